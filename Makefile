@@ -1,0 +1,64 @@
+# Compact Agents. `make` prints the help below; everything runs from this folder with the environment in .venv.
+
+EXP ?= dgpo_tiny
+PY := .venv/bin/python
+RUN := $(PY) -m experiments
+SEED_FLAG := $(if $(SEED),--seed $(SEED))
+RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
+FRESH_FLAG := $(if $(FRESH),--fresh)
+export Q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train evaluate test retriever compare ui export experiments dry-run ask download reproduce status clean
+
+help: ## this text
+	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "A new machine: make train (sets up, trains dgpo_tiny with all its stages, prints a table). Then: make ui"
+
+setup: ## make .venv with everything in it (the other targets do this by themselves)
+	@./scripts/setup.sh
+
+train: setup ## make an experiment and its stages; RESUME=last continues, FRESH=1 starts its own stage anew
+	@$(RUN) train $(EXP) $(SEED_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(ARGS)
+
+evaluate: setup ## test a checkpoint or model folder: EXP=... CKPT=path (default: the experiment's own result)
+	@$(RUN) evaluate $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
+
+test: setup ## run the tests; ARGS="tests/rollout -k parse" for some of them
+	@$(PY) -m pytest $(ARGS)
+
+retriever: setup ## serve an experiment's search index by itself; PORT=8000 INDEX=folder
+	@$(RUN) retriever $(EXP) --port $(or $(PORT),8000) $(if $(INDEX),--index "$(INDEX)") $(ARGS)
+
+compare: setup ## a table of runs and a page with curves; EXPS="dgpo_tiny ppo_tiny" for some
+	@$(RUN) compare $(EXPS)
+
+ui: setup ## open the runs in MLflow; PORT=5000
+	@$(RUN) ui --port $(or $(PORT),5000)
+
+export: setup ## copy an experiment's model out as a Hugging Face folder; TO=folder
+	@$(RUN) export $(EXP) $(SEED_FLAG) $(if $(TO),--to "$(TO)") $(ARGS)
+
+experiments: setup ## list the experiments
+	@$(RUN) list
+
+dry-run: setup ## print an experiment's resolved configuration and validate it; loads no model
+	@$(RUN) dry-run $(EXP) $(SEED_FLAG) $(ARGS)
+
+ask: setup ## put a question to a trained model and watch it search: Q="..."
+	@$(RUN) ask $(EXP) $(SEED_FLAG) $(if $(Q),--question "$$Q") $(ARGS)
+
+download: setup ## fetch the weights and data that an experiment needs
+	@$(RUN) download $(EXP) $(ARGS)
+
+reproduce: setup ## three seeds of an experiment and its ablations, then docs/results/EXP.md; SEEDS=0,1,2
+	@$(RUN) reproduce $(EXP) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
+
+status: setup ## which stages of an experiment are done, and where they lie
+	@$(RUN) status $(EXP) $(SEED_FLAG) $(ARGS)
+
+clean: setup ## remove unfinished stages; ALL=1 removes all outputs
+	@$(RUN) clean $(if $(ALL),--all)

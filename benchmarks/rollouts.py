@@ -1,0 +1,194 @@
+"""Trajectories per second of the agent loop against a loop with a barrier per turn, over the same engine.
+
+    python -m benchmarks.rollouts [--engine transformers|vllm] [--trajectories 48] [--turns 3] [--repeats 3]
+
+A random Qwen3 (4 layers, hidden 128) writes ``turns`` turns of up to 24 tokens, each read as a search, and a last one.
+A search takes a log-normal time (sigma 1, as measured on loaded retrievers: a few are ten times slower than the
+median), drawn from its query, so that both loops meet the same latencies; medians 0, 50 and 200 ms are tried.  The
+barrier loop generates for all trajectories, waits, searches for all, waits: what verl and Search-R1 do.  Both use the
+same engine, the same seeds and an empty prefix cache at the start; the sampled ids are compared, so that both did the
+same work.  The medians over the repeats are printed, and the ratio.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from rollout.agent_loop import AgentLoop, Budgets, Request
+from rollout.engines.base import Engine, SamplingParams
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.protocols.base import PromptMode
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.sampling import derive_seed
+from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
+
+MEDIANS_S = (0.0, 0.05, 0.2)
+TURN_TOKENS = 24
+SAMPLING = SamplingParams(max_new_tokens=TURN_TOKENS)
+PASSAGE = "Doc 1(Title: \"Somewhere\") " + "A town by the sea with a harbour, a tower and a market. " * 3
+
+
+class EveryTurnSearches(SearchR1Protocol):
+    """Random weights never write a tag; here whatever they write is a query."""
+
+    def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
+        return Action(ActionKind.CALL, (ToolRequest("search", {"query": text}),))
+
+
+class SlowSearch:
+    """One passage after a time that depends on the query alone."""
+
+    name = "search"
+
+    def __init__(self, median_s: float) -> None:
+        self.median_s = median_s
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        factor = random.Random(derive_seed(arguments["query"])).lognormvariate(0, 1)
+        await asyncio.sleep(self.median_s * factor)
+        return ToolResult(PASSAGE, CallOutcome.OK)
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    engine: Engine
+    protocol: EveryTurnSearches
+    tasks: list[Task]
+    turns: int
+
+    async def agent_loop(self, search: SlowSearch) -> list[tuple[int, ...]]:
+        """Response ids per trajectory, each trajectory in its own task."""
+        budgets = Budgets(max_turns=self.turns, max_turn_tokens=TURN_TOKENS, max_length=1024)
+        loop = AgentLoop(self.engine, self.protocol, QuestionAnswering({"search": search}), budgets)
+        runs = (loop.run(task, group=task.id, index=0, request=Request(0, SAMPLING)) for task in self.tasks)
+        return [trajectory.response_ids for trajectory in await asyncio.gather(*runs)]
+
+    async def barrier_loop(self, search: SlowSearch) -> list[tuple[int, ...]]:
+        """The same with two barriers per turn."""
+        prompts = [self.protocol.prompt_ids(task) for task in self.tasks]
+        responses: list[list[int]] = [[] for _ in self.tasks]
+        for turn in range(self.turns + 1):
+            generations = await asyncio.gather(
+                *(
+                    self.engine.generate(
+                        prompt + response,
+                        dataclasses.replace(
+                            SAMPLING,
+                            stop=self.protocol.stop,
+                            stop_token_ids=self.protocol.stop_token_ids,
+                            seed=derive_seed(0, task.id, 0, turn),
+                        ),
+                    )
+                    for task, prompt, response in zip(self.tasks, prompts, responses, strict=True)
+                )
+            )
+            for response, generation in zip(responses, generations, strict=True):
+                response.extend(generation.token_ids)
+            if turn == self.turns:
+                break
+            actions = [self.protocol.parse(self.protocol.decode(generation.token_ids)) for generation in generations]
+            results = await asyncio.gather(*(search.call(action.calls[0].arguments) for action in actions))
+            for response, action, result in zip(responses, actions, results, strict=True):
+                response.extend(self.protocol.observation_ids(action, [result], 500)[0])
+        return [tuple(response) for response in responses]
+
+
+async def measure(bench: Bench, weights: dict[str, Any], repeats: int) -> list[dict[str, float]]:
+    """One row per median latency: seconds of both loops (medians) and their ratio."""
+    rows = []
+    loops: dict[str, Callable[[SlowSearch], Awaitable[list[tuple[int, ...]]]]] = {
+        "agent_loop": bench.agent_loop,
+        "barrier": bench.barrier_loop,
+    }
+    await bench.agent_loop(SlowSearch(0.0))  # warm up
+    version = 0
+    for median_s in MEDIANS_S:
+        seconds: dict[str, list[float]] = {name: [] for name in loops}
+        for _ in range(repeats):
+            sampled = {}
+            for name, run in loops.items():
+                version += 1
+                await bench.engine.load_weights(weights.items(), version)  # the same weights: empties the prefix cache
+                began = time.perf_counter()
+                sampled[name] = await run(SlowSearch(median_s))
+                seconds[name].append(time.perf_counter() - began)
+            if sampled["agent_loop"] != sampled["barrier"]:
+                raise SystemExit("the two loops sampled different ids; their times cannot be compared")
+        row = {name: len(bench.tasks) / statistics.median(values) for name, values in seconds.items()}
+        rows.append({"median_ms": 1000 * median_s, **row, "ratio": row["agent_loop"] / row["barrier"]})
+    return rows
+
+
+def make_model(folder: Path) -> Path:
+    from data_modules.tokenizer import train_tokenizer
+    from lightning_modules.create_model import CreateModel
+
+    texts = [SearchR1Protocol.__doc__ or "", PASSAGE, "<search> <answer> </search> </answer> Question: where?"]
+    train_tokenizer(texts, vocab_size=1024).save_pretrained(folder / "tokenizer")
+    CreateModel(str(folder / "tokenizer"), initializer_range=0.2).run(folder)
+    return folder / "model"
+
+
+def make_engine(name: str, model: Path, trajectories: int) -> Engine:
+    if name == "vllm":
+        from rollout.engines.vllm_engine import VLLMEngine
+
+        return VLLMEngine(str(model), max_length=1024)
+    from rollout.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(str(model), slots=trajectories, max_length=1024)
+
+
+async def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+    from safetensors.torch import load_file
+
+    model = make_model(folder)
+    engine = make_engine(arguments.engine, model, arguments.trajectories)
+    tasks = [Task(f"q{i}", f"What lies near town {i}?", (), "bench") for i in range(arguments.trajectories)]
+    bench = Bench(engine, EveryTurnSearches(str(model), template="short"), tasks, arguments.turns)
+    await engine.start()
+    try:
+        return await measure(bench, load_file(model / "model.safetensors"), arguments.repeats)
+    finally:
+        await engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--trajectories", type=int, default=48)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = asyncio.run(run(arguments, Path(folder)))
+    print(f"{arguments.engine}, {arguments.trajectories} trajectories of {arguments.turns} searches, 1 thread")
+    print("search latency (median)   agent loop   barrier per turn   ratio")
+    for row in rows:
+        print(
+            f"{row['median_ms']:20.0f} ms {row['agent_loop']:10.2f}/s {row['barrier']:16.2f}/s {row['ratio']:8.2f}"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

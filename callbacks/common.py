@@ -1,0 +1,79 @@
+"""What several callbacks need: the stage's folder, the tokenizer, objects of all ranks, where a result came from."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def stage_dir(trainer: L.Trainer) -> Path:
+    """The stage's output folder: ``trainer.default_root_dir`` (experiments/ sets it)."""
+    return Path(trainer.default_root_dir)
+
+
+def gather_objects(local: Any) -> list[Any]:
+    """``local`` of every rank, ordered by rank, on every rank. A collective: all ranks must call it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [local]
+    everything: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everything, local)
+    return everything
+
+
+def gather_lists(local: Sequence[Any]) -> list[Any]:
+    """The concatenation of every rank's sequence, ordered by rank, on every rank."""
+    return [item for part in gather_objects(list(local)) for item in part]
+
+
+def policy_source(module: L.LightningModule) -> str:
+    """Folder or hub name the policy was loaded from, which also holds its tokenizer.
+
+    Raises:
+        ValueError: the policy was not loaded from anywhere.
+    """
+    source = getattr(getattr(module, "policy", None), "name_or_path", "") or ""
+    if not source:
+        raise ValueError(
+            f"{type(module).__name__}.policy has no name_or_path, so its tokenizer cannot be found; "
+            "load the policy with from_pretrained, or give the callback its `tokenizer` option"
+        )
+    return source
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source)
+
+
+def provenance() -> dict[str, str]:
+    """The commit and the command a result was made with, for the files that hold results."""
+    root = Path(__file__).resolve().parent.parent
+    git = ["git", "-C", str(root)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = head.stdout.strip() if head.returncode == 0 else "unknown (no git repository)"
+    if head.returncode == 0:
+        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+        commit += "+changes" if status.stdout.strip() else ""
+    command = os.environ.get("COMPACT_AGENTS_COMMAND") or shlex.join([Path(sys.executable).name, *sys.argv])
+    return {"commit": commit, "command": command}
+
+
+def is_better(value: float, best: float | None, mode: str) -> bool:
+    """Whether ``value`` is strictly better than ``best`` (None: nothing yet). NaN never is."""
+    if value != value:
+        return False
+    return best is None or (value > best if mode == "max" else value < best)

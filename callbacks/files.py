@@ -1,0 +1,88 @@
+"""Writing to disk so that a kill at any moment leaves either the old or the new content, never half of one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DiskFullError(OSError):
+    """There was no room for a file. Whatever the file was to replace is untouched."""
+
+
+def is_no_room(error: BaseException) -> bool:
+    """True for the errors a full disk, a full quota or a file size limit cause (torch's own writer included,
+    which loses the errno on the way)."""
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "No space left" in str(error))
+
+
+def no_room_message(path: Path, intact: str) -> str:
+    free = shutil.disk_usage(path.parent if path.parent.exists() else Path.cwd()).free
+    return (
+        f"no room to write {path}: {free / 2**20:.0f} MiB free on that file system. {intact} "
+        "Free some space (or set another output folder) and run the same command with RESUME=last."
+    )
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write beside ``path`` and rename onto it. Raises DiskFullError and leaves the old file when there is no room."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if is_no_room(error):
+            raise DiskFullError(error.errno, no_room_message(path, "The previous version is intact.")) from error
+        raise
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a whole folder; nothing happens when it is not there."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Put folder ``new`` in the place of ``target``. Folders cannot be swapped in one step everywhere, so for an
+    instant the old one is called ``.<name>.old``; ``recover_folder`` undoes a kill in that instant."""
+    old = target.with_name(f".{target.name}.old")
+    remove(old)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(new, target)
+    remove(old)
+
+
+def recover_folder(target: Path) -> None:
+    """Finish or undo a ``replace_folder`` that was killed half-way."""
+    old = target.with_name(f".{target.name}.old")
+    if old.exists():
+        if target.exists():
+            remove(old)
+        else:
+            os.rename(old, target)
+
+
+def link_atomically(link: Path, target_name: str) -> None:
+    """Make the symbolic link ``link`` (in the same folder) point at ``target_name``, replacing what it was in one
+    step. A real file or folder of that name, left by another program, is removed first."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.link")
+    remove(temporary)
+    temporary.symlink_to(target_name)
+    if link.is_dir() and not link.is_symlink():
+        remove(link)
+    os.replace(temporary, link)

@@ -1,0 +1,99 @@
+"""Where the time of an iteration goes, and how much comes out of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+
+from rollout.trajectory import Trajectory
+
+
+class Throughput(L.Callback):
+    """Logs, per training iteration (mean over ranks for times, sum over ranks for rates):
+
+    - ``time/train``: seconds in the training step;
+    - ``time/rollout`` (``time/data`` when the batch was not just generated): seconds waiting for the batch;
+    - ``time/sync``, ``time/checkpoint``: seconds in WeightSync and IterationCheckpoint since the previous iteration;
+    - ``throughput/trajectories_per_s``, ``throughput/tokens_per_s`` (prompt and response) over the whole iteration;
+    - ``throughput/rollout_tokens_per_s``: sampled tokens per second of waiting for the batch.
+
+    Validation is not part of any of them.
+
+    Args:
+        on_policy: whether batches are generated while training; decides between time/rollout and time/data.
+    """
+
+    def __init__(self, on_policy: bool = True) -> None:
+        self.on_policy = on_policy
+        self._ready = 0.0  # when the loop became free to fetch the next batch
+        self._started = 0.0
+        self._phases: dict[str, float] = {}  # cumulative seconds of the timed callbacks when the loop became free
+        self._waited: dict[str, float] = {}
+        self._validation_start = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._ready = time.perf_counter()
+        self._phases = phase_seconds(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validation_start = time.perf_counter()
+        self._phases_before_validation = phase_seconds(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Shift the clock forward by the validation and forget what was pushed or saved inside it.
+        self._ready += time.perf_counter() - self._validation_start
+        inside = phase_seconds(trainer)
+        for phase, before in self._phases_before_validation.items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + inside[phase] - before
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._started = time.perf_counter()
+        now = phase_seconds(trainer)
+        self._waited = {phase: now[phase] - self._phases.get(phase, 0.0) for phase in now}
+        waiting = self._started - self._ready - sum(self._waited.values())
+        self._waited["rollout" if self.on_policy else "data"] = max(waiting, 1e-9)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        train = now - self._started
+        sync = trainer.world_size > 1
+        times = {f"time/{phase}": seconds for phase, seconds in self._waited.items()} | {"time/train": train}
+        pl_module.log_dict(times, sync_dist=sync, batch_size=1)
+        if is_trajectories(batch):
+            rates = _rates(batch, sum(times.values()), self._waited.get("rollout"))
+            pl_module.log_dict(rates, sync_dist=sync, reduce_fx="sum", batch_size=1)
+        self._ready = now
+        self._phases = phase_seconds(trainer)
+
+
+def is_trajectories(batch: Any) -> bool:
+    """A list of trajectories; an empty one counts (a rank may get nothing), so that all ranks agree."""
+    return isinstance(batch, list) and all(isinstance(item, Trajectory) for item in batch)
+
+
+def phase_seconds(trainer: L.Trainer) -> dict[str, float]:
+    """Cumulative seconds of every callback that times itself (has ``phase`` and ``seconds``)."""
+    totals: dict[str, float] = {}
+    for callback in trainer.callbacks:
+        phase, seconds = getattr(callback, "phase", None), getattr(callback, "seconds", None)
+        if isinstance(phase, str) and isinstance(seconds, float):
+            totals[phase] = totals.get(phase, 0.0) + seconds
+    return totals
+
+
+def _rates(batch: Sequence[Trajectory], iteration_s: float, rollout_s: float | None) -> dict[str, float]:
+    tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in batch)
+    rates = {
+        "throughput/trajectories_per_s": len(batch) / iteration_s,
+        "throughput/tokens_per_s": tokens / iteration_s,
+    }
+    if rollout_s is not None:
+        rates["throughput/rollout_tokens_per_s"] = sum(sum(t.loss_mask) for t in batch) / rollout_s
+    return rates

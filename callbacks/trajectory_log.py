@@ -1,0 +1,131 @@
+"""Keeps the best and worst trajectories of each evaluation, and of training now and then, as pages one can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import lightning as L
+
+from callbacks.common import gather_lists, load_tokenizer, policy_source, stage_dir
+from callbacks.files import write_atomically
+from callbacks.mlflow_logger import MLflowLogger
+from callbacks.rows import AGENT, probe_of, row_of, trajectories_of
+from callbacks.trajectory_page import PageItem, render_page
+from rollout.trajectory import Trajectory
+
+Annotated = tuple[Trajectory, dict[str, list[float]]]
+
+
+def rank_key(trajectory: Trajectory) -> tuple[float, float, int, str, int]:
+    """Sort key, worst first: reward (EM when it has none), F1, then long before short. The last two entries only
+    make the order total, so that the choice does not depend on the order of completion."""
+    row = row_of(trajectory)
+    total = trajectory.reward.total if trajectory.reward is not None else row.em
+    return total, row.f1, -len(trajectory.response_ids), trajectory.group, trajectory.index
+
+
+def best_and_worst(annotated: Iterable[Annotated], count: int) -> list[tuple[str, Annotated]]:
+    """At most ``count`` from each end, best first, no trajectory twice; infrastructure failures are left out."""
+    ranked = sorted((a for a in annotated if not a[0].failed_by_infrastructure), key=lambda a: rank_key(a[0]))
+    worst = ranked[: min(count, len(ranked) // 2)]
+    best = ranked[len(worst) :][-count:]
+    return [("best", a) for a in reversed(best)] + [("worst", a) for a in worst]
+
+
+class TrajectoryLog(L.Callback):
+    """Writes ``trajectories/<split>-<step>.html`` in the stage folder after each validation and test, and
+    ``trajectories/train-<iteration>.html`` every ``train_every`` iterations; MLflow gets a copy as artifact.
+
+    Training pages show per-token figures (advantage, reward, kl, ...) from the module's ``last_annotated``, a list of
+    (trajectory, {name: one value per response token}); a module without that attribute (supervised learning)
+    has nothing to annotate and gets no training pages.
+
+    Args:
+        count: how many of the best and of the worst.
+        train_every: iterations between training pages; 0: none.
+        tokenizer: folder of the tokenizer; default: where the policy was loaded from.
+    """
+
+    def __init__(self, count: int = 5, train_every: int = 20, tokenizer: Optional[str] = None) -> None:
+        if count < 1 or train_every < 0:
+            raise ValueError(f"TrajectoryLog(count={count}, train_every={train_every}): expected >= 1 and >= 0")
+        self.count = count
+        self.train_every = train_every
+        self.tokenizer = tokenizer
+        self._kept: list[Annotated] = []
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._kept = []
+
+    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._kept = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if probe_of(trainer, "val", dataloader_idx) == AGENT:
+            self._keep(trajectories_of(outputs, "validation_step"))
+
+    def on_test_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if probe_of(trainer, "test", dataloader_idx) == AGENT:
+            self._keep(trajectories_of(outputs, "test_step"))
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._finish(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._finish(trainer, pl_module, "test")
+
+    def _keep(self, trajectories: Sequence[Trajectory]) -> None:
+        """Only the extremes stay in memory, batch by batch."""
+        pool = self._kept + [(t, {}) for t in trajectories]
+        self._kept = [annotated for _, annotated in best_and_worst(pool, self.count)]
+
+    def _finish(self, trainer: L.Trainer, module: L.LightningModule, split: str) -> None:
+        kept, self._kept = gather_lists(self._kept), []
+        if trainer.is_global_zero and not trainer.sanity_checking and kept:
+            self._write(trainer, module, f"{split}-{trainer.global_step:06d}", f"{split}, step {trainer.global_step}", kept)
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        iteration = trainer.fit_loop.total_batch_idx + 1
+        annotated = getattr(pl_module, "last_annotated", None)
+        if annotated is None or not self.train_every or iteration % self.train_every or not trainer.is_global_zero:
+            return
+        self._write(trainer, pl_module, f"train-{iteration:06d}", f"training, iteration {iteration}", annotated)
+
+    def _write(
+        self, trainer: L.Trainer, module: L.LightningModule, name: str, title: str, annotated: Iterable[Annotated]
+    ) -> Path:
+        chosen = best_and_worst(annotated, self.count)
+        items = [
+            PageItem(t, f"{kind}: EM {row_of(t).em:g}, {t.stop_reason.value}", signals) for kind, (t, signals) in chosen
+        ]
+        tokenizer = load_tokenizer(self.tokenizer or policy_source(module))
+        path = stage_dir(trainer) / "trajectories" / f"{name}.html"
+        write_atomically(path, render_page(f"{stage_dir(trainer).parent.name}: {title}", items, tokenizer))
+        for logger in trainer.loggers:
+            if isinstance(logger, MLflowLogger):
+                logger.log_file(path, "trajectories")
+        return path

@@ -1,0 +1,192 @@
+"""Validation and test by rollouts with the current weights: the part that all data modules share."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, Optional
+
+import lightning as L
+
+from data_modules.datasets.files import DatasetError
+from data_modules.datasets.questions import load_tasks
+from data_modules.decoding import Decoding
+from data_modules.failures import FailureGuard
+from data_modules.loaders import EvaluationLoader, spread
+from data_modules.seeds import run_seed
+from rollout.protocols.base import PromptMode
+from rollout.sampling import derive_seed
+from rollout.system import RolloutSystem
+from rollout.trajectory import Task, Trajectory
+
+Probe = Literal["gold_direct", "gold_think", "closed_book"]
+Split = Literal["val", "test"]
+NEED_GOLD = (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK)
+
+
+class EvaluationData(L.LightningDataModule):
+    """Loaders of validation and test: first the normal search loop over all questions, then one per probe.
+
+    Every batch is a ``list[Trajectory]``. ``probe_names(split)`` says what each dataloader_idx stands for. No row is
+    dropped or doubled, on any number of ranks. The rollout system is started once and stays up between ``fit`` and
+    ``test``; it is closed after test or validate, on an exception, and at the latest when the process ends.
+
+    Args:
+        rollouts: rolls questions out; None only if there are no val_files and no test_files.
+        val_files: question files (see datasets/questions.py) of validation.
+        test_files: question files of the test.
+        eval_sampling: decoding of validation, test and probes; greedy unless said otherwise.
+        eval_batch: questions per batch on each rank; changes speed only.
+        max_val: use at most so many validation questions, evenly spaced over the files.
+        max_test: the same for test.
+        probes: ARCap's probes. gold_direct and gold_think ask the questions that have gold passages, closed_book all.
+        probe_validation: run the probes in validation too, not in the test only.
+        max_probe: at most so many questions per probe, evenly spaced.
+        max_infrastructure_failures: share of an evaluation batch that may fail for reasons that are not the model's;
+            above it the run stops, since a figure over what is left would mislead.
+        seed: of evaluation sampling; None is the run's seed_everything.
+    """
+
+    def __init__(
+        self,
+        rollouts: Optional[RolloutSystem] = None,
+        val_files: Sequence[str] = (),
+        test_files: Sequence[str] = (),
+        eval_sampling: Decoding = Decoding(temperature=0.0),
+        eval_batch: int = 256,
+        max_val: Optional[int] = None,
+        max_test: Optional[int] = None,
+        probes: Sequence[Probe] = (),
+        probe_validation: bool = False,
+        max_probe: Optional[int] = None,
+        max_infrastructure_failures: float = 0.2,
+        seed: Optional[int] = None,
+    ) -> None:
+        super().__init__()
+        if rollouts is None and (val_files or test_files):
+            raise ValueError("val_files and test_files are evaluated by rollouts; give `rollouts` too, or neither")
+        for name, value in (("eval_batch", eval_batch), ("max_val", max_val), ("max_test", max_test), ("max_probe", max_probe)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1 (leave it out for all)")
+        if len(set(probes)) != len(probes):
+            raise ValueError(f"probes has the same probe twice: {', '.join(probes)}")
+        self.rollouts = rollouts
+        self.files: dict[str, list[str]] = {"val": list(val_files), "test": list(test_files)}
+        self.limits = {"val": max_val, "test": max_test}
+        self.eval_sampling = eval_sampling
+        self.eval_batch = eval_batch
+        self.probes = tuple(PromptMode(probe) for probe in probes)
+        self.probe_validation = probe_validation
+        self.max_probe = max_probe
+        self.max_infrastructure_failures = max_infrastructure_failures
+        self._eval_guard = FailureGuard(max_infrastructure_failures)
+        self._seed = seed
+        self._tasks: dict[str, list[Task]] = {}
+        self._running = False
+
+    # --- for callbacks ------------------------------------------------------------------------------------------
+
+    def probe_names(self, split: Split) -> list[str]:
+        """``PromptMode`` value of each dataloader of ``split``, by dataloader_idx; "agent" is the search loop."""
+        if not self.files[split]:
+            return []
+        return [PromptMode.AGENT.value, *(mode.value for mode in self._probes(split))]
+
+    @property
+    def seed(self) -> int:
+        return run_seed(self._seed)
+
+    @property
+    def rank(self) -> int:
+        return self.trainer.global_rank if self.trainer is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        return self.trainer.world_size if self.trainer is not None else 1
+
+    # --- Lightning's hooks --------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Read the question files this stage needs and start the rollout system if there is anything to roll out.
+
+        Raises:
+            DatasetError: a file is missing or wrong, or a gold probe finds no question with gold passages.
+        """
+        splits: dict[str, tuple[Split, ...]] = {"fit": ("val",), "validate": ("val",), "test": ("test",)}
+        for split in splits.get(stage, ()):
+            if self.files[split] and split not in self._tasks:
+                self._tasks[split] = spread(load_tasks(self.files[split]), self.limits[split])
+                for mode in self._probes(split):
+                    self._probe_tasks(split, mode)
+        if any(self._tasks.get(split) for split in splits.get(stage, ())):
+            self.start_rollouts()
+
+    def val_dataloader(self) -> list[EvaluationLoader]:
+        return self._loaders("val")
+
+    def test_dataloader(self) -> list[EvaluationLoader]:
+        return self._loaders("test")
+
+    def teardown(self, stage: str) -> None:
+        if stage != "fit":  # after fit the same process tests, with the same engine
+            self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.close()
+
+    def start_rollouts(self) -> None:
+        """Idempotent."""
+        if not self._running and self.rollouts is not None:
+            self._running = True
+            atexit.register(self.close)
+            self.rollouts.start()
+
+    def close(self) -> None:
+        """Stop the rollout system. Idempotent."""
+        if self._running and self.rollouts is not None:
+            self._running = False
+            atexit.unregister(self.close)
+            self.rollouts.close()
+
+    # --- making loaders -----------------------------------------------------------------------------------------
+
+    def _probes(self, split: Split) -> tuple[PromptMode, ...]:
+        return self.probes if split == "test" or self.probe_validation else ()
+
+    def _probe_tasks(self, split: Split, mode: PromptMode) -> list[Task]:
+        tasks = [t for t in self._tasks[split] if t.gold_passages or mode not in NEED_GOLD]
+        if not tasks:
+            raise DatasetError(
+                f"probe '{mode.value}' needs questions with gold passages, but none of the {len(self._tasks[split])} "
+                f"{split} questions in {', '.join(self.files[split])} has any; add a gold_passages column or leave the "
+                "probe out"
+            )
+        return spread(tasks, self.max_probe)
+
+    def _loaders(self, split: Split) -> list[EvaluationLoader]:
+        if split not in self._tasks:
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")  # it is meant
+            return []
+
+        def rollout(tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
+            return self._evaluate(split, tasks, mode)
+
+        chosen = [(PromptMode.AGENT, self._tasks[split])]
+        chosen += [(mode, self._probe_tasks(split, mode)) for mode in self._probes(split)]
+        return [
+            EvaluationLoader(tasks, mode, self.eval_batch, rollout, self.rank, self.world_size) for mode, tasks in chosen
+        ]
+
+    def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
+        trajectories: list[Trajectory] = []
+        if tasks:
+            # One seed for the whole split: requests derive theirs from the task's id, so batches do not matter.
+            trajectories = self.rollouts.rollout(  # type: ignore[union-attr]  # files need rollouts, see __init__
+                tasks, n=1, sampling=self.eval_sampling.params, seed=derive_seed(self.seed, split, mode.value), mode=mode
+            )
+        self._eval_guard.check(trajectories, f"{split} ({mode.value})", self.rollouts.failures)
+        return trajectories
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,105 @@
+"""An expert that searches by knowing the answer's chain: the source of the teacher's demonstrations.
+
+It is an `Engine`: the ordinary agent loop drives it against the real retriever, so its demonstrations are ordinary
+trajectories, with real search results, and nothing but the sampling of tokens is special.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from data_modules.datasets.questions import load_tasks
+from rollout.engines.base import Generation, SamplingParams
+from rollout.trajectory import Task
+
+_INFORMATION = re.compile(r"<information>(.*?)</information>", re.DOTALL)
+_QUESTION = re.compile(r"Question: (.*?)<\|im_end\|>", re.DOTALL)
+
+
+class ExpertPolicy:
+    """Text in, text out: what the expert writes next in one trajectory.
+
+    The chain comes from the task's metadata: ``mentions`` (subject, then the entity each hop reaches) and
+    ``relations`` (keywords). With probability ``slip`` a hop starts with a careless query (the question's own words,
+    or the name alone); when its results do not hold the fact, the expert says so and searches again.
+    """
+
+    def __init__(self, slip: float = 0.15, seed: int = 0) -> None:
+        if not 0 <= slip < 1:
+            raise ValueError(f"slip is a probability below 1, got {slip}")
+        self.slip, self.seed = slip, seed
+
+    def next_turn(self, task: Task, transcript: str) -> str:
+        """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
+        mentions, relations = task.metadata["mentions"], task.metadata["relations"]
+        facts = [f"The {r} of {mentions[h]} is {mentions[h + 1]}." for h, r in enumerate(relations)]
+        blocks = _INFORMATION.findall(transcript)
+        known = 0  # hops whose fact has been read, in order
+        while known < len(facts) and any(facts[known] in block for block in blocks):
+            known += 1
+        if known == len(facts):
+            return f"<think>It is {mentions[-1]}.</think>\n<answer> {task.golden_answers[0]} </answer>"
+        query = f"{mentions[known]} {relations[known]}"
+        if not blocks:
+            thought = f"First {', then '.join(relations)}."
+        elif known and facts[known - 1] in blocks[-1]:
+            thought = f"It is {mentions[known]}. Next {relations[known]}."
+        else:  # the last search brought nothing new: it was careless
+            return self._turn(f"Not found. Search {relations[known]}.", query)
+        return self._turn(thought, self._careless(task, mentions[known], known) or query)
+
+    def _careless(self, task: Task, mention: str, hop: int) -> str | None:
+        rng = random.Random(f"{self.seed}:{task.id}:{hop}")
+        if rng.random() >= self.slip:
+            return None
+        return rng.choice((mention, f"the {mention} found", f"what is {mention}"))
+
+    @staticmethod
+    def _turn(thought: str, query: str) -> str:
+        return f"<think>{thought}</think>\n<search> {query} </search>"
+
+
+class ExpertEngine:
+    """`Engine` over `ExpertPolicy`.
+
+    Args:
+        tokenizer: Hugging Face folder of the tokenizer in which to write.
+        files: question files of the fictional world (their metadata hold the chains).
+        slip: probability that a hop starts with a careless query.
+        seed: of the slips.
+    """
+
+    def __init__(self, tokenizer: str, files: list[str], slip: float = 0.15, seed: int = 0) -> None:
+        self._tokenizer_path, self._files = tokenizer, files
+        self._policy = ExpertPolicy(slip, seed)
+        self._tokenizer: Any = None
+        self._tasks: dict[str, Task] = {}
+
+    async def start(self) -> None:
+        if self._tokenizer is not None:
+            return
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
+        for file in self._files:
+            self._tasks |= {task.question: task for task in load_tasks(file)}
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        match = _QUESTION.search(text)
+        task = self._tasks.get(match.group(1).strip()) if match else None
+        if task is None:
+            raise ValueError(f"the expert knows only the questions of {self._files}; it was asked: {text[:200]!r}")
+        turn = self._policy.next_turn(task, text[match.end() :])
+        ids = self._tokenizer(turn, add_special_tokens=False).input_ids
+        stop = next((s for s in sampling.stop if turn.endswith(s)), None)
+        return Generation(tuple(ids), (0.0,) * len(ids), "stop" if stop else "eos", 0, stop_string=stop)
+
+    async def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        raise ValueError("the expert has no weights; it cannot be the engine of a training run")
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,190 @@
+"""A task stage: roll a model out over questions and keep what it got right, as demonstrations for a student.
+
+Teacher-generated outputs, specs/dgpo.md 1.1: only trajectories whose final answer is correct are kept, since wrong
+ones teach wrong retrieval decisions. How many samples per question and which temperature the paper used is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+from data_modules.chunk_progress import ChunkProgress
+from data_modules.datasets.files import DatasetError
+from data_modules.datasets.questions import load_tasks
+from data_modules.decoding import Decoding
+from data_modules.failures import FailureGuard
+from data_modules.loaders import fingerprint, spread
+from data_modules.seeds import run_seed
+from rollout.rewards.scoring import exact_match
+from rollout.sampling import derive_seed
+from rollout.storage import save_trajectories
+from rollout.system import RolloutSystem
+from rollout.trajectory import Task, Trajectory
+
+logger = logging.getLogger(__name__)
+
+COUNTS = ("questions", "generated", "failed", "correct", "kept", "tokens_generated", "tokens_kept")
+
+
+class GenerateTrajectories:
+    """Rolls questions out chunk by chunk; a finished chunk is on disk, and a run after a kill goes on behind it.
+
+    Writes in the output folder ``trajectories/chunk-<n>.parquet`` (rollout.storage; none for a chunk of which nothing
+    was kept), ``progress/chunk-<n>.json`` (written after it: the chunk is done) and ``generation.json`` (what the
+    chunks belong to).
+
+    Args:
+        rollouts: the teacher.
+        files: question files (see datasets/questions.py).
+        limit: at most so many questions, evenly spaced over the files.
+        samples_per_question: trajectories per question.
+        sampling: decoding.
+        keep: "correct" keeps trajectories with exact match 1; "all" keeps every one that infrastructure did not fail.
+        seed: of the sampling; None is the run's seed_everything.
+        chunk_questions: questions per chunk: at most so much is lost by a kill.
+        max_infrastructure_failures: share of a chunk that may fail for reasons that are not the model's ...
+        failure_patience: ... before the stage stops, after so many such chunks in a row.
+    """
+
+    def __init__(
+        self,
+        rollouts: RolloutSystem,
+        files: Sequence[str],
+        limit: Optional[int] = None,
+        samples_per_question: int = 1,
+        sampling: Decoding = Decoding(),
+        keep: Literal["correct", "all"] = "correct",
+        seed: Optional[int] = None,
+        chunk_questions: int = 512,
+        max_infrastructure_failures: float = 0.2,
+        failure_patience: int = 1,
+    ) -> None:
+        for name, value in (
+            ("limit", limit), ("samples_per_question", samples_per_question), ("chunk_questions", chunk_questions),
+        ):  # fmt: skip
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        self.rollouts = rollouts
+        self.files = list(files)
+        self.limit = limit
+        self.samples_per_question = samples_per_question
+        self.sampling = sampling
+        self.keep = keep
+        self._seed = seed
+        self.chunk_questions = chunk_questions
+        self._guard = FailureGuard(max_infrastructure_failures, failure_patience)
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        """Generate what is not there yet. Returns the summary: counts over all chunks, ``correct_share``,
+        ``mean_response_tokens`` (sampled tokens, of all and of the kept), ``kept/<data source>``, ``seconds``.
+
+        Raises:
+            DatasetError: a question file is wrong, or not one trajectory was kept.
+            TooManyFailuresError: see max_infrastructure_failures; finished chunks stay.
+            ValueError: the folder holds chunks of another generation.
+        """
+        output_dir = Path(output_dir)
+        tasks = spread(load_tasks(self.files), self.limit)
+        self._claim(output_dir, tasks)
+        starts = range(0, len(tasks), self.chunk_questions)
+        chunks = [tasks[i : i + self.chunk_questions] for i in starts]
+        done = [self._done(output_dir, number) for number in range(len(chunks))]
+        if all(done):
+            return self._summary(done)
+        try:
+            self.rollouts.start()
+            with ChunkProgress("generate", len(tasks) * self.samples_per_question) as progress:
+                for number, chunk in enumerate(chunks):
+                    done[number] = done[number] or self._chunk(output_dir, number, chunk, progress)
+                    progress.finish_chunk(done[number]["generated"], self._figures(done))
+        finally:
+            self.rollouts.close()
+        return self._summary(done)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _claim(self, output_dir: Path, tasks: list[Task]) -> None:
+        """Chunks of another generation are never mixed with ours: the experiment layer gives every configuration a
+        folder of its own, so this catches a folder reused by hand."""
+        seed = run_seed(self._seed)
+        settings = (self.samples_per_question, self.sampling, self.keep, seed, self.chunk_questions)
+        ours = fingerprint([(t.id, t.question) for t in tasks], settings)
+        path = output_dir / "generation.json"
+        if path.exists():
+            theirs = json.loads(path.read_text())["fingerprint"]
+            if theirs != ours:
+                raise ValueError(
+                    f"{output_dir} holds trajectories of another generation (other questions, seed, sampling or chunks: "
+                    f"{theirs}, expected {ours}); remove the folder or choose another"
+                )
+            return
+        _write_json(path, {"fingerprint": ours, "questions": len(tasks), "seed": seed})
+
+    def _done(self, output_dir: Path, number: int) -> dict[str, Any]:
+        """The counts of a finished chunk, {} of one that is not."""
+        path = output_dir / "progress" / f"chunk-{number:05d}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _chunk(self, output_dir: Path, number: int, tasks: list[Task], progress: ChunkProgress) -> dict[str, Any]:
+        start = time.monotonic()
+        trajectories = self.rollouts.rollout(
+            tasks,
+            n=self.samples_per_question,
+            sampling=self.sampling.params,
+            # Not the chunk's number: requests derive theirs from the question's id.
+            seed=derive_seed(run_seed(self._seed), "generate"),
+            on_progress=progress.within_chunk,
+        )
+        self._guard.check(trajectories, f"generation, chunk {number + 1}", self.rollouts.failures)
+        usable = [t for t in trajectories if not t.failed_by_infrastructure]
+        correct = [t for t in usable if exact_match(t.answer, t.task.golden_answers)]
+        kept = correct if self.keep == "correct" else usable
+        if kept:
+            save_trajectories(output_dir / "trajectories" / f"chunk-{number:05d}.parquet", kept)
+        counts = (len(tasks), len(trajectories), len(trajectories) - len(usable), len(correct), len(kept))
+        record: dict[str, Any] = dict(zip(COUNTS, (*counts, _sampled(usable), _sampled(kept)), strict=True))
+        record["by_source"] = Counter(t.task.data_source for t in kept)
+        record["seconds"] = time.monotonic() - start
+        _write_json(output_dir / "progress" / f"chunk-{number:05d}.json", record)
+        return record
+
+    def _figures(self, done: Sequence[dict[str, Any]]) -> str:
+        total = {name: sum(record.get(name, 0) for record in done) for name in COUNTS}
+        usable = max(total["generated"] - total["failed"], 1)
+        return f"correct {total['correct'] / usable:.3f} · kept {total['kept']:,}"
+
+    def _summary(self, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        summary: dict[str, Any] = {name: sum(record[name] for record in done) for name in COUNTS}
+        usable = summary["generated"] - summary["failed"]
+        summary["correct_share"] = summary["correct"] / usable if usable else None
+        summary["mean_response_tokens"] = summary["tokens_generated"] / usable if usable else None
+        summary["mean_response_tokens_kept"] = summary["tokens_kept"] / summary["kept"] if summary["kept"] else None
+        by_source = sum((Counter(record["by_source"]) for record in done), Counter())
+        summary |= {f"kept/{source}": count for source, count in sorted(by_source.items())}
+        summary["seconds"] = sum(record["seconds"] for record in done)
+        logger.info("generated trajectories: %s", summary)
+        if not summary["kept"]:
+            raise DatasetError(
+                f"none of {usable} trajectories over {summary['questions']} questions was kept (keep: {self.keep}): "
+                "the model answered none of them correctly. Train it further, or give it other questions"
+            )
+        return summary
+
+
+def _sampled(trajectories: Sequence[Trajectory]) -> int:
+    return sum(sum(t.loss_mask) for t in trajectories)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """In one step, so that a kill leaves no half-written record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)

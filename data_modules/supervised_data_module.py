@@ -1,0 +1,244 @@
+"""Training on saved trajectories: demonstrations, or what a teacher generated."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from data_modules.datasets.files import DatasetError, expand
+from data_modules.evaluation_data import EvaluationData
+from data_modules.loaders import TrainLoader, fingerprint, permutation, spread
+from rollout.sampling import derive_seed
+from rollout.storage import load_trajectories
+from rollout.trajectory import StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+def append_eos(trajectory: Trajectory, eos_id: int) -> Trajectory:
+    """The trajectory with an EOS after its final answer, as part of the last turn (mask 1, log-prob 0.0).
+
+    Search-R1's sequences end at ``</answer>`` and never hold an EOS, so a model trained on them does not learn to
+    stop (specs/dgpo.md 1.4). Nothing is tokenised again. Trajectories without a final answer, or whose last sampled
+    token is the EOS already, come back unchanged.
+    """
+    if trajectory.stop_reason is not StopReason.ANSWER or trajectory.response_ids[-1] == eos_id:
+        return trajectory
+    end = len(trajectory.response_ids)
+    last = dataclasses.replace(trajectory.turns[-1], end=end + 1, observation_end=end + 1)
+    return trajectory.replace(
+        response_ids=(*trajectory.response_ids, eos_id),
+        loss_mask=(*trajectory.loss_mask, 1),
+        logprobs=(*trajectory.logprobs, 0.0),
+        turns=(*trajectory.turns[:-1], last),
+    )
+
+
+def length_of(trajectory: Trajectory) -> int:
+    """Tokens of prompt and response."""
+    return len(trajectory.prompt_ids) + len(trajectory.response_ids)
+
+
+class BatchPlan:
+    """Which trajectories make up which batch; a pure function of the pass, with the same number of batches in each.
+
+    A pass is a permutation of all trajectories, cut at equal shares of trajectories (``batch_size``) or of tokens
+    (``batch_tokens``). Nothing is dropped and no batch is empty.
+
+    Args:
+        lengths: tokens of each trajectory.
+        seed: of the order.
+        batch_size: at most so many trajectories per batch.
+        batch_tokens: about so many tokens per batch (the mean is at least that); no fewer than the longest trajectory.
+        bucket_batches: k > 1: the permutation is sorted by length within runs of k batches, and the batches shuffled.
+            Batches then hold similar lengths, which saves padding, and are a little less random.
+
+    Raises:
+        ValueError: not exactly one of batch_size and batch_tokens, or one that does not fit.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        seed: int,
+        batch_size: int | None = None,
+        batch_tokens: int | None = None,
+        bucket_batches: int = 0,
+    ) -> None:
+        if (batch_size is None) == (batch_tokens is None):
+            raise ValueError("give exactly one of batch_size (trajectories) and batch_tokens (tokens per batch)")
+        if any(size is not None and size < 1 for size in (batch_size, batch_tokens)) or bucket_batches < 0:
+            raise ValueError(
+                f"batch_size is {batch_size}, batch_tokens {batch_tokens}, bucket_batches {bucket_batches}; expected at "
+                "least 1, and for bucket_batches at least 0"
+            )
+        if batch_tokens is not None and max(lengths) > batch_tokens:
+            raise ValueError(
+                f"batch_tokens is {batch_tokens}, but the longest trajectory has {max(lengths)} tokens; raise it or set "
+                "max_tokens"
+            )
+        self._lengths = lengths
+        self._seed = seed
+        self._weights = [1] * len(lengths) if batch_tokens is None else list(lengths)
+        self._bucket_batches = bucket_batches
+        if batch_size is not None:
+            self.batches = -(-len(lengths) // batch_size)
+        else:
+            self.batches = max(1, sum(lengths) // batch_tokens)  # type: ignore[operator]  # one of them is given
+
+    def of_pass(self, number: int) -> list[list[int]]:
+        """Indices of trajectories, batch by batch, of pass ``number``."""
+        order = permutation(len(self._lengths), derive_seed(self._seed, "order", number))
+        if self._bucket_batches > 1:
+            run = self._bucket_batches * -(-len(order) // self.batches)
+            runs = [order[i : i + run] for i in range(0, len(order), run)]
+            order = [i for part in runs for i in sorted(part, key=self._lengths.__getitem__)]
+        batches = self._cut(order)
+        if self._bucket_batches > 1:
+            batches = [batches[i] for i in permutation(len(batches), derive_seed(self._seed, "batches", number))]
+        return batches
+
+    def _cut(self, order: Sequence[int]) -> list[list[int]]:
+        # A trajectory belongs to the share in which it begins. Shares are at least as wide as any trajectory is long
+        # (or hold whole trajectories), so that none stays empty.
+        total, before = sum(self._weights), 0
+        batches: list[list[int]] = [[] for _ in range(self.batches)]
+        for i in order:
+            batches[before * self.batches // total].append(i)
+            before += self._weights[i]
+        return batches
+
+
+class SupervisedDataModule(EvaluationData):
+    """Yields ``list[Trajectory]`` batches of saved trajectories; validation and test by rollouts.
+
+    A batch is one optimiser step over all ranks; rank r holds its trajectories r, r + world, ... (none, when a batch
+    holds fewer than there are ranks). The order depends on the seed and the pass alone, and the position is saved in
+    the checkpoint.
+
+    Args:
+        trajectories: parquet files written by rollout.storage, or folders of them.
+        batch_size: at most so many trajectories per batch; or
+        batch_tokens: about so many tokens per batch, over all ranks.
+        bucket_batches: see ``BatchPlan``.
+        append_eos: add an EOS after final answers, so that the model learns to stop.
+        tokenizer: Hugging Face folder whose EOS that is; None takes the rollout system's.
+        max_tokens: leave out trajectories with more tokens than that, prompt included. How many is reported.
+        max_train: use at most so many trajectories, evenly spaced over the files.
+        evaluation: see ``EvaluationData``.
+
+    Raises (on ``setup``):
+        DatasetError: no file, a file that is not of trajectories, or none of them left after the filters.
+        ValueError: batch settings that do not fit.
+    """
+
+    def __init__(
+        self,
+        trajectories: Sequence[str],
+        batch_size: Optional[int] = None,
+        batch_tokens: Optional[int] = None,
+        bucket_batches: int = 0,
+        append_eos: bool = True,
+        tokenizer: Optional[str] = None,
+        max_tokens: Optional[int] = None,
+        max_train: Optional[int] = None,
+        **evaluation: Any,
+    ) -> None:
+        super().__init__(**evaluation)
+        if (batch_size is None) == (batch_tokens is None):
+            raise ValueError("give exactly one of batch_size (trajectories) and batch_tokens (tokens per batch)")
+        if append_eos and tokenizer is None and self.rollouts is None:
+            raise ValueError("append_eos needs to know the EOS: give `tokenizer` or `rollouts`, or set append_eos: false")
+        self.trajectory_files = list(trajectories)
+        self.batch_size = batch_size
+        self.batch_tokens = batch_tokens
+        self.bucket_batches = bucket_batches
+        self.append_eos = append_eos
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.max_train = max_train
+        self.report: dict[str, int] = {}  # what became of the trajectories in the files
+        self._trajectories: list[Trajectory] = []
+        self._plan: BatchPlan | None = None
+        self._batches: tuple[int, list[list[int]]] = (-1, [])  # (pass, its batches)
+        self._loader: TrainLoader | None = None
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and self._loader is None:
+            self._trajectories = self._load()
+            lengths = [length_of(t) for t in self._trajectories]
+            self._plan = BatchPlan(lengths, self.seed, self.batch_size, self.batch_tokens, self.bucket_batches)
+            self._loader = TrainLoader(self._plan.batches, self._batch)
+        super().setup(stage)
+
+    def train_dataloader(self) -> TrainLoader:
+        if self._loader is None:
+            raise RuntimeError("train_dataloader() was called before setup('fit')")
+        return self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._loader is None:
+            return {}
+        return {"train": self._loader.state_dict(), "data": self._fingerprint()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError when the position was saved over other trajectories, batches or another seed."""
+        if self._loader is None or "train" not in state_dict:
+            return  # a test of a checkpoint: nothing to continue
+        if state_dict["data"] != self._fingerprint():
+            raise ValueError(
+                "the checkpoint was written over other training data: its trajectories, their order (seed), or the "
+                "batch settings differ from this run's, so its position means nothing here. Resume with the same data "
+                "settings, or start anew"
+            )
+        self._loader.load_state_dict(state_dict["train"])
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> list[Trajectory]:
+        found = [t for path in expand(self.trajectory_files) for t in load_trajectories(path)]
+        usable = [t for t in found if not t.failed_by_infrastructure and any(t.loss_mask)]
+        eos = self._eos_id() if self.append_eos else None
+        chosen = [t if eos is None else append_eos(t, eos) for t in spread(usable, self.max_train)]
+        kept = [t for t in chosen if self.max_tokens is None or length_of(t) <= self.max_tokens]
+        self.report = {
+            "found": len(found),
+            "unusable": len(found) - len(usable),
+            "beyond_max_train": len(usable) - len(chosen),
+            "too_long": len(chosen) - len(kept),
+            "kept": len(kept),
+            "tokens": sum(map(length_of, kept)),
+        }
+        if self.rank == 0:
+            logger.info("training trajectories: %s", ", ".join(f"{k} {v}" for k, v in self.report.items()))
+        if not kept:
+            raise DatasetError(
+                f"{', '.join(self.trajectory_files)}: no trajectory left to train on ("
+                + ", ".join(f"{k} {v}" for k, v in self.report.items())
+                + "); see max_tokens and max_train, or generate more"
+            )
+        return kept
+
+    def _eos_id(self) -> int:
+        if self.tokenizer is None:
+            return self.rollouts.protocol.stop_token_ids[0]  # type: ignore[union-attr]  # checked in __init__
+        from transformers import AutoTokenizer
+
+        eos = AutoTokenizer.from_pretrained(self.tokenizer).eos_token_id
+        if eos is None:
+            raise ValueError(f"the tokenizer in {self.tokenizer} has no EOS; set append_eos: false or give another")
+        return eos
+
+    def _fingerprint(self) -> str:
+        sequences = Counter((t.group, t.index, length_of(t)) for t in self._trajectories)
+        settings = (self.batch_size, self.batch_tokens, self.bucket_batches, self.seed)
+        return fingerprint(sorted(sequences.items()), settings)
+
+    def _batch(self, position: int) -> list[Trajectory]:
+        number, index = divmod(position, self._plan.batches)  # type: ignore[union-attr]  # made in setup
+        if self._batches[0] != number:
+            self._batches = (number, self._plan.of_pass(number))  # type: ignore[union-attr]
+        return [self._trajectories[i] for i in self._batches[1][index][self.rank :: self.world_size]]

@@ -1,0 +1,8 @@
+"""``python -m experiments COMMAND``; see ``python -m experiments --help`` or ``make help``."""
+
+import sys
+
+from experiments.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

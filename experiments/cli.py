@@ -1,0 +1,116 @@
+"""The command line. Exit codes: 0 well, 1 a stage failed, 2 something in the command or a file is wrong, 130 stopped."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from experiments import commands
+from experiments.compose import SECTIONS
+from experiments.errors import ExperimentError
+from experiments.overrides import STAGE_PREFIX
+from experiments.project import Project
+from experiments.runner import Request, StageFailed
+from experiments.stage import explain
+
+OVERRIDE_WORDS = {*SECTIONS, "config", STAGE_PREFIX}
+
+Command = Callable[[argparse.Namespace, Request], None]
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate our own options from Lightning CLI overrides (``--model.x 1``, ``--trainer.max_steps=3``, ``--config f``)."""
+    ours: list[str] = []
+    theirs: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        head = word[2:].partition("=")[0] if word.startswith("--") else ""
+        if "." not in head and head.rstrip("+") not in OVERRIDE_WORDS:
+            ours.append(word)
+            continue
+        theirs.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            theirs.append(rest.pop(0))
+    return ours, theirs
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__, allow_abbrev=False)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Command, help: str, *, experiment: bool = True, overrides: bool = True):
+        sub = subparsers.add_parser(name, help=help, description=help, allow_abbrev=False)
+        if experiment:
+            sub.add_argument("name", help="experiment, as listed by `make experiments`")
+            sub.add_argument("--seed", type=int, help="seed_everything of all stages without fixed_seed")
+        sub.set_defaults(run=run, takes_overrides=overrides, name_given=experiment)
+        return sub
+
+    add("list", commands.list_experiments, "list the experiments", experiment=False, overrides=False)
+    train = add("train", commands.train, "make an experiment and all its stages, then show the results")
+    train.add_argument("--resume", choices=["last"], help="continue an interrupted stage (this is also the default)")
+    train.add_argument("--fresh", action="store_true", help="make the experiment's own stage anew, even if it is done")
+    add("dry-run", commands.dry_run, "print the resolved configuration and validate it; loads no model")
+    check = add("validate", commands.validate, "validate the stages that `train` would run, quietly")
+    check.add_argument("--fresh", action="store_true")
+    add("status", commands.status, "which stages of an experiment are done, and where they lie")
+    evaluate = add("evaluate", commands.evaluate, "test a checkpoint or model folder as the experiment does")
+    evaluate.add_argument("--checkpoint", help="a .ckpt of this experiment or a Hugging Face folder; default: its result")
+    ask = add("ask", commands.ask, "put a question to a trained model and watch it search")
+    ask.add_argument("--question", help="without it, questions are read from the terminal")
+    ask.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    export = add("export", commands.export, "copy an experiment's model to a folder as Hugging Face files")
+    export.add_argument("--to", help="target folder; default: exports/NAME")
+    add("download", commands.download, "fetch the weights and data an experiment needs from the Hugging Face hub")
+    reproduce = add("reproduce", commands.reproduce, "several seeds of an experiment and its ablations, then a report")
+    reproduce.add_argument("--seeds", default="0,1,2", help="comma-separated")
+    compare = add("compare", commands.compare, "a table of all runs and a page with curves", experiment=False, overrides=False)
+    compare.add_argument("names", nargs="*", help="only these experiments")
+    ui = add("ui", commands.ui, "open the runs in MLflow", experiment=False, overrides=False)
+    ui.add_argument("--port", type=int, default=5000)
+    serve = add("retriever", commands.retriever, "serve the search index that an experiment stands on")
+    serve.add_argument("--index", help="index folder; default: the one the experiment has built")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--topk", type=int, default=3)
+    clean = add("clean", commands.clean, "remove unfinished stages", experiment=False, overrides=False)
+    clean.add_argument("--all", action="store_true", help="remove everything under outputs/")
+    stage = add("stage", commands.run_stage, "run one prepared stage folder", experiment=False, overrides=False)
+    stage.add_argument("folder", type=Path)
+    stage.add_argument("--resume", action="store_true")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    ours, overrides = split_overrides(argv)
+    parser = build_parser()
+    args = parser.parse_args(ours)
+    if overrides and not args.takes_overrides:
+        parser.error(f"'{args.command}' takes no overrides, found {overrides[0]}")
+    if args.command == "stage":
+        return commands.run_stage(args)
+    request = Request(
+        project=Project.from_environment(),
+        target=args.name if args.name_given else "",
+        arguments=tuple(overrides),
+        seed=getattr(args, "seed", None),
+        fresh=getattr(args, "fresh", False),
+    )
+    try:
+        args.run(args, request)
+    except ExperimentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except StageFailed as error:
+        if str(error):
+            print(f"\n{error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,309 @@
+"""The commands that make and inspect experiments; those that use a trained model are in ``use.py``.
+
+Every function takes the parsed arguments and the request, prints, and raises ExperimentError for what the user has to
+mend. Heavy imports stay inside the functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from experiments import overrides, registry, runner
+from experiments.errors import ExperimentError
+from experiments.graph import Graph, Need, Stage, closure
+from experiments.project import Project
+from experiments.runner import Request
+from experiments.store import StageFolder, write_atomically
+
+INDEX_TASK = "retrieval.index.BuildIndex"
+
+
+def make_graph(request: Request) -> Graph:
+    return Graph(request.project, request.target, overrides.parse(request.arguments), request.seed)
+
+
+def list_experiments(args: argparse.Namespace, request: Request) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for title in ("experiment", "algorithm", "models", "data", "hardware", "reproduces"):
+        table.add_column(title, overflow="fold", no_wrap=title == "experiment")
+    for about in registry.listing(request.project):
+        table.add_row(about.name, about.algorithm, about.models, about.data, about.hardware, about.reproduces)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print("Run one: make train EXP=NAME    See what it would do: make dry-run EXP=NAME")
+
+
+def dry_run(args: argparse.Namespace, request: Request) -> None:
+    """The resolved configuration, validated, and what the experiment stands on. `train` validates the stages under it
+    in the same way before it runs the first."""
+    graph = make_graph(request)
+    target = graph.target()
+    from experiments.validate import check
+
+    check(target, request.project.root)
+    print(yaml.safe_dump(target.config, sort_keys=False, allow_unicode=True, width=110))
+    stages = closure([target, *graph.compared(target)])
+    runner.print_plan(stages, runner.to_make(stages), request)
+    for need in unique_needs(stages):
+        print(f"  needs: {need.path}{'' if need.present else ' -- not there yet'} ({need.how})")
+    print(f"the configuration of {target.name} is valid")
+
+
+def unique_needs(stages: Sequence[Stage]) -> list[Need]:
+    return list({need.path: need for stage in stages for need in stage.needs}.values())
+
+
+def validate(args: argparse.Namespace, request: Request) -> None:
+    """Check all stages that `train` would run, quietly."""
+    graph = make_graph(request)
+    target = graph.target()
+    stages = closure([target, *graph.compared(target)])
+    from experiments.validate import check
+
+    for stage in runner.to_make(stages, fresh=target if args.fresh else None):
+        check(stage, request.project.root)
+
+
+def train(args: argparse.Namespace, request: Request) -> None:
+    """Make everything, then the table and where things lie."""
+    graph = make_graph(request)
+    target, compared = runner.make(graph, request)
+    closing_table([*compared, target])
+    print_closing_words(target, request)
+
+
+def closing_table(stages: Sequence[Stage]) -> None:
+    """One line per stage that was tested (stages of kind task have no figures)."""
+    rows = [(s.label, s.folder) for s in stages if s.kind != "task"]
+    if rows:
+        from callbacks.report import closing_table as print_table
+
+        print()
+        print_table(rows)
+
+
+def print_closing_words(target: Stage, request: Request) -> None:
+    folder = StageFolder(target.folder)
+    places = {
+        "folder": folder.path,
+        "configuration": folder.config_path,
+        "model": folder.path / "model",
+        "evaluation": folder.evaluation,
+        "trajectories": folder.path / "trajectories",
+        "log": folder.log_path,
+    }
+    print()
+    for name, path in places.items():
+        if path.exists():
+            print(f"  {name:<14} {request.project.relative(path)}")
+    if target.kind != "task":
+        print("\nSee the runs in MLflow:   make ui")
+        print(f'Ask the model something:  make ask EXP={target.name} Q="..."')
+
+
+def status(args: argparse.Namespace, request: Request) -> None:
+    graph = make_graph(request)
+    target = graph.target()
+    stages = closure([target, *graph.compared(target)])
+    runner.print_plan(stages, runner.to_make(stages), request)
+
+
+def run_stage(args: argparse.Namespace) -> int:
+    from experiments.stage import run
+
+    return run(args.folder, resume=args.resume)
+
+
+def clean(args: argparse.Namespace, request: Request) -> None:
+    """Remove stage folders that are not done and that nobody is working in; with ``--all`` all outputs."""
+    removed = 0
+    for folder in sorted(request.project.outputs.glob("*/*/")):
+        state = StageFolder(folder).state() if (folder / "stage.json").is_file() else "done"
+        if state == "running":
+            print(f"  left alone: {request.project.relative(folder)} (a process is working in it)")
+        elif state in ("interrupted", "unfinished") or (args.all and (folder / "stage.json").is_file()):
+            print(f"  removed {request.project.relative(folder)} ({state})")
+            shutil.rmtree(folder)
+            removed += 1
+    print(f"{removed} stage folders removed")
+
+
+def download(args: argparse.Namespace, request: Request) -> None:
+    """Fetch what can be fetched; say how to get the rest."""
+    graph = make_graph(request)
+    target = graph.target()
+    needs = unique_needs(closure([target, *graph.compared(target)]))
+    if not needs:
+        print(f"'{request.target}' needs no download")
+        return
+    failed = []
+    for need in needs:
+        size = f"about {need.size_gb:g} GB" if need.size_gb else "size unknown"
+        if need.present:
+            print(f"  there   {need.path}")
+        elif need.hub is None:
+            print(f"  by hand {need.path}: {need.how}")
+        else:
+            print(f"  fetch   {need.path} from huggingface.co/{need.hub} ({size})", flush=True)
+            problem = _fetch(need, request.project.root)
+            if problem:
+                failed.append(f"{need.hub} -> {need.path}: {problem}")
+    if failed:
+        raise ExperimentError(
+            "\n  ".join(["these could not be fetched:", *failed])
+            + "\nCheck the network (behind a proxy: HTTPS_PROXY; a mirror: HF_ENDPOINT; gated models: HF_TOKEN) and run the "
+            "command again, it continues where it stopped. Or put the files at the paths named above by hand."
+        )
+
+
+def _fetch(need: Need, root: Path) -> str | None:
+    """Returns what went wrong, or None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    target = root / need.path
+    folder = target if not need.files else target.parent
+    try:
+        snapshot_download(
+            need.hub, repo_type=need.repo_type, local_dir=folder, allow_patterns=list(need.files) or None
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return str(error).splitlines()[0]
+    if need.assemble:
+        parts = sorted(p for pattern in need.files for p in folder.glob(pattern))
+        print(f"          joining {len(parts)} files into {need.path}", flush=True)
+        assemble(parts, target)
+    return None if target.exists() else f"fetched, but {need.path} is not there: {need.how}"
+
+
+def assemble(parts: Sequence[Path], target: Path) -> None:
+    """Write the parts, unpacked where they are ``.gz``, one after the other; the target appears when it is whole."""
+    temporary = target.with_name(f".{target.name}.part")
+    with temporary.open("wb") as out:
+        for part in parts:
+            with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as source:
+                shutil.copyfileobj(source, out, 16 << 20)
+    temporary.replace(target)
+
+
+def store_uri(project: Project) -> str:
+    """Where the runs are recorded: ``MLFLOW_TRACKING_URI``, else the embedded store among the outputs."""
+    return os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{project.outputs / 'mlflow.db'}")
+
+
+def compare(args: argparse.Namespace, request: Request) -> None:
+    from callbacks.report import compare as compare_runs
+
+    print(compare_runs(request.project.outputs, args.names, tracking_uri=store_uri(request.project)))
+
+
+def ui(args: argparse.Namespace, request: Request) -> None:
+    """MLflow's own interface over the embedded store, in the foreground."""
+    store = store_uri(request.project)
+    database = Path(store.removeprefix("sqlite:///"))
+    if store.startswith("sqlite:///") and not database.is_file():
+        raise ExperimentError(f"there are no runs yet ({database} does not exist): make train first")
+    require_free_port(args.port, "make ui PORT=5001")
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    print(f"MLflow over {store}: http://127.0.0.1:{args.port} (Ctrl-C ends it)", flush=True)
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store, "--port", str(args.port)]
+    subprocess.run(command, env=environment, check=False)
+
+
+def require_free_port(port: int, otherwise: str) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ExperimentError(f"port {port} is in use ({error.strerror}); choose another: {otherwise}") from None
+
+
+def retriever(args: argparse.Namespace, request: Request) -> None:
+    """The search server over the index that an experiment stands on, in the foreground."""
+    index = args.index
+    if index is None:
+        graph = make_graph(request)
+        stages = [s for s in closure([graph.target()]) if (s.config.get("task") or {}).get("class_path") == INDEX_TASK]
+        if not stages:
+            raise ExperimentError(f"'{request.target}' builds no index of its own: name one with --index DIR")
+        index = str(runner.folder_of(request.project, stages[0]) / "index")
+    require_free_port(args.port, "make retriever PORT=8001")
+    command = [sys.executable, "-m", "retrieval.server", "--index", index, "--port", str(args.port)]
+    print(f"search over {index}: POST http://127.0.0.1:{args.port}/retrieve (Ctrl-C ends it)", flush=True)
+    code = subprocess.run([*command, "--topk", str(args.topk)], cwd=request.project.root, check=False).returncode
+    if code not in (0, -2, 130):
+        raise runner.StageFailed(f"the search server ended with exit code {code}", 1)
+
+
+def reproduce(args: argparse.Namespace, request: Request) -> None:
+    """Several seeds of the experiment and of its ablations, then docs/results/NAME.{md,json}."""
+    try:
+        seeds = [int(s) for s in args.seeds.split(",")]
+    except ValueError:
+        raise ExperimentError(f"--seeds {args.seeds}: expected whole numbers separated by commas, as in 0,1,2") from None
+    from callbacks.report import Run, write_results
+
+    runs: dict[Path, Run] = {}  # by folder: a stage with a fixed seed is the same for every seed
+    for seed in seeds:
+        seeded = dataclasses.replace(request, seed=seed)
+        graph = make_graph(seeded)
+        target, compared = runner.make(graph, seeded)
+        stages = [*compared, target]
+        for name in target.config["experiment"].get("ablations") or []:
+            ablation = dataclasses.replace(seeded, target=name)
+            stages.append(runner.make(make_graph(ablation), ablation)[0])
+        for stage in stages:
+            if stage.kind != "task":
+                runs[stage.folder] = Run(stage.label, stage.config["seed_everything"], stage.folder)
+    page = write_results(
+        request.target,
+        list(runs.values()),
+        request.project.root / "docs" / "results",
+        main=target.label,
+        command=request.command("reproduce"),
+        tracking_uri=store_uri(request.project),
+    )
+    print(f"  written: {request.project.relative(Path(page))}, with .json and curves beside it")
+
+
+def evaluate(args: argparse.Namespace, request: Request) -> None:
+    from experiments.use import evaluate as run
+
+    run(make_graph(request), request, args.checkpoint)
+
+
+def ask(args: argparse.Namespace, request: Request) -> None:
+    from experiments.use import ask as run
+
+    run(make_graph(request), request, args.question, args.temperature)
+
+
+def export(args: argparse.Namespace, request: Request) -> None:
+    """Copy the exported model of a finished experiment out of outputs/."""
+    graph = make_graph(request)
+    source = runner.folder_of(request.project, graph.target()) / "model"
+    if not source.is_dir():
+        raise ExperimentError(f"'{request.target}' makes no model ({request.project.relative(source)} does not exist)")
+    target = Path(args.to) if args.to else request.project.root / "exports" / request.target
+    if target.exists() and any(target.iterdir()):
+        raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder with --to")
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    card = {"experiment": request.target, "folder": str(source.parent), **(StageFolder(source.parent).result() or {})}
+    write_atomically(target / "provenance.yaml", yaml.safe_dump(card, sort_keys=False))
+    print(f"exported to {target}: transformers and vLLM load it as it is")

@@ -1,0 +1,40 @@
+"""Where things lie: the project's root, the folders holding experiment files, the outputs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """``experiment_dirs`` are searched in order; the first file with a name wins."""
+
+    root: Path = ROOT
+    experiment_dirs: tuple[Path, ...] = (ROOT / "experiments",)
+    outputs: Path = ROOT / "outputs"
+
+    @classmethod
+    def from_environment(cls) -> Project:
+        """``COMPACT_AGENTS_OUTPUTS`` moves the outputs (a larger disk); ``COMPACT_AGENTS_EXPERIMENTS`` (folders
+        separated by ':') adds experiment files kept outside the repository."""
+        outputs = Path(os.environ.get("COMPACT_AGENTS_OUTPUTS", ROOT / "outputs"))
+        extra = [Path(p).resolve() for p in os.environ.get("COMPACT_AGENTS_EXPERIMENTS", "").split(":") if p]
+        return cls(experiment_dirs=(*extra, ROOT / "experiments"), outputs=outputs.absolute())
+
+    def relative(self, path: Path) -> str:
+        """``path`` as a user in the project's root would type it."""
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+
+    def commit(self) -> str:
+        """Hash of HEAD, with ``+changes`` when tracked files differ from it; ``unknown`` outside a repository."""
+        git = ["git", "-C", str(self.root)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        if head.returncode != 0:
+            return "unknown"
+        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+        return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")

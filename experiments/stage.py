@@ -1,0 +1,159 @@
+"""The body of one stage, run in a process of its own: ``python -m experiments stage FOLDER``.
+
+Everything it needs is in the folder (config.yaml, stage.json). It writes everything except result.json, which the
+parent process writes once this one has ended well.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import operator
+import os
+import random
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.errors import ExperimentError
+from experiments.process import die_with_parent
+from experiments.store import StageFolder, write_atomically
+
+SUMMARY = "summary.json"  # what a task returned
+INTERRUPTED = 130
+PACKAGES = ("callbacks", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
+PARENT_VARIABLE = "COMPACT_AGENTS_PARENT"
+
+
+def run(folder: Path, *, resume: bool) -> int:
+    """Make the stage; returns the exit code. Errors meant for the user become one message, defects a traceback."""
+    store = StageFolder(folder)
+    parent = os.environ.pop(PARENT_VARIABLE, None)  # popped: ranks that the strategy launches have another parent
+    if parent:
+        die_with_parent(int(parent))
+    try:
+        config = yaml.safe_load(store.config_path.read_text())
+        arguments = store.about()["arguments"]
+        if config["experiment"]["kind"] == "task":
+            run_task(config, arguments, folder)
+        else:
+            run_lightning(config, arguments, store, resume=resume)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return _report(error, folder)
+    return 0
+
+
+def run_task(config: dict[str, Any], arguments: list[str], folder: Path) -> None:
+    from experiments.validate import cli
+
+    parsed = cli(config, arguments, _where(config), instantiate=True)
+    seed_task(parsed.config.seed_everything)
+    summary = parsed.task.run(folder)
+    write_atomically(folder / SUMMARY, json.dumps(summary, indent=2, default=str))
+
+
+def seed_task(seed: int) -> None:
+    """As Lightning's ``seed_everything``, which leaves the seed in PL_GLOBAL_SEED, without importing what the task
+    has not imported."""
+    os.environ["PL_GLOBAL_SEED"] = str(seed)
+    random.seed(seed)
+    for module, function in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if module in sys.modules:
+            operator.attrgetter(function)(sys.modules[module])(seed)
+
+
+def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFolder, *, resume: bool) -> None:
+    """Trainer.fit (kind fit), then Trainer.test with the weights that fit ended with."""
+    from experiments.validate import cli
+
+    quieten()
+    config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
+    parsed = cli(config, arguments, _where(config), instantiate=True)
+    trainer, model, data = parsed.trainer, parsed.model, parsed.datamodule
+    log_configuration(trainer, store.config_path.read_text())
+    if config["experiment"]["kind"] == "fit":
+        checkpoint = str(store.checkpoint) if resume and store.checkpoint.exists() else None
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        trainer.test(model, datamodule=data, verbose=False)
+    else:
+        trainer.test(model, datamodule=data, ckpt_path=store.about()["checkpoint"], verbose=False)
+
+
+def log_configuration(trainer: Any, text: str) -> None:
+    """The full resolved configuration as an artifact of every logger that takes one (parameters are cut short)."""
+    for logger in trainer.loggers:
+        if hasattr(logger, "log_config") and trainer.is_global_zero:
+            logger.log_config(text)
+
+
+def quieten() -> None:
+    """Lightning's hints about things that are decided here."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
+
+
+def _where(config: dict[str, Any]) -> str:
+    return f"experiment '{config['experiment']['name']}'"
+
+
+def _report(error: Exception, folder: Path) -> int:
+    print(f"\nerror: {explain(error)}", file=sys.stderr)
+    if not is_for_user(error):
+        traceback.print_exc()
+    elif not _is_full_disk(error):
+        write_atomically(folder / "traceback.txt", traceback.format_exc())
+        print(f"(where it arose: {folder / 'traceback.txt'})", file=sys.stderr)
+    sys.stderr.flush()
+    return 1
+
+
+def is_for_user(error: BaseException) -> bool:
+    """Whether the message alone is enough: wrong input, the machine's state, or an error class of the project's own
+    (a service that is down, a collapsed run)."""
+    own = type(error).__module__.partition(".")[0] in PACKAGES
+    return own or isinstance(error, (ValueError, OSError, MemoryError)) or _is_full_disk(error)
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def explain(error: BaseException) -> str:
+    """One message: what was found, and for the machine's own troubles what to do."""
+    if isinstance(error, ExperimentError):
+        return str(error)
+    text = str(error) or type(error).__name__
+    if _is_full_disk(error):
+        return f"no space left on the disk ({text}). Free some space; what was made so far is kept and will be continued."
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"a port is in use ({text}). End the other process, or choose another port (0 takes a free one)."
+    if isinstance(error, MemoryError):
+        return "out of memory."
+    return f"{type(error).__name__}: {text}"
+
+
+def set_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The variables a stage's process starts with; what the user has set stays."""
+    defaults = {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some virtual machines advertise AMX and cannot run it
+        "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine share the cores: spinning threads starve each other
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**defaults, **environment, PARENT_VARIABLE: str(os.getpid())}

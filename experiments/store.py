@@ -1,0 +1,157 @@
+"""The folder of a stage, its lock and its done marker. Imports without torch.
+
+    outputs/NAME/KEY/
+        config.yaml       resolved configuration      stage.json   arguments, upstream keys, sessions
+        checkpoints/      for resuming                model/       exported Hugging Face folder
+        evaluation.json   evaluation/*.parquet        trajectories/   log
+        result.json       written last, atomically: the stage is done
+    outputs/NAME/KEY.lock   held while a process works in the folder
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.graph import Stage
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Either the old contents or the new, whatever happens in between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class StageFolder:
+    """One stage's folder on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoints" / "last.ckpt"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation.json"
+
+    def result(self) -> dict[str, Any] | None:
+        """What result.json says, or None: the stage is not done."""
+        try:
+            return json.loads((self.path / "result.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def state(self) -> str:
+        """``done``, ``running``, ``interrupted`` (can be resumed), ``unfinished`` (will start anew) or ``missing``."""
+        if self.result() is not None:
+            return "done"
+        if not self.path.is_dir():
+            return "missing"
+        if self.owner() is not None:
+            return "running"
+        return "interrupted" if self.checkpoint.exists() else "unfinished"
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        path = self.path / "stage.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def prepare(self, stage: Stage, about: dict[str, Any], *, keep: bool) -> None:
+        """Write config.yaml and stage.json and open a session. ``keep=False`` empties the folder first."""
+        if not keep and self.path.exists():
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        sessions = self.about().get("sessions", [])
+        if sessions and sessions[-1]["ended"] is None:  # killed: it lived at least until its last checkpoint
+            end = self.checkpoint.stat().st_mtime if self.checkpoint.exists() else sessions[-1]["started"]
+            sessions[-1]["ended"] = max(end, sessions[-1]["started"])
+        sessions.append({"started": time.time(), "ended": None})
+        write_atomically(self.config_path, yaml.safe_dump(stage.config, sort_keys=False, allow_unicode=True))
+        write_atomically(self.path / "stage.json", json.dumps({**about, "sessions": sessions}, indent=2))
+
+    def end_session(self) -> float:
+        """Close the session; returns the seconds of all sessions together."""
+        about = self.about()
+        about["sessions"][-1]["ended"] = time.time()
+        write_atomically(self.path / "stage.json", json.dumps(about, indent=2))
+        return sum(s["ended"] - s["started"] for s in about["sessions"])
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """The done marker."""
+        write_atomically(self.path / "result.json", json.dumps(result, indent=2))
+
+    # -- lock ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".lock")
+
+    def owner(self) -> dict[str, Any] | None:
+        """Who is working in the folder now, or None."""
+        if not self._lock_path.is_file():
+            return None
+        with self._lock_path.open("r+") as stream:
+            if _try_lock(stream.fileno()):
+                return None
+            return _read_owner(stream)
+
+    @contextmanager
+    def locked(self, on_wait: Callable[[dict[str, Any]], None], poll: float = 0.5) -> Iterator[None]:
+        """Hold the folder. Waits for another living process (after calling ``on_wait`` once); the kernel gives the
+        lock of a dead one back, so that nothing has to be guessed from process ids."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock_path.open("a+") as stream:
+            waited = False
+            while not _try_lock(stream.fileno()):
+                if not waited:
+                    on_wait(_read_owner(stream))
+                    waited = True
+                time.sleep(poll)
+            stream.truncate(0)
+            stream.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "since": time.time()}))
+            stream.flush()
+            try:
+                yield
+            finally:
+                stream.truncate(0)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read_owner(stream: Any) -> dict[str, Any]:
+    stream.seek(0)
+    text = stream.read()
+    return json.loads(text) if text else {"pid": None}

@@ -1,0 +1,211 @@
+"""Typing and validation by the Lightning CLI's parser, before anything is built: no model is loaded here.
+
+Class paths and argument names are checked first, one by one, so that a message can name the nearest valid name; types
+and everything else are the parser's (jsonargparse).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import tempfile
+from argparse import ArgumentError
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.compose import Config
+from experiments.errors import ExperimentError, nearest
+from experiments.graph import Stage, missing_files
+
+CLI_KEYS = ("seed_everything", "trainer", "model", "data")
+
+
+def check(stage: Stage, root: Path) -> None:
+    """Everything that can be known about a stage without running it.
+
+    Raises:
+        ExperimentError: unknown class, unknown argument, wrong type, missing argument, a file that is not there.
+    """
+    where = f"experiment '{stage.name}'"
+    for section in ("trainer", "model", "data", "task"):
+        check_names(stage.config.get(section), section, where)
+    missing = missing_files(stage, root)
+    if missing:
+        raise ExperimentError(f"{where}: {'; '.join(missing)}")
+    parse(stage.config, stage.arguments, where)
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def import_class(class_path: str, where: str) -> Any:
+    """The class (or function) a ``class_path`` names.
+
+    Raises:
+        ExperimentError: no such module, no such name in it, or the module fails to import.
+    """
+    module_name, _, name = class_path.rpartition(".")
+    if not module_name:
+        raise ExperimentError(f"{where}: class_path '{class_path}' must be a full path such as rollout.system.RolloutSystem")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            siblings = _modules_beside(module_name)
+            raise ExperimentError(f"{where}: no module '{module_name}'{nearest(module_name, siblings)}") from None
+        raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}', which is not installed") from None
+    if not hasattr(module, name):
+        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
+        raise ExperimentError(f"{where}: no class '{name}' in {module_name}{nearest(name, classes)}")
+    return getattr(module, name)
+
+
+def _modules_beside(module_name: str) -> list[str]:
+    package = module_name.rpartition(".")[0]
+    try:
+        paths = importlib.import_module(package).__path__ if package else []
+    except (ImportError, AttributeError):
+        return []
+    return [f"{package}.{p.stem}" for folder in paths for p in Path(folder).glob("*.py") if p.stem != "__init__"]
+
+
+def check_names(value: Any, path: str, where: str) -> None:
+    """Walk a section: every ``class_path`` must exist and every ``init_args`` key be one of its arguments."""
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            check_names(item, f"{path}[{i}]", where)
+    if not isinstance(value, dict):
+        return
+    if isinstance(value.get("class_path"), str):
+        target = import_class(value["class_path"], f"{where}, {path}")
+        valid = argument_names(target)
+        extra = set(value) - {"class_path", "init_args", "dict_kwargs"}
+        if extra:
+            raise ExperimentError(f"{where}: '{path}.{sorted(extra)[0]}' belongs under '{path}.init_args'")
+        for key in value.get("init_args") or {}:
+            if valid is not None and key not in valid:
+                raise ExperimentError(
+                    f"{where}: unknown key '{path}.{key}': {value['class_path']} has no such argument{nearest(key, valid)}"
+                )
+        check_names(value.get("init_args"), path, where)
+        return
+    if path == "trainer":
+        _check_trainer_keys(value, where)
+    for key, item in value.items():
+        check_names(item, f"{path}.{key}", where)
+
+
+def _check_trainer_keys(trainer: Config, where: str) -> None:
+    from lightning.pytorch import Trainer
+
+    valid = argument_names(Trainer) or []
+    for key in trainer:
+        if key not in valid:
+            raise ExperimentError(f"{where}: unknown key 'trainer.{key}'{nearest(key, valid)}")
+
+
+def argument_names(target: Any) -> list[str] | None:
+    """Names a class accepts, ``**kwargs`` followed up through its bases; None when that cannot be told."""
+    names: list[str] = []
+    owners = [c for c in inspect.getmro(target) if "__init__" in vars(c)] if inspect.isclass(target) else [target]
+    for owner in owners:
+        function = vars(owner)["__init__"] if inspect.isclass(owner) else owner
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # builtins have no signature
+            return None
+        names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return names
+    return None if not inspect.isclass(target) else names
+
+
+# -- types ----------------------------------------------------------------------------------------------------------
+
+
+def parse(config: Config, arguments: Sequence[str], where: str) -> Any:
+    """The parsed configuration (a jsonargparse Namespace) of a resolved one; classes are not instantiated.
+
+    Raises:
+        ExperimentError: with one condensed message.
+    """
+    return cli(config, arguments, where, instantiate=False).config
+
+
+def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bool) -> Any:
+    """A parsed command line: a LightningCLI for kinds fit and test, a parser of one class for kind task.
+
+    With ``instantiate`` the result has ``trainer``, ``model`` and ``datamodule`` (or ``task``).
+    """
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            task = config["experiment"]["kind"] == "task"
+            keys = ("seed_everything", "task") if task else CLI_KEYS
+            yaml.safe_dump({k: config[k] for k in keys if config.get(k) is not None}, file, allow_unicode=True)
+            file.flush()
+            words = ["--config", file.name, *arguments]
+            if task:
+                return _TaskCLI(config["task"]["class_path"], words, where, instantiate)
+            return _lightning_cli(words, instantiate)
+    except ArgumentError as error:
+        raise ExperimentError(f"{where}: {condense(str(error))}") from None
+
+
+def _lightning_cli(words: list[str], instantiate: bool) -> Any:
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    class ParsedOnly(LightningCLI):
+        def instantiate_classes(self) -> None:
+            pass
+
+        def _set_seed(self) -> None:
+            pass
+
+    return (LightningCLI if instantiate else ParsedOnly)(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        auto_configure_optimizers=False,
+        parser_kwargs={"exit_on_error": False},
+        seed_everything_default=0,
+        run=False,
+        args=words,
+    )
+
+
+class _TaskCLI:
+    """The same, for a class with ``run(output_dir: Path) -> dict``."""
+
+    def __init__(self, class_path: str, words: list[str], where: str, instantiate: bool) -> None:
+        from jsonargparse import ArgumentParser
+
+        target = import_class(class_path, where)
+        if not callable(getattr(target, "run", None)):
+            raise ExperimentError(f"{where}: {class_path} is no task: it has no method run(output_dir)")
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--config", action="config")
+        parser.add_argument("--seed_everything", type=int, default=0)
+        parser.add_subclass_arguments(target, "task", required=True)
+        self.config = parser.parse_args(words)
+        self.parser = parser
+        self.task: Any = parser.instantiate_classes(self.config).task if instantiate else None
+
+
+NOISE = re.compile(
+    r"^\s*(-\s*)?(Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
+    r"|Expected a <class 'NoneType'>.*|Given value: .*)$"
+)
+
+
+def condense(message: str) -> str:
+    """The parser's message without what it repeats for every member of a Union: one line."""
+    lines = [re.sub(r"^-\s*", "", line.strip()) for line in message.splitlines() if not NOISE.match(line)]
+    text = " ".join(line for line in lines if line)
+    return re.sub(r"Parser key \"([^\"]+)\":", r"'\1':", text) or message.strip()

@@ -1,0 +1,114 @@
+"""From trajectories to padded tensors, and from a batch to micro-batches.
+
+Convention used everywhere in lightning_modules: per-token tensors are [B, T] and aligned with token positions; entry
+t belongs to token t given the tokens before it, so entry 0 is always 0.  Rows are padded on the right.  Masks come
+from lengths and from ``Trajectory.loss_mask``, never from pad ids (a genuine EOS may be the pad id).
+
+::
+
+    position          0   1   2   3   4   5   6   7
+    input_ids         p0  p1  p2  y0  y1  o0  y2  pad      prompt, sampled, observation, sampled
+    mask              0   0   0   1   1   0   1   0        the policy's own tokens
+    response_mask     0   0   0   1   1   1   1   0        everything after the prompt
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rollout.trajectory import Trajectory
+
+
+class RowTensors:
+    """Base of the frozen dataclasses that hold one row per trajectory: tensors [B], tensors [B, T], tuples of B."""
+
+    __slots__ = ()
+
+    def rows(self, index: Sequence[int], length: int) -> Self:
+        """Take these rows, and of [B, T] tensors the first ``length`` columns.
+
+        No rows gives one row of zeros with one column: a stand-in that goes through every model and adds nothing to
+        any masked sum, so that collectives stay in step with ranks that have more micro-batches.
+        """
+        changes: dict[str, object] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                if len(index) == 0:
+                    changes[field.name] = value.new_zeros((1,) if value.dim() == 1 else (1, 1))
+                else:
+                    taken = value[torch.as_tensor(index, device=value.device)]
+                    changes[field.name] = taken if value.dim() == 1 else taken[:, :length]
+            elif isinstance(value, tuple):
+                changes[field.name] = tuple(value[i] for i in index)
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch(RowTensors):
+    """B trajectories as tensors; see the module docstring for the picture."""
+
+    input_ids: Tensor  # [B, T] int64, right-padded with 0
+    lengths: Tensor  # [B] int64, prompt + response
+    prompt_lengths: Tensor  # [B] int64
+    mask: Tensor  # [B, T] float32, 1 where the policy sampled the token
+    sampler_logprobs: Tensor  # [B, T] float32, the engine's log-prob where mask is 1, else 0
+
+    @property
+    def response_mask(self) -> Tensor:
+        """[B, T] float32: 1 from the first response token to the last, observations included."""
+        position = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
+        return ((position >= self.prompt_lengths[:, None]) & (position < self.lengths[:, None])).to(self.mask.dtype)
+
+
+def collate(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
+    """Pad trajectories to one TokenBatch; none gives tensors with no rows.
+
+    Raises:
+        ValueError: if a trajectory is empty or has no prompt (its first token would have nothing to be predicted from).
+    """
+    for t in trajectories:
+        if not t.prompt_ids:
+            raise ValueError(f"trajectory {t.group}/{t.index} has no prompt ids; at least one is needed")
+    lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
+    shape = (len(trajectories), max(lengths, default=1))
+    input_ids = torch.zeros(shape, dtype=torch.int64)
+    mask, sampler = torch.zeros(shape), torch.zeros(shape)
+    for row, (t, length) in enumerate(zip(trajectories, lengths, strict=True)):
+        start = len(t.prompt_ids)
+        input_ids[row, :length] = torch.tensor((*t.prompt_ids, *t.response_ids))
+        mask[row, start:length] = torch.tensor(t.loss_mask, dtype=torch.float32)
+        sampler[row, start:length] = torch.tensor(t.logprobs, dtype=torch.float32)
+    prompts = torch.tensor([len(t.prompt_ids) for t in trajectories], dtype=torch.int64)
+    ends = torch.tensor(lengths, dtype=torch.int64)
+    return TokenBatch(*(x.to(device) for x in (input_ids, ends, prompts, mask, sampler * mask)))
+
+
+def micro_batches(lengths: Sequence[int], index: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Split rows ``index`` into micro-batches of at most ``token_budget`` tokens, padding included.
+
+    Rows are sorted by length, so that little is padding; a row longer than the budget stands alone.  The split
+    changes memory and speed, never the gradient.
+
+    >>> micro_batches([5, 9, 4, 5], [0, 1, 2, 3], token_budget=10)
+    [[2, 0], [3], [1]]
+
+    Raises:
+        ValueError: budget below 1.
+    """
+    if token_budget < 1:
+        raise ValueError(f"micro_batch_tokens is {token_budget}; expected at least 1 (a few times the longest sequence)")
+    groups: list[list[int]] = []
+    for row in sorted(index, key=lambda i: (lengths[i], i)):
+        if groups and lengths[row] * (len(groups[-1]) + 1) <= token_budget:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups

@@ -1,0 +1,118 @@
+"""Cold-start knowledge distillation: the student learns from the teacher's own correct trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_modules.batch import TokenBatch
+from lightning_modules.divergences import Divergence, DivergenceName, forward_kl, make_divergence, shared_vocabulary
+from lightning_modules.policy import DType, gathered, hidden_before, load_frozen_lm, partitioned, positions
+from lightning_modules.sft import ce_columns
+from lightning_modules.supervised import SupervisedModule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ColdStartKD(SupervisedModule):
+    """DGPO's phase 1 (arXiv 2508.20324 eq. 1, as quoted in specs/dgpo.md 1.2)::
+
+        L = 1/N sum_t m_t [ ce_coef * (-log pi_S(y_t | h_t)) + kl_coef * D(pi_T(. | h_t), pi_S(. | h_t)) ]
+
+    D over the full vocabulary, in float32, computed for ``logits_chunk`` tokens at a time; both vocabularies are cut to
+    the smaller one before the softmax.  The true KL is logged, not the cross-entropy form.  The coefficients (1, 1)
+    are the paper's; (0, 1) is the default of TAID's code, on which it builds.  No T^2 factor, as there.
+
+    Args:
+        policy: Hugging Face folder of the student.
+        teacher: Hugging Face folder of the teacher; it must share the student's tokenizer.
+        ce_coef: weight of the cross-entropy on the teacher's sampled tokens.
+        kl_coef: weight of the divergence.
+        divergence: forward_kl (KD), reverse_kl, jsd (GKD), skew_forward and skew_reverse (DistiLLM), or tvd.
+        jsd_beta: interpolation of jsd: 0 is forward KL, 1 is reverse KL.
+        skew_alpha: skew of the DistiLLM divergences.
+        temperature: divides both logits before the softmax.
+        teacher_dtype: type the teacher's parameters are kept in.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        teacher: str,
+        ce_coef: float = 1.0,
+        kl_coef: float = 1.0,
+        divergence: DivergenceName = "forward_kl",
+        jsd_beta: float = 0.5,
+        skew_alpha: float = 0.1,
+        temperature: float = 1.0,
+        teacher_dtype: DType = "float32",
+        **kwargs,
+    ) -> None:
+        super().__init__(policy, **kwargs)
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}; expected a positive number")
+        self.teacher_path = teacher
+        self.ce_coef, self.kl_coef, self.temperature = ce_coef, kl_coef, temperature
+        self.divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
+        self.teacher_dtype: DType = teacher_dtype
+        self.teacher: PreTrainedModel = None  # type: ignore[assignment]  # built in build_models
+
+    def build_models(self) -> None:
+        super().build_models()
+        self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
+
+    def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        at = positions(batch.mask)
+        with torch.no_grad():
+            teacher_hidden = hidden_before(self.teacher, batch, at)
+        hidden = hidden_before(self.policy, batch, at)
+        teacher_head = self.teacher.get_output_embeddings()
+        columns = self.policy.get_output_embeddings()(
+            hidden,
+            function=partial(
+                kd_columns,
+                teacher_head=teacher_head,
+                divergence=self.divergence,
+                temperature=self.temperature,
+            ),
+            rows=(batch.input_ids[at], teacher_hidden),
+            chunk=self.logits_chunk,
+            context=partial(gathered, list(teacher_head.parameters()))
+            if partitioned(teacher_head.parameters())
+            else None,
+        )
+        ce, kd, kl, accuracy = columns.unbind(-1)
+        return {
+            "loss": self.ce_coef * ce + self.kl_coef * kd,
+            "ce": ce.detach(),
+            "divergence": kd.detach(),
+            "kl": kl.detach(),
+            "token_accuracy": accuracy.detach(),
+        }
+
+
+def kd_columns(
+    logits: Tensor,
+    targets: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: torch.nn.Module,
+    divergence: Divergence,
+    temperature: float,
+) -> Tensor:
+    """[n, 4]: cross-entropy, the divergence, the forward KL (for the log, no gradient), token accuracy."""
+    with torch.no_grad():
+        teacher_logits = torch.nn.functional.linear(teacher_hidden, teacher_head.weight, teacher_head.bias)
+    student, teacher = shared_vocabulary(logits.float() / temperature, teacher_logits.float() / temperature)
+    distance = divergence(student, teacher)
+    if divergence is forward_kl:
+        kl = distance.detach()
+    else:
+        with torch.no_grad():
+            kl = forward_kl(student, teacher)
+    ce, accuracy = ce_columns(logits, targets).unbind(-1)
+    return torch.stack([ce, distance, kl, accuracy], dim=-1)

@@ -1,0 +1,99 @@
+"""Token losses as pure functions: torch only.
+
+Every function returns ``(total, count)``: the sum over the given tokens (a scalar with gradient) and how much that
+sum weighs.  Nothing is averaged here, because the right divisor is the token count of the whole optimiser step, over
+all micro-batches and all ranks; the shared modules divide by it.  A mean of micro-batch means would weigh tokens by
+the luck of the split.
+
+Shapes: ``_BT`` means [B, T] trajectories by token positions; entry t belongs to token t given tokens before t.
+``mask_BT`` is 0 where a token does not count; other values weigh it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: beyond it float32 products overflow; same bound as verl's core_algos.py
+
+
+def masked_sum(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """``(sum of values * mask, sum of mask)``; values where the mask is 0 may be anything, NaN included."""
+    weights = mask_BT.to(values_BT.dtype)
+    return (torch.where(weights != 0, values_BT, torch.zeros_like(values_BT)) * weights).sum(), weights.sum()
+
+
+def importance_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor) -> Tensor:
+    """pi_theta / pi_old per token [B, T]; the log-ratio is clamped to +-20 so that the ratio stays finite."""
+    return (logprobs_BT - old_logprobs_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def ppo_clip_loss(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Clipped policy loss, to be minimised (PPO, arXiv 1707.06347, eq. 7)::
+
+        r = pi_theta / pi_old          l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+        dual clip c (arXiv 1912.09729, eq. 5), where A < 0:          l = min(l, -A c)
+
+    ``clip_high > clip_low`` is DAPO's clip-higher.
+
+    Raises:
+        ValueError: if ``dual_clip`` is not above 1.
+    """
+    if dual_clip is not None and dual_clip <= 1.0:
+        raise ValueError(f"dual_clip is {dual_clip}; expected a number above 1 (3.0 is usual) or null")
+    ratio = importance_ratio(logprobs_BT, old_logprobs_BT)
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = torch.maximum(-advantages_BT * ratio, -advantages_BT * clipped)
+    if dual_clip is not None:
+        loss = torch.where(advantages_BT < 0, torch.minimum(loss, -advantages_BT * dual_clip), loss)
+    return masked_sum(loss, mask_BT)
+
+
+def clip_events(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """1.0 where the clip removes the gradient of a token [B, T] (ratio outside, on the side the advantage pushes)."""
+    ratio = importance_ratio(logprobs_BT, old_logprobs_BT)
+    over = (ratio > 1.0 + clip_high) & (advantages_BT > 0)
+    under = (ratio < 1.0 - clip_low) & (advantages_BT < 0)
+    return (over | under).to(logprobs_BT.dtype)
+
+
+def value_loss(
+    values_BT: Tensor,
+    old_values_BT: Tensor,
+    returns_BT: Tensor,
+    mask_BT: Tensor,
+    clip: float | None = 0.5,
+) -> tuple[Tensor, Tensor]:
+    """``0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)``; ``clip=None`` is the plain square.
+
+    Source: verl core_algos.compute_value_loss, as in DGPO (specs/dgpo.md 2.3).
+    """
+    error = (values_BT - returns_BT).square()
+    if clip is not None:
+        near = torch.minimum(torch.maximum(values_BT, old_values_BT - clip), old_values_BT + clip)
+        error = torch.maximum(error, (near - returns_BT).square())
+    return masked_sum(0.5 * error, mask_BT)
+
+
+def entropy_sum(entropy_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed entropy in nats; subtract ``coefficient * total / count`` from a loss for an entropy bonus."""
+    return masked_sum(entropy_BT, mask_BT)
+
+
+def cross_entropy(logprobs_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihood of the given tokens, in nats."""
+    return masked_sum(-logprobs_BT, mask_BT)

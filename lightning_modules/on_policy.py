@@ -1,0 +1,260 @@
+"""The shared module of on-policy algorithms: one Lightning step = one rollout batch = several optimiser steps.
+
+An algorithm says three things and never sees micro-batches, optimisers or ranks:
+
+* which models it needs (``critic``, ``teacher_path`` given to ``__init__``),
+* ``annotate``: what each token is worth (advantages, targets, gates; no gradient),
+* ``loss``: sums over tokens, one per stream, and ``streams``: what each stream is divided by.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules import optimisation, ranks
+from lightning_modules.batch import RowTensors, TokenBatch, collate, micro_batches
+from lightning_modules.metrics import StepMetrics
+from lightning_modules.policy import DType, TokenStats, ValueModel, load_frozen_lm, token_logprobs
+from lightning_modules.policy_module import PolicyModule
+from lightning_modules.schedules import warmup_constant
+from rollout.trajectory import StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Scores(RowTensors):
+    """What the models say about a rollout batch before it is learnt from; [B, T] float32, no gradient."""
+
+    old_logprobs: Tensor  # the policy that is about to be updated, where batch.mask is 1
+    teacher_logprobs: Tensor | None = None  # the frozen teacher (or reference), where batch.mask is 1
+    values: Tensor | None = None  # the critic, at every position
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the trained models say about one micro-batch, with gradient; [B, T] float32."""
+
+    logprobs: Tensor  # where mask is 1, else 0
+    entropy: Tensor  # nats, where mask is 1, else 0
+    values: Tensor | None  # at every position; None without a critic
+
+
+class OnPolicyModule(PolicyModule):
+    """Scores, annotates and learns from ``list[Trajectory]``; see the module docstring for what an algorithm adds.
+
+    Every loss stream is divided by its own count over the whole mini-batch, all micro-batches and all ranks, so that
+    neither ``micro_batch_tokens`` nor the number of ranks changes the gradient.  Policy and critic are clipped
+    separately (DeepSpeed: jointly, inside its engine).
+
+    Args:
+        policy: Hugging Face folder (or owner/name) to start from.
+        teacher: folder of a frozen teacher or reference model; null for none.
+        critic: folder a critic is started from; null for none.
+        lr: learning rate of the policy, constant after the warmup.
+        warmup_steps: iterations of linear warmup of the policy's learning rate.
+        critic_lr: learning rate of the critic.
+        critic_warmup_steps: iterations of linear warmup of the critic's learning rate.
+        weight_decay: AdamW's decoupled weight decay.
+        betas: AdamW's betas.
+        max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
+        mini_batches: optimiser steps per pass over the rollout batch (trajectory i goes to step i mod mini_batches).
+        epochs: passes over the rollout batch.
+        temperature: sampling temperature the log-probs are computed at; must be the sampler's.
+        micro_batch_tokens: tokens, padding included, that go through the models at once.
+        logits_chunk: tokens whose logits exist at once.
+        dtype: type the policy's and the critic's parameters are kept in.
+        teacher_dtype: type the teacher's parameters are kept in.
+        attention: attention implementation of transformers.
+        gradient_checkpointing: recompute activations in the backward pass.
+    """
+
+    PROGRESS: ClassVar[tuple[str, ...]] = ("train/reward", "train/em", "train/response_tokens")
+
+    def __init__(
+        self,
+        policy: str,
+        teacher: str | None = None,
+        critic: str | None = None,
+        lr: float = 1e-6,
+        warmup_steps: int = 0,
+        critic_lr: float = 1e-5,
+        critic_warmup_steps: int = 0,
+        weight_decay: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        max_grad_norm: float = 1.0,
+        mini_batches: int = 2,
+        epochs: int = 1,
+        temperature: float = 1.0,
+        micro_batch_tokens: int = 16384,
+        logits_chunk: int = 1024,
+        dtype: DType = "float32",
+        teacher_dtype: DType = "float32",
+        attention: str = "sdpa",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__(policy, dtype, attention, gradient_checkpointing)
+        if mini_batches < 1 or epochs < 1:
+            raise ValueError(f"mini_batches is {mini_batches}, epochs is {epochs}; expected both to be at least 1")
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}; expected a positive number (training needs sampling)")
+        self.teacher_path, self.critic_path = teacher, critic
+        self.lr, self.warmup_steps = lr, warmup_steps
+        self.critic_lr, self.critic_warmup_steps = critic_lr, critic_warmup_steps
+        self.weight_decay, self.betas, self.max_grad_norm = weight_decay, betas, max_grad_norm
+        self.mini_batches, self.epochs, self.temperature = mini_batches, epochs, temperature
+        self.micro_batch_tokens, self.logits_chunk = micro_batch_tokens, logits_chunk
+        self.teacher_dtype: DType = teacher_dtype
+        self.teacher: PreTrainedModel | None = None  # built in build_models
+        self.critic: ValueModel | None = None
+        self.metrics = StepMetrics()  # of the current training step; algorithms add to it
+
+    # ------------------------------------------------------------------ what an algorithm says
+    @abstractmethod
+    def annotate(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> RowTensors:
+        """Advantages and whatever else ``loss`` needs, one row per trajectory. No gradient is recorded."""
+
+    @abstractmethod
+    def loss(self, outputs: Outputs, batch: TokenBatch, notes: Any) -> Mapping[str, Tensor]:
+        """Sums over a micro-batch's tokens, by stream; each is divided by the stream's global count."""
+
+    def streams(self, batch: TokenBatch, notes: Any) -> Mapping[str, Tensor]:
+        """By stream, the weights [B, T] whose sum over the mini-batch and all ranks divides it."""
+        return {"policy": batch.mask}
+
+    def teacher_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> TokenBatch:
+        """What the teacher reads; override to give it another prefix (its positions must stay aligned)."""
+        return batch
+
+    # ------------------------------------------------------------------ models and optimiser
+    def build_models(self) -> None:
+        super().build_models()
+        if self.teacher_path is not None:
+            self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
+        if self.critic_path is not None:
+            self.critic = ValueModel(self.critic_path, self.dtype_name, self.attention, self.gradient_checkpointing)
+        optimisation.set_clipping(self, self.max_grad_norm)
+
+    def trained_parts(self) -> dict[str, nn.Module]:
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def configure_optimizers(self) -> Any:
+        rates = {"policy": (self.lr, self.warmup_steps), "critic": (self.critic_lr, self.critic_warmup_steps)}
+        parts = self.trained_parts()
+        groups = [{"params": list(part.parameters()), "lr": rates[name][0]} for name, part in parts.items()]
+        factors = [warmup_constant(rates[name][1]) for name in parts]
+        return optimisation.adamw(groups, factors, betas=self.betas, weight_decay=self.weight_decay)
+
+    # ------------------------------------------------------------------ one iteration
+    def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
+        usable = [t for t in trajectories if not t.failed_by_infrastructure]
+        for t in usable:
+            if t.reward is None:
+                raise ValueError(f"trajectory {t.group}/{t.index} has no reward; score it before training on it")
+        self.metrics = StepMetrics()
+        batch = collate(usable, self.device)
+        with torch.no_grad():
+            scores = self.score(usable, batch)
+            notes = self.annotate(usable, batch, scores)
+        self.update(batch, notes)
+        self._describe(usable, batch, scores)
+        figures = self.metrics.reduce()
+        shown = {k: v for k, v in figures.items() if k in self.PROGRESS}
+        self.log_dict(shown, prog_bar=True, batch_size=1)
+        self.log_dict({k: v for k, v in figures.items() if k not in shown}, batch_size=1)
+
+    def score(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Scores:
+        """Run the declared models over the batch without gradient, micro-batch by micro-batch."""
+        old = self.score_logprobs(self.policy, batch)
+        teacher = None
+        if self.teacher is not None:
+            teacher = self.score_logprobs(self.teacher, self.teacher_batch(trajectories, batch))
+        values = self._score(batch, self.critic) if self.critic is not None else None
+        return Scores(old, teacher, values)
+
+    def score_logprobs(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+        """Log-probs [B, T] of the batch's own tokens under any model."""
+        return self._score(batch, lambda micro: self._token_stats(model, micro).logprobs)
+
+    def _score(self, batch: TokenBatch, function: Any) -> Tensor:
+        out = torch.zeros_like(batch.mask)
+        with torch.no_grad():
+            for group, length in self._groups(batch, range(len(batch.lengths))):
+                values = function(batch.rows(group, length))
+                if group:
+                    out[torch.as_tensor(group, device=out.device), :length] = values
+        return out
+
+    def _token_stats(self, model: PreTrainedModel, micro: TokenBatch) -> TokenStats:
+        return token_logprobs(model, micro, self.logits_chunk, self.temperature)
+
+    def _groups(self, batch: TokenBatch, index: Sequence[int]) -> list[tuple[list[int], int]]:
+        """(rows, longest) per micro-batch; every rank gets as many as the rank that needs most, empty ones last."""
+        lengths = batch.lengths.tolist()
+        groups = micro_batches(lengths, index, self.micro_batch_tokens)
+        groups += [[]] * (ranks.max_over_ranks(len(groups), self.device) - len(groups))
+        return [(group, max((lengths[i] for i in group), default=1)) for group in groups]
+
+    # ------------------------------------------------------------------ optimiser steps
+    def update(self, batch: TokenBatch, notes: RowTensors) -> None:
+        """All optimiser steps of the iteration; only the last one raises ``trainer.global_step``."""
+        optimizer = self.optimizers()
+        size = len(batch.lengths)
+        plan = [range(k, size, self.mini_batches) for _ in range(self.epochs) for k in range(self.mini_batches)]
+        for k, index in enumerate(plan):
+            with optimisation.counted(optimizer, k == len(plan) - 1):
+                self._mini_batch(batch, notes, index, optimizer)
+        for group, name in zip(optimizer.param_groups, self.trained_parts(), strict=True):
+            self.metrics.maximum("train/lr" if name == "policy" else f"train/lr_{name}", group["lr"])
+        self.lr_schedulers().step()
+
+    def _mini_batch(self, batch: TokenBatch, notes: RowTensors, index: Sequence[int], optimizer: Any) -> None:
+        whole = {name: weights[list(index)].sum() for name, weights in self.streams(batch, notes).items()}
+        names = list(whole)
+        counts = ranks.sum_over_ranks(torch.stack([whole[n] for n in names]))
+        for group, length in self._groups(batch, index):
+            micro, micro_notes = batch.rows(group, length), notes.rows(group, length)
+            stats = self._token_stats(self.policy, micro)
+            values = self.critic(micro) if self.critic is not None else None
+            sums = self.loss(Outputs(stats.logprobs, stats.entropy, values), micro, micro_notes)
+            total = sum(sums[n] / counts[i].clamp(min=1e-8) for i, n in enumerate(names))
+            optimisation.backward(self, total)
+            self.metrics.mean("train/entropy", (stats.entropy * micro.mask).sum(), micro.mask.sum())
+            for i, n in enumerate(names):  # the mean over ranks and mini-batches of a sum over micro-batches
+                self.metrics.mean(f"train/loss_{n}", sums[n] / counts[i].clamp(min=1e-8), 0.0)
+        for n in names:
+            self.metrics.mean(f"train/loss_{n}", 0.0, 1.0 / ranks.world_size())
+        self._step(optimizer)
+
+    def _step(self, optimizer: Any) -> None:
+        norms = optimisation.clip_gradients(self, self.trained_parts(), self.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, norm in (norms or optimisation.engine_norm(self)).items():
+            self.metrics.maximum("train/grad_norm" if name == "policy" else f"train/grad_norm_{name}", norm)
+
+    # ------------------------------------------------------------------ figures
+    def _describe(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> None:
+        """What every algorithm logs about its rollout batch, infrastructure failures left out."""
+        count = len(trajectories)
+        mean = self.metrics.mean
+        mean("train/reward", sum(t.reward.total for t in trajectories if t.reward), count)
+        for part in sorted({p for t in trajectories if t.reward for p in t.reward.parts}):
+            mean(f"train/{part}", sum(t.reward.parts.get(part, 0.0) for t in trajectories if t.reward), count)
+        for reason in StopReason:
+            if reason is not StopReason.INFRASTRUCTURE:
+                mean(f"train/stop/{reason}", sum(t.stop_reason is reason for t in trajectories), count)
+        mean("train/response_tokens", batch.mask.sum(), count)
+        gap = (scores.old_logprobs - batch.sampler_logprobs).abs() * batch.mask
+        mean("train/logprob_gap", gap.sum(), batch.mask.sum())
+        if gap.numel():
+            self.metrics.maximum("train/logprob_gap_max", gap.max())

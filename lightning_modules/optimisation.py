@@ -1,0 +1,92 @@
+"""One optimiser step under any strategy: loss scale, clipping, and which step Lightning counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_modules import ranks
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+
+def backward(module: L.LightningModule, loss: torch.Tensor) -> None:
+    """Accumulate the gradient of a loss that was divided by *global* counts.
+
+    DDP, FSDP and DeepSpeed average gradients over ranks; multiplying by the world size makes that average the sum.
+    """
+    module.manual_backward(loss * ranks.world_size())
+
+
+def under_deepspeed(module: L.LightningModule) -> bool:
+    return hasattr(module.trainer.strategy, "deepspeed_engine")
+
+
+def set_clipping(module: L.LightningModule, max_norm: float) -> None:
+    """DeepSpeed clips inside its step, by its configuration; must be told before the engine is made."""
+    config = getattr(module.trainer.strategy, "config", None)
+    if isinstance(config, dict):
+        config["gradient_clipping"] = max_norm
+
+
+def clip_gradients(module: L.LightningModule, parts: Mapping[str, nn.Module], max_norm: float) -> dict[str, Any]:
+    """Clip each part's gradient to ``max_norm`` (0 or less: measure only), returning the norms before clipping.
+
+    Under DeepSpeed the engine clips all parts jointly during its step, and its norm is only known afterwards: then
+    nothing is returned, see ``engine_norm``.
+    """
+    if under_deepspeed(module):
+        return {}
+    limit = max_norm if max_norm > 0 else float("inf")
+    return {
+        name: nn.utils.clip_grad_norm_([p for p in part.parameters() if p.grad is not None], limit)
+        for name, part in parts.items()
+    }
+
+
+def engine_norm(module: L.LightningModule) -> dict[str, Any]:
+    """Joint gradient norm of DeepSpeed's last step, under the name of the policy; empty under other strategies."""
+    if not under_deepspeed(module):
+        return {}
+    norm = module.trainer.strategy.deepspeed_engine.get_global_grad_norm()
+    return {} if norm is None else {"policy": float(norm)}
+
+
+@contextmanager
+def counted(optimizer: LightningOptimizer, count: bool) -> Iterator[None]:
+    """Whether an optimiser step in this block raises ``trainer.global_step``.
+
+    Lightning counts every step of manual optimisation; we count rollout batches, so only the last step of each does.
+    """
+    before, after = optimizer._on_before_step, optimizer._on_after_step
+    if not count:
+        optimizer._on_before_step = optimizer._on_after_step = _nothing
+    try:
+        yield
+    finally:
+        optimizer._on_before_step, optimizer._on_after_step = before, after
+
+
+def _nothing() -> None:
+    pass
+
+
+def adamw(
+    groups: list[dict[str, Any]],
+    factors: list[Callable[[int], float]],
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> dict[str, Any]:
+    """One AdamW with a learning rate and a schedule per group, in the form Lightning expects.
+
+    ``eps`` is torch's 1e-8. The scheduler is stepped by the modules, once per iteration.
+    """
+    optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factors)}

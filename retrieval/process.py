@@ -1,0 +1,194 @@
+"""A retrieval server as a child of this process, used as if it were a client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Awaitable
+from pathlib import Path
+
+import orjson
+
+from retrieval.client import Done, RetrieverClient
+from retrieval.opening import SearchSettings, check_indexes
+from retrieval.types import Document, RetrievalError, RetrieverStartError
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+class RetrieverProcess:
+    """Starts ``python -m retrieval.server`` when first needed and ends it with this process, even by kill -9.
+
+    Several on one machine do not disturb one another (``port`` 0 takes a free one).  The child has its own session:
+    Ctrl-C reaches only the owner, which may still want to search while it winds up.
+
+    Args:
+        index: index folder, or several that are fused (hybrid).
+        topk: passages per query where ``search`` is not told.
+        threads: for Lucene, torch and Faiss inside the server.
+        corpus: if given, the file that the index must have been built from.
+        k1, b, java_heap, encoder, device: see ``retrieval.opening.SearchSettings``.
+        log: file for the server's output; by default a temporary one, removed after a clean end.
+        start_timeout: seconds until the server must listen (a large dense index takes minutes to load).
+        timeout, retries, backoff, max_connections: see ``RetrieverClient``.
+    """
+
+    def __init__(
+        self,
+        index: str | list[str],
+        topk: int = 3,
+        port: int = 0,
+        threads: int = 1,
+        corpus: str | None = None,
+        k1: float | None = None,
+        b: float | None = None,
+        java_heap: str | None = None,
+        encoder: str | None = None,
+        device: str | None = None,
+        log: str | None = None,
+        start_timeout: float = 120,
+        timeout: float = 10,
+        retries: int = 3,
+        backoff: float = 0.2,
+        max_connections: int = 64,
+    ) -> None:
+        if topk < 1 or threads < 1 or not 0 <= port <= 65535:
+            raise ValueError(f"expected topk, threads >= 1 and port 0..65535; found {topk}, {threads}, {port}")
+        self.indexes = [index] if isinstance(index, str) else list(index)
+        self.topk, self.port, self.corpus, self.log, self.start_timeout = topk, port, corpus, log, start_timeout
+        self.settings = SearchSettings(threads, k1, b, java_heap, encoder, device)
+        self._client_options = {
+            "timeout": timeout, "retries": retries, "backoff": backoff, "max_connections": max_connections,
+        }  # fmt: skip
+        RetrieverClient(["http://unused"], **self._client_options)  # wrong values are reported here, not hours later
+        self.url: str | None = None
+        self._process: subprocess.Popen | None = None
+        self._client: RetrieverClient | None = None
+        self._log_path: Path | None = None
+        self._finalizer: weakref.finalize | None = None
+        self._start_error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> str:
+        """Start the server unless it was started, wait until it listens, return its URL.
+
+        Raises IndexFolderError or CorpusError before anything is started when the index is missing or of another
+        corpus, and RetrieverStartError with the end of the log when the server does not come up.
+        """
+        with self._lock:
+            if self._start_error is not None:  # hundreds of searches wait for one start; one failure answers them all
+                raise self._start_error
+            if self.url is None:
+                try:
+                    self.settings.check(check_indexes(self.indexes, self.corpus))
+                    self.url = self._launch()
+                except Exception as error:
+                    self._start_error = error
+                    raise
+                self._client = RetrieverClient([self.url], **self._client_options)
+            return self.url
+
+    async def search(self, queries: list[str], k: int | None = None) -> list[list[Document]]:
+        """As ``RetrieverClient.search``; ``k`` defaults to ``topk``. Starts the server if need be."""
+        if self._client is None:
+            await asyncio.to_thread(self.start)
+        try:
+            return await self._client.search(queries, self.topk if k is None else k)
+        except RetrievalError as error:
+            code = self._process.poll() if self._process else None
+            if code is None:
+                raise
+            raise RetrievalError(f"the retriever has ended with code {code}; {self._log_tail()}") from error
+
+    def close(self) -> Awaitable[None]:
+        """End the server and wait for its end, from any thread. A later ``start`` or ``search`` starts a new one.
+
+        All is done when this returns; inside an event loop the result may be awaited, as ``RetrieverClient.close``'s
+        must be, so that either can stand in for the other.
+        """
+        with self._lock:
+            client, self._client = self._client, None
+            self.url = self._start_error = None
+            if self._finalizer is not None:
+                self._finalizer()
+                self._finalizer = self._process = None
+            if self.log is None and self._log_path is not None:
+                self._log_path.unlink(missing_ok=True)
+        return client.close_soon() if client is not None else Done()
+
+    def _make_log(self) -> Path:
+        if self.log is None:
+            handle, name = tempfile.mkstemp(prefix="retriever-", suffix=".log")
+            os.close(handle)
+            return Path(name)
+        path = Path(self.log)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _command(self, ready_fd: int) -> list[str]:
+        command = [sys.executable, "-m", "retrieval.server", "--index", *self.indexes]
+        options = {
+            "--port": self.port, "--topk": self.topk, "--threads": self.settings.threads, "--k1": self.settings.k1,
+            "--b": self.settings.b, "--java-heap": self.settings.java_heap, "--encoder": self.settings.encoder,
+            "--device": self.settings.device, "--parent": os.getpid(), "--ready-fd": ready_fd,
+        }  # fmt: skip
+        return command + [str(part) for pair in options.items() if pair[1] is not None for part in pair]
+
+    def _launch(self) -> str:
+        self._log_path = self._make_log()
+        read_fd, write_fd = os.pipe()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+        try:
+            with self._log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    self._command(write_fd), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    pass_fds=(write_fd,), start_new_session=True, env=environment,
+                )  # fmt: skip
+            self._finalizer = weakref.finalize(self, _terminate, self._process)
+        finally:
+            os.close(write_fd)
+        try:
+            report = _read_line(read_fd, self.start_timeout)
+        finally:
+            os.close(read_fd)
+        if report is None:
+            _terminate(self._process)
+            raise RetrieverStartError(f"the retriever did not listen within {self.start_timeout} s; {self._log_tail()}")
+        if not report:
+            code = self._process.wait()
+            raise RetrieverStartError(f"the retriever ended with code {code} while starting; {self._log_tail()}")
+        return orjson.loads(report)["url"]
+
+    def _log_tail(self, lines: int = 15) -> str:
+        text = self._log_path.read_text(errors="replace").strip()
+        return f"the end of its log ({self._log_path}):\n" + "\n".join(text.splitlines()[-lines:])
+
+
+def _read_line(descriptor: int, timeout: float) -> bytes | None:
+    """A line, or b"" when the other end closed without one, or None when time is up."""
+    deadline, received = time.monotonic() + timeout, b""
+    while not received.endswith(b"\n"):
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            return None
+        chunk = os.read(descriptor, 4096)
+        if not chunk:
+            return b""
+        received += chunk
+    return received
+
+
+def _terminate(process: subprocess.Popen, patience: float = 10) -> None:
+    process.terminate()
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

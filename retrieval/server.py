@@ -1,0 +1,192 @@
+"""``python -m retrieval.server --index DIR``: searches over HTTP, a drop-in for Search-R1's retrieval servers.
+
+``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers ``{"result": [...]}``
+with one list per query, in order, best first: items ``{"document": D, "score": s}``, or plain ``D`` without scores.
+D = ``{id, title, text, contents}`` holds all that the documents of Search-R1's BM25 and dense servers hold.  ``topk``
+absent, null or 0 means the server's default.  ``GET /health`` describes the indexes and counts the work done.
+
+Exit codes: 0 stopped by SIGTERM, Ctrl-C or the end of its parent; 2 wrong arguments, index or corpus; 3 port in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, NoReturn
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Response
+from pydantic import BaseModel, Field
+
+from retrieval.batching import Answer, Batcher, OwnerThread
+from retrieval.opening import Retriever, SearchSettings, check_indexes
+from retrieval.types import RetrievalFailure
+
+EXIT_WRONG_INPUT = 2
+EXIT_PORT_IN_USE = 3
+
+
+class RetrieveRequest(BaseModel):
+    """Body of ``POST /retrieve``. Unknown keys are ignored, as in Search-R1's server."""
+
+    queries: list[str]
+    topk: Annotated[int, Field(ge=0)] | None = None
+    return_scores: bool = False
+
+
+def make_app(owner: OwnerThread, topk: int) -> FastAPI:
+    """The HTTP application over a retriever that has finished loading."""
+    retriever = owner.ready.result()
+    batcher = Batcher(owner)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        owner.close()
+
+    app = FastAPI(title="Retriever", lifespan=lifespan)
+
+    @app.post("/retrieve")
+    async def retrieve(request: RetrieveRequest) -> Response:
+        if not request.queries:
+            return _json({"result": []})
+        queries = [_well_formed(query) for query in request.queries]
+        k = min(request.topk or topk, len(retriever.store))
+        try:
+            answers = await batcher.search(queries, k)
+        except Exception as error:
+            print(f"search failed: {error!r}", file=sys.stderr, flush=True)
+            return _json({"detail": f"search failed: {error!r}"}, status=500)
+        return _json({"result": [_render(answer, request.return_scores) for answer in answers]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        described = {"status": "ok", "topk": topk, "passages": len(retriever.store), "indexes": retriever.metadata}
+        return _json(described | dataclasses.asdict(batcher.counters))
+
+    return app
+
+
+def _render(answer: Answer, with_scores: bool) -> list[dict]:
+    if with_scores:
+        return [{"document": document, "score": score} for document, score in answer]
+    return [document for document, _ in answer]
+
+
+def _well_formed(text: str) -> str:
+    """Half a surrogate pair is legal in JSON but not in UTF-8, which Lucene and tokenizers want."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens once it does."""
+
+    def __init__(self, config: uvicorn.Config, report: dict, ready_fd: int | None) -> None:
+        super().__init__(config)
+        self._report, self._ready_fd = report, ready_fd
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._ready_fd is not None:
+            with os.fdopen(self._ready_fd, "wb") as pipe:
+                pipe.write(orjson.dumps(self._report) + b"\n")
+        print(f"retriever ready at {self._report['url']} (POST /retrieve, GET /health)", flush=True)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; ``port`` 0 takes a free one. Ends the process with code 3 when the port is in use."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it; without it headers and body, sent apart, cost 40 ms of delayed acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            _stop(f"port {port} on {host} is in use; stop what runs there, or choose another with --port", 3)
+        _stop(f"cannot listen on {host}, port {port}: {error.strerror}", EXIT_WRONG_INPUT)
+    return listener
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    print(f"retriever: {message}", file=sys.stderr, flush=True)
+    # Not sys.exit: a half-started JVM or an index that is still loading would be waited for.
+    os._exit(code)
+
+
+def _leave_with_parent(parent: int, interval: float = 0.5) -> None:
+    """End this process when ``parent`` is gone, even by kill -9.
+
+    A prctl death signal would come at the end of the *thread* that started us, and a pipe can be kept open by the
+    parent's other children; the parent's id tells exactly.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(interval)
+        _stop("the process that started me is gone", 0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m retrieval.server", description="Serve passages over HTTP.")
+    parser.add_argument("--index", nargs="+", required=True, help="index folder; several are fused (hybrid)")
+    parser.add_argument("--corpus", help="fail unless the index was built from this file")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
+    parser.add_argument("--topk", type=int, default=3, help="passages per query when the request does not say")
+    parser.add_argument("--threads", type=int, default=1, help="threads for Lucene, torch and Faiss")
+    parser.add_argument("--k1", type=float, help="BM25's k1 (0.9)")
+    parser.add_argument("--b", type=float, help="BM25's b (0.4)")
+    parser.add_argument("--java-heap", help="memory of the JVM (1g)")
+    parser.add_argument("--encoder", help="folder of the encoder, if it moved since the index was built")
+    parser.add_argument("--device", help="where the encoder runs (auto)")
+    parser.add_argument("--parent", type=int, help="end when the process with this id, our parent, ends")
+    parser.add_argument("--ready-fd", type=int, help="write one JSON line (url, port, pid) here when ready")
+    options = parser.parse_args(arguments)
+    if options.topk < 1 or options.threads < 1:
+        parser.error(f"--topk and --threads must be at least 1; found {options.topk} and {options.threads}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn takes over, and again when it has cleaned up
+        signal.signal(number, lambda *_: os._exit(0))
+    if options.parent is not None:
+        _leave_with_parent(options.parent)
+    settings = SearchSettings(
+        options.threads, options.k1, options.b, options.java_heap, options.encoder, options.device
+    )
+    try:
+        settings.check(check_indexes(options.index, options.corpus))
+        listener = bind(options.host, options.port)
+        owner = OwnerThread(lambda: Retriever(options.index, settings))
+        app = make_app(owner, options.topk)
+    except (RetrievalFailure, ValueError, OSError) as error:
+        _stop(str(error), EXIT_WRONG_INPUT)
+    port = listener.getsockname()[1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    report = {"url": f"http://{host}:{port}", "port": port, "pid": os.getpid()}
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    _Server(config, report, options.ready_fd).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What travels between retrieval's parts: documents, hits, and the ways in which retrieval can fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class RetrievalFailure(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class RetrievalError(RetrievalFailure, RuntimeError):
+    """A search could not be answered: server down, slow, or answering nonsense. Never the query's fault."""
+
+
+class RetrieverStartError(RetrievalFailure, RuntimeError):
+    """A retriever process did not come up. The message holds the end of its log."""
+
+
+class CorpusError(RetrievalFailure, ValueError):
+    """A corpus file cannot be used as it is. The message names the file and the line."""
+
+
+class IndexFolderError(RetrievalFailure, ValueError):
+    """An index folder is missing, incomplete, or was built from another corpus."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One retrieved passage.
+
+    ``score`` is comparable only within one answer of one index: BM25 weight, inner product, or fused rank weight.
+    """
+
+    id: str  # the corpus' own id
+    title: str  # without the quotes of the corpus file
+    text: str
+    score: float
+
+    @property
+    def contents(self) -> str:
+        """The passage as in a Search-R1 corpus: ``"Title"``, a line break, the text."""
+        return f'"{self.title}"\n{self.text}'
+
+
+class Hit(NamedTuple):
+    """A searcher's answer before the passage is looked up."""
+
+    row: int  # position of the passage in the corpus, from 0
+    score: float
+
+
+class Searcher(Protocol):
+    """An opened index. Every method is called from one and the same thread."""
+
+    def search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        """For each query at most ``k`` hits, best first; none when nothing matches."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def split_contents(contents: str) -> tuple[str, str]:
+    """``'"Title"\\ntext'`` -> ``('Title', 'text')``, as Search-R1's retrieval_server.py does it.
+
+    Everything after the first line break belongs to the text, further line breaks included.
+    """
+    title, _, text = contents.partition("\n")
+    return title.strip('"'), text

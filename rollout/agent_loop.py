@@ -1,0 +1,219 @@
+"""One trajectory from prompt to stop reason: engine, protocol, environment, and again.
+
+Every trajectory is an asyncio task of its own; nothing waits for other trajectories, so a slow tool holds up only
+its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from rollout.engines.base import Engine, Generation, SamplingParams
+from rollout.environments.base import Environment, EnvironmentFactory, StepResult
+from rollout.protocols.base import ChatProtocol, PromptMode
+from rollout.running_trajectory import RunningTrajectory
+from rollout.sampling import derive_seed
+from rollout.trajectory import (
+    Action,
+    ActionKind,
+    CallOutcome,
+    InfrastructureError,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """How long a trajectory may get. All counts are tokens, but for ``max_turns``.
+
+    Search-R1 allows four turns with calls and then one more, whose calls are refused (``final_turn``).
+    """
+
+    max_turns: int = 4
+    max_turn_tokens: int = 500
+    max_observation_tokens: int = 500
+    max_response_tokens: int = 4096  # everything after the prompt
+    max_length: int | None = None  # prompt and response together: the engine's limit
+    final_turn: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_turn_tokens", "max_observation_tokens", "max_response_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.max_turns < (0 if self.final_turn else 1):
+            raise ValueError(f"max_turns is {self.max_turns}; expected at least one turn in all")
+
+    def room(self, prompt: int, response: int) -> int:
+        """Tokens that may still follow ``prompt`` + ``response`` tokens; 0 or less: none."""
+        room = self.max_response_tokens - response
+        return room if self.max_length is None else min(room, self.max_length - prompt - response)
+
+
+OnTurn = Callable[[RunningTrajectory, Generation], Awaitable[None]]
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An environment in which a branch can start: it can be brought to where its parent was."""
+
+    async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
+        """Redo what happened in ``turns``. Returns the reward so far, None where the environment gives none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What stays the same over the turns of one trajectory."""
+
+    seed: int
+    sampling: SamplingParams
+    mode: PromptMode = PromptMode.AGENT
+    on_turn: OnTurn | None = None
+
+
+class AgentLoop:
+    """Runs trajectories on one engine. ``run`` may be called any number of times at once."""
+
+    def __init__(
+        self, engine: Engine, protocol: ChatProtocol, environment: EnvironmentFactory, budgets: Budgets
+    ) -> None:
+        self.engine, self.protocol, self.environment, self.budgets = engine, protocol, environment, budgets
+        self.failures: deque[str] = deque(maxlen=20)  # the latest reasons of failures by infrastructure
+
+    async def run(
+        self,
+        task: Task,
+        *,
+        group: str,
+        index: int,
+        request: Request,
+        start: Trajectory | RunningTrajectory | None = None,
+        at: int = 0,
+    ) -> Trajectory:
+        """Roll out one trajectory; with ``start``, a branch that shares its first ``at`` response tokens.
+
+        ``request.on_turn`` is awaited after every sampled turn, before its calls run; a sampler may fork there.
+        A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; any other exception
+        is a bug or a wrong configuration and is raised.
+        """
+        began = time.monotonic()
+        state = RunningTrajectory(task, group, index)
+        try:
+            environment = self.environment(task, tools_enabled=request.mode is PromptMode.AGENT)
+            try:
+                await self._open(state, environment, request.mode, start, at)
+                reason = await self._play(state, environment, request)
+            finally:
+                await environment.close()
+        except InfrastructureError as error:
+            logger.warning("trajectory %s/%d failed by infrastructure: %s", group, index, error)
+            self.failures.append(str(error))
+            reason = StopReason.INFRASTRUCTURE
+        return state.finish(reason, time.monotonic() - began)
+
+    async def _open(
+        self,
+        state: RunningTrajectory,
+        environment: Environment,
+        mode: PromptMode,
+        start: Trajectory | RunningTrajectory | None,
+        at: int,
+    ) -> None:
+        opening = await environment.reset()
+        if start is None:
+            # An environment with an opening observation puts it in the place of the question.
+            task = state.task if opening is None else dataclasses.replace(state.task, question=opening)
+            state.prompt_ids = self.protocol.prompt_ids(task, mode)
+            return
+        state.continue_from(start, at)
+        if state.turns:
+            if not isinstance(environment, Resumable):
+                raise TypeError(f"{type(environment).__name__} has no resume(): its trajectories cannot be continued")
+            state.environment_reward = await environment.resume(state.turns, state.calls)
+
+    async def _play(self, state: RunningTrajectory, environment: Environment, request: Request) -> StopReason:
+        max_turns = 0 if request.mode is PromptMode.GOLD_DIRECT else self.budgets.max_turns
+        while self._room(state) > 0:
+            generation = await self._generate(state, request)
+            action = self._parse(state, generation, request.mode)
+            state.add_turn(generation, action)
+            if request.on_turn is not None:
+                await request.on_turn(state, generation)
+            ending = self._ending(state, action, max_turns)
+            if ending not in (None, StopReason.ANSWER):
+                refused = ToolResult("", CallOutcome.REFUSED, detail=f"the trajectory ended here: {ending}")
+                state.add_calls(action, [refused] * len(action.calls), [0.0] * len(action.calls))
+                return ending
+            step = await environment.step(action)  # it hears of every action, also of answers and invalid ones
+            stopped = self._take(state, step, action, max_turns)
+            if stopped is not None:
+                return stopped
+        return StopReason.LENGTH
+
+    def _ending(self, state: RunningTrajectory, action: Action, max_turns: int) -> StopReason | None:
+        """The reason for which this turn is the last, as far as it is known before the environment acts."""
+        if action.kind is ActionKind.ANSWER:
+            return StopReason.ANSWER
+        if action.kind is ActionKind.INVALID and self.protocol.eos_ends and state.turns[-1].finish_reason == "eos":
+            return StopReason.EOS
+        if self._room(state) <= 0:
+            return StopReason.LENGTH
+        if self.budgets.final_turn and len(state.turns) > max_turns:
+            return StopReason.MAX_TURNS
+        return None
+
+    def _take(
+        self, state: RunningTrajectory, step: StepResult, action: Action, max_turns: int
+    ) -> StopReason | None:
+        """Record what the environment did and append the observation, unless the trajectory is over."""
+        state.add_calls(action, step.results, step.latencies_s)
+        if step.reward is not None:
+            state.environment_reward = (state.environment_reward or 0.0) + step.reward
+        failed = [result.detail for result in step.results if result.outcome is CallOutcome.INFRASTRUCTURE]
+        if failed:
+            raise InfrastructureError("; ".join(str(detail) for detail in failed))
+        if action.kind is ActionKind.ANSWER:
+            state.answer = action.answer
+            return StopReason.ANSWER
+        if step.done:
+            return StopReason.ENVIRONMENT_DONE
+        if not self.budgets.final_turn and len(state.turns) >= max_turns:
+            return StopReason.MAX_TURNS
+        budget = min(self.budgets.max_observation_tokens, self._room(state) - 1)  # one token at least must follow
+        token_ids, truncated = self.protocol.observation_ids(action, step.results, max(budget, 0))
+        if len(token_ids) > budget or not token_ids:
+            return StopReason.LENGTH  # not even the tags fit
+        state.add_observation(token_ids, truncated)
+        return None
+
+    def _room(self, state: RunningTrajectory) -> int:
+        return self.budgets.room(len(state.prompt_ids), len(state.response_ids))
+
+    async def _generate(self, state: RunningTrajectory, request: Request) -> Generation:
+        in_turn = len(state.response_ids) - state.turn_start
+        allowed = min(self.budgets.max_turn_tokens, request.sampling.max_new_tokens) - in_turn
+        sampling = dataclasses.replace(
+            request.sampling,
+            max_new_tokens=max(min(allowed, self._room(state)), 1),
+            stop=self.protocol.stop,
+            stop_token_ids=self.protocol.stop_token_ids,
+            seed=derive_seed(request.seed, state.group, state.index, len(state.turns)),
+        )
+        return await self.engine.generate(state.prompt_ids + state.response_ids, sampling)
+
+    def _parse(self, state: RunningTrajectory, generation: Generation, mode: PromptMode) -> Action:
+        turn_ids = state.response_ids[state.turn_start :] + list(generation.token_ids)
+        return self.protocol.parse(self.protocol.decode(turn_ids), mode)

@@ -1,0 +1,270 @@
+"""An engine in a child process: spawned, never forked; dies with its parent; its death is an InfrastructureError.
+
+The child cannot re-seed the trainer, take its process group or its threads (architecture: "Decisions already taken").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.weights import WeightFiles
+from rollout.trajectory import InfrastructureError
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package `rollout`
+
+
+class EngineProcess:
+    """The parent's side of `worker.py`, and the common part of the engines: implements `base.Engine`.
+
+    All methods are safe to call from any event loop; `generate` may be called many times at once.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        options: dict[str, Any],
+        *,
+        max_length: int,
+        threads: int = 1,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """``backend``: dotted path of a class with the methods `worker.py` calls, built there with ``options``."""
+        if threads < 1:
+            raise ValueError(f"threads is {threads}; the engine's process needs at least 1")
+        self._backend, self._options, self._threads = backend, options, threads
+        self._environment = environment or {}
+        self.max_length = max_length
+        self._process: subprocess.Popen | None = None
+        self._info: dict[str, Any] | None = None
+        self._failure: str | None = None
+        self._start_lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _pending and _loading against the reader thread
+        self._pending: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future]] = {}
+        self._loading: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self._ids = itertools.count()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child process, None before `start`."""
+        return self._process.pid if self._process else None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the child says of its model: vocab_size, device."""
+        if self._info is None:
+            raise InfrastructureError("the engine has not been started; await engine.start() first")
+        return self._info
+
+    async def start(self) -> None:
+        """Spawn the child and load the model; returns when it is ready. Idempotent.
+
+        Raises:
+            ValueError: the options do not fit the model.
+            InfrastructureError: the child failed; the message holds its traceback.
+        """
+        await asyncio.to_thread(self._start)
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """See `base.Engine.generate`.
+
+        Raises:
+            ValueError: no ids, ids outside the vocabulary, or more than ``max_length`` tokens in all.
+            InfrastructureError: the child died, or has not been started.
+        """
+        ids = [int(t) for t in token_ids]
+        self._check_request(ids, sampling)
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        request_id = next(self._ids)
+        with self._lock:
+            self._raise_if_dead()
+            self._pending[request_id] = (loop, future)
+        self._outbox.put(("generate", request_id, ids, sampling))
+        try:
+            return await future
+        finally:
+            with self._lock:
+                abandoned = self._pending.pop(request_id, None) is not None
+            if abandoned:  # this task was cancelled: free the slot
+                self._outbox.put(("cancel", request_id))
+
+    async def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `base.Engine.load_weights`. Requests under way finish on the old weights first; requests that come
+        later wait for the new ones. ``tensors`` is consumed in the calling thread, each tensor copied at once."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        with self._lock:
+            self._raise_if_dead()
+            if self._loading is not None:
+                raise RuntimeError("load_weights was called while another load is under way")
+            self._loading = (loop, future)
+        files = None
+        try:
+            files = WeightFiles.write(tensors)
+            self._outbox.put(("load", files.paths, version))
+            error = await future
+        finally:
+            with self._lock:
+                self._loading = None
+            if files is not None:
+                files.remove()
+        if error is not None:
+            raise ValueError(error)
+
+    async def close(self) -> None:
+        """End the child; pending requests fail with InfrastructureError. Idempotent."""
+        await asyncio.to_thread(self._close)
+
+    def _check_request(self, ids: list[int], sampling: SamplingParams) -> None:
+        if not ids:
+            raise ValueError("token_ids is empty; an engine continues at least one token")
+        if sampling.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}; expected at least 1")
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+            raise ValueError(f"expected temperature >= 0 and 0 < top_p <= 1, found {sampling}")
+        if sampling.seed is not None and sampling.seed < 0:
+            raise ValueError(f"seed is {sampling.seed}; expected a non-negative integer or None")
+        if len(ids) + sampling.max_new_tokens > self.max_length:
+            raise ValueError(
+                f"{len(ids)} given + {sampling.max_new_tokens} new tokens exceed the engine's max_length "
+                f"{self.max_length}; shorten the request or raise max_length"
+            )
+        if self._info is not None and not 0 <= min(ids) <= max(ids) < self._info["vocab_size"]:
+            raise ValueError(f"token ids lie in [{min(ids)}, {max(ids)}], the model knows {self._info['vocab_size']}")
+
+    def _raise_if_dead(self) -> None:
+        if self._failure is not None:
+            raise InfrastructureError(self._failure)
+        if self._info is None:
+            raise InfrastructureError("the engine has not been started; await engine.start() first")
+
+    def _start(self) -> None:
+        with self._start_lock:
+            if self._info is not None:
+                return
+            ours, theirs = socket.socketpair()
+            threads = str(self._threads)
+            environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **self._environment}
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollout.engines.worker", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what libraries print belongs to the log, not among the command's results
+            )
+            theirs.close()
+            self._connection = Connection(ours.detach())
+            try:
+                self._connection.send((self._backend, self._options, self._threads))
+                kind, content = self._connection.recv()
+            except (EOFError, OSError):
+                kind, content = "fatal", None
+            if kind != "ready":
+                self._close()
+                if kind == "refused":
+                    raise ValueError(content)
+                raise InfrastructureError(f"the engine's process failed at start: {self._describe_death(content)}")
+            self._failure, self._info = None, content
+            self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+            threading.Thread(target=self._write, daemon=True, name="engine-writer").start()
+            threading.Thread(target=self._read, daemon=True, name="engine-reader").start()
+
+    def _close(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        if self._info is not None:
+            self._outbox.put(("close",))
+        self._info = None
+        try:
+            process.wait(timeout=5 if process.poll() is None and self._failure is None else 0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _write(self) -> None:
+        """Own thread, so that a full pipe never blocks the event loop."""
+        while True:
+            message = self._outbox.get()
+            try:
+                self._connection.send(message)
+            except OSError:
+                return  # the reader finds out why
+            if message[0] == "close":
+                return
+
+    def _read(self) -> None:
+        """Own thread: turn the child's messages into results of futures."""
+        trace = None
+        try:
+            while True:
+                kind, content = self._connection.recv()
+                if kind == "results":
+                    self._deliver(content)
+                elif kind == "loaded" and self._loading is not None:
+                    loop, future = self._loading
+                    loop.call_soon_threadsafe(_resolve, [(future, content)])
+                elif kind == "fatal":
+                    trace = content
+        except (EOFError, OSError):
+            self._fail_all(trace)
+
+    def _deliver(self, results: list[tuple[int, Generation]]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Any]]] = {}
+        with self._lock:
+            for request_id, generation in results:
+                if request_id in self._pending:  # else it was cancelled meanwhile
+                    loop, future = self._pending.pop(request_id)
+                    by_loop.setdefault(loop, []).append((future, generation))
+        for loop, pairs in by_loop.items():
+            loop.call_soon_threadsafe(_resolve, pairs)
+
+    def _fail_all(self, trace: str | None) -> None:
+        closed = self._info is None
+        self._process.wait()
+        with self._lock:
+            self._failure = "the engine was closed" if closed else f"the engine died: {self._describe_death(trace)}"
+            waiting = list(self._pending.values()) + ([self._loading] if self._loading else [])
+            self._pending.clear()
+        for loop, future in waiting:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_resolve, [(future, InfrastructureError(self._failure))])
+        self._outbox.put(("close",))  # ends the writer
+
+    def _describe_death(self, trace: str | None) -> str:
+        if trace:
+            return f"an exception in its process:\n{trace}"
+        code = self._process.wait()
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = " (this CPU cannot run the chosen dtype: use float32)" if name == "SIGILL" else ""
+            hint = " (out of memory? lower slots or max_length)" if name == "SIGKILL" else hint
+            return f"its process was killed by {name}{hint}"
+        return f"its process ended with exit code {code}; what it printed on stderr says why"
+
+
+def _resolve(pairs: list[tuple[asyncio.Future, Any]]) -> None:
+    for future, outcome in pairs:
+        if future.done():
+            continue
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

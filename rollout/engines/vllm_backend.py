@@ -1,0 +1,159 @@
+"""vLLM's engine core, stepped by hand. Runs inside the engine's child process. Written for vLLM 0.32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.weights import WeightFiles
+
+# On CPU: smallest block its attention takes (only whole blocks are prefix-cached), and a modest cache, because vLLM
+# touches all of it at once and would otherwise take a share of all memory.
+CPU_BLOCK = 32
+CPU_KV_CACHE_BYTES = 256 << 20
+MAX_TOP_LOGPROBS = 64
+
+
+class WorkerExtension:
+    """Methods added to vLLM's worker(s), called by `collective_rpc`."""
+
+    def load_files(self, paths: list[str], skip: list[str]) -> None:
+        self.reload_weights(weights_iterator=WeightFiles(paths).tensors(skip=skip))
+        head = getattr(self.model_runner.get_model(), "lm_head", None)
+        if skip and head is not None and next(head.parameters()).device.type == "cpu":
+            # A tied head keeps a packed copy of the old embedding on CPU (shared/stack/vllm.md, section 8).
+            head.quant_method.process_weights_after_loading(head)
+
+    def report_untruncated_logprobs(self) -> bool:
+        """Log-probs before top-k and top-p, where vLLM's "processed_logprobs" are those after. False: this worker's
+        sampler is built differently, nothing was changed."""
+        sampler = getattr(getattr(self.model_runner, "sampler", None), "topk_topp_sampler", None)
+        if sampler is None:
+            return False
+        truncate_and_sample = sampler.forward
+
+        def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if k is None and p is None:
+                return truncate_and_sample(logits, generators, k, p)
+            logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first: the logits are changed in place
+            return truncate_and_sample(logits, generators, k, p)[0], logprobs
+
+        sampler.forward = forward
+        return True
+
+
+class VLLMBackend:
+    """The methods `worker.py` calls, by vLLM's ``LLMEngine``: continuous batching, prefix caching, paged attention."""
+
+    def __init__(self, model: str, max_length: int, kv_cache_bytes: int | None, **engine_args: Any) -> None:
+        from vllm import EngineArgs, LLMEngine
+        from vllm.platforms import current_platform
+
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            engine_args |= {"block_size": CPU_BLOCK, "enforce_eager": True}
+        if kv_cache_bytes is not None or on_cpu:
+            engine_args["kv_cache_memory_bytes"] = kv_cache_bytes or CPU_KV_CACHE_BYTES
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=model,
+                max_model_len=max_length,
+                max_logprobs=MAX_TOP_LOGPROBS,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # not the model folder's own temperature, top-p and EOS ids
+                enable_prefix_caching=True,
+                disable_log_stats=True,
+                worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
+                seed=0,
+                **engine_args,
+            )
+        )
+        self._truncates = all(self._engine.collective_rpc("report_untruncated_logprobs"))
+        self._expected, self._tied = _names_and_shapes(model)
+        self._top_logprobs: dict[int, int] = {}  # request id -> k, where k > 0
+        self.version = 0
+        vocab_size = self._engine.model_config.get_vocab_size()
+        self.info = {
+            "vocab_size": vocab_size,
+            "device": current_platform.device_type,
+            "truncation": self._truncates,
+            "max_top_logprobs": MAX_TOP_LOGPROBS,
+        }
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def add(self, request_id: int, token_ids: list[int], sampling: SamplingParams) -> None:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = VLLMSamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+            top_k=sampling.top_k if sampling.temperature > 0 else -1,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # the caller names the EOS ids it wants in stop_token_ids
+            seed=None if sampling.seed is None else sampling.seed % 2**63,
+            logprobs=sampling.top_logprobs,
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            include_stop_str_in_output=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        if sampling.top_logprobs:
+            self._top_logprobs[request_id] = sampling.top_logprobs
+        self._engine.add_request(str(request_id), {"prompt_token_ids": token_ids}, params)
+
+    def cancel(self, request_id: int) -> None:
+        self._engine.abort_request([str(request_id)])
+        self._top_logprobs.pop(request_id, None)
+
+    def step(self) -> list[tuple[int, Generation]]:
+        return [
+            (int(output.request_id), self._generation(output)) for output in self._engine.step() if output.finished
+        ]
+
+    def load(self, files: WeightFiles) -> None:
+        """Replace all weights, drop every prefix. Raises ValueError, and changes nothing, if they do not fit (a
+        reload that fails half-way would leave vLLM's model unusable)."""
+        files.validate(self._expected, optional=self._tied)
+        self._engine.collective_rpc("load_files", args=(files.paths, sorted(self._tied)))
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its prefix cache after a weight update")
+
+    def _generation(self, output: Any) -> Generation:
+        completion = output.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended request {output.request_id} with {completion.finish_reason!r}")
+        stop_string = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+        reason = completion.finish_reason
+        if reason == "stop" and stop_string is None:
+            reason = "eos"
+        ids = tuple(completion.token_ids)
+        k = self._top_logprobs.pop(int(output.request_id), 0)
+        top = tuple({t: e.logprob for t, e in entry.items() if e.rank <= k} for entry in completion.logprobs)
+        return Generation(
+            token_ids=ids,
+            logprobs=tuple(entry[t].logprob for t, entry in zip(ids, completion.logprobs, strict=True)),
+            finish_reason=reason,
+            policy_version=self.version,
+            stop_string=stop_string,
+            top_logprobs=top if k else None,
+            cached_tokens=output.num_cached_tokens or 0,
+        )
+
+
+def _names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Hugging Face's names and shapes of the model's weights, and the names that are tied to others. No memory used."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    tied = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
+    return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}, tied

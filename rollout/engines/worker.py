@@ -1,0 +1,97 @@
+"""The child process of an engine: ``python -m rollout.engines.worker FD PARENT_PID``, started by `process.EngineProcess`.
+
+Messages from the parent: ("generate", id, token ids, SamplingParams), ("cancel", id), ("load", paths, version),
+("close",). To the parent: ("ready", info), ("refused", message), ("results", [(id, Generation)]),
+("loaded", error or None), ("fatal", traceback).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rollout.engines.weights import WeightFiles
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes this process
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
+    threading.Thread(target=_exit_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    try:
+        class_path, options, threads = connection.recv()
+        import torch
+
+        torch.set_num_threads(threads)
+        module, name = class_path.rsplit(".", 1)
+        try:
+            backend = getattr(importlib.import_module(module), name)(**options)
+        except ValueError as error:
+            connection.send(("refused", str(error)))
+            return
+        connection.send(("ready", backend.info))
+        _serve(connection, backend)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone
+    except Exception:
+        connection.send(("fatal", traceback.format_exc()))
+        sys.exit(1)
+
+
+def _serve(connection: Connection, backend: Any) -> None:
+    """Alternate between messages and steps. A load waits until the requests that came before it have finished, and
+    those that come after it wait for the load: every generation is sampled by one version of the weights."""
+    load: tuple[list[str], int] | None = None
+    held: list[tuple] = []
+    while True:
+        while connection.poll(None if not (backend.has_work or load) else 0):
+            kind, *arguments = connection.recv()
+            if kind == "close":
+                return
+            if kind == "cancel":
+                held = [message for message in held if message[0] != arguments[0]]
+                backend.cancel(*arguments)
+            elif kind == "load":
+                load = tuple(arguments)
+            elif load:
+                held.append(tuple(arguments))
+            else:
+                backend.add(*arguments)
+        if load and not backend.has_work:
+            connection.send(("loaded", _load(backend, *load)))
+            load = None
+            for arguments in held:
+                backend.add(*arguments)
+            held.clear()
+        if backend.has_work:
+            results = backend.step()
+            if results:
+                connection.send(("results", results))
+
+
+def _load(backend: Any, paths: list[str], version: int) -> str | None:
+    """Returns why the weights were refused (nothing has changed then), or None."""
+    try:
+        backend.load(WeightFiles(paths))
+    except ValueError as error:
+        return str(error)
+    backend.version = version
+    return None
+
+
+def _exit_with_parent(parent: int) -> None:
+    """Also in the middle of a long computation, and also when the parent is killed with SIGKILL."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

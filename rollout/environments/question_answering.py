@@ -1,0 +1,105 @@
+"""Question answering with tools: the world is stateless, only the calls are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from rollout.environments.base import Environment, StepResult
+from rollout.tools.base import Tool
+from rollout.tools.limits import LimitedTool, ToolLimits
+from rollout.trajectory import (
+    Action,
+    CallOutcome,
+    InfrastructureError,
+    Task,
+    ToolCall,
+    ToolRequest,
+    ToolResult,
+    Turn,
+)
+
+
+class QuestionAnswering:
+    """Makes one environment per trajectory; the tools, their queues and caches are shared by all of them.
+
+    Args:
+        tools: by the name under which the protocol asks for them.
+        limits: of every tool that ``tool_limits`` does not name.
+        tool_limits: limits of single tools, by name.
+    """
+
+    def __init__(
+        self,
+        tools: dict[str, Tool],
+        limits: ToolLimits = ToolLimits(),
+        tool_limits: dict[str, ToolLimits] | None = None,
+    ) -> None:
+        tool_limits = tool_limits or {}
+        if unknown := sorted(set(tool_limits) - set(tools)):
+            raise ValueError(f"tool_limits names {unknown}, but the tools are {sorted(tools)}")
+        self.tools = {name: LimitedTool(tool, tool_limits.get(name, limits)) for name, tool in tools.items()}
+
+    def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
+        return QuestionAnsweringEnvironment(self.tools, tools_enabled)
+
+    async def close(self) -> None:
+        """Close the tools."""
+        for tool in self.tools.values():
+            await tool.close()
+
+
+class QuestionAnsweringEnvironment:
+    """Runs the calls of one action at once. A call that a service failed comes back with outcome INFRASTRUCTURE, so
+    that the trajectory's record keeps it and its latency; the agent loop ends the trajectory there."""
+
+    def __init__(self, tools: dict[str, LimitedTool], tools_enabled: bool) -> None:
+        self._tools, self._enabled = tools, tools_enabled
+        self._used: Counter[str] = Counter()
+
+    async def reset(self) -> str | None:
+        return None
+
+    async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
+        """Take the place of an environment in which ``calls`` have happened. Returns the reward so far: none."""
+        self._used = Counter(call.request.name for call in calls if call.executed)
+        return None
+
+    async def step(self, action: Action) -> StepResult:
+        # Refusals are decided in order, before anything runs, so that they do not depend on which call is fastest.
+        refusals = [self._refusal(request) for request in action.calls]
+        timed = await asyncio.gather(
+            *(self._run(request, refusal) for request, refusal in zip(action.calls, refusals, strict=True))
+        )
+        return StepResult(tuple(result for result, _ in timed), tuple(seconds for _, seconds in timed))
+
+    def _refusal(self, request: ToolRequest) -> ToolResult | None:
+        """None: the call may run, and its place is taken."""
+        tool = self._tools.get(request.name)
+        if not self._enabled:
+            why = f"{request.name} is not available here."
+        elif tool is None:
+            why = f"There is no tool named {request.name}."
+        elif tool.limits.max_calls is not None and self._used[request.name] >= tool.limits.max_calls:
+            why = f"No further call of {request.name} is allowed (limit: {tool.limits.max_calls})."
+        else:
+            self._used[request.name] += 1
+            return None
+        return ToolResult(why, CallOutcome.REFUSED, detail=why)
+
+    async def _run(self, request: ToolRequest, refusal: ToolResult | None) -> tuple[ToolResult, float]:
+        if refusal is not None:
+            return refusal, 0.0
+        began = time.monotonic()
+        try:
+            result = await self._tools[request.name].call(request.arguments)
+        except InfrastructureError as error:
+            result = ToolResult("", CallOutcome.INFRASTRUCTURE, detail=str(error))
+        if result.outcome is CallOutcome.REFUSED:
+            self._used[request.name] -= 1  # the tool itself declined (an empty query): nothing was executed
+        return result, time.monotonic() - began
+
+    async def close(self) -> None:
+        """Nothing of its own to close: the tools belong to the factory."""

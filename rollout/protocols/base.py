@@ -1,0 +1,37 @@
+"""The seam between text and actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+from rollout.trajectory import Action, Task, ToolResult
+
+
+class PromptMode(StrEnum):
+    """How the task is put to the model. The last two are ARCap's probes."""
+
+    AGENT = "agent"  # the normal search loop
+    GOLD_DIRECT = "gold_direct"  # gold passages given, answer at once, no thinking, no search
+    GOLD_THINK = "gold_think"  # gold passages given in one <information> block, thinking allowed, no search
+    CLOSED_BOOK = "closed_book"  # no passages, no search
+
+
+class ChatProtocol(Protocol):
+    """Token in, token out: only prompts and observations are tokenised here, each exactly once."""
+
+    stop: tuple[str, ...]  # stop strings of one model turn
+    stop_token_ids: tuple[int, ...]  # EOS ids
+
+    def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]: ...
+
+    def parse(self, text: str) -> Action:
+        """Read one turn from the decoded text of its sampled tokens (special tokens kept)."""
+        ...
+
+    def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
+        """Ids of what the model reads next, at most ``budget`` of them with every closing tag kept, and whether
+        text had to be dropped. For an INVALID action ``results`` is empty and the observation is the
+        protocol's correction note."""
+        ...

@@ -1,0 +1,72 @@
+"""Answer scoring for question answering, as Search-R1 (verl/utils/reward_score/qa_em.py) and FlashRAG
+(flashrag/evaluator/metrics.py) define it, with their empty-string matches mended."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable
+
+_DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_YES_NO = frozenset({"yes", "no", "noanswer"})
+
+
+def normalize_answer(text: str) -> str:
+    """Lower-case; delete ASCII punctuation; drop the words a, an, the; single spaces. Accents stay.
+
+    Punctuation is deleted, not replaced by a space, and only ASCII counts:
+
+    >>> normalize_answer(" The  A-ha's “Take on Me” ")
+    'ahas “take on me”'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_DELETE_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str | None, golds: Iterable[str]) -> float:
+    """1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
+
+    A gold answer of which nothing is left ("The The") is compared as it is written, so that an empty prediction never
+    matches. None (no answer) and an empty list of golds give 0.0.
+    """
+    if prediction is None:
+        return 0.0
+    return float(any(_equal(prediction, gold) for gold in golds))
+
+
+def _equal(prediction: str, gold: str) -> bool:
+    wanted = normalize_answer(gold)
+    if wanted:
+        return normalize_answer(prediction) == wanted
+    wanted = gold.strip().lower()
+    return bool(wanted) and prediction.strip().lower() == wanted
+
+
+def contains_answer(text: str | None, golds: Iterable[str]) -> float:
+    """1.0 if a normalised gold answer is a substring of the normalised text, else 0.0 (Search-R1's subEM; also the hit
+    test of ARCap on documents). Golds of which nothing is left match nothing."""
+    if text is None:
+        return 0.0
+    haystack = normalize_answer(text)
+    return float(any(needle in haystack for needle in map(normalize_answer, golds) if needle))
+
+
+def f1(prediction: str | None, golds: Iterable[str]) -> float:
+    """Token F1 after normalisation, maximum over the golds (FlashRAG). In [0, 1].
+
+    If either side is yes, no or noanswer, anything but equality scores 0 for that gold.
+    """
+    return max((_f1(prediction, gold) for gold in golds), default=0.0) if prediction is not None else 0.0
+
+
+def _f1(prediction: str, gold: str) -> float:
+    said, wanted = normalize_answer(prediction), normalize_answer(gold)
+    if said != wanted and (said in _YES_NO or wanted in _YES_NO):
+        return 0.0
+    said_tokens, wanted_tokens = said.split(), wanted.split()
+    common = sum((Counter(said_tokens) & Counter(wanted_tokens)).values())
+    if not common:
+        return float(not wanted_tokens and _equal(prediction, gold))
+    precision, recall = common / len(said_tokens), common / len(wanted_tokens)
+    return 2 * precision * recall / (precision + recall)

@@ -1,0 +1,117 @@
+"""A trajectory while it is being sampled: the agent loop appends to it, branches copy from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollout.engines.base import Generation
+from rollout.trajectory import (
+    Action,
+    ActionKind,
+    Fork,
+    Reward,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+
+
+@dataclass(slots=True)
+class RunningTrajectory:
+    """A trajectory in the making; the fields are those of ``Trajectory``, growing."""
+
+    task: Task
+    group: str
+    index: int
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    open_turn: int | None = None  # where a turn begins that was forked in its middle
+    environment_reward: float | None = None
+    answer: str | None = None
+    fork: Fork | None = None
+    tokens_computed: int = 0
+
+    @property
+    def turn_start(self) -> int:
+        return len(self.response_ids) if self.open_turn is None else self.open_turn
+
+    def continue_from(self, source: Trajectory | RunningTrajectory, at: int) -> None:
+        """Take over ``source`` up to response offset ``at``.
+
+        ``at`` may be the beginning of any turn (what follows an observation), or lie inside a sampled turn, which is
+        then continued. Raises ValueError for an offset inside an observation, or where nothing can follow.
+        """
+        kept = [turn for turn in source.turns if turn.observation_end <= at]
+        boundary = kept[-1].observation_end if kept else 0
+        cut = source.turns[len(kept)] if len(kept) < len(source.turns) else None
+        inside = cut is not None and cut.start < at < cut.end
+        ended = bool(kept) and kept[-1].end == kept[-1].observation_end  # after such a turn the trajectory was over
+        if not (inside or at == boundary) or ended:
+            raise ValueError(
+                f"cannot continue trajectory {source.group}/{source.index} at response offset {at}: expected the "
+                "beginning of a turn or a place inside a sampled one"
+            )
+        self.prompt_ids = list(source.prompt_ids)
+        self.response_ids, self.loss_mask = list(source.response_ids[:at]), list(source.loss_mask[:at])
+        self.logprobs, self.turns = list(source.logprobs[:at]), kept
+        self.calls = [call for call in source.calls if call.turn < len(kept)]
+        self.open_turn = cut.start if inside else None
+        self.fork = Fork(parent=source.index, at=at)
+
+    def add_turn(self, generation: Generation, action: Action) -> None:
+        start = self.turn_start
+        self.tokens_computed += len(self.prompt_ids) + len(self.response_ids) - generation.cached_tokens
+        self.tokens_computed += len(generation.token_ids)
+        self._extend(generation.token_ids, 1, generation.logprobs)
+        end, self.open_turn = len(self.response_ids), None
+        self.turns.append(Turn(start, end, action, generation.finish_reason, generation.policy_version, end))
+
+    def add_calls(self, action: Action, results: Sequence[ToolResult], latencies_s: Sequence[float]) -> None:
+        turn = len(self.turns) - 1
+        for request, result, latency in zip(action.calls, results, latencies_s, strict=True):
+            self.calls.append(ToolCall(turn, request, result, latency))
+
+    def add_observation(self, token_ids: Sequence[int], truncated: bool) -> None:
+        self._extend(token_ids, 0, [0.0] * len(token_ids))
+        self.turns[-1] = dataclasses.replace(
+            self.turns[-1], observation_end=len(self.response_ids), observation_truncated=truncated
+        )
+
+    def _extend(self, token_ids: Sequence[int], mask: int, logprobs: Sequence[float]) -> None:
+        self.response_ids.extend(token_ids)
+        self.loss_mask.extend([mask] * len(token_ids))
+        self.logprobs.extend(logprobs)
+
+    def finish(self, stop_reason: StopReason, seconds: float) -> Trajectory:
+        turns = list(self.turns)
+        if self.open_turn is not None:  # the engine failed before a forked turn got a token of its own
+            end = len(self.response_ids)
+            action = Action(ActionKind.INVALID, error="the turn was never completed")
+            turns.append(Turn(self.open_turn, end, action, "length", -1, end))
+        reward = self.environment_reward
+        return Trajectory(
+            task=self.task,
+            prompt_ids=tuple(self.prompt_ids),
+            response_ids=tuple(self.response_ids),
+            loss_mask=tuple(self.loss_mask),
+            logprobs=tuple(self.logprobs),
+            turns=tuple(turns),
+            calls=tuple(self.calls),
+            stop_reason=stop_reason,
+            group=self.group,
+            index=self.index,
+            reward=None if reward is None else Reward(reward, {"environment": reward}),
+            fork=self.fork,
+            answer=self.answer,
+            seconds=seconds,
+            tokens_computed=self.tokens_computed,
+        )

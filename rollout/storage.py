@@ -1,0 +1,243 @@
+"""Trajectories at rest: one parquet row each, an exact round trip.
+
+Rollout alone writes them, training alone reads them. Per-token fields are typed list columns, so that any parquet
+reader can use them; turns, calls, reward and metadata are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from rollout.trajectory import (
+    Action,
+    ActionKind,
+    CallOutcome,
+    Document,
+    Fork,
+    Reward,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolRequest,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+
+SCHEMA: dict[str, Any] = {
+    "task_id": pl.String,
+    "question": pl.String,
+    "golden_answers": pl.List(pl.String),
+    "data_source": pl.String,
+    "gold_passages": pl.List(pl.Struct({"title": pl.String, "text": pl.String})),
+    "metadata": pl.String,  # JSON
+    "prompt_ids": pl.List(pl.Int32),  # [P]
+    "response_ids": pl.List(pl.Int32),  # [L]
+    "loss_mask": pl.List(pl.Int8),  # [L]
+    "logprobs": pl.List(pl.Float64),  # [L]
+    "turns": pl.String,  # JSON
+    "calls": pl.String,  # JSON
+    "stop_reason": pl.String,
+    "group": pl.String,
+    "index": pl.Int64,
+    "reward": pl.Float64,  # null: not scored
+    "reward_parts": pl.String,  # JSON, null: not scored
+    "fork_parent": pl.Int64,  # null: not forked
+    "fork_at": pl.Int64,
+    "answer": pl.String,
+    "seconds": pl.Float64,
+    "tokens_computed": pl.Int64,
+}
+
+
+class TrajectoryFileError(ValueError):
+    """A file of trajectories cannot be read, or trajectories cannot be written as they are."""
+
+
+def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> None:
+    """Write a parquet file, replacing one that is there; a reader never sees half a file.
+
+    Raises TrajectoryFileError if metadata or call arguments are not plain JSON values (a tuple would come back as a
+    list), OSError if the disk does not take it.
+    """
+    path = Path(path)
+    frame = pl.DataFrame([_to_row(t) for t in trajectories], schema=SCHEMA, orient="row")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        frame.write_parquet(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load_trajectories(path: str | Path) -> list[Trajectory]:
+    """Read what ``save_trajectories`` wrote, in the same order.
+
+    Raises FileNotFoundError; TrajectoryFileError naming the file, and the column or the row that is wrong.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file of trajectories at {path}")
+    try:
+        frame = pl.read_parquet(path)
+    except pl.exceptions.PolarsError as error:
+        raise TrajectoryFileError(f"{path} is not a readable parquet file: {error}") from error
+    missing = [name for name in SCHEMA if name not in frame.columns]
+    if missing:
+        raise TrajectoryFileError(
+            f"{path} holds no saved trajectories: column(s) {', '.join(missing)} missing; "
+            f"found {', '.join(frame.columns)}"
+        )
+    for name, wanted in SCHEMA.items():
+        if frame.schema[name] != wanted:
+            raise TrajectoryFileError(f"{path}: column {name} is {frame.schema[name]}; expected {wanted}")
+    trajectories = []
+    for number, row in enumerate(frame.iter_rows(named=True)):
+        try:
+            trajectories.append(_from_row(row))
+        except (ValueError, TypeError, KeyError) as error:
+            raise TrajectoryFileError(f"{path}, row {number}: {type(error).__name__}: {error}") from error
+    return trajectories
+
+
+def render_text(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> str:
+    """The trajectory as text for a log: every part under a line that says whose it is.
+
+    Args:
+        decode: ids to text with special tokens kept, such as ``SearchR1Protocol.decode``.
+    """
+    parts = [f"--- prompt ({trajectory.task.id})", decode(list(trajectory.prompt_ids))]
+    for number, turn in enumerate(trajectory.turns):
+        sampled = decode(list(trajectory.response_ids[turn.start : turn.end]))
+        parts += [f"--- model, turn {number} ({turn.action.kind})", sampled]
+        if turn.observation_end > turn.end:
+            cut = ", cut" if turn.observation_truncated else ""
+            seen = decode(list(trajectory.response_ids[turn.end : turn.observation_end]))
+            parts += [f"--- environment{cut}", seen.strip("\n")]
+    reward = "not scored" if trajectory.reward is None else f"reward {trajectory.reward.total:g}"
+    parts.append(f"--- {trajectory.stop_reason}, answer {trajectory.answer!r}, {reward}")
+    return "\n".join(parts)
+
+
+def _to_row(t: Trajectory) -> tuple[Any, ...]:
+    where = f"trajectory {t.group}/{t.index}"
+    return (
+        t.task.id,
+        t.task.question,
+        list(t.task.golden_answers),
+        t.task.data_source,
+        [{"title": title, "text": text} for title, text in t.task.gold_passages],
+        _json(t.task.metadata, f"{where}: metadata"),
+        list(t.prompt_ids),
+        list(t.response_ids),
+        list(t.loss_mask),
+        list(t.logprobs),
+        _json([_turn_to_json(turn) for turn in t.turns], f"{where}: turns"),
+        _json([_call_to_json(call) for call in t.calls], f"{where}: calls"),
+        t.stop_reason.value,
+        t.group,
+        t.index,
+        None if t.reward is None else t.reward.total,
+        None if t.reward is None else _json(t.reward.parts, f"{where}: reward parts"),
+        None if t.fork is None else t.fork.parent,
+        None if t.fork is None else t.fork.at,
+        t.answer,
+        t.seconds,
+        t.tokens_computed,
+    )
+
+
+def _from_row(row: dict[str, Any]) -> Trajectory:
+    reward = row["reward"]
+    return Trajectory(
+        task=Task(
+            id=row["task_id"],
+            question=row["question"],
+            golden_answers=tuple(row["golden_answers"]),
+            data_source=row["data_source"],
+            gold_passages=tuple((passage["title"], passage["text"]) for passage in row["gold_passages"]),
+            metadata=json.loads(row["metadata"]),
+        ),
+        prompt_ids=tuple(row["prompt_ids"]),
+        response_ids=tuple(row["response_ids"]),
+        loss_mask=tuple(row["loss_mask"]),
+        logprobs=tuple(row["logprobs"]),
+        turns=tuple(_turn_from_json(turn) for turn in json.loads(row["turns"])),
+        calls=tuple(_call_from_json(call) for call in json.loads(row["calls"])),
+        stop_reason=StopReason(row["stop_reason"]),
+        group=row["group"],
+        index=row["index"],
+        reward=None if reward is None else Reward(reward, json.loads(row["reward_parts"])),
+        fork=None if row["fork_parent"] is None else Fork(row["fork_parent"], row["fork_at"]),
+        answer=row["answer"],
+        seconds=row["seconds"],
+        tokens_computed=row["tokens_computed"],
+    )
+
+
+def _json(value: Any, what: str) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise TrajectoryFileError(f"{what}: expected JSON values; {error}") from error
+    if json.loads(text) != value:
+        raise TrajectoryFileError(f"{what}: would not come back equal; expected lists (no tuples), text keys, no NaN")
+    return text
+
+
+def _request_to_json(request: ToolRequest) -> dict[str, Any]:
+    return {"name": request.name, "arguments": request.arguments}
+
+
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    action = turn.action
+    return {
+        "start": turn.start,
+        "end": turn.end,
+        "action": {
+            "kind": action.kind.value,
+            "calls": [_request_to_json(request) for request in action.calls],
+            "answer": action.answer,
+            "error": action.error,
+        },
+        "finish_reason": turn.finish_reason,
+        "policy_version": turn.policy_version,
+        "observation_end": turn.observation_end,
+        "observation_truncated": turn.observation_truncated,
+    }
+
+
+def _turn_from_json(data: dict[str, Any]) -> Turn:
+    action = data["action"]
+    calls = tuple(ToolRequest(**request) for request in action["calls"])
+    parsed = Action(ActionKind(action["kind"]), calls, action["answer"], action["error"])
+    return Turn(**{**data, "action": parsed})
+
+
+def _call_to_json(call: ToolCall) -> dict[str, Any]:
+    result = call.result
+    return {
+        "turn": call.turn,
+        "request": _request_to_json(call.request),
+        "result": {
+            "text": result.text,
+            "outcome": result.outcome.value,
+            "documents": [{"id": d.id, "title": d.title, "text": d.text, "score": d.score} for d in result.documents],
+            "detail": result.detail,
+        },
+        "latency_s": call.latency_s,
+    }
+
+
+def _call_from_json(data: dict[str, Any]) -> ToolCall:
+    result = data["result"]
+    documents = tuple(Document(**document) for document in result["documents"])
+    parsed = ToolResult(result["text"], CallOutcome(result["outcome"]), documents, result["detail"])
+    return ToolCall(data["turn"], ToolRequest(**data["request"]), parsed, data["latency_s"])

@@ -1,0 +1,269 @@
+"""The rollout half as one object with a synchronous interface. Knows no Lightning."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollout.agent_loop import AgentLoop, Budgets, Request
+from rollout.engines.base import Engine, Generation, SamplingParams
+from rollout.protocols.base import ChatProtocol, PromptMode
+from rollout.rewards.base import RewardFunction
+from rollout.running_trajectory import RunningTrajectory
+from rollout.sampling import IndependentSampler, Sampler, derive_seed
+from rollout.trajectory import Task, Trajectory
+from rollout.weight_relay import WeightRelay
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Environments(Protocol):
+    """An ``EnvironmentFactory`` that owns things (tools, simulators) and is closed with the system.
+
+    Annotated to return Any where the factory returns an Environment: jsonargparse takes a protocol whose ``__call__``
+    returns a class for a factory of that class, and would refuse every factory object.
+    """
+
+    def __call__(self, task: Task, *, tools_enabled: bool = True) -> Any: ...
+
+    async def close(self) -> None: ...
+
+
+class RolloutSystem:
+    """Prompts in, scored trajectories out.
+
+    Owns a background thread with the event loop in which engine, tools and trajectories live, so that the caller (a
+    data loader, a script) needs no asyncio. Nothing starts before ``start`` or the first use.
+
+    Args:
+        engine: samples tokens.
+        protocol: how text becomes a call.
+        environment: what executes the calls.
+        reward: scores a finished trajectory, in a thread; None where the environment scores by itself.
+        max_turns: model turns that may call; one more turn follows if ``final_turn``, whose calls are refused.
+        max_turn_tokens, max_observation_tokens, max_response_tokens: see ``agent_loop.Budgets``.
+        max_length: prompt and response together; by default what the engine says (``engine.max_length``).
+        concurrency: trajectories under way at once.
+        sampler: which trajectories of a prompt exist.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        protocol: ChatProtocol,
+        environment: Environments,
+        reward: RewardFunction | None,
+        max_turns: int = 4,
+        max_turn_tokens: int = 500,
+        max_response_tokens: int = 4096,
+        max_observation_tokens: int = 500,
+        concurrency: int = 256,
+        max_length: int | None = None,
+        final_turn: bool = True,
+        sampler: Sampler | None = None,
+    ) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency is {concurrency}; expected at least 1")
+        if max_length is None:
+            max_length = getattr(engine, "max_length", None)
+        self.budgets = Budgets(
+            max_turns, max_turn_tokens, max_observation_tokens, max_response_tokens, max_length, final_turn
+        )
+        self.engine, self.protocol, self.environment, self.reward = engine, protocol, environment, reward
+        self.sampler: Sampler = sampler or IndependentSampler()
+        self.concurrency = concurrency
+        self.agent_loop = AgentLoop(engine, protocol, environment, self.budgets)
+        self._policy_version = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the engine samples from; 0 until the first ``load_weights``."""
+        return self._policy_version
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The latest reasons of failures by infrastructure, oldest first; for messages."""
+        return tuple(self.agent_loop.failures)
+
+    def start(self) -> None:
+        """Start the event loop and the engine. Idempotent; raises what the engine's start raises."""
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=loop.run_forever, name="rollout", daemon=True)
+                thread.start()
+                self._loop, self._thread = loop, thread
+                self._free = asyncio.Semaphore(self.concurrency)
+            self._submit(self.engine.start()).result()
+
+    def rollout(
+        self,
+        tasks: Sequence[Task],
+        *,
+        n: int = 1,
+        sampling: SamplingParams,
+        seed: int,
+        mode: PromptMode = PromptMode.AGENT,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Trajectory]:
+        """``n`` trajectories per task, ordered by task, then index, in whatever order they finished.
+
+        The same seed and weights give the same trajectories: each request's seed is derived from (seed, group, index,
+        turn). A task's group is its id; a second occurrence in ``tasks`` is the group "id#2". Trajectories that a
+        service failed are returned too, with stop reason INFRASTRUCTURE and without a reward.
+
+        Args:
+            on_progress: called in this thread with (finished, expected) after each trajectory.
+        """
+        order = {group: position for position, group in enumerate(_groups(tasks))}
+        finished: list[Trajectory] = []
+        for trajectory in self.stream(tasks, n=n, sampling=sampling, seed=seed, mode=mode):
+            finished.append(trajectory)
+            if on_progress is not None:
+                on_progress(len(finished), n * len(tasks))
+        return sorted(finished, key=lambda t: (order[t.group], t.index))
+
+    def stream(
+        self,
+        tasks: Sequence[Task],
+        *,
+        n: int = 1,
+        sampling: SamplingParams,
+        seed: int,
+        mode: PromptMode = PromptMode.AGENT,
+    ) -> Iterator[Trajectory]:
+        """As ``rollout``, but each trajectory as soon as it is finished. Closing the iterator (or an exception in the
+        caller's loop) cancels what still runs."""
+        if n < 1:
+            raise ValueError(f"n is {n}; expected at least one trajectory per task")
+        self.start()
+        finished: queue.SimpleQueue[Trajectory | None] = queue.SimpleQueue()
+        work = self._roll_out(tasks, n, Request(seed, sampling, mode), finished.put)
+        task = self._submit(_launch(work, on_done=lambda: finished.put(None))).result()
+        try:
+            while (trajectory := finished.get()) is not None:
+                yield trajectory
+        finally:
+            if not task.done():
+                self._loop.call_soon_threadsafe(task.cancel)
+                while finished.get() is not None:  # every trajectory has let go of the engine and its tools
+                    pass
+        _raise_first_error(task)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace the engine's weights. ``tensors`` is consumed in this thread, one at a time and to its end, even if
+        the engine refuses them: gathering sharded weights is collective, and other ranks wait for this one.
+
+        Raises ValueError, and changes nothing, if a name or a shape does not fit.
+        """
+        self.start()
+        relay = WeightRelay(tensors)
+        future = self._submit(self.engine.load_weights(relay, version))
+        relay.serve_until(future)
+        future.result()
+        self._policy_version = version
+
+    def close(self) -> None:
+        """Close tools and engine, end the thread. Idempotent; a later use starts all again."""
+        with self._lock:
+            if self._loop is None:
+                return
+            try:
+                self._submit(self._close()).result()
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+                self._loop = self._thread = None
+
+    async def _close(self) -> None:
+        running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        try:
+            await self.environment.close()
+        finally:
+            await self.engine.close()
+
+    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _roll_out(
+        self, tasks: Sequence[Task], n: int, request: Request, deliver: Callable[[Trajectory], None]
+    ) -> None:
+        async with asyncio.TaskGroup() as running:
+            for task, group in zip(tasks, _groups(tasks), strict=True):
+                running.create_task(self.sampler.sample(_Group(self, task, group, request, deliver), n))
+
+
+class _Group:
+    """One prompt's runs, as a sampler sees them (``sampling.GroupRunner``)."""
+
+    def __init__(
+        self,
+        system: RolloutSystem,
+        task: Task,
+        group: str,
+        request: Request,
+        deliver: Callable[[Trajectory], None],
+    ) -> None:
+        self.task, self.seed = task, derive_seed(request.seed, group)
+        self._system, self._group, self._request, self._deliver = system, group, request, deliver
+
+    async def run(
+        self,
+        index: int,
+        *,
+        start: Trajectory | RunningTrajectory | None = None,
+        at: int = 0,
+        on_turn: Callable[[RunningTrajectory, Generation], Any] | None = None,
+    ) -> Trajectory:
+        system, request = self._system, self._request
+        if on_turn is not None:
+            request = Request(request.seed, request.sampling, request.mode, on_turn)
+        async with system._free:
+            trajectory = await system.agent_loop.run(
+                self.task, group=self._group, index=index, request=request, start=start, at=at
+            )
+        if not trajectory.failed_by_infrastructure and system.reward is not None:
+            # In a thread: a reward that computes for long must not hold up the other trajectories.
+            trajectory = trajectory.replace(reward=await asyncio.to_thread(system.reward.score, trajectory))
+        self._deliver(trajectory)
+        return trajectory
+
+
+def _groups(tasks: Sequence[Task]) -> list[str]:
+    """A distinct group id per position: the task's id, from its second occurrence on with "#2", "#3", ..."""
+    seen: Counter[str] = Counter()
+    groups = []
+    for task in tasks:
+        seen[task.id] += 1
+        groups.append(task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}")
+    return groups
+
+
+async def _launch(work: Coroutine[Any, Any, None], on_done: Callable[[], None]) -> asyncio.Task[None]:
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(lambda _: on_done())
+    return task
+
+
+def _raise_first_error(task: asyncio.Task[None]) -> None:
+    """Nothing if the task went well; else the error that ended it, without the groups around it."""
+    if task.cancelled():
+        raise RuntimeError("the rollout system was closed while trajectories were under way")
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is not None:
+        raise error

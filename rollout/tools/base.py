@@ -1,0 +1,18 @@
+"""The seam behind which tools live. Limits (calls, timeout, retries, concurrency) are applied around it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from rollout.trajectory import ToolResult
+
+
+class Tool(Protocol):
+    name: str
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        """Run once. Failures caused by the arguments are results (ERROR, EMPTY, TIMEOUT); failures of a service
+        raise InfrastructureError."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,138 @@
+"""What stands between the model and a tool: deadlines, retries, a queue, a cap on the output, a cache."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.tools.base import Tool
+from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
+
+CUT_MARK = "\n[...]"
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Limits of one tool.
+
+    Raises:
+        ValueError: on construction, if a limit is impossible.
+    """
+
+    max_calls: int | None = None  # executed calls per trajectory; further ones are REFUSED
+    timeout_s: float = 60.0  # per attempt; the call is cancelled, not abandoned
+    timeout_is_infrastructure: bool = True  # False for tools that run the model's own code: then it is a TIMEOUT result
+    retries: int = 1  # further attempts, after InfrastructureError only
+    backoff_s: float = 0.5  # pause before the first retry, doubled for each further one
+    concurrency: int = 64  # attempts running at once, over all trajectories
+    max_characters: int = 20_000  # of the text that the model reads
+    cache_size: int = 0  # results kept, least recently used dropped; only for tools without side effects
+
+    def __post_init__(self) -> None:
+        least_values = {"retries": 0, "backoff_s": 0, "cache_size": 0, "concurrency": 1, "max_characters": 1}
+        for name, least in least_values.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"tool limit {name} is {getattr(self, name)}; expected at least {least}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"tool limit timeout_s is {self.timeout_s}; expected more than 0 seconds")
+        if self.max_calls is not None and self.max_calls < 0:
+            raise ValueError(f"tool limit max_calls is {self.max_calls}; expected 0 or more, or null for no limit")
+
+
+class LimitedTool:
+    """A tool within its limits; itself a ``Tool``. One instance serves all trajectories of one event loop.
+
+    Identical calls that are under way at the same time share one execution when there is a cache. ``max_calls`` is
+    counted by the environment, which knows the trajectory.
+    """
+
+    def __init__(self, tool: Tool, limits: ToolLimits) -> None:
+        self.name, self.tool, self.limits = tool.name, tool, limits
+        self._free = asyncio.Semaphore(limits.concurrency)
+        self._cache = SharedCache(limits.cache_size) if limits.cache_size else None
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        """Raises InfrastructureError when every attempt failed for reasons that are not the model's."""
+        if self._cache is None:
+            return await self._attempts(arguments)
+        key = json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=repr)
+        return await self._cache.get(key, lambda: self._attempts(arguments))
+
+    async def _attempts(self, arguments: dict[str, Any]) -> ToolResult:
+        for attempt in range(self.limits.retries + 1):
+            if attempt:
+                await asyncio.sleep(self.limits.backoff_s * 2 ** (attempt - 1))
+            try:
+                return self._capped(await self._attempt(arguments))
+            except InfrastructureError:
+                if attempt == self.limits.retries:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _attempt(self, arguments: dict[str, Any]) -> ToolResult:
+        async with self._free:  # the deadline counts the work, not the queue
+            deadline = asyncio.timeout(self.limits.timeout_s)
+            try:
+                async with deadline:
+                    return await self.tool.call(arguments)
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise  # the tool's own fault, and a bug: tools report deadlines as results
+                late = f"tool {self.name}: no result within {self.limits.timeout_s:g} s"
+                if self.limits.timeout_is_infrastructure:
+                    raise InfrastructureError(late) from error
+                return ToolResult("The tool ran out of time.", CallOutcome.TIMEOUT, detail=late)
+
+    def _capped(self, result: ToolResult) -> ToolResult:
+        if len(result.text) <= self.limits.max_characters:
+            return result
+        kept = result.text[: max(self.limits.max_characters - len(CUT_MARK), 0)]
+        return dataclasses.replace(result, text=(kept + CUT_MARK)[: self.limits.max_characters])
+
+    async def close(self) -> None:
+        await self.tool.close()
+
+
+class SharedCache:
+    """Least-recently-used results by key, with one execution for simultaneous requests of the same key.
+
+    Only OK and EMPTY results are kept: errors may heal. Cancelling one of several waiters does not disturb the
+    others; cancelling the last one cancels the execution.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._results: OrderedDict[str, ToolResult] = OrderedDict()
+        self._running: dict[str, asyncio.Task[ToolResult]] = {}
+        self._waiting: dict[str, int] = {}
+
+    async def get(self, key: str, compute: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        if key in self._results:
+            self._results.move_to_end(key)
+            return self._results[key]
+        if key not in self._running:
+            self._running[key] = asyncio.ensure_future(self._compute(key, compute))
+        task = self._running[key]
+        self._waiting[key] = self._waiting.get(key, 0) + 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+                task.cancel()  # without effect on a finished one
+                if self._running.get(key) is task:
+                    del self._running[key]  # so that a later request does not join a cancelled execution
+
+    async def _compute(self, key: str, compute: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        result = await compute()
+        if result.outcome in (CallOutcome.OK, CallOutcome.EMPTY):
+            self._results[key] = result
+            while len(self._results) > self.size:
+                self._results.popitem(last=False)
+        return result

@@ -1,0 +1,69 @@
+"""Search as a tool: any retriever behind it, Search-R1's way of showing passages in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from retrieval.types import RetrievalError
+from rollout.trajectory import CallOutcome, Document, InfrastructureError, ToolResult
+
+NOTHING_FOUND = "No matching document was found."
+EMPTY_QUERY = "The query was empty, so nothing was searched."
+
+
+class Retriever(Protocol):
+    """``retrieval.client.RetrieverClient``, ``retrieval.process.RetrieverProcess``, or anything like them."""
+
+    def search(self, queries: list[str], k: Any) -> Any:
+        """Awaitable of, for each query, at most ``k`` documents (id, title, text, score), best first. Raises
+        retrieval.types.RetrievalError when the service fails."""
+        ...
+
+    def close(self) -> Any:
+        """Awaitable."""
+        ...
+
+
+def format_passages(passages: Iterable[tuple[str, str]]) -> str:
+    """``(title, text)`` pairs as Search-R1 shows hits (search_r1/llm_agent/generation.py): one line each, numbered
+    from 1, the title in the quotes that the corpus files carry.
+
+    >>> format_passages([("Mira Voss", "A potter of Grey Harbor.")])
+    'Doc 1(Title: "Mira Voss") A potter of Grey Harbor.\\n'
+    """
+    return "".join(f'Doc {i}(Title: "{title}") {text}\n' for i, (title, text) in enumerate(passages, start=1))
+
+
+class SearchTool:
+    """``{"query": str}`` to the ``topk`` best passages.
+
+    Outcomes: OK; EMPTY when nothing matches; REFUSED for an empty query, which is not sent to the retriever and does
+    not count as a search; ERROR when ``query`` is missing or no string. A failing retriever raises InfrastructureError.
+    """
+
+    name = "search"
+
+    def __init__(self, retriever: Retriever, topk: int = 3) -> None:
+        if topk < 1:
+            raise ValueError(f"topk is {topk}; expected at least 1")
+        self.retriever, self.topk = retriever, topk
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        query = arguments.get("query")
+        if not isinstance(query, str):
+            message = f"search expects a text as its query; found {type(query).__name__}"
+            return ToolResult(message, CallOutcome.ERROR, detail=message)
+        if not query.strip():
+            return ToolResult(EMPTY_QUERY, CallOutcome.REFUSED, detail="empty query")
+        try:
+            [hits] = await self.retriever.search([query.strip()], self.topk)
+        except RetrievalError as error:
+            raise InfrastructureError(f"search failed: {error}") from error
+        documents = tuple(Document(hit.id, hit.title, hit.text, hit.score) for hit in hits)
+        if not documents:
+            return ToolResult(NOTHING_FOUND, CallOutcome.EMPTY)
+        return ToolResult(format_passages((d.title, d.text) for d in documents), CallOutcome.OK, documents)
+
+    async def close(self) -> None:
+        await self.retriever.close()

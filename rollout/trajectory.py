@@ -1,0 +1,203 @@
+"""The types that travel from the agent loop to the gradient.
+
+A trajectory is one token sequence, exactly as the engine saw it::
+
+    prompt_ids    [P]  chat template + question
+    response_ids  [L]  sampled turn | observation | sampled turn | ...
+    loss_mask     [L]  1 1 1 1 1 1    0 0 0 0 0     1 1 1 1 1 1
+    logprobs      [L]  sampler's log-prob where loss_mask is 1, else 0.0
+
+Nothing here is ever decoded, edited and tokenised again: new text (an observation) is tokenised once, when
+it is appended.  All spans are half-open ``[start, end)`` offsets into ``response_ids``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. Closed: each value is mirrored as the metric ``stop/<value>``."""
+
+    ANSWER = "answer"  # the protocol parsed a final answer
+    EOS = "eos"  # the model ended its turn without an action, and the protocol takes that as the end
+    MAX_TURNS = "max_turns"  # the last allowed model turn held no answer
+    LENGTH = "length"  # the token budget of the response was used up
+    ENVIRONMENT_DONE = "environment_done"  # the environment ended the episode
+    INFRASTRUCTURE = "infrastructure"  # a tool or the engine failed for reasons that are not the model's
+
+
+class ActionKind(StrEnum):
+    """What the protocol read in one model turn."""
+
+    CALL = "call"
+    ANSWER = "answer"
+    INVALID = "invalid"
+
+
+class CallOutcome(StrEnum):
+    """How one tool call ended. Only the last value is not the model's doing."""
+
+    OK = "ok"
+    EMPTY = "empty"  # executed, returned nothing
+    ERROR = "error"  # executed, the tool reports an error caused by its arguments (bad code, bad query)
+    TIMEOUT = "timeout"  # executed, ran past its deadline for reasons of its arguments
+    REFUSED = "refused"  # not executed: over the call limit, search disabled, unknown tool
+    INFRASTRUCTURE = "infrastructure"  # not the model's fault; the trajectory is left out of statistics
+
+
+EXECUTED = frozenset({CallOutcome.OK, CallOutcome.EMPTY, CallOutcome.ERROR, CallOutcome.TIMEOUT})
+
+
+class InfrastructureError(RuntimeError):
+    """A service under the rollout failed (retriever down, engine dead). Never the policy's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question (or episode) to solve. A row of the parquet files, typed."""
+
+    id: str
+    question: str
+    golden_answers: tuple[str, ...]
+    data_source: str  # e.g. "nq", "fictional_1hop"; metrics are reported by it
+    gold_passages: tuple[tuple[str, str], ...] = ()  # (title, text) per hop, in order; for ARCap's probes
+    metadata: dict[str, Any] = field(default_factory=dict)  # e.g. {"hops": 2, "split": "unseen"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    name: str
+    arguments: dict[str, Any]  # {"query": "..."} for search, {"code": "..."} for Python
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One parsed model turn."""
+
+    kind: ActionKind
+    calls: tuple[ToolRequest, ...] = ()
+    answer: str | None = None
+    error: str | None = None  # why it is INVALID, in words for a log
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    id: str
+    title: str
+    text: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool returns. ``text`` is what the model may read; ``documents`` is for metrics."""
+
+    text: str
+    outcome: CallOutcome
+    documents: tuple[Document, ...] = ()
+    detail: str | None = None  # for the log, never shown to the model
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as it happened inside a trajectory."""
+
+    turn: int  # index into Trajectory.turns
+    request: ToolRequest
+    result: ToolResult
+    latency_s: float
+
+    @property
+    def executed(self) -> bool:
+        return self.result.outcome in EXECUTED
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A span of sampled tokens, what was read in it, and the span of the observation that followed."""
+
+    start: int
+    end: int
+    action: Action
+    finish_reason: str  # engine's: "stop", "eos", "length"
+    policy_version: int
+    observation_end: int  # == end when nothing followed; observation is [end, observation_end)
+    observation_truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """``total`` enters the objective; ``parts`` are logged (em, f1, format, ...)."""
+
+    total: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where a branched trajectory left its parent."""
+
+    parent: int  # index within the group
+    at: int  # response offset: [0, at) is shared with the parent
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished rollout. See the module docstring for the picture.
+
+    Raises:
+        ValueError: on construction, if the per-token fields differ in length, if a turn's span is not
+            exactly the mask's ones, or if a log-prob of a sampled token is positive.
+    """
+
+    task: Task
+    prompt_ids: tuple[int, ...]  # [P]
+    response_ids: tuple[int, ...]  # [L]
+    loss_mask: tuple[int, ...]  # [L]
+    logprobs: tuple[float, ...]  # [L]
+    turns: tuple[Turn, ...]
+    calls: tuple[ToolCall, ...]
+    stop_reason: StopReason
+    group: str  # all trajectories of one prompt share it
+    index: int  # position in the group
+    reward: Reward | None = None
+    fork: Fork | None = None
+    answer: str | None = None  # parsed final answer, only from sampled text
+    seconds: float = 0.0
+    tokens_computed: int | None = None  # prefill + decode tokens the engine really ran, None if unknown
+
+    def __post_init__(self) -> None:
+        n = len(self.response_ids)
+        if not (len(self.loss_mask) == len(self.logprobs) == n):
+            raise ValueError(
+                f"trajectory {self.group}/{self.index}: {n} response ids, {len(self.loss_mask)} mask entries, "
+                f"{len(self.logprobs)} log-probs; expected three equal lengths"
+            )
+        covered = [0] * n
+        for turn in self.turns:
+            covered[turn.start : turn.end] = [1] * (turn.end - turn.start)
+        if covered != list(self.loss_mask):
+            raise ValueError(f"trajectory {self.group}/{self.index}: turns do not cover exactly the masked-in tokens")
+        if any(lp > 1e-4 for lp in self.logprobs):
+            raise ValueError(f"trajectory {self.group}/{self.index}: a log-prob is positive")
+
+    @property
+    def failed_by_infrastructure(self) -> bool:
+        """True: keep out of every statistic and out of the gradient."""
+        return self.stop_reason is StopReason.INFRASTRUCTURE
+
+    @property
+    def executed_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(c for c in self.calls if c.executed)
+
+    @property
+    def policy_versions(self) -> tuple[int, int]:
+        """First and last weights that sampled a token here ((-1, -1) for an empty response)."""
+        return (self.turns[0].policy_version, self.turns[-1].policy_version) if self.turns else (-1, -1)
+
+    def replace(self, **changes: Any) -> Trajectory:
+        return dataclasses.replace(self, **changes)

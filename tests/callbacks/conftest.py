@@ -1,0 +1,34 @@
+"""Fixtures of the callback tests."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture
+def trainer_for(tmp_path: Path):
+    """Trainer on the stage folder ``tmp_path/stage`` with nothing but the given callbacks."""
+
+    def make(callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+        defaults = {
+            "default_root_dir": str(tmp_path / "stage"),
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_checkpointing": any("Checkpoint" in type(c).__name__ for c in callbacks),
+            "enable_progress_bar": any("Progress" in type(c).__name__ for c in callbacks),
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+        }
+        return L.Trainer(callbacks=callbacks, **(defaults | options))
+
+    return make

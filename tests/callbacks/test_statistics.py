@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from callbacks.statistics import Interval, bootstrap_interval, bootstrap_means, paired_bootstrap
+
+
+def test_interval_of_binary_scores_has_the_binomial_quantiles():
+    values = [1.0] * 40 + [0.0] * 60
+    interval = bootstrap_interval(values, resamples=50_000)
+    # Binomial(100, 0.4): P(X <= 30) = 0.0248, P(X <= 31) = 0.0398, P(X <= 49) = 0.9729, P(X <= 50) = 0.9832
+    assert interval == Interval(0.4, 0.31, 0.5, 100)
+
+
+def test_same_values_same_interval_and_order_does_not_matter_for_binary_scores():
+    values = [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert bootstrap_interval(values) == bootstrap_interval(values) == bootstrap_interval(sorted(values))
+
+
+def test_interval_of_real_values_is_close_to_the_normal_one():
+    sample = np.random.default_rng(1).normal(5.0, 2.0, 400)
+    interval = bootstrap_interval(sample)
+    half = 1.96 * sample.std() / math.sqrt(400)
+    assert interval.mean == pytest.approx(sample.mean())
+    assert interval.low == pytest.approx(sample.mean() - half, abs=0.03)
+    assert interval.high == pytest.approx(sample.mean() + half, abs=0.03)
+
+
+def test_chunks_do_not_change_the_number_of_resamples(monkeypatch):
+    import callbacks.statistics as module
+
+    monkeypatch.setattr(module, "CHUNK", 70)
+    means = bootstrap_means([0.0, 0.5, 1.0, 2.0], resamples=1001)
+    assert means.shape == (1001,) and means.min() >= 0 and means.max() <= 2
+    assert means.mean() == pytest.approx(0.875, abs=0.05)
+
+
+def test_coverage_of_a_95_percent_interval_is_about_95_percent():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        interval = bootstrap_interval((rng.random(200) < 0.3).astype(float), resamples=1000)
+        covered += interval.low <= 0.3 <= interval.high
+    assert 0.91 <= covered / 400 <= 0.98
+
+
+def test_no_values_give_nulls_and_constant_values_a_point():
+    empty = bootstrap_interval([])
+    assert empty.n == 0 and empty.as_json() == {"mean": None, "low": None, "high": None, "n": 0}
+    assert bootstrap_interval([0.0] * 5) == Interval(0.0, 0.0, 0.0, 5)
+
+
+def test_bad_samples_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        bootstrap_interval([1.0, math.nan])
+    with pytest.raises(ValueError, match="one value per question"):
+        bootstrap_interval(np.zeros((2, 2)))
+    with pytest.raises(ValueError, match="found 1 and 2 scores"):
+        paired_bootstrap([1.0], [1.0, 0.0])
+    with pytest.raises(ValueError, match="share any question"):
+        paired_bootstrap([], [])
+
+
+def test_paired_difference_uses_the_pairing():
+    rng = np.random.default_rng(3)
+    base = (rng.random(300) < 0.5).astype(float)
+    better = base.copy()
+    better[np.flatnonzero(base == 0)[:15]] = 1.0  # never worse, 15 of 300 better
+    result = paired_bootstrap(better, base)
+    assert result.difference == pytest.approx(0.05) and result.n == 300
+    # 15 winners of 300 and no loser: a resample without any winner has probability (0.95)^300 = 2e-7
+    assert result.p == pytest.approx(2 / 10_001)
+    assert 0 < result.low < 0.05 < result.high
+    # the same scores with the pairing destroyed are no longer significant
+    assert paired_bootstrap(rng.permutation(better), base).p > 0.01
+
+
+def test_p_is_uniform_under_the_null_hypothesis():
+    rng = np.random.default_rng(5)
+    p = [
+        paired_bootstrap((rng.random(150) < 0.4).astype(float), (rng.random(150) < 0.4).astype(float), resamples=500).p
+        for _ in range(300)
+    ]
+    assert 0.02 <= np.mean(np.array(p) < 0.05) <= 0.1
+
+
+def test_identical_systems_have_p_one():
+    assert paired_bootstrap([1.0, 0.0, 1.0], [1.0, 0.0, 1.0]).p == 1.0

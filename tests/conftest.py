@@ -1,0 +1,60 @@
+"""Shared fixtures. Environment variables are set before torch is imported anywhere."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some virtual machines advertise AMX and cannot run it
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from pathlib import Path
+
+import pytest
+
+TEXTS = [
+    "<think> birthplace of Mira Voss </think>\n<search> Mira Voss birthplace </search>\n\n<information>Doc 1(Title: "
+    '"Mira Voss") The birthplace of Mira Voss is Grey Harbor.\n</information>\n\n<answer> Grey Harbor </answer>',
+    "Question: Where was the potter Mira Voss born?",
+] * 4
+
+
+def make_model_dir(path: Path, *, seed: int = 0, hidden_size: int = 32, layers: int = 2, tie: bool = True) -> Path:
+    """Write a tiny random Qwen3 with its tokenizer: a real Hugging Face folder, nothing downloaded."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from data_modules.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(TEXTS, vocab_size=400)
+    config = Qwen3Config(
+        vocab_size=400,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=max(hidden_size // 4, 32),  # vLLM's CPU attention wants a multiple of 32
+        max_position_embeddings=1024,
+        tie_word_embeddings=tie,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,  # peaked enough that greedy decoding is no coin toss
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def teacher_dir(tmp_path_factory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("teacher"), seed=1, hidden_size=48)

@@ -1,0 +1,136 @@
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_modules.datasets.files import DatasetError, expand
+from data_modules.decoding import Decoding
+from data_modules.failures import TooManyFailuresError
+from data_modules.generate_trajectories import GenerateTrajectories
+from rollout.storage import load_trajectories
+
+KINDS = ["right", "right", "wrong", "wrong", "wrong", "right", "right"]
+
+
+def generated(folder):
+    return [t for path in expand([str(folder / "trajectories")]) for t in load_trajectories(path)]
+
+
+def test_keeps_what_is_correct_and_reports(make_system, question_file, tmp_path):
+    system = make_system()
+    task = GenerateTrajectories(
+        system, [question_file("train", KINDS)], samples_per_question=2, seed=3, chunk_questions=2,
+        sampling=Decoding(temperature=0.8),
+    )  # fmt: skip
+    summary = task.run(tmp_path / "out")
+    kept = generated(tmp_path / "out")
+    assert [(t.group, t.index) for t in kept] == [(f"q{i}", j) for i in (0, 1, 5, 6) for j in (0, 1)]
+    assert {r.sampling.temperature for r in system.engine.requests} == {0.8}
+    assert len({r.sampling.seed for r in system.engine.requests}) == 14, "every request has a seed of its own"
+    sampled = sum(sum(t.loss_mask) for t in kept)
+    assert summary.pop("seconds") > 0
+    total = summary.pop("tokens_generated")
+    assert total > sampled
+    assert summary == {
+        "questions": 7, "generated": 14, "failed": 0, "correct": 8, "kept": 8, "tokens_kept": sampled,
+        "correct_share": 8 / 14, "mean_response_tokens": total / 14, "mean_response_tokens_kept": sampled / 8,
+        "kept/made_up": 8,
+    }  # fmt: skip
+    # chunk 1 (questions 2 and 3, all wrong) is done without a file of trajectories
+    assert sorted(p.name for p in (tmp_path / "out" / "trajectories").iterdir()) == [
+        f"chunk-{i:05d}.parquet" for i in (0, 2, 3)
+    ]
+    assert system._loop is None, "the rollout system was not closed"
+
+
+def test_keep_all_keeps_wrong_answers_but_no_failures(make_system, question_file, tmp_path):
+    files = [question_file("train", ["right", "wrong", "right", "right", "right", "broken"])]
+    summary = GenerateTrajectories(make_system(), files, keep="all", seed=0).run(tmp_path / "out")
+    assert [t.group for t in generated(tmp_path / "out")] == ["q0", "q1", "q2", "q3", "q4"]
+    assert (summary["failed"], summary["correct"], summary["kept"]) == (1, 4, 5)
+
+
+def test_chunks_do_not_change_what_is_sampled(make_system, question_file, tmp_path):
+    seeds = []
+    for size in (2, 100):
+        system = make_system()
+        GenerateTrajectories(system, [question_file("train", KINDS)], seed=3, chunk_questions=size).run(tmp_path / str(size))
+        seeds.append(sorted(r.sampling.seed for r in system.engine.requests))
+    assert seeds[0] == seeds[1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+from rollout.engines.scripted import ScriptedEngine
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.system import RolloutSystem
+from data_modules.generate_trajectories import GenerateTrajectories
+
+model, questions, folder = sys.argv[1:]
+protocol = SearchR1Protocol(model, template="short")
+asked = []
+def script(ids, sampling):
+    asked.append(ids)
+    if len(asked) == 6:  # in the third chunk
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "<answer> answer " + str(len(asked) - 1) + " </answer>"
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({}), None, concurrency=1)
+GenerateTrajectories(system, [questions], seed=3, chunk_questions=2).run(Path(folder))
+"""
+
+
+def test_run_after_kill_9_reuses_finished_chunks(make_system, question_file, model_dir, tmp_path):
+    files, out = [question_file("train", ["right"] * 9)], tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, str(model_dir), files[0], str(out)]
+    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
+    system = make_system()
+    summary = GenerateTrajectories(system, files, seed=3, chunk_questions=2).run(out)
+    assert sorted(system.engine.asked(r.token_ids)[0] for r in system.engine.requests) == [4, 5, 6, 7, 8]
+    assert [t.group for t in generated(out)] == [f"q{i}" for i in range(9)]
+    assert (summary["questions"], summary["kept"]) == (9, 9)
+    again = make_system()
+    assert GenerateTrajectories(again, files, seed=3, chunk_questions=2).run(out) == summary
+    assert again.engine.requests == []
+
+
+def test_a_folder_of_another_generation_is_refused(make_system, question_file, tmp_path):
+    files = [question_file("train", ["right"] * 3)]
+    GenerateTrajectories(make_system(), files, seed=3).run(tmp_path / "out")
+    with pytest.raises(ValueError, match="another generation"):
+        GenerateTrajectories(make_system(), files, seed=4).run(tmp_path / "out")
+
+
+def test_failures_stop_it_and_finished_chunks_stay(make_system, question_file, tmp_path):
+    files = [question_file("train", ["right", "right", "broken", "right"])]
+    with pytest.raises(TooManyFailuresError, match=r"chunk 2: 1 of 2 .* 20% .*http://nowhere"):
+        GenerateTrajectories(make_system(), files, seed=0, chunk_questions=2).run(tmp_path / "out")
+    assert [t.group for t in generated(tmp_path / "out")] == ["q0", "q1"]
+    patient = GenerateTrajectories(make_system(), files, seed=0, chunk_questions=2, failure_patience=2)
+    assert patient.run(tmp_path / "out")["failed"] == 1
+
+
+def test_a_model_that_gets_nothing_right_is_an_error(make_system, question_file, tmp_path):
+    with pytest.raises(DatasetError, match="none of 2 trajectories over 2 questions was kept"):
+        GenerateTrajectories(make_system(), [question_file("train", ["wrong"] * 2)], seed=0).run(tmp_path / "out")
+
+
+@pytest.mark.parametrize("option", ["limit", "samples_per_question", "chunk_questions"])
+def test_options_out_of_range(make_system, option):
+    with pytest.raises(ValueError, match=f"{option} is 0"):
+        GenerateTrajectories(make_system(), ["x.parquet"], **{option: 0})
+
+
+def test_seed_is_the_runs_own_unless_given(make_system, question_file, tmp_path, monkeypatch):
+    seeds = []
+    for environment, given in (("5", None), ("6", None), ("6", 5)):
+        monkeypatch.setenv("PL_GLOBAL_SEED", environment)
+        system = make_system()
+        GenerateTrajectories(system, [question_file("train", ["right"])], seed=given).run(tmp_path / f"{environment}{given}")
+        seeds.append(system.engine.requests[0].sampling.seed)
+    assert seeds[0] == seeds[2] != seeds[1]

@@ -1,0 +1,317 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jsonargparse
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from data_modules.datasets.files import DatasetError
+from data_modules.decoding import Decoding
+from data_modules.evaluation_data import EvaluationData
+from data_modules.failures import TooManyFailuresError
+from data_modules.loaders import TrainLoader
+from data_modules.rollout_data_module import RolloutDataModule
+from tests.data_modules.toys import Recorder, sampled_by, trainer
+
+
+def groups(batches):
+    return [[t.group for t in batch] for batch in batches]
+
+
+@pytest.fixture
+def make_data(make_system, question_file):
+    def make(kinds=("right",) * 10, **options) -> RolloutDataModule:
+        options = {"prompts_per_step": 3, "samples_per_prompt": 2, "seed": 1, **options}
+        return RolloutDataModule(make_system(), [question_file("train", list(kinds))], **options)
+
+    return make
+
+
+def test_each_batch_is_sampled_with_the_weights_of_the_step_before(make_data, tmp_path):
+    data, module = make_data(), Recorder()
+    trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
+    assert [len(batch) for batch in module.train_batches] == [6] * 6
+    assert [sampled_by(batch) for batch in module.train_batches] == [{0}, {1}, {2}, {3}, {4}, {5}]
+
+
+def test_a_loader_without_a_length_would_be_sampled_too_early(make_data, tmp_path, monkeypatch):
+    """Why TrainLoader has __len__: the control of the test above."""
+    monkeypatch.delattr(TrainLoader, "__len__")
+    data, module = make_data(), Recorder()
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    assert [sampled_by(batch) for batch in module.train_batches] == [{0}, {0}, {1}]
+
+
+def test_batches_are_whole_groups_in_a_seeded_order_that_differs_by_pass(make_data, tmp_path):
+    data, module = make_data(), Recorder()
+    trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
+    seen = groups(module.train_batches)
+    for batch in seen:
+        assert batch[::2] == batch[1::2], "the two samples of a prompt are neighbours"
+        assert len(set(batch)) == 3
+    first, second = (sum((b[::2] for b in part), []) for part in (seen[:3], seen[3:]))
+    assert len(set(first)) == len(set(second)) == 9
+    assert first != second
+    assert [t.group for t in module.train_batches[0]] != [f"q{i // 2}" for i in range(6)]
+    assert make_data(seed=2)._seed == 2
+
+
+def test_iterations_set_the_length_of_an_epoch(make_data, tmp_path):
+    data, module = make_data(iterations=7), Recorder()
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    other = Recorder()
+    trainer(tmp_path, max_epochs=3).fit(other, datamodule=make_data())
+    assert groups(module.train_batches) == groups(other.train_batches)[:7]
+
+
+def seeds(data):
+    return [(r.sampling.seed, r.token_ids) for r in data.rollouts.engine.requests]
+
+
+@pytest.mark.parametrize("stop_after", [2, 3, 5])
+def test_resumed_run_asks_for_exactly_the_same(make_data, tmp_path, stop_after):
+    whole, module = make_data(), Recorder()
+    trainer(tmp_path, max_epochs=2).fit(module, datamodule=whole)
+    first, cut = make_data(), Recorder(stop_after=stop_after)
+    checkpoint = ModelCheckpoint(tmp_path / "c", filename="last", every_n_train_steps=1, enable_version_counter=False)
+    with pytest.raises(RuntimeError, match="switched off"):
+        trainer(tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[checkpoint]).fit(cut, datamodule=first)
+    second, rest = make_data(), Recorder()
+    trainer(tmp_path, max_epochs=2).fit(rest, datamodule=second, ckpt_path=tmp_path / "c" / "last.ckpt")
+    # the step that was cut short is done again, everything before it is not
+    assert groups(cut.train_batches)[: stop_after - 1] + groups(rest.train_batches) == groups(module.train_batches)
+    done = 6 * (stop_after - 1)
+    assert sorted(seeds(whole)[done:]) == sorted(seeds(second))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rollout.engines.scripted import ScriptedEngine
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.rewards.qa import ExactMatchReward
+from rollout.system import RolloutSystem
+from data_modules.rollout_data_module import RolloutDataModule
+from tests.data_modules.toys import Recorder, trainer
+
+model, questions, folder = sys.argv[1:]
+protocol = SearchR1Protocol(model, template="short")
+asked = []
+def script(ids, sampling):
+    asked.append(sampling.seed)
+    if len(asked) == 28:  # in the middle of the fifth iteration's rollouts
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "<answer> x </answer>"
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({}), ExactMatchReward())
+data = RolloutDataModule(system, [questions], prompts_per_step=3, samples_per_prompt=2, seed=1)
+saver = ModelCheckpoint(Path(folder), filename="last", every_n_train_steps=1, enable_version_counter=False)
+trainer(folder, max_epochs=2, enable_checkpointing=True, callbacks=[saver]).fit(Recorder(), datamodule=data)
+"""
+
+
+def test_position_survives_kill_9_while_rolling_out(make_data, model_dir, tmp_path):
+    whole, module = make_data(), Recorder()
+    trainer(tmp_path, max_epochs=2).fit(module, datamodule=whole)
+    command = [sys.executable, "-c", KILLED, str(model_dir), whole.train_files[0], str(tmp_path / "c")]
+    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
+    resumed, rest = make_data(), Recorder()
+    trainer(tmp_path, max_epochs=2).fit(rest, datamodule=resumed, ckpt_path=tmp_path / "c" / "last.ckpt")
+    assert groups(rest.train_batches) == groups(module.train_batches)[4:]
+    assert sorted(seeds(resumed)) == sorted(seeds(whole)[24:])
+
+
+def test_a_checkpoint_of_other_data_is_refused(make_data):
+    data = make_data()
+    data.setup("fit")
+    for other in (make_data(prompts_per_step=2), make_data(seed=5), make_data(max_train=9)):
+        other.setup("fit")
+        with pytest.raises(ValueError, match="written over other training data"):
+            other.load_state_dict(data.state_dict())
+
+
+def test_two_ranks_together_do_what_one_does(make_data):
+    def first_batches(rank, world):
+        data = make_data(prompts_per_step=4)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
+        data.setup("fit")
+        loader = data.train_dataloader()
+        return len(loader), [batch for _, batch in zip(range(3), loader, strict=False)], data
+
+    length, alone, one = first_batches(0, 1)
+    parts = [first_batches(rank, 2) for rank in range(2)]
+    assert [part[0] for part in parts] == [length, length]
+    for step in range(2):
+        shared = [t for part in parts for t in part[1][step]]
+        assert sorted(t.group for t in shared) == sorted(t.group for t in alone[step])
+        assert [len({t.group for t in part[1][step]}) for part in parts] == [2, 2]
+    assert sorted(seeds(one)) == sorted(seeds(parts[0][2]) + seeds(parts[1][2]))
+    odd = make_data(prompts_per_step=3)
+    odd.trainer = SimpleNamespace(global_rank=0, world_size=2)
+    with pytest.raises(ValueError, match="which 2 ranks cannot share equally"):
+        odd.setup("fit")
+
+
+def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp_path):
+    data, module = make_data(["right"] * 8 + ["broken"], prompts_per_step=9), Recorder()
+    trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)  # 1 of 9 is below the limit
+    assert [sum(t.failed_by_infrastructure for t in b) for b in module.train_batches] == [2, 2]
+    assert data.infrastructure_failures == pytest.approx(1 / 9)
+
+    data, module = make_data(["broken"] * 9, failure_patience=2), Recorder()
+    with pytest.raises(TooManyFailuresError, match=r"iteration 2: 6 of 6 .* 20% 2 times in a row .*http://nowhere"):
+        trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
+    assert len(module.train_batches) == 1
+    assert data.state_dict()["train"] == {"position": 1}, "the iteration that was not trained on is not counted"
+
+
+def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_system, question_file, tmp_path):
+    system = make_system(latency=60.0)
+    data = RolloutDataModule(system, [question_file("train", ["right"] * 4)], prompts_per_step=4, seed=0)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            trainer(tmp_path, max_epochs=1).fit(Recorder(), datamodule=data)
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
+    assert time.monotonic() - start < 10
+    assert system._loop is None, "the rollout system still runs"
+
+
+def test_rollout_system_stays_up_from_fit_to_test_and_is_closed_after(make_data, question_file, tmp_path, monkeypatch):
+    starts = []
+    data = make_data(test_files=[question_file("test", ["right"] * 3)])
+    start, close = data.rollouts.engine.start, data.rollouts.engine.close
+
+    async def counted(what, real):
+        starts.append(what)
+        await real()
+
+    def opening():
+        return counted("start", start) if not data.rollouts.engine._alive else start()
+
+    monkeypatch.setattr(data.rollouts.engine, "start", opening)
+    monkeypatch.setattr(data.rollouts.engine, "close", lambda: counted("close", close))
+    one = trainer(tmp_path, max_epochs=1)
+    one.fit(Recorder(), datamodule=data)
+    one.test(Recorder(), datamodule=data, verbose=False)
+    assert starts == ["start", "close"]
+    data.close()
+    assert starts == ["start", "close"]
+
+
+def test_evaluation_is_greedy_complete_and_says_which_loader_is_which(make_data, question_file, tmp_path):
+    val, test = question_file("val", ["right", "wrong"] * 3), question_file("test", ["right"] * 5 + ["wrong"] * 2)
+    data = make_data(val_files=[val], test_files=[test], eval_batch=3, probes=["gold_think", "closed_book"])
+    module, one = Recorder(), trainer(tmp_path, max_epochs=1)
+    one.fit(module, datamodule=data)
+    assert data.probe_names("val") == ["agent"]
+    assert [len(batch) for _, batch in module.val_batches] == [3, 3]
+    assert [sampled_by(batch) for _, batch in module.val_batches] == [{3}, {3}], "validated with the trained weights"
+    train = len(data.rollouts.engine.requests)
+    one.test(module, datamodule=data, verbose=False)
+    assert data.probe_names("test") == ["agent", "gold_think", "closed_book"]
+    by_loader = [[t for i, batch in module.test_batches if i == index for t in batch] for index in range(3)]
+    assert [t.group for t in by_loader[0]] == [f"q{i}" for i in range(7)] == [t.group for t in by_loader[2]]
+    assert [t.group for t in by_loader[1]] == ["q0", "q2", "q4", "q6"], "those with gold passages"
+    assert [t.reward.parts["em"] for t in by_loader[0]] == [1.0] * 5 + [0.0] * 2
+    assert "<information>" in data.rollouts.protocol.decode(list(by_loader[1][0].prompt_ids))
+    assert {r.sampling.temperature for r in data.rollouts.engine.requests[train:]} == {0.0}
+    assert {r.sampling.temperature for r in data.rollouts.engine.requests[:18]} == {1.0}
+
+
+def test_no_evaluation_files_means_no_evaluation(make_data, tmp_path):
+    data, module = make_data(), Recorder()
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    assert data.probe_names("val") == []
+    assert module.val_batches == []
+
+
+def test_limits_of_evaluation_are_spread_over_the_file(make_data, question_file):
+    data = make_data(test_files=[question_file("test", ["right"] * 10)], max_test=5, probes=["gold_direct"], max_probe=2)
+    data.setup("test")
+    agent, probe = data.test_dataloader()
+    assert [t.id for t in agent.tasks] == ["q0", "q2", "q4", "q6", "q8"]
+    assert [t.id for t in probe.tasks] == ["q0", "q4"]
+
+
+def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_data, question_file):
+    path = question_file("odd", ["right", "broken"])
+    data = make_data(test_files=[path], probes=["gold_direct"], max_test=None)
+    data.setup("test")
+    with pytest.raises(TooManyFailuresError, match=r"test \(agent\): 1 of 2 trajectories failed"):
+        list(data.test_dataloader()[0])
+    import polars as pl
+
+    pl.read_parquet(path).drop("gold_passages").write_parquet(path)
+    with pytest.raises(DatasetError, match="probe 'gold_direct' needs questions with gold passages, but none of the 2"):
+        make_data(test_files=[path], probes=["gold_direct"]).setup("test")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"prompts_per_step": 0}, "prompts_per_step is 0"), ({"iterations": 0}, "iterations is 0"),
+     ({"max_infrastructure_failures": 20}, "share between 0 and 1"), ({"failure_patience": 0}, "failure_patience is 0"),
+     ({"probes": ["closed_book"] * 2}, "same probe twice"), ({"eval_batch": 0}, "eval_batch is 0")],
+)  # fmt: skip
+def test_options_out_of_range(make_data, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_data(**options)
+
+
+def test_too_few_questions_for_one_step(make_data):
+    with pytest.raises(DatasetError, match="10 questions, but one step takes prompts_per_step = 11"):
+        make_data(prompts_per_step=11).setup("fit")
+
+
+def test_files_to_evaluate_need_rollouts():
+    with pytest.raises(ValueError, match="give `rollouts` too"):
+        EvaluationData(test_files=["x.parquet"])
+
+
+@pytest.mark.parametrize("value", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": 0}])
+def test_decoding_out_of_range(value):
+    with pytest.raises(ValueError, match=next(iter(value))):
+        Decoding(**value)
+
+
+def test_yaml_reaches_options_of_the_evaluation_part_and_refuses_unknown_ones(model_dir):
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(RolloutDataModule, "data")
+    rollouts = {
+        "class_path": "rollout.system.RolloutSystem",
+        "init_args": {
+            "engine": {"class_path": "rollout.engines.transformers_engine.TransformersEngine",
+                       "init_args": {"model": str(model_dir)}},
+            "protocol": {"class_path": "rollout.protocols.search_r1.SearchR1Protocol",
+                         "init_args": {"tokenizer": str(model_dir)}},
+            "environment": {"class_path": "rollout.environments.question_answering.QuestionAnswering",
+                            "init_args": {"tools": {}}},
+            "reward": {"class_path": "rollout.rewards.qa.ExactMatchReward"},
+        },
+    }  # fmt: skip
+    arguments = {
+        "rollouts": rollouts, "train_files": ["a.parquet"], "prompts_per_step": 8, "val_files": ["v.parquet"],
+        "train_sampling": {"temperature": 0.7}, "eval_sampling": {"temperature": 0.0}, "probes": ["closed_book"],
+    }  # fmt: skip
+    name = "data_modules.rollout_data_module.RolloutDataModule"
+
+    def parse(extra):
+        return parser.parse_object({"data": {"class_path": name, "init_args": {**arguments, **extra}}})
+
+    data = parser.instantiate_classes(parse({})).data
+    assert (data.train_sampling, data.probe_names("val"), data.files["val"]) == (Decoding(0.7), ["agent"], ["v.parquet"])
+    for wrong in ({"max_vall": 3}, {"probes": ["gold"]}, {"train_sampling": {"temperatur": 1.0}}):
+        with pytest.raises(jsonargparse.ArgumentError):
+            parse(wrong)

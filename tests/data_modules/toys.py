@@ -1,0 +1,52 @@
+"""A LightningModule that learns nothing and writes down what it is given."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+
+
+class Recorder(L.LightningModule):
+    """``train``: per step, ids of the batch's groups. After each step the "weights" of the next version are pushed."""
+
+    def __init__(self, push: bool = True, stop_after: int | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.automatic_optimization = False
+        self.push, self.stop_after = push, stop_after
+        self.train_batches, self.val_batches, self.test_batches = [], [], []
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+    def training_step(self, batch, batch_idx):
+        self.train_batches.append(batch)
+        self.optimizers().step()
+        if self.stop_after == len(self.train_batches):
+            raise RuntimeError("the machine was switched off")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.push:
+            version = self.trainer.global_step
+            self.trainer.datamodule.rollouts.load_weights([("weight", self.weight.detach())], version)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.val_batches.append((dataloader_idx, batch))
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.test_batches.append((dataloader_idx, batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def trainer(folder, **options) -> L.Trainer:
+    options = {"enable_checkpointing": False, "num_sanity_val_steps": 0, **options}
+    return L.Trainer(
+        default_root_dir=folder, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def sampled_by(trajectories) -> set[int]:
+    return {version for t in trajectories for version in t.policy_versions}

@@ -1,0 +1,152 @@
+"""The stage graph and the content keys: stable where nothing changed, different where anything did."""
+
+import pytest
+
+from experiments.errors import ExperimentError
+from experiments.graph import closure, missing_files
+from experiments.keys import PathHasher
+
+FIT = """
+experiment: {kind: fit}
+values: {lr: 0.1}
+trainer:
+  max_steps: 3
+  logger: {class_path: l.Logger, init_args: {run_name: "${experiment.name}", save_dir: "${experiment.folder}"}}
+  callbacks: {bar: {class_path: callbacks.progress.Progress}, guard: {class_path: callbacks.collapse_guard.CollapseGuard}}
+model: {class_path: m.A, init_args: {policy: "${stage:base}/model", lr: "${values.lr}"}}
+data: {class_path: d.A}
+"""
+
+
+@pytest.fixture
+def chain(workshop):
+    workshop.task("base", "text: hello")
+    workshop.write("fit", FIT)
+    return workshop
+
+
+def key(workshop, *overrides, seed=None, target="fit"):
+    return workshop.graph(target, *overrides, seed=seed).target().key
+
+
+def test_references_are_the_graph_and_become_folders(chain):
+    stage = chain.graph("fit").target()
+    assert [s.name for s in closure([stage])] == ["base", "fit"]
+    [base] = stage.upstream
+    assert stage.config["model"]["init_args"]["policy"] == f"{base.folder}/model"
+    assert stage.config["trainer"]["logger"]["init_args"] == {"run_name": "fit", "save_dir": str(stage.folder)}
+    assert stage.folder == chain.project.outputs / "fit" / stage.key
+
+
+def test_keys_are_stable(chain):
+    assert key(chain) == key(chain)
+    chain.write("fit", "# a comment\n" + FIT.replace("{kind: fit}", "{kind: fit, summary: other words, compare: [base]}"))
+    assert key(chain) == key(chain)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["--trainer.logger=false"],
+        ["--trainer.enable_progress_bar=false"],
+        ["--trainer.log_every_n_steps=1"],
+        ["--trainer.callbacks.bar=null"],
+        ["--trainer.callbacks.bar.line_every_s=3"],
+    ],
+)
+def test_what_only_watches_is_outside_the_key(chain, change):
+    assert key(chain, *change) == key(chain)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["--model.lr=0.2"],
+        ["--values.lr=0.2"],
+        ["--trainer.max_steps=4"],
+        ["--trainer.callbacks.guard=null"],
+        ["--trainer.callbacks+=c.X"],
+        ["--seed_everything=1"],
+        ["--stages.base.task.text=bye"],
+        ["--model.class_path=m.B"],
+    ],
+)
+def test_everything_else_is_in_the_key(chain, change):
+    assert key(chain, *change) != key(chain)
+
+
+def test_overrides_reach_interpolations(chain):
+    assert chain.graph("fit", "--values.lr=0.2").target().config["model"]["init_args"]["lr"] == 0.2
+
+
+def test_an_upstream_change_reaches_everything_below(chain):
+    before = key(chain)
+    chain.task("base", "text: changed")
+    assert key(chain) != before
+
+
+def test_contents_of_input_files_decide_not_their_place(workshop, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"rows")
+    workshop.task("x", f"text: {tmp_path}/a.parquet")
+    first = key(workshop, target="x")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.parquet").write_bytes(b"rows")
+    workshop.task("x", f"text: {tmp_path}/elsewhere/b.parquet")
+    assert key(workshop, target="x") == first
+    (tmp_path / "elsewhere" / "b.parquet").write_bytes(b"other rows")
+    assert key(workshop, target="x") != first
+
+
+def test_folder_hash_sees_names_and_contents(tmp_path):
+    hasher = PathHasher(tmp_path / "cache.json")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a").write_text("1")
+    first = hasher(folder)
+    (folder / "a").rename(folder / "b")
+    renamed = hasher(folder)
+    (folder / "b").write_text("2")
+    assert len({first, renamed, hasher(folder)}) == 3
+    hasher.save()
+    assert PathHasher(tmp_path / "cache.json")(folder) == hasher(folder)
+
+
+def test_seed_reaches_what_is_not_fixed(workshop):
+    workshop.task("world", "text: w", about="fixed_seed: true")
+    workshop.task("middle", "source: '${stage:world}'")
+    workshop.task("top", "source: '${stage:middle}', text: '${seed_everything}'")
+    stages = {s.name: s for s in closure([workshop.graph("top", seed=3).target()])}
+    assert {n: s.config["seed_everything"] for n, s in stages.items()} == {"world": 0, "middle": 3, "top": 3}
+    assert stages["top"].config["task"]["init_args"]["text"] == 3
+    other = {s.name: s for s in closure([workshop.graph("top").target()])}
+    assert stages["world"].key == other["world"].key
+    assert stages["middle"].key != other["middle"].key
+
+
+def test_circles_and_unknown_stages(workshop):
+    workshop.task("a", "source: '${stage:b}'")
+    workshop.task("b", "source: '${stage:a}'")
+    with pytest.raises(ExperimentError, match="stages run in a circle: a -> b -> a"):
+        workshop.graph("a").target()
+    workshop.task("a", "source: '${stage:bb}'")
+    with pytest.raises(ExperimentError, match="'a' refers to an unknown stage 'bb'"):
+        workshop.graph("a").target()
+
+
+def test_override_for_a_stage_that_is_not_there(chain):
+    with pytest.raises(ExperimentError, match="does not stand on a stage 'bsae'; did you mean 'base'"):
+        chain.graph("fit", "--stages.bsae.task.text=x").target()
+
+
+def test_missing_input_files_are_named_with_their_neighbours(workshop, tmp_path):
+    (tmp_path / "train.parquet").touch()
+    workshop.task("base")
+    workshop.task("x", f"text: {tmp_path}/trian.parquet, source: '${{stage:base}}/made_later.parquet'")
+    [line] = missing_files(workshop.graph("x").target(), workshop.project.root)
+    assert line == f"task.init_args.text: no file '{tmp_path}/trian.parquet'; did you mean '{tmp_path}/train.parquet'?"
+
+
+def test_malformed_needs(workshop):
+    workshop.task("x", about="needs: {weights: {path: a, hwo: b}}")
+    with pytest.raises(ExperimentError, match="needs.weights: unknown key 'hwo'; did you mean 'how'"):
+        workshop.graph("x").target()

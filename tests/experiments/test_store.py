@@ -1,0 +1,108 @@
+"""Stage folders: the done marker, sessions, and a lock that survives neither its owner nor a race."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from experiments.project import ROOT
+from experiments.store import StageFolder, write_atomically
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from experiments.store import StageFolder
+with StageFolder(Path(sys.argv[1])).locked(lambda owner: None):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold_lock(folder):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "locked\n"
+    return holder
+
+
+def test_a_write_that_fails_leaves_the_old_contents_and_nothing_else(tmp_path, monkeypatch):
+    target = tmp_path / "result.json"
+    write_atomically(target, "old")
+
+    def no_room(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(target, "new")
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
+    store = StageFolder(tmp_path / "stage" / "key")
+    store.path.parent.mkdir(parents=True)
+    holder = hold_lock(store.path)
+    try:
+        assert store.owner()["pid"] == holder.pid
+        waited_for = []
+        holder_gone = threading.Timer(0.3, lambda: os.kill(holder.pid, signal.SIGKILL))
+        holder_gone.start()
+        with store.locked(waited_for.append, poll=0.05):
+            assert [owner["pid"] for owner in waited_for] == [holder.pid]
+            assert json.loads((tmp_path / "stage" / "key.lock").read_text())["pid"] == os.getpid()
+        assert store.owner() is None
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_states(workshop):
+    workshop.task("x")
+    stage = workshop.graph("x").target()
+    store = StageFolder(stage.folder)
+    assert store.state() == "missing"
+    store.prepare(stage, {"arguments": []}, keep=False)
+    assert store.state() == "unfinished"
+    store.checkpoint.parent.mkdir()
+    store.checkpoint.touch()
+    assert store.state() == "interrupted"
+    holder = hold_lock(stage.folder)
+    try:
+        assert store.state() == "running"
+    finally:
+        holder.kill()
+        holder.wait()
+    store.finish({"seconds": 1})
+    assert store.state() == "done" and store.result() == {"seconds": 1}
+
+
+def test_sessions_add_up_and_a_killed_one_counts_to_its_last_checkpoint(workshop):
+    workshop.task("x")
+    stage = workshop.graph("x").target()
+    store = StageFolder(stage.folder)
+    store.prepare(stage, {}, keep=False)
+    store.checkpoint.parent.mkdir()
+    store.checkpoint.touch()
+    began = store.about()["sessions"][0]["started"]
+    os.utime(store.checkpoint, (began + 100, began + 100))
+    store.prepare(stage, {}, keep=True)  # the first session never ended
+    time.sleep(0.05)
+    seconds = store.end_session()
+    assert 100.04 < seconds < 110
+    assert len(store.about()["sessions"]) == 2
+
+
+def test_preparing_afresh_empties_the_folder(workshop):
+    workshop.task("x")
+    stage = workshop.graph("x").target()
+    store = StageFolder(stage.folder)
+    store.prepare(stage, {}, keep=False)
+    (stage.folder / "leftover").touch()
+    store.prepare(stage, {}, keep=True)
+    assert (stage.folder / "leftover").exists()
+    store.prepare(stage, {}, keep=False)
+    assert not (stage.folder / "leftover").exists()

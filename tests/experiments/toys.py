@@ -1,0 +1,58 @@
+"""Small real stages for the runner's tests."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Note:
+    """A task that writes what it was given, and appends a line to ``journal`` each time it runs.
+
+    Args:
+        text: what goes into note.txt.
+        source: folder of another note, copied into this one.
+        journal: file that counts the runs.
+        seconds: how long it takes.
+        fault: ``value``, ``disk``, ``port`` or ``bug``: the error it ends with.
+    """
+
+    def __init__(
+        self, text: str = "", source: str | None = None, journal: str | None = None, seconds: float = 0, fault: str = ""
+    ) -> None:
+        self.text, self.source, self.journal, self.seconds, self.fault = text, source, journal, seconds, fault
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        if self.journal:
+            with open(self.journal, "a") as stream:
+                stream.write(f"{os.getpid()} {output_dir.parent.name}\n")
+        print(f"writing {self.text}", flush=True)
+        time.sleep(self.seconds)
+        if self.fault:
+            raise {
+                "value": ValueError("the corpus is empty"),
+                "disk": OSError(errno.ENOSPC, "No space left on device", str(output_dir / "x")),
+                "port": OSError(errno.EADDRINUSE, "Address already in use"),
+                "bug": TypeError("unsupported operand"),
+            }[self.fault]
+        before = (Path(self.source) / "note.txt").read_text() if self.source else ""
+        (output_dir / "note.txt").write_text(before + self.text)
+        return {"characters": len(before + self.text)}
+
+
+class Draw:
+    """Writes what the generators give and the seed that data modules look up."""
+
+    def __init__(self) -> None:
+        pass
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        import random
+
+        drawn = {"random": random.random(), "variable": os.environ["PL_GLOBAL_SEED"]}
+        (output_dir / "drawn.json").write_text(json.dumps(drawn))
+        return drawn

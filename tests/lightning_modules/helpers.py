@@ -1,0 +1,61 @@
+"""Random but valid trajectories, and a short fit without files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
+
+VOCABULARY = 400
+
+
+def make_trajectory(
+    rng: random.Random,
+    index: int,
+    em: float = 0.0,
+    spans: Sequence[int] | None = None,
+    stop_reason: StopReason = StopReason.ANSWER,
+) -> Trajectory:
+    """``spans`` alternate sampled and observation lengths; the last is sampled if their number is odd."""
+    spans = spans if spans is not None else [rng.randint(2, 6), rng.randint(1, 8), rng.randint(1, 5)]
+    turns, mask, at = [], [], 0
+    for i, n in enumerate(spans):
+        if i % 2 == 0:
+            following = spans[i + 1] if i + 1 < len(spans) else 0
+            turns.append(Turn(at, at + n, Action(ActionKind.INVALID), "stop", 0, at + n + following))
+        mask += [1 - i % 2] * n
+        at += n
+    return Trajectory(
+        task=Task(str(index), "?", ("a",), "test"),
+        prompt_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(3, 9))),
+        response_ids=tuple(rng.randrange(VOCABULARY) for _ in range(at)),
+        loss_mask=tuple(mask),
+        logprobs=tuple(-rng.random() * m for m in mask),
+        turns=tuple(turns),
+        calls=(),
+        stop_reason=stop_reason,
+        group=str(index),
+        index=0,
+        reward=None if stop_reason is StopReason.INFRASTRUCTURE else Reward(em, {"em": em}),
+    )
+
+
+def make_trajectories(n: int, seed: int = 0, em: Sequence[float] | None = None) -> list[Trajectory]:
+    rng = random.Random(seed)
+    return [make_trajectory(rng, i, em[i] if em is not None else float(i % 2)) for i in range(n)]
+
+
+def fit(module: Any, batches: Sequence[list[Trajectory]], **options: Any) -> Any:
+    """Train on the given batches, one per step, and return the Trainer."""
+    import lightning as L
+    import torch
+
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"),
+        False,
+    )
+    trainer = L.Trainer(**{"max_steps": len(batches), "accelerator": "cpu", **quiet, **options})
+    trainer.fit(module, train_dataloaders=torch.utils.data.DataLoader(list(batches), batch_size=None))
+    return trainer

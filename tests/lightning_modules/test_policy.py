@@ -1,0 +1,170 @@
+"""Token log-probs, chunked against whole, and against the model's own logits."""
+
+import pytest
+import torch
+from tests.lightning_modules.helpers import make_trajectories
+
+from lightning_modules.batch import collate
+from lightning_modules.cold_start_kd import kd_columns
+from lightning_modules.divergences import forward_kl, make_divergence, reverse_kl
+from lightning_modules.policy import ValueModel, load_causal_lm, named_weights, token_logprobs
+from lightning_modules.projection import LMHead, token_statistics
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    return load_causal_lm(str(model_dir))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return collate(make_trajectories(5))
+
+
+def test_against_the_models_own_logits(model, batch):
+    stats = token_logprobs(model, batch, chunk=4, temperature=0.7)
+    for i, length in enumerate(batch.lengths.tolist()):
+        ids = batch.input_ids[i : i + 1, :length]  # alone, without padding
+        logprobs = (model(input_ids=ids).logits[0].float() / 0.7).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        for t in range(1, length):
+            on = batch.mask[i, t].item()
+            assert stats.logprobs[i, t].item() == pytest.approx(on * logprobs[t - 1, ids[0, t]].item(), abs=1e-4)
+            assert stats.entropy[i, t].item() == pytest.approx(on * entropy[t - 1].item(), abs=1e-4)
+        assert stats.logprobs[i, length:].abs().sum() == 0
+
+
+def test_padding_changes_nothing(model, batch):
+    wide = torch.nn.functional.pad
+    padded = type(batch)(
+        wide(batch.input_ids, (0, 9), value=7),
+        batch.lengths,
+        batch.prompt_lengths,
+        wide(batch.mask, (0, 9)),
+        wide(batch.sampler_logprobs, (0, 9)),
+    )
+    a, b = (token_logprobs(model, x).logprobs for x in (batch, padded))
+    assert torch.allclose(a, b[:, : a.shape[1]], atol=1e-5)
+    assert b[:, a.shape[1] :].abs().sum() == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 30])
+def test_chunked_equals_whole_with_gradient(model, batch, chunk):
+    results = []
+    for size in (chunk, 10_000):
+        model.zero_grad()
+        stats = token_logprobs(model, batch, chunk=size)
+        weights = torch.linspace(-1, 1, stats.logprobs.numel()).view_as(stats.logprobs)
+        ((stats.logprobs * weights).sum() + (stats.entropy * weights.flip(0)).sum()).backward()
+        results.append([stats.logprobs, stats.entropy, *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_chunked_head_against_finite_differences():
+    torch.manual_seed(0)
+    head = LMHead(3, 6, bias=True).double()
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 1, 2, 3, 4])
+
+    def columns(logits, targets):  # float64 all the way, unlike token_statistics
+        logprobs = logits.log_softmax(-1)
+        return torch.stack([logprobs.gather(-1, targets[:, None])[:, 0], (logprobs.exp() * logprobs).sum(-1)], -1)
+
+    def run(h, w, b):
+        return torch.func.functional_call(
+            head, {"weight": w, "bias": b}, (h,), {"function": columns, "rows": (targets,), "chunk": 2}
+        )
+
+    assert torch.autograd.gradcheck(run, (hidden, head.weight, head.bias))
+
+
+def test_head_without_function_is_the_plain_layer(model, batch):
+    hidden = torch.randn(2, 3, model.config.hidden_size)
+    head = model.get_output_embeddings()
+    assert torch.equal(head(hidden), torch.nn.functional.linear(hidden, head.weight))
+
+
+def test_distillation_columns_chunked_equal_whole_and_cut_the_vocabulary():
+    """The teacher has three more output rows than the student; they must not take part in the softmax."""
+    torch.manual_seed(0)
+    student, teacher = LMHead(4, 10, bias=False), torch.nn.Linear(6, 13, bias=False)
+    hidden, teacher_hidden = torch.randn(9, 4, requires_grad=True), torch.randn(9, 6)
+    targets = torch.arange(9)
+
+    def run(chunk, divergence):
+        def function(logits, y, h):
+            return kd_columns(logits, y, h, teacher, divergence, temperature=2.0)
+
+        columns = student(hidden, function=function, rows=(targets, teacher_hidden), chunk=chunk)
+        return columns, torch.autograd.grad(columns[:, :2].sum(), (hidden, student.weight))
+
+    for divergence in (forward_kl, make_divergence("jsd")):
+        (a, grads_a), (b, grads_b) = run(2, divergence), run(100, divergence)
+        assert torch.allclose(a, b, atol=1e-6)
+        assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(grads_a, grads_b, strict=True))
+    p = (hidden @ student.weight.T / 2.0).softmax(-1)
+    q = (teacher_hidden @ teacher.weight[:10].T / 2.0).softmax(-1)
+    assert torch.allclose(b[:, 2], (q * (q / p).log()).sum(-1), atol=1e-5)
+    columns, _ = run(3, reverse_kl)
+    assert torch.allclose(columns[:, 1], (p * (p / q).log()).sum(-1), atol=1e-5)
+    assert torch.allclose(columns[:, 2], b[:, 2], atol=1e-6)  # the logged KL is the forward one, whatever is learnt
+
+
+def test_no_tokens_still_reach_every_parameter(model, batch):
+    model.zero_grad()
+    stats = token_logprobs(model, batch.rows([], 1))
+    (stats.logprobs.sum() + stats.entropy.sum()).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in model.parameters())
+
+
+def test_statistics_with_an_impossible_token():
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]], requires_grad=True)
+    columns = token_statistics(logits, torch.tensor([2]))
+    columns.sum().backward()
+    assert torch.isfinite(columns).all() and torch.isfinite(logits.grad).all()
+
+
+def test_autocast_computes_in_the_lower_precision_and_keeps_float32_gradients():
+    torch.manual_seed(0)
+    head, hidden = LMHead(8, 20, bias=False), torch.randn(6, 8, requires_grad=True)
+    seen = []
+
+    def function(logits, y):
+        seen.append(logits.dtype)
+        return token_statistics(logits, y)
+
+    with torch.autocast("cpu", torch.float16):
+        columns = head(hidden, function=function, rows=(torch.arange(6),), chunk=4)
+    columns[:, 0].sum().backward()
+    assert set(seen) == {torch.float16}
+    assert columns.dtype == hidden.grad.dtype == head.weight.grad.dtype == torch.float32
+    exact = torch.autograd.grad((hidden @ head.weight.T).log_softmax(-1)[range(6), range(6)].sum(), hidden)[0]
+    assert torch.allclose(hidden.grad, exact, atol=1e-2)
+
+
+def test_value_model_reads_before_the_token(model_dir, batch):
+    critic = ValueModel(str(model_dir))
+    assert critic(batch).abs().sum() == 0  # the head starts at zero
+    torch.nn.init.ones_(critic.head.weight)
+    values = critic(batch)
+    changed = batch.input_ids.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 400
+    after = critic(type(batch)(changed, batch.lengths, batch.prompt_lengths, batch.mask, batch.sampler_logprobs))
+    assert torch.allclose(values[:, :6], after[:, :6], atol=1e-5)  # V_5 does not know token 5
+    assert not torch.allclose(values[:, 6], after[:, 6], atol=1e-3)
+    assert values[:, 0].abs().sum() == 0
+
+
+def test_weights_have_hugging_face_names_and_come_in_buckets(model, model_dir):
+    from safetensors.torch import load_file
+
+    stored = load_file(model_dir / "model.safetensors")
+    weights = dict(named_weights(model, bucket_elements=500))
+    assert weights.keys() == stored.keys() - {"lm_head.weight"}  # tied
+    assert all(torch.equal(weights[k], stored[k]) for k in weights)
+
+
+def test_a_missing_folder_says_so():
+    with pytest.raises(FileNotFoundError, match="no model folder at '/nowhere/at/all'"):
+        load_causal_lm("/nowhere/at/all")

@@ -1,0 +1,146 @@
+"""SFT and cold-start distillation as trained by Lightning."""
+
+import pytest
+import torch
+
+from lightning_modules.cold_start_kd import ColdStartKD
+from lightning_modules.policy import load_causal_lm
+from lightning_modules.sft import SFT
+from rollout.trajectory import StopReason
+from tests.lightning_modules.helpers import fit, make_trajectories
+
+
+def train(module, batches=None, **options):
+    trainer = fit(module, batches or [make_trajectories(6)], **options)
+    weights = {k: v.clone() for k, v in module.policy_weights()}
+    return weights, {k: float(v) for k, v in trainer.callback_metrics.items()}, trainer
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max()) for k in a)
+
+
+def plain_figures(model_dir, teacher_dir, rows):
+    """CE, forward KL and accuracy over all sampled tokens, one trajectory at a time, from the models' own logits."""
+    student, teacher = (load_causal_lm(str(d)) for d in (model_dir, teacher_dir))
+    ce, kl, right = [], [], []
+    for t in rows:
+        ids = torch.tensor([[*t.prompt_ids, *t.response_ids]])
+        with torch.no_grad():
+            log_p, log_q = (m(input_ids=ids).logits[0].log_softmax(-1) for m in (student, teacher))
+        for offset, on in enumerate(t.loss_mask):
+            if on:
+                at = len(t.prompt_ids) + offset
+                ce.append(-log_p[at - 1, ids[0, at]])
+                kl.append((log_q[at - 1].exp() * (log_q[at - 1] - log_p[at - 1])).sum())
+                right.append(log_p[at - 1].argmax() == ids[0, at])
+    return [float(torch.stack(x).float().mean()) for x in (ce, kl, right)]
+
+
+def test_logged_figures_against_a_plain_loop(model_dir, teacher_dir):
+    rows = make_trajectories(6)
+    ce, kl, right = plain_figures(model_dir, teacher_dir, rows)
+    _, figures, trainer = train(ColdStartKD(str(model_dir), str(teacher_dir), ce_coef=0.5, kl_coef=2.0), [rows])
+    assert figures["train/ce"] == pytest.approx(ce, rel=1e-4)
+    assert figures["train/kl"] == pytest.approx(kl, rel=1e-3)
+    assert figures["train/token_accuracy"] == pytest.approx(right)
+    assert figures["train/loss"] == pytest.approx(0.5 * ce + 2.0 * kl, rel=1e-4)
+    assert figures["train/tokens"] == sum(sum(t.loss_mask) for t in rows)
+    assert trainer.global_step == 1
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "kd"])
+def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, algorithm):
+    def make(**options):
+        common = {"schedule": "constant", "lr": 1e-3, "max_grad_norm": 0.1, **options}
+        return SFT(str(model_dir), **common) if algorithm == "sft" else ColdStartKD(str(model_dir), str(teacher_dir), **common)
+
+    rows = make_trajectories(6)
+    whole, figures, _ = train(make(), [rows, rows])
+    split, split_figures, _ = train(make(micro_batch_tokens=1, logits_chunk=3), [rows[::-1], rows])
+    assert largest_difference(whole, split) < 2e-5
+    assert figures["train/loss"] == pytest.approx(split_figures["train/loss"], rel=1e-4)
+
+
+def test_sft_is_kd_without_divergence(model_dir, teacher_dir):
+    sft, *_ = train(SFT(str(model_dir)))
+    kd, *_ = train(ColdStartKD(str(model_dir), str(teacher_dir), kl_coef=0.0))
+    assert largest_difference(sft, kd) < 1e-6
+
+
+def test_infrastructure_failures_are_left_out(model_dir):
+    rows = make_trajectories(6)
+    broken = rows[0].replace(stop_reason=StopReason.INFRASTRUCTURE)
+    with_failure, *_ = train(SFT(str(model_dir)), [[broken, *rows[1:]]])
+    without, *_ = train(SFT(str(model_dir)), [rows[1:]])
+    assert largest_difference(with_failure, without) == 0.0
+
+
+def test_a_batch_of_failures_moves_nothing(model_dir):
+    rows = [t.replace(stop_reason=StopReason.INFRASTRUCTURE) for t in make_trajectories(2)]
+    weights, *_ = train(SFT(str(model_dir), weight_decay=0.0), [rows])
+    start = dict(load_causal_lm(str(model_dir)).named_parameters())
+    assert largest_difference(weights, start) == 0.0
+
+
+@pytest.mark.parametrize(
+    "divergence", ["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "tvd"]
+)
+def test_every_divergence_brings_the_student_closer(model_dir, teacher_dir, divergence):
+    module = ColdStartKD(
+        str(model_dir), str(teacher_dir), divergence=divergence, ce_coef=0.0, schedule="constant", lr=3e-3
+    )
+    rows, seen = make_trajectories(4), []
+    module.log_dict = lambda figures, **_: seen.append(figures)
+    fit(module, [rows] * 6)
+    assert seen[-1]["train/divergence"] < 0.9 * seen[0]["train/divergence"]
+    assert seen[-1]["train/kl"] < seen[0]["train/kl"]
+
+
+def test_cosine_goes_down_to_zero_over_the_run(model_dir):
+    module, seen = SFT(str(model_dir), lr=1.0, warmup_steps=2), []
+    module.log_dict = lambda figures, **_: seen.append(figures["train/lr"])
+    module.token_losses = lambda batch: {"loss": next(module.policy.parameters()).sum()[None] * 0}
+    fit(module, [make_trajectories(1)] * 6)
+    assert seen == pytest.approx([0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464], abs=1e-4)
+
+
+def test_checkpoint_has_no_teacher_and_resumes_exactly(model_dir, teacher_dir, tmp_path):
+    rows = [make_trajectories(4, seed=s) for s in range(4)]
+
+    def make():
+        return ColdStartKD(str(model_dir), str(teacher_dir))
+
+    whole, *_ = train(make(), rows)
+    first = make()
+    first_trainer = fit(first, rows, max_steps=4, limit_train_batches=2, max_epochs=1)
+    first_trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    assert not any(k.startswith("teacher") for k in saved["state_dict"])
+    second = make()
+    restored = {}
+    second.on_train_start = lambda: restored.update({k: v.clone() for k, v in second.policy_weights()})
+    trainer = resume(second, rows[2:], tmp_path / "half.ckpt")
+    assert largest_difference(restored, dict(first.policy_weights())) == 0.0
+    assert trainer.global_step == 4
+    assert largest_difference(whole, dict(second.policy_weights())) == 0.0
+
+
+def resume(module, rows, path):
+    """The remaining batches of an interrupted run; Lightning starts a new epoch, as the loader has no position."""
+    import lightning as L
+
+    trainer = L.Trainer(
+        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=None), ckpt_path=path)
+    return trainer
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_dir, teacher_dir, tmp_path):
+    trainer = fit(SFT(str(teacher_dir)), [make_trajectories(2)])
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="not from this model: 0 missing, 0 unknown, .* of another shape"):
+        resume(SFT(str(model_dir)), [make_trajectories(2)], tmp_path / "other.ckpt")

@@ -1,0 +1,51 @@
+"""Policy, critic and frozen teacher under ZeRO-3 on two CPU ranks do what one process does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("zero3_worker.py")
+
+
+@pytest.fixture(scope="module")
+def both(model_dir, teacher_dir, tmp_path_factory):
+    from tests.lightning_modules import zero3_worker
+
+    out = tmp_path_factory.mktemp("zero3") / "result.pt"
+    command = [sys.executable, str(WORKER), str(out), str(model_dir), str(teacher_dir)]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    one = zero3_worker.run(str(model_dir), str(teacher_dir), lambda rows: rows)
+    return one, torch.load(out, weights_only=False)
+
+
+@pytest.mark.parametrize("algorithm", ["kd", "dgpo"])
+def test_two_ranks_equal_one_process(both, algorithm, model_dir):
+    one, two = (side[algorithm] for side in both)
+    assert two["sharded"] and not one["sharded"]
+    assert one["steps"] == two["steps"] == 1
+    assert one["weights"].keys() == two["weights"].keys()
+    start = start_weights(model_dir)
+    moved = max(float((one["weights"][f"policy.{k}"] - v).abs().max()) for k, v in start.items())
+    worst = max(float((one["weights"][k] - two["weights"][k]).abs().max()) for k in one["weights"])
+    assert moved > 1e-3, "nothing was learnt, so equality proves nothing"
+    assert worst < 1e-5, f"weights differ by {worst} after moving by {moved}"
+
+
+@pytest.mark.parametrize("algorithm", ["kd", "dgpo"])
+def test_two_ranks_log_the_same_figures(both, algorithm):
+    one, two = (side[algorithm]["figures"] for side in both)
+    comparable = [k for k in one if "grad_norm" not in k]  # DeepSpeed only knows the joint norm
+    assert set(comparable) <= set(two)
+    for key in comparable:
+        assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+
+
+def start_weights(model_dir) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {k: v for k, v in load_file(model_dir / "model.safetensors").items() if k != "lm_head.weight"}

@@ -1,0 +1,78 @@
+"""Started by test_zero3.py: one KD step and one DGPO iteration, on one process or under ZeRO-3 on two.
+
+``python zero3_worker.py OUT MODEL TEACHER``; plain SGD without clipping, which hides no wrong scale.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from tests.lightning_modules.helpers import fit, make_trajectories, make_trajectory
+
+from lightning_modules import policy
+from lightning_modules.cold_start_kd import ColdStartKD
+from lightning_modules.dgpo import DGPO
+from rollout.trajectory import StopReason
+
+torch.set_num_threads(1)
+
+
+class SGD:
+    """Replaces AdamW, whose scale-free steps would hide a gradient of the wrong size."""
+
+    def configure_optimizers(self):
+        parts = [m for m in (self.policy, getattr(self, "critic", None)) if m is not None]
+        groups = [{"params": list(part.parameters()), "lr": 0.1} for part in parts]
+        optimizer = torch.optim.SGD(groups)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)}
+
+
+class KDWithSGD(SGD, ColdStartKD):
+    pass
+
+
+class DGPOWithSGD(SGD, DGPO):
+    pass
+
+
+def batch():
+    """Eight trajectories of unequal lengths; the last one failed by infrastructure, so the second rank has less."""
+    rows = make_trajectories(7, seed=3)
+    return [*rows, make_trajectory(random.Random(9), 7, stop_reason=StopReason.INFRASTRUCTURE)]
+
+
+def modules(model: str, teacher: str):
+    common = {"max_grad_norm": 0.0, "micro_batch_tokens": 25, "logits_chunk": 4}
+    yield "kd", KDWithSGD(model, teacher, schedule="constant", **common)
+    yield "dgpo", DGPOWithSGD(model, teacher, kl_coef=0.1, mini_batches=2, entropy_coef=0.01, **common)
+
+
+def run(model: str, teacher: str, share, **options) -> dict:
+    """Train each module on ``share(rows)`` and return figures and weights (whole, on every rank)."""
+    result = {}
+    for name, module in modules(model, teacher):
+        settings = {k: v() if k == "strategy" else v for k, v in options.items()}  # a strategy serves one Trainer
+        trainer = fit(module, [share(batch())], **settings)
+        weights = {f"policy.{k}": v.clone() for k, v in module.policy_weights()}
+        if name == "dgpo":
+            weights |= {f"critic.{k}": v.clone() for k, v in policy.named_weights(module.critic)}
+        sharded = policy.partitioned(module.parameters()) and next(module.teacher.parameters()).numel() == 0
+        figures = {k: float(v) for k, v in trainer.callback_metrics.items()}
+        result[name] = {"figures": figures, "weights": weights, "steps": trainer.global_step, "sharded": sharded}
+    return result
+
+
+if __name__ == "__main__":
+    from lightning_modules.strategies import ZeRO3
+
+    out, model, teacher = sys.argv[1:]
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    rows_of_rank = lambda rows: rows[4 * rank : 4 * rank + 4]  # noqa: E731
+    strategy = lambda: ZeRO3(persistence_threshold=0, bucket_elements=100_000)  # noqa: E731
+    figures = run(model, teacher, rows_of_rank, devices=2, strategy=strategy)
+    if rank == 0:
+        torch.save(figures, out)

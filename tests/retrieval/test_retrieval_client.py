@@ -1,0 +1,204 @@
+"""The client against real servers: ours, and small ones that are down, slow, or answer nonsense."""
+
+import asyncio
+import json
+import socket
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from retrieval.client import RetrieverClient
+from retrieval.types import Document, RetrievalError
+
+GOOD = {"result": [[{"document": {"id": "7", "title": "T", "text": "x", "contents": '"T"\nx'}, "score": 1.5}]]}
+DOCUMENT = Document("7", "T", "x", 1.5)
+
+
+@asynccontextmanager
+async def serving(*answers, delay: float = 0.0):
+    """A server that gives these answers in turn, the last one for ever: a body for status 200, or (status, body)."""
+    asked, closing = [], asyncio.Event()
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        if delay:
+            await asyncio.wait([asyncio.create_task(closing.wait())], timeout=delay)
+        answer = answers[min(len(asked), len(answers)) - 1]
+        status, body = answer if isinstance(answer, tuple) else (200, answer)
+        return web.Response(status=status, text=body if isinstance(body, str) else json.dumps(body))
+
+    app = web.Application()
+    app.router.add_post("/retrieve", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", asked
+    finally:
+        closing.set()
+        await runner.cleanup()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+async def ask(urls: list[str], *, times: int = 1, queries=("q",), **options) -> list:
+    client = RetrieverClient(urls, **({"backoff": 0.01} | options))
+    try:
+        return [await client.search(list(queries), 2) for _ in range(times)]
+    finally:
+        await client.close()
+
+
+def test_answers_of_our_server(server, corpus):
+    async def main():
+        client = RetrieverClient([server.url + "/retrieve"], max_connections=4)
+        many = await asyncio.gather(*(client.search([word, "zzzz"], 2) for word in corpus.words[:40]))
+        assert await client.search([], 2) == []
+        assert len((await client.search(["half \ud83d pair " + corpus.words[0]], 2))[0]) == 2
+        await client.close()
+        again = await client.search([corpus.words[0]], 2)  # closed clients open again
+        await client.close()
+        return many, again
+
+    many, again = asyncio.run(main())
+    for word, (found, nothing) in zip(corpus.words, many, strict=False):
+        assert nothing == [] and 0 < len(found) <= 2
+        for document in found:
+            assert document.contents == corpus.contents[corpus.ids.index(document.id)]
+            assert word in document.contents.lower()
+    assert again == [many[0][0]]
+
+
+def test_answers_of_search_r1s_server():
+    """Its BM25 server sends no id."""
+    answer = {"result": [[{"document": {"title": "T", "text": "x", "contents": '"T"\nx'}, "score": 2}], []]}
+
+    async def main():
+        async with serving(answer) as (url, asked):
+            found = await ask([url], queries=("a", "b"))
+            return found, asked
+
+    found, asked = asyncio.run(main())
+    assert found == [[[Document("", "T", "x", 2.0)], []]]
+    assert asked == [{"queries": ["a", "b"], "topk": 2, "return_scores": True}]
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        "<html>proxy error</html>",
+        "",
+        [],
+        {},
+        {"result": None},
+        {"result": []},
+        {"result": [[], []]},
+        {"result": [3]},
+        {"result": [GOOD["result"][0] * 3]},
+        {"result": [[GOOD["result"][0][0]["document"]]]},
+        {"result": [[{"document": "text", "score": 1.0}]]},
+        {"result": [[{"document": {"id": "7"}, "score": 1.0}]]},
+        {"result": [[{"document": {"id": 7, "contents": "a\nb"}, "score": 1.0}]]},
+        {"result": [[{"document": {"id": "7", "contents": None}, "score": 1.0}]]},
+        {"result": [[{"document": {"id": "7", "contents": "a\nb"}, "score": "high"}]]},
+        {"result": [[{"document": {"id": "7", "contents": "a\nb"}, "score": True}]]},
+        '{"result": [[{"document": {"id": "7", "contents": "a\\nb"}, "score": 1e999}]]}',
+        (500, "crashed"),
+        (302, "elsewhere"),
+    ],
+)
+def test_nonsense_is_tried_again_and_then_told(nonsense):
+    async def main():
+        async with serving(nonsense) as (url, asked):
+            with pytest.raises(RetrievalError, match="no answer from the retriever after 3 attempts"):
+                await ask([url], retries=2)
+            assert len(asked) == 3
+        async with serving(nonsense, GOOD) as (url, asked):
+            assert await ask([url], retries=1) == [[[DOCUMENT]]] and len(asked) == 2
+
+    asyncio.run(main())
+
+
+def test_a_rejected_request_is_not_repeated():
+    async def main():
+        async with serving((422, "queries: wrong")) as (url, asked):
+            with pytest.raises(RetrievalError, match="rejected the request: status 422: queries: wrong"):
+                await ask([url])
+            assert len(asked) == 1
+        async with serving((429, "busy"), GOOD) as (url, asked):  # but "later" means later
+            assert await ask([url]) == [[[DOCUMENT]]]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_down():
+    started = time.monotonic()
+    with pytest.raises(RetrievalError, match="after 3 attempts .*Connect"):
+        asyncio.run(ask([f"http://127.0.0.1:{free_port()}"], retries=2, backoff=0.1))
+    assert 0.15 <= time.monotonic() - started < 3  # pauses of 0.1 and 0.2 s, times 0.5 to 1.5
+
+
+def test_a_slow_server():
+    async def main():
+        async with serving(GOOD, delay=5.0) as (url, asked):
+            started = time.monotonic()
+            with pytest.raises(RetrievalError, match="no answer within 0.1 s"):
+                await ask([url], timeout=0.1, retries=1)
+            assert time.monotonic() - started < 4
+            assert len(asked) == 2
+
+    asyncio.run(main())
+
+
+def test_waiting_for_a_connection_is_not_held_against_the_server():
+    async def main():
+        async with serving(GOOD, delay=0.1) as (url, _):
+            client = RetrieverClient([url], timeout=0.6, retries=0, max_connections=1)
+            answers = await asyncio.gather(*(client.search(["q"], 2) for _ in range(8)))  # 0.8 s in all
+            await client.close()
+            return answers
+
+    assert asyncio.run(main()) == [[[DOCUMENT]]] * 8
+
+
+def test_servers_share_the_work_and_stand_in_for_each_other():
+    async def main():
+        async with serving(GOOD) as (first, asked_first), serving(GOOD) as (second, asked_second):
+            await ask([first, second], times=6)
+            assert (len(asked_first), len(asked_second)) == (3, 3)
+            down = f"http://127.0.0.1:{free_port()}"
+            assert await ask([down, first], times=4, retries=1) == [[[DOCUMENT]]] * 4
+
+    asyncio.run(main())
+
+
+def test_one_loop_after_another_but_not_two_at_once():
+    async def main():
+        async with serving(GOOD) as (url, _):
+            client = RetrieverClient([url])
+            await client.search(["q"], 2)
+            with pytest.raises(RuntimeError, match="one event loop at a time"):
+                await asyncio.to_thread(lambda: asyncio.run(client.search(["q"], 2)))
+            await client.close()
+            await asyncio.to_thread(lambda: asyncio.run(client.search(["q"], 2)))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "options", [{"urls": []}, {"urls": ["localhost:8000"]}, {"timeout": 0}, {"retries": -1}, {"max_connections": 0}]
+)
+def test_wrong_options_are_refused(options):
+    with pytest.raises(ValueError, match="expected"):
+        RetrieverClient(**({"urls": ["http://a"]} | options))
+
+
+def test_k_must_be_positive():
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        asyncio.run(RetrieverClient(["http://a"]).search(["q"], 0))

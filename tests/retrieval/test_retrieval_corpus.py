@@ -1,0 +1,105 @@
+import random
+
+import orjson
+import polars as pl
+import pytest
+
+from retrieval.corpus import PassageStore, _SeenIds, file_sha256, read_corpus, write_store
+from retrieval.types import CorpusError, Document, split_contents
+
+GOOD = '{"id": "a", "contents": "\\"Title\\"\\ntext"}'
+
+
+def test_store_gives_back_every_passage_across_parts(corpus, tmp_path):
+    summary = write_store(corpus.path, tmp_path, part_size=64)
+    store = PassageStore(tmp_path)
+    assert [path.name for path in sorted((tmp_path / "passages").iterdir())] == [f"0000{part}.jsonl" for part in range(4)]
+    assert [tuple(store[row]) for row in range(len(store))] == list(zip(corpus.ids, corpus.contents, strict=True))
+    assert (summary.passages, summary.sha256) == (200, file_sha256(corpus.path))
+    with pytest.raises(IndexError):
+        store[200]
+    with pytest.raises(IndexError):
+        store[-1]
+
+
+def test_parquet_and_json_lines_are_the_same_corpus(corpus, tmp_path):
+    path = tmp_path / "corpus.parquet"
+    pl.DataFrame({"contents": corpus.contents, "other": 1, "id": corpus.ids}).write_parquet(path)
+    assert list(read_corpus(path)) == list(read_corpus(corpus.path))
+
+
+def test_text_outside_ascii_and_line_breaks_survive(tmp_path):
+    contents = '"Zoë ☃"\nfirst\nsecond \u2028 third 😀'
+    (tmp_path / "c.jsonl").write_bytes(orjson.dumps({"id": 7, "contents": contents}))
+    write_store(tmp_path / "c.jsonl", tmp_path / "store")
+    document = PassageStore(tmp_path / "store").document(0)
+    assert document == {"id": "7", "title": "Zoë ☃", "text": contents.partition("\n")[2], "contents": contents}
+
+
+def test_title_and_text_as_in_search_r1():
+    assert split_contents('"A "B" C"\ntext\nmore') == ('A "B" C', "text\nmore")
+    assert Document("1", "T", "x", 1.0).contents == '"T"\nx'
+
+
+@pytest.mark.parametrize(
+    ("lines", "where", "what"),
+    [
+        ([GOOD, "{not json"], "line 2", "not JSON"),
+        ([GOOD, ""], "line 2", "not JSON"),
+        ([GOOD, '["a", "b"]'], "line 2", "found list"),
+        (['{"id": "a"}'], "line 1", "no 'contents'"),
+        (['{"contents": "\\"T\\"\\nx"}'], "line 1", "no 'id'"),
+        (['{"id": "a", "contents": null}'], "line 1", "no 'contents'"),
+        (['{"id": "a", "contents": 3}'], "line 1", "contents is int"),
+        (['{"id": true, "contents": "\\"T\\"\\nx"}'], "line 1", "id is True"),
+        (['{"id": "", "contents": "\\"T\\"\\nx"}'], "line 1", "id is ''"),
+        (['{"id": "a", "contents": "no title line"}'], "line 1", "not a title line"),
+        (['{"id": "a", "contents": "\\"T\\"\\n  "}'], "line 1", "not a title line"),
+        ([GOOD, GOOD.replace('"a"', '"b"'), GOOD], "line 3", "already used in line 1"),
+        ([GOOD.replace('"a"', "0"), GOOD.replace('"a"', '"0"')], "line 2", "already used in line 1"),
+        ([GOOD.replace('"a"', '"1"'), GOOD.replace('"a"', '"1"')], "line 2", "already used in line 1"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, lines, where, what):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(CorpusError, match=what) as caught:
+        write_store(path, tmp_path / "store")
+    assert str(path) in str(caught.value) and where in str(caught.value)
+
+
+def test_empty_missing_and_broken_files_are_named(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(CorpusError, match="no passages"):
+        write_store(tmp_path / "empty.jsonl", tmp_path / "store")
+    (tmp_path / "text.parquet").write_text("not parquet")
+    with pytest.raises(CorpusError, match="not a parquet file"):
+        list(read_corpus(tmp_path / "text.parquet"))
+    pl.DataFrame({"id": ["a"], "text": ["b"]}).write_parquet(tmp_path / "columns.parquet")
+    with pytest.raises(CorpusError, match="no column contents; it has id, text"):
+        list(read_corpus(tmp_path / "columns.parquet"))
+
+
+def test_duplicates_are_found_as_by_a_plain_set(tmp_path):
+    draw = random.Random(0)
+    outcomes = set()
+    for _ in range(400):
+        ids = [draw.choice([str(row), str(draw.randint(0, 8)), f"0{row}", f"x{row}"]) for row in range(6)]
+        seen, found = _SeenIds(tmp_path, "line"), None
+        for row, id_ in enumerate(ids):
+            try:
+                seen.add(id_, row + 1)
+            except CorpusError as error:
+                found = (row, f"line {ids.index(id_) + 1};" in str(error))
+                break
+        first = next((row for row, id_ in enumerate(ids) if id_ in ids[:row]), None)
+        assert found == (None if first is None else (first, True)), ids
+        outcomes.add(found is None)
+    assert outcomes == {True, False}
+
+
+def test_row_number_ids_cost_no_memory(tmp_path):
+    seen = _SeenIds(tmp_path, "line")
+    for row in range(1000):
+        seen.add(str(row), row + 1)
+    assert not seen.others

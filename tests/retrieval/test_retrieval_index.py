@@ -1,0 +1,170 @@
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonargparse
+import pytest
+
+from retrieval.corpus import file_sha256
+from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, check_index, read_metadata
+from retrieval.opening import SearchSettings, check_indexes
+from retrieval.types import CorpusError, IndexFolderError
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = """
+import sys
+from pathlib import Path
+from retrieval.index import BuildIndex
+BuildIndex(sys.argv[1]).run(Path(sys.argv[2]))
+"""
+
+
+def build_elsewhere(corpus: Path, output: Path, **options) -> subprocess.Popen:
+    command = [sys.executable, "-c", BUILD, str(corpus), str(output)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def commands_naming(path: Path) -> list[str]:
+    """Command lines of the running processes that mention ``path``."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = file.read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):  # ended between the listing and the reading
+            continue
+        if str(path) in command:
+            found.append(command)
+    return found
+
+
+def test_metadata_tells_what_the_index_holds(corpus, bm25_index):
+    metadata = check_index(bm25_index, corpus.path)
+    assert (metadata.kind, metadata.passages) == ("bm25", 200)
+    assert metadata.corpus_bytes == corpus.path.stat().st_size and metadata.versions["pyserini"] == "1.6.0"
+    assert sorted(os.listdir(Path(bm25_index).parent)) == ["index", "index.lock"]
+
+
+def test_a_whole_index_is_kept_and_one_that_no_longer_fits_replaced(corpus, bm25_index, tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(corpus.path.read_bytes())
+    folder = Path(shutil.copytree(bm25_index, tmp_path / "out" / "index"))
+    kept = folder.stat().st_ino
+    first = BuildIndex(str(path)).run(tmp_path / "out")
+    assert folder.stat().st_ino == kept and first == {"index": str(folder), **dataclasses.asdict(read_metadata(folder))}
+    path.write_text('{"id": "0", "contents": "\\"A\\"\\nb"}\n')
+    second = BuildIndex(str(path)).run(tmp_path / "out")
+    assert folder.stat().st_ino != kept and second["passages"] == 1
+    assert second["corpus_sha256"] == file_sha256(path) != first["corpus_sha256"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index", "index.lock"]
+
+
+def test_an_index_of_another_corpus_is_refused(corpus, bm25_index, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(corpus.path.read_bytes().replace(b"p0", b"q0", 1))  # same size
+    with pytest.raises(IndexFolderError, match=r"built from another corpus .* 200 passages"):
+        check_index(bm25_index, other)
+    with pytest.raises(CorpusError, match="no such file"):
+        check_index(bm25_index, tmp_path / "none.jsonl")
+
+
+def test_indexes_of_two_corpora_do_not_fuse(bm25_index, tmp_path):
+    metadata = dataclasses.asdict(read_metadata(bm25_index)) | {"corpus_sha256": "0" * 64}
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(IndexFolderError, match="hybrid retrieval needs indexes of one corpus"):
+        check_indexes([bm25_index, str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (None, "was interrupted"),
+        ("{", "not an index description"),
+        ("[]", "not an index description"),
+        ('{"kind": "bm25"}', "not an index description"),
+    ],
+)
+def test_a_folder_that_is_no_index_is_refused(tmp_path, content, what):
+    if content is not None:
+        (tmp_path / "metadata.json").write_text(content)
+    with pytest.raises(IndexFolderError, match=what):
+        read_metadata(tmp_path)
+    with pytest.raises(IndexFolderError, match="missing; build it with"):
+        read_metadata(tmp_path / "none")
+
+
+def test_an_index_of_a_later_format_is_refused(bm25_index, tmp_path):
+    metadata = dataclasses.asdict(read_metadata(bm25_index)) | {"format": 99}
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(IndexFolderError, match="format 99, this version reads 1"):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("kilobytes", [40, 3], ids=["while-copying", "at-once"])
+def test_a_full_disk_leaves_no_index(corpus, tmp_path, kilobytes):
+    def limit() -> None:  # the kernel refuses to let any file grow further, as a full disk does
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, kilobytes * 1024))
+
+    build = build_elsewhere(corpus.path, tmp_path, preexec_fn=limit)
+    output = build.communicate(timeout=60)[0]
+    assert build.returncode != 0 and "File too large" in output
+    assert os.listdir(tmp_path) == ["index.lock"]
+
+
+def test_a_failing_lucene_leaves_no_index(corpus, tmp_path):
+    with pytest.raises(IndexFolderError, match="after 0 of 200 passages"):
+        BuildIndex(str(corpus.path), java_heap="1k").run(tmp_path)
+    assert os.listdir(tmp_path) == ["index.lock"]
+
+
+def test_a_killed_build_leaves_no_index_and_does_not_block_the_next(corpus, tmp_path):
+    build = build_elsewhere(corpus.path, tmp_path)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("index.partial-*/store.json")):  # the passages are written, Lucene starts
+        assert build.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    build.send_signal(signal.SIGKILL)
+    build.wait()
+    build.stdout.close()
+    assert list(tmp_path.glob("index.partial-*"))
+    with pytest.raises(IndexFolderError, match="missing"):
+        read_metadata(tmp_path / "index")
+    while commands_naming(tmp_path):  # the indexer does not outlive its builder
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert BuildIndex(str(corpus.path)).run(tmp_path)["passages"] == 200
+    assert sorted(os.listdir(tmp_path)) == ["index", "index.lock"]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"encoder": EncoderConfig("m")}, "encoder must be absent"),
+        ({"kind": "dense_flat"}, "encoder must be given"),
+        ({"kind": "dense_flat", "encoder": EncoderConfig("m"), "hnsw": HNSWConfig()}, "hnsw must be absent"),
+        ({"kind": "dense_hnsw", "encoder": EncoderConfig("m"), "vectors": "v"}, "vectors must be absent"),
+        ({"threads": 0}, "threads must be at least 1"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, what):
+    with pytest.raises(ValueError, match=what):
+        BuildIndex("corpus.jsonl", **options)
+
+
+def test_search_settings_without_effect_are_refused(bm25_index):
+    with pytest.raises(ValueError, match="device: for dense indexes only"):
+        SearchSettings(device="cpu").check([read_metadata(bm25_index)])
+
+
+def test_configurable_from_yaml():
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(BuildIndex, "task")
+    values = {"corpus": "c", "kind": "dense_hnsw", "encoder": {"model": "e5", "query_prefix": "query: "}, "hnsw": {"m": 8}}
+    stage = parser.instantiate(parser.parse_object({"task": values})).task
+    assert stage.encoder == EncoderConfig("e5", "query: ") and stage.hnsw == HNSWConfig(m=8)

@@ -1,0 +1,104 @@
+import asyncio
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import jsonargparse
+import pytest
+
+from retrieval.process import RetrieverProcess
+from retrieval.types import IndexFolderError, RetrievalError, RetrieverStartError
+
+
+def start_elsewhere_than_here(process: RetrieverProcess) -> str | None:
+    """The URL if a server was started."""
+    with pytest.raises(IndexFolderError):
+        process.start()
+    return process.url
+
+
+def test_a_wrong_index_is_told_before_anything_starts(bm25_index, tmp_path):
+    assert start_elsewhere_than_here(RetrieverProcess(str(tmp_path))) is None
+    other = tmp_path / "other.jsonl"
+    other.write_text("{}")
+    process = RetrieverProcess(bm25_index, corpus=str(other))
+    assert start_elsewhere_than_here(process) is None and process._process is None
+
+
+def test_a_server_that_does_not_come_up_shows_its_log_once(bm25_index, tmp_path):
+    broken = tmp_path / "index"
+    broken.mkdir()
+    for path in Path(bm25_index).iterdir():
+        if path.name != "lucene":
+            (broken / path.name).symlink_to(path)
+    (broken / "lucene").mkdir()
+    process = RetrieverProcess(str(broken))
+
+    async def main():
+        return await asyncio.gather(*(process.search(["q"]) for _ in range(20)), return_exceptions=True)
+
+    errors = asyncio.run(main())
+    assert {type(error) for error in errors} == {RetrieverStartError} and len({str(error) for error in errors}) == 1
+    assert "ended with code 2 while starting" in str(errors[0]) and "Lucene cannot open it" in str(errors[0])
+    assert Path(process._log_path).read_text().count("Lucene cannot open it") == 1  # one start for all twenty
+    process.close()
+    assert not process._log_path.exists()
+
+
+def test_starting_lazily_dying_starting_again_and_ctrl_c(bm25_index, corpus, tmp_path):
+    process = RetrieverProcess(bm25_index, topk=2, retries=1, backoff=0.01, log=str(tmp_path / "logs" / "retriever.log"))
+
+    async def main():
+        found = await asyncio.gather(*(process.search([word]) for word in corpus.words[:20]))
+        assert [len(answer[0]) for answer in found] == [2] * 20  # topk
+        assert len((await process.search(corpus.words[:1], 5))[0]) == 5
+        pid = process._process.pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RetrievalError, match=r"has ended with code -9; the end of its log .*retriever\.log"):
+            await process.search(corpus.words[:1])
+        await process.close()
+        again = await process.search(corpus.words[:1])
+        assert process._process.pid != pid and again == found[0]
+        process._process.send_signal(signal.SIGINT)  # Ctrl-C, twice
+        process._process.send_signal(signal.SIGINT)
+        assert process._process.wait(10) == 0
+        await process.close()
+
+    asyncio.run(main())
+    log = (tmp_path / "logs" / "retriever.log").read_text()
+    assert log.count("retriever ready at") == 2 and "Traceback" not in log
+
+
+def test_a_forgotten_process_is_ended(bm25_index):
+    process = RetrieverProcess(bm25_index)
+    process.start()
+    child = process._process
+    process._log_path.unlink()
+    del process
+    gc.collect()
+    assert child.wait(10) == 0  # it was sent SIGTERM, and left cleanly
+
+
+def test_too_slow_a_start_is_told(bm25_index):
+    process = RetrieverProcess(bm25_index, start_timeout=0.05)
+    started = time.monotonic()
+    with pytest.raises(RetrieverStartError, match=r"did not listen within 0\.05 s"):
+        process.start()
+    assert time.monotonic() - started < 5 and process._process.poll() is not None
+    process.close()
+
+
+def test_configurable_from_yaml():
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(RetrieverProcess, "retriever")
+    for index in ("a", ["a", "b"]):
+        made = parser.instantiate(parser.parse_object({"retriever": {"index": index, "k1": 1.2}})).retriever
+        assert made.indexes == list(index) and made.settings.k1 == 1.2 and made.url is None
+
+
+@pytest.mark.parametrize("options", [{"topk": 0}, {"threads": 0}, {"port": -1}, {"retries": -1}])
+def test_wrong_options_are_refused(options):
+    with pytest.raises(ValueError, match="expected"):
+        RetrieverProcess("index", **options)

@@ -1,0 +1,175 @@
+"""The server over HTTP, without our client: what any client of Search-R1's servers may rely on."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from retrieval.process import RetrieverProcess
+from retrieval.server import bind
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def post(url: str, body: object) -> tuple[int, dict]:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url + "/retrieve", content, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def health(url: str) -> dict:
+    with urllib.request.urlopen(url + "/health", timeout=30) as response:
+        return json.load(response)
+
+
+def test_with_scores(server, corpus):
+    status, answer = post(server.url, {"queries": corpus.words[:3], "topk": 2, "return_scores": True})
+    assert status == 200 and list(answer) == ["result"] and [len(hits) for hits in answer["result"]] == [2, 2, 2]
+    for word, hits in zip(corpus.words, answer["result"], strict=False):
+        assert hits[0]["score"] >= hits[1]["score"] > 0
+        for hit in hits:
+            assert set(hit) == {"document", "score"} and set(hit["document"]) == {"id", "title", "text", "contents"}
+            row = corpus.ids.index(hit["document"]["id"])
+            assert hit["document"]["contents"] == corpus.contents[row] and word in corpus.contents[row].lower()
+            assert hit["document"]["contents"] == f'"{hit["document"]["title"]}"\n{hit["document"]["text"]}'
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3])
+def test_without_scores_come_plain_documents(server, corpus, queries):
+    """Search-R1's own server fails here, or loses a query's documents."""
+    body = {"queries": corpus.words[:queries]}
+    plain = post(server.url, body)[1]["result"]
+    scored = post(server.url, body | {"return_scores": True})[1]["result"]
+    assert plain == [[hit["document"] for hit in hits] for hits in scored] and len(plain) == queries
+
+
+@pytest.mark.parametrize(("topk", "expected"), [(None, 3), (0, 3), (1, 1), (7, 7)])
+def test_topk(server, corpus, topk, expected):
+    assert len(post(server.url, {"queries": corpus.words[:1], "topk": topk, "unknown": 1})[1]["result"][0]) == expected
+
+
+def test_more_than_there_are(server, corpus):
+    word = min(corpus.words, key=lambda word: (sum(word in text.lower() for text in corpus.contents) or 999))
+    holding = sum(word in text.lower() for text in corpus.contents)
+    assert len(post(server.url, {"queries": [word], "topk": 10**12})[1]["result"][0]) == holding
+
+
+def test_queries_that_find_nothing_or_are_odd(server, corpus):
+    word = corpus.words[0]
+    long = " ".join(f"w{number}" for number in range(5000)) + f" {word}"
+    queries = ["", "the of and", "zzzz", "😀 " + word, "\x00", "half \ud83d pair " + word, long, '"(' + word + "*~^)"]
+    status, answer = post(server.url, {"queries": queries})
+    assert status == 200 and [bool(hits) for hits in answer["result"]] == [
+        False, False, False, True, False, True, True, True,
+    ]  # fmt: skip
+    assert post(server.url, {"queries": []}) == (200, {"result": []})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"queries": "text"}, {"queries": [1]}, {"queries": None}, {"queries": ["a"], "topk": -1}, b"{no json", [1]],
+)
+def test_wrong_input_is_rejected(server, body):
+    status, answer = post(server.url, body)
+    assert status == 422 and answer["detail"]
+
+
+def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
+    bodies = [
+        {"queries": [corpus.words[number % 50], corpus.words[number % 7]], "topk": 1 + number % 3, "return_scores": True}
+        for number in range(120)
+    ]
+    alone = [post(server.url, body) for body in bodies]
+    before = health(server.url)
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(lambda body: post(server.url, body), bodies))
+    after = health(server.url)
+    assert together == alone
+    assert after["requests"] - before["requests"] == 120 and after["queries"] - before["queries"] == 240
+    assert after["batches"] - before["batches"] < 120 and after["largest_batch"] > 2
+
+
+def test_health_describes_the_index(server, corpus):
+    described = health(server.url)
+    assert (described["status"], described["topk"], described["passages"]) == ("ok", 3, 200)
+    assert described["indexes"][0]["kind"] == "bm25" and described["indexes"][0]["corpus"] == str(corpus.path)
+
+
+def run_server(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "retrieval.server", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_port_in_use_is_told_in_one_line(bm25_index):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run_server("--index", bm25_index, "--port", str(port))
+    assert done.returncode == 3 and done.stderr.count("\n") == 1
+    assert f"port {port} on 127.0.0.1 is in use" in done.stderr and "--port" in done.stderr
+
+
+def test_a_wrong_index_is_told_in_one_line(bm25_index, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "0", "contents": "\\"A\\"\\nb"}\n')
+    done = run_server("--index", bm25_index, "--corpus", str(other))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "another corpus" in done.stderr
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+OWNER = """
+import sys, threading
+from retrieval.process import RetrieverProcess
+from retrieval.server import bind
+process = RetrieverProcess(sys.argv[1], k1=2.0)
+starter = threading.Thread(target=process.start)  # whose end must not be taken for the end of the process
+starter.start(); starter.join()
+print(process._process.pid, process.url, process._log_path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_server_ends_with_its_owner_even_by_kill_9(bm25_index, server, corpus):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, bm25_index], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    pid, url, log = owner.stdout.readline().split()
+    body = {"queries": corpus.words[:1], "return_scores": True}
+    here, there = (post(at, body)[1]["result"][0][0]["score"] for at in (server.url, url))  # two at once
+    assert url != server.url and here != there  # each with its own k1
+    time.sleep(0.6)  # longer than the watch's interval: it lives while its owner does
+    assert alive(int(pid))
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdin.close(), owner.stdout.close()
+    deadline = time.monotonic() + 10
+    while alive(int(pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.unlink(log)
+
+
+def test_accepted_connections_do_not_wait_for_acknowledgements():
+    """Small answers would otherwise take 40 ms: asyncio turns Nagle's algorithm off only for sockets of its own."""
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -1,0 +1,78 @@
+"""What the engines must equal: transformers' own forward pass and `generate`, computed here, outside any engine."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import make_model_dir
+
+LOGPROB_TOLERANCE = 1e-4  # float32, sampler against a plain forward pass
+
+
+class Reference:
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def weights(self):
+        return self.model.named_parameters()
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return out[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def logprobs(self, prompt: list[int], new: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+        """[n, V] log-probs at the positions of ``new``."""
+        logits = self.model(torch.tensor([[*prompt, *new]])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits / temperature, dim=-1)
+
+    def largest_gap(self, prompt: list[int], generation, temperature: float = 1.0) -> float:
+        expected = self.logprobs(prompt, generation.token_ids, temperature)
+        chosen = expected.gather(1, torch.tensor(generation.token_ids).unsqueeze(1)).squeeze(1)
+        return (chosen - torch.tensor(generation.logprobs)).abs().max().item()
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(400) for _ in range(draw.randrange(2, longest))] for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def other_dir(tmp_path_factory) -> Path:
+    """Other weights for the model of ``model_dir``."""
+    return make_model_dir(tmp_path_factory.mktemp("other"), seed=7)
+
+
+@pytest.fixture(scope="session")
+def untied_dir(tmp_path_factory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("untied"), seed=8, tie=False)
+
+
+@pytest.fixture(scope="session")
+def other_untied_dir(tmp_path_factory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("other_untied"), seed=9, tie=False)
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir) -> Reference:
+    return Reference(model_dir)
+
+
+@pytest.fixture(scope="session")
+def other_reference(other_dir) -> Reference:
+    return Reference(other_dir)

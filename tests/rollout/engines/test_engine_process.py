@@ -1,0 +1,181 @@
+"""The process wrapper, with real child processes and real kills; `EchoBackend` stands in for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.engines.base import SamplingParams
+from rollout.engines.process import ROOT, EngineProcess
+from rollout.engines.weights import WeightFiles
+from rollout.trajectory import InfrastructureError
+
+ONE = SamplingParams(max_new_tokens=1)
+
+
+def echo(threads: int = 1, **options) -> EngineProcess:
+    return EngineProcess("tests.rollout.engines.echo_backend.EchoBackend", options, max_length=50, threads=threads)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def test_requests_weights_and_an_end():
+    async def main():
+        engine = echo(threads=2, seconds=0.02)
+        with pytest.raises(InfrastructureError, match="not been started"):
+            await engine.generate([1], ONE)
+        random.seed(5)
+        torch.manual_seed(5)
+        expected_numbers, expected_threads = torch.rand(3).tolist(), torch.get_num_threads()
+        torch.manual_seed(5)
+        await asyncio.gather(engine.start(), engine.start())
+        pid = engine.pid
+        assert engine.info["threads"] == 2
+        assert (torch.rand(3).tolist(), torch.get_num_threads()) == (expected_numbers, expected_threads)
+        os.kill(pid, signal.SIGINT)  # Ctrl-C reaches the whole process group; the child leaves it to the parent
+
+        generations = await asyncio.gather(*(engine.generate([i, 7], ONE) for i in range(12)))
+        assert [g.token_ids for g in generations] == [(i, 7) for i in range(12)]
+
+        # Requests before a load are answered by the old weights, later ones by the new.
+        before = [asyncio.ensure_future(engine.generate([i], ONE)) for i in range(3)]
+        await asyncio.sleep(0)
+        load = asyncio.ensure_future(engine.load_weights([("weight", torch.ones(2, 2))], version=4))
+        await asyncio.sleep(0)
+        after = [asyncio.ensure_future(engine.generate([i], ONE)) for i in range(3)]
+        await load
+        assert [(await f).policy_version for f in before] == [0, 0, 0]
+        assert [(await f).policy_version for f in after] == [4, 4, 4]
+
+        for wrong in (("weight", torch.ones(2, 3)), ("weigth", torch.ones(2, 2))):
+            with pytest.raises(ValueError, match="do not fit"):
+                await engine.load_weights([wrong], version=5)
+        assert (await engine.generate([1], ONE)).policy_version == 4
+
+        # A cancelled request leaves the queue: the last one (id 15) counts what is behind it, here nothing.
+        doomed = [asyncio.ensure_future(engine.generate([i], ONE)) for i in range(5)]
+        await asyncio.sleep(0)
+        for future in doomed:
+            future.cancel()
+        start = time.monotonic()
+        assert (await engine.generate([15], ONE)).token_ids == (0,)
+        assert time.monotonic() - start < 5 * 0.02 + 2
+        await engine.close()
+        await engine.close()
+        assert not alive(pid)
+        with pytest.raises(InfrastructureError):
+            await engine.generate([1], ONE)
+
+    asyncio.run(main())
+
+
+def test_malformed_requests_never_reach_the_child():
+    engine = echo()
+    engine._info = {"vocab_size": 100}
+    for ids, sampling, message in (
+        ([], ONE, "empty"),
+        ([1], SamplingParams(max_new_tokens=0), "at least 1"),
+        ([1] * 45, SamplingParams(max_new_tokens=6), "45 given . 6 new tokens exceed the engine's max_length 50"),
+        ([1, 100], ONE, r"\[1, 100\], the model knows 100"),
+        ([1, -1], ONE, r"\[-1, 1\]"),
+        ([1], SamplingParams(1, temperature=-1.0), "temperature >= 0"),
+        ([1], SamplingParams(1, top_p=0.0), "top_p"),
+        ([1], SamplingParams(1, seed=-4), "seed is -4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(engine.generate(ids, sampling))
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [("exception", "ZeroDivisionError: thirteen"), ("exit", "exit code 3"), ("kill", "SIGKILL")],
+)
+def test_a_dead_child_fails_every_request(cause, message):
+    async def main():
+        engine = echo(seconds=0.05)
+        await engine.start()
+        first = {"exception": 13, "exit": 14, "kill": 1}[cause]
+        requests = [asyncio.ensure_future(engine.generate([i], ONE)) for i in (first, 2, 3)]
+        await asyncio.sleep(0.01)
+        if cause == "kill":
+            os.kill(engine.pid, signal.SIGKILL)
+        for outcome in await asyncio.gather(*requests, return_exceptions=True):
+            assert isinstance(outcome, InfrastructureError)
+            assert message in str(outcome)
+        with pytest.raises(InfrastructureError, match=message):
+            await engine.generate([1], ONE)
+        with pytest.raises(InfrastructureError, match=message):
+            await engine.load_weights([("weight", torch.ones(2, 2))], version=1)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_options_that_do_not_fit_are_a_value_error():
+    with pytest.raises(ValueError, match="two is not enough"):
+        asyncio.run(echo(refuse="two is not enough").start())
+
+
+def test_the_child_dies_with_a_killed_parent():
+    script = (
+        "import asyncio\n"
+        "from rollout.engines.base import SamplingParams\n"
+        "from tests.rollout.engines.test_engine_process import echo\n"
+        "async def main():\n"
+        "    engine = echo(seconds=60)\n"
+        "    await engine.start()\n"
+        "    print(engine.pid, flush=True)\n"
+        "    await engine.generate([1], SamplingParams(1))\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(0.2)  # the child is in the middle of its 60 seconds
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert gone_within(child, 5)
+
+
+def test_weight_files_come_in_shards_and_leave_nothing_behind(monkeypatch):
+    monkeypatch.setattr("rollout.engines.weights.SHARD_BYTES", 300)
+    shared = torch.arange(40.0)
+    buffer = torch.zeros(8)
+
+    def tensors():
+        yield "a", shared
+        yield "b", shared.view(8, 5).t()  # neither contiguous nor its own storage
+        for name in ("c", "d"):  # a gather that reuses its buffer
+            buffer.fill_(ord(name))
+            yield name, buffer
+
+    files = WeightFiles.write(tensors())
+    loaded = dict(files.tensors())
+    assert len(files.paths) == 2
+    assert torch.equal(loaded["a"], shared) and torch.equal(loaded["b"], shared.view(8, 5).t())
+    assert (loaded["c"] == ord("c")).all() and (loaded["d"] == ord("d")).all()
+    files.remove()
+    assert not any(Path(path).exists() for path in files.paths)
+    with pytest.raises(ValueError, match="'a' was given twice"):
+        WeightFiles.write([("a", shared), ("a", shared)])

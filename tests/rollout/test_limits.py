@@ -1,0 +1,210 @@
+"""Limits around tools: deadlines that cancel, retries, the queue, the cap, the shared cache."""
+
+import asyncio
+
+import pytest
+
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.tools.limits import LimitedTool, ToolLimits
+from rollout.trajectory import (
+    Action,
+    ActionKind,
+    CallOutcome,
+    InfrastructureError,
+    ToolRequest,
+    ToolResult,
+)
+from tests.rollout.scripted import TASK
+
+
+class Probe:
+    """A tool that records what happens to it. ``do`` runs in each call, with the number of the attempt from 1."""
+
+    name = "probe"
+
+    def __init__(self, do=None):
+        self.do, self.attempts, self.cancelled, self.running, self.most_running = do, 0, 0, 0, 0
+
+    async def call(self, arguments):
+        self.attempts += 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return (await self.do(self.attempts)) if self.do else ToolResult(str(arguments), CallOutcome.OK)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def close(self):
+        self.closed = True
+
+
+async def forever(attempt):
+    await asyncio.Event().wait()
+
+
+def test_a_deadline_cancels_and_is_infrastructure_or_a_result():
+    slow = Probe(forever)
+    with pytest.raises(InfrastructureError, match="no result within 0.02 s"):
+        asyncio.run(LimitedTool(slow, ToolLimits(timeout_s=0.02, retries=1, backoff_s=0)).call({}))
+    assert (slow.attempts, slow.cancelled, slow.running) == (2, 2, 0)
+    own = Probe(forever)
+    limits = ToolLimits(timeout_s=0.02, retries=5, timeout_is_infrastructure=False)
+    result = asyncio.run(LimitedTool(own, limits).call({}))
+    assert (result.outcome, own.attempts, own.cancelled) == (CallOutcome.TIMEOUT, 1, 1)
+
+
+def test_retries_after_infrastructure_errors_only():
+    async def second_time_lucky(attempt):
+        if attempt < 3:
+            raise InfrastructureError("down")
+        return ToolResult("ok", CallOutcome.OK)
+
+    probe = Probe(second_time_lucky)
+    assert asyncio.run(LimitedTool(probe, ToolLimits(retries=2, backoff_s=0)).call({})).text == "ok"
+    with pytest.raises(InfrastructureError, match="down"):
+        asyncio.run(LimitedTool(Probe(second_time_lucky), ToolLimits(retries=1, backoff_s=0)).call({}))
+
+    async def bug(attempt):
+        raise KeyError("bug")
+
+    probe = Probe(bug)
+    with pytest.raises(KeyError):
+        asyncio.run(LimitedTool(probe, ToolLimits(retries=5, backoff_s=0)).call({}))
+    assert probe.attempts == 1
+
+    async def wrong_arguments(attempt):
+        return ToolResult("bad", CallOutcome.ERROR)
+
+    probe = Probe(wrong_arguments)
+    asyncio.run(LimitedTool(probe, ToolLimits(retries=5, backoff_s=0)).call({}))
+    assert probe.attempts == 1
+
+
+def test_back_off_doubles(monkeypatch):
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    async def down(attempt):
+        raise InfrastructureError("down")
+
+    monkeypatch.setattr("rollout.tools.limits.asyncio.sleep", sleep)
+    with pytest.raises(InfrastructureError):
+        asyncio.run(LimitedTool(Probe(down), ToolLimits(retries=3, backoff_s=0.5)).call({}))
+    assert pauses == [0.5, 1.0, 2.0]
+
+
+def test_concurrency_is_limited_and_waiting_does_not_count_as_working():
+    async def work(attempt):
+        await asyncio.sleep(0.03)
+        return ToolResult("ok", CallOutcome.OK)
+
+    async def many(tool):
+        return await asyncio.gather(*(tool.call({"i": i}) for i in range(6)))
+
+    probe = Probe(work)
+    results = asyncio.run(many(LimitedTool(probe, ToolLimits(concurrency=2, timeout_s=0.08, retries=0))))
+    assert len(results) == 6 and probe.most_running == 2
+
+
+def test_output_is_capped():
+    async def long(attempt):
+        return ToolResult("x" * 100, CallOutcome.OK)
+
+    for size in (3, 20, 99):
+        text = asyncio.run(LimitedTool(Probe(long), ToolLimits(max_characters=size)).call({})).text
+        assert len(text) == size
+    assert asyncio.run(LimitedTool(Probe(long), ToolLimits(max_characters=100)).call({})).text == "x" * 100
+
+
+def test_cache_shares_running_and_finished_calls_and_drops_the_oldest():
+    async def work(attempt):
+        await asyncio.sleep(0.01)
+        return ToolResult(str(attempt), CallOutcome.OK)
+
+    async def scenario():
+        probe = Probe(work)
+        tool = LimitedTool(probe, ToolLimits(cache_size=2))
+        at_once = await asyncio.gather(*(tool.call({"q": "a", "k": 1}) for _ in range(5)), tool.call({"k": 1, "q": "a"}))
+        assert [result.text for result in at_once] == ["1"] * 6
+        await tool.call({"q": "b"})
+        await tool.call({"q": "a", "k": 1})  # a is now the more recent one
+        await tool.call({"q": "c"})
+        assert probe.attempts == 3
+        await tool.call({"q": "a", "k": 1})
+        assert probe.attempts == 3
+        await tool.call({"q": "b"})
+        assert probe.attempts == 4
+
+    asyncio.run(scenario())
+
+
+def test_cache_keeps_no_failures():
+    async def first_fails(attempt):
+        if attempt == 1:
+            raise InfrastructureError("down")
+        return ToolResult("bad", CallOutcome.ERROR) if attempt == 2 else ToolResult("ok", CallOutcome.OK)
+
+    async def scenario():
+        tool = LimitedTool(Probe(first_fails), ToolLimits(cache_size=2, retries=0))
+        with pytest.raises(InfrastructureError):
+            await tool.call({})
+        assert [(await tool.call({})).text for _ in range(3)] == ["bad", "ok", "ok"]
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_one_waiter_leaves_the_others_and_the_last_one_cancels_the_work():
+    async def scenario():
+        probe = Probe(forever)
+        tool = LimitedTool(probe, ToolLimits(cache_size=2))
+        first, second = (asyncio.create_task(tool.call({})) for _ in range(2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert (probe.attempts, probe.running) == (1, 1)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert (probe.cancelled, probe.running) == (1, 0)
+        third = asyncio.create_task(tool.call({}))  # does not join the cancelled execution
+        await asyncio.sleep(0.01)
+        assert probe.attempts == 2
+        third.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_several_calls_of_one_turn_run_at_once_and_are_counted_in_order():
+    async def work(attempt):
+        await asyncio.sleep(0.02 / attempt)  # later calls are faster
+        return ToolResult(str(attempt), CallOutcome.OK)
+
+    async def scenario():
+        probe = Probe(work)
+        environment = QuestionAnswering({"probe": probe}, ToolLimits(max_calls=2))(TASK)
+        requests = [ToolRequest(name, {}) for name in ("probe", "unknown", "probe", "probe")]
+        step = await environment.step(Action(ActionKind.CALL, tuple(requests)))
+        assert [result.text for result in step.results[:1] + step.results[2:3]] == ["1", "2"] and probe.most_running == 2
+        ok, refused = CallOutcome.OK, CallOutcome.REFUSED
+        assert [result.outcome for result in step.results] == [ok, refused, ok, refused]
+        assert [latency > 0 for latency in step.latencies_s] == [True, False, True, False]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout_s": 0}, {"retries": -1}, {"concurrency": 0}, {"max_characters": 0}, {"max_calls": -1}]
+)
+def test_impossible_limits(wrong):
+    with pytest.raises(ValueError, match="tool limit"):
+        ToolLimits(**wrong)
+
+
+def test_limits_of_a_tool_that_is_not_there():
+    with pytest.raises(ValueError, match="python.*the tools are.*probe"):
+        QuestionAnswering({"probe": Probe()}, tool_limits={"python": ToolLimits()})

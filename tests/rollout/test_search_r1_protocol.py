@@ -1,0 +1,164 @@
+"""Search-R1's text format: prompts, the parser's table, observations within a budget."""
+
+import pytest
+
+from rollout.protocols.base import PromptMode
+from rollout.protocols.search_r1 import SearchR1Protocol, eos_token_ids
+from rollout.tools.search import format_passages
+from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
+from tests.rollout.scripted import TASK
+
+CALL = Action(ActionKind.CALL, (ToolRequest("search", {"query": "Mira"}),))
+DOCUMENTS = format_passages([("Mira Voss", "The birthplace of Mira Voss is Grey Harbor."), ("Mira Vass", "A potter.")])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think> a </think>\n<search> Mira Voss </search>", ("search", "Mira Voss")),
+        ("<answer> Grey Harbor </answer>", ("answer", "Grey Harbor")),
+        ("<answer>two\nlines</answer>", ("answer", "two\nlines")),
+        # the first complete action counts, whichever it is
+        ("<answer> A </answer> <search> q </search>", ("answer", "A")),
+        ("<search> q </search> <answer> A </answer>", ("search", "q")),
+        # unclosed
+        ("<search> Mira Voss", "unclosed <search>"),
+        ("<answer> Grey Harbor<|im_end|>", "unclosed <answer>"),
+        ("<search> a <answer> b </answer>", ("answer", "b")),
+        # closed but never opened
+        ("Mira Voss </search>", "no tag"),
+        ("Mira </search> <answer> b </answer>", ("answer", "b")),
+        # empty
+        ("<search></search>", ("search", "")),
+        ("<search> \n </search>", ("search", "")),
+        ("<answer></answer>", ("answer", "")),
+        # nested, and tags that are only mentioned
+        ("<answer> <search> q </search> </answer>", ("search", "q")),
+        ("<search> <answer> A </answer> </search>", ("answer", "A")),
+        ("I write <search> tags: <search> Mira </search>", ("search", "Mira")),
+        # neither
+        ("", "no tag"),
+        ("I do not know.<|im_end|>", "no tag"),
+        ("<Search> Mira </Search>", "no tag"),
+        ("<search>a< /search>", "unclosed <search>"),
+        # what the model makes up is its own text
+        ("<information> <answer> A </answer> </information>", ("answer", "A")),
+    ],
+)
+def test_parser_table(protocol, text, expected):
+    action = protocol.parse(text)
+    if isinstance(expected, str):
+        assert action.kind is ActionKind.INVALID and expected in action.error and not action.calls
+        return
+    kind, content = expected
+    if kind == "answer":
+        assert action == Action(ActionKind.ANSWER, answer=content)
+    else:
+        assert action == Action(ActionKind.CALL, (ToolRequest("search", {"query": content}),))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [(" Grey Harbor </answer>", "Grey Harbor"), ("<answer> A </answer>", "A"), (" A <search> b </answer>", "A <search> b")],
+)
+def test_gold_direct_turn_is_the_answer(protocol, text, answer):
+    assert protocol.parse(text, PromptMode.GOLD_DIRECT).answer == answer
+    if not text.startswith("<answer>"):
+        assert protocol.parse(text).kind is ActionKind.INVALID
+
+
+def test_prompts_by_mode(protocol):
+    head = f"<|im_start|>user\nQuestion: {TASK.question}<|im_end|>\n<|im_start|>assistant\n"
+    gold = '<information>Doc 1(Title: "Mira Voss") Born in Grey Harbor.</information>\n\n'
+    texts = {mode: protocol.decode(protocol.prompt_ids(TASK, mode)) for mode in PromptMode}
+    assert texts == {
+        PromptMode.AGENT: head,
+        PromptMode.CLOSED_BOOK: head,
+        PromptMode.GOLD_THINK: head + gold,
+        PromptMode.GOLD_DIRECT: head + gold + "<answer>",
+    }
+
+
+def test_full_instruction_holds_one_example_answer_and_the_question_last(model_dir):
+    protocol = SearchR1Protocol(str(model_dir))
+    text = protocol.decode(protocol.prompt_ids(Task("t", "  who was Mira Voss ", (), "toy")))
+    for part in ("<think>", "<search>", "<information>", "<answer> Beijing </answer>"):
+        assert part in text
+    assert text.endswith("Question: who was Mira Voss?\n<|im_end|>\n<|im_start|>assistant\n")
+    kept = protocol.decode(protocol.prompt_ids(Task("t", "Name the potter.", (), "toy")))
+    assert "Question: Name the potter.\n" in kept
+
+
+def test_template_from_a_file_or_as_text(model_dir, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Say {question} {literally}")
+    for template in (str(path), "Say {question} {literally}"):
+        protocol = SearchR1Protocol(str(model_dir), template=template)
+        assert "Say why? {literally}" in protocol.decode(protocol.prompt_ids(Task("t", "why", (), "toy")))
+    path.write_text("no place for it")
+    for wrong in (str(path), str(tmp_path / "absent.txt"), "serch_r1"):
+        with pytest.raises(ValueError, match=r"question"):
+            SearchR1Protocol(str(model_dir), template=wrong)
+
+
+def test_without_chat_template_the_prompt_is_bare_text(model_dir):
+    protocol = SearchR1Protocol(str(model_dir), template="short")
+    protocol.tokenizer.chat_template = None
+    assert protocol.decode(protocol.prompt_ids(TASK)) == f"Question: {TASK.question}"
+
+
+def test_bad_input(protocol, tmp_path):
+    with pytest.raises(ValueError, match="t1: the question is empty"):
+        protocol.prompt_ids(Task("t1", "  ", (), "toy"))
+    with pytest.raises(ValueError, match="needs gold passages"):
+        protocol.prompt_ids(Task("t1", "why?", (), "toy"), PromptMode.GOLD_THINK)
+    with pytest.raises(ValueError, match="no usable tokenizer"):
+        SearchR1Protocol(str(tmp_path))
+
+
+def test_eos_ids_come_from_tokenizer_and_generation_config(model_dir, tmp_path, protocol):
+    tokenizer = protocol.tokenizer
+    assert protocol.stop_token_ids == (tokenizer.eos_token_id,)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{tokenizer.eos_token_id}, 7]}}')
+    assert eos_token_ids(str(tmp_path), tokenizer) == (tokenizer.eos_token_id, 7)
+
+
+def test_observation_at_every_budget_keeps_its_tags(protocol):
+    result = ToolResult(DOCUMENTS, CallOutcome.OK)
+    whole, cut = protocol.observation_ids(CALL, [result], 10_000)
+    text = "\n\n<information>" + DOCUMENTS.strip() + "</information>\n\n"
+    assert not cut and protocol.decode(whole) == text
+    assert whole == protocol.tokenizer(text, add_special_tokens=False)["input_ids"]
+    seen = set()
+    for budget in range(len(whole) + 1):
+        ids, cut = protocol.observation_ids(CALL, [result], budget)
+        assert len(ids) <= budget and cut == (budget < len(whole))
+        if ids:
+            said = protocol.decode(ids)
+            assert said.startswith("\n\n<information>") and said.endswith("</information>\n\n")
+            kept = said.removeprefix("\n\n<information>").removesuffix("</information>\n\n")
+            assert DOCUMENTS.startswith(kept)
+            seen.add(kept)
+    assert min(map(len, seen)) <= len("Doc") and len(seen) > 20
+
+
+def test_a_cut_leaves_no_half_character(protocol):
+    result = ToolResult("Ωμέγα 日本 " * 10, CallOutcome.OK)
+    whole, _ = protocol.observation_ids(CALL, [result], 10_000)
+    for budget in range(15, len(whole)):
+        ids, _ = protocol.observation_ids(CALL, [result], budget)
+        assert "\ufffd" not in protocol.decode(ids)
+
+
+def test_control_tokens_in_a_passage_stay_text(protocol):
+    result = ToolResult("He wrote <|im_end|> there.", CallOutcome.OK)
+    ids, _ = protocol.observation_ids(CALL, [result], 100)
+    assert "<|im_end|>" in protocol.decode(ids)
+    assert protocol.tokenizer.eos_token_id not in ids
+
+
+def test_correction_fits_whole_or_not_at_all(protocol):
+    invalid = Action(ActionKind.INVALID, error="no tag")
+    ids, cut = protocol.observation_ids(invalid, [], 1000)
+    assert protocol.decode(ids) == protocol.correction and not cut
+    assert protocol.observation_ids(invalid, [], len(ids) - 1) == ([], True)

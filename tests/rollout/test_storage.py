@@ -1,0 +1,119 @@
+"""Trajectories in parquet: an exact round trip, and clear words about files that are none."""
+
+import asyncio
+
+import polars as pl
+import pytest
+
+from rollout.agent_loop import AgentLoop, Budgets, Request
+from rollout.engines.base import SamplingParams
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.storage import TrajectoryFileError, load_trajectories, render_text, save_trajectories
+from rollout.tools.search import SearchTool
+from rollout.trajectory import Action, ActionKind, Fork, Reward, StopReason, Task, Trajectory, Turn
+from tests.rollout.scripted import ENGINE_DEAD, TASK, TextEngine, ToyRetriever, in_turn, search_then_answer
+
+
+@pytest.fixture(scope="module")
+def trajectory(protocol):
+    """One with a search, documents and an answer."""
+    engine = TextEngine(protocol, search_then_answer)
+    loop = AgentLoop(engine, protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}), Budgets())
+
+    async def run():
+        await engine.start()
+        return await loop.run(TASK, group="q1", index=0, request=Request(0, SamplingParams(200)))
+
+    return asyncio.run(run())
+
+
+def variants(trajectory):
+    """Everything that can be None, empty or odd."""
+    odd = Task("q/2", 'Who "was" Ωμέγα\n?', (), "toy", (), {"hops": 2, "nested": {"list": [1, 2.5, None, "ü"]}})
+    n = len(trajectory.response_ids)
+    precise = tuple(-(0.1 + 0.2) / 3 - 1e-17 * i if m else 0.0 for i, m in enumerate(trajectory.loss_mask))
+    unfinished = Turn(0, 2, Action(ActionKind.INVALID, error="no tag"), "length", 7, 2)
+    return [
+        trajectory,
+        trajectory.replace(reward=Reward(0.1 + 0.2, {"em": 1.0, "f1": 1 / 3}), index=1, logprobs=precise),
+        trajectory.replace(task=odd, fork=Fork(0, n), tokens_computed=None, answer="", index=2),
+        Trajectory(TASK, (), (), (), (), (), (), StopReason.INFRASTRUCTURE, "q1", 3),
+        Trajectory(TASK, (1,), (2, 3), (1, 1), (-1.5, 0.0), (unfinished,), (), StopReason.LENGTH, "q1", 4),
+    ]
+
+
+def test_round_trip_is_exact(trajectory, tmp_path):
+    path = tmp_path / "deep" / "trajectories.parquet"
+    save_trajectories(path, variants(trajectory))
+    assert load_trajectories(path) == variants(trajectory)
+    assert trajectory.calls[0].result.documents  # the round trip had documents to carry
+    save_trajectories(path, [])  # replaces
+    assert load_trajectories(path) == []
+    assert [p.name for p in path.parent.iterdir()] == ["trajectories.parquet"]
+
+
+def test_columns_are_typed_for_other_readers(trajectory, tmp_path):
+    save_trajectories(tmp_path / "t.parquet", [trajectory])
+    frame = pl.read_parquet(tmp_path / "t.parquet")
+    assert frame["response_ids"].to_list() == [list(trajectory.response_ids)]
+    assert frame.schema["logprobs"] == pl.List(pl.Float64) and frame["reward"].to_list() == [None]
+
+
+def test_what_would_not_come_back_is_refused(trajectory, tmp_path):
+    for metadata in ({"a": (1, 2)}, {1: "a"}, {"a": object()}):
+        odd = trajectory.replace(task=Task("q", "why?", (), "toy", (), metadata))
+        with pytest.raises(TrajectoryFileError, match="q1/0: metadata"):
+            save_trajectories(tmp_path / "t.parquet", [odd])
+    assert not list(tmp_path.iterdir())
+
+
+def test_malformed_files(trajectory, tmp_path):
+    path = tmp_path / "t.parquet"
+    with pytest.raises(FileNotFoundError, match="t.parquet"):
+        load_trajectories(path)
+    path.write_bytes(b"PAR1 this is no parquet file")
+    with pytest.raises(TrajectoryFileError, match="t.parquet is not a readable parquet file"):
+        load_trajectories(path)
+    pl.DataFrame({"question": ["why?"]}).write_parquet(path)
+    with pytest.raises(TrajectoryFileError, match="column.*response_ids.*missing; found question"):
+        load_trajectories(path)
+    save_trajectories(path, [trajectory, trajectory])
+    frame = pl.read_parquet(path)
+    frame.with_columns(pl.col("index").cast(pl.String)).write_parquet(path)
+    with pytest.raises(TrajectoryFileError, match="column index is String; expected Int64"):
+        load_trajectories(path)
+    for column, value in {"stop_reason": "bored", "turns": "[{", "calls": "[{}]", "loss_mask": [1]}.items():
+        values = [frame[column][0], value]
+        frame.with_columns(pl.Series(column, values, dtype=frame.schema[column], strict=False)).write_parquet(path)
+        with pytest.raises(TrajectoryFileError, match="t.parquet, row 1"):
+            load_trajectories(path)
+
+
+def test_an_interrupted_write_leaves_the_old_file(trajectory, tmp_path, monkeypatch):
+    path = tmp_path / "t.parquet"
+    save_trajectories(path, [trajectory])
+
+    def full(self, file, *args, **kwargs):
+        with open(file, "wb") as out:
+            out.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
+    with pytest.raises(OSError, match="No space"):
+        save_trajectories(path, [])
+    assert load_trajectories(path) == [trajectory] and list(tmp_path.iterdir()) == [path]
+
+
+def test_render_text(trajectory, protocol):
+    text = render_text(trajectory, protocol.decode)
+    assert text.count("--- model, turn") == 2 and text.count("--- environment") == 1
+    assert text.endswith("--- answer, answer 'Grey Harbor', not scored")
+    model, environment = text.index("<search> Mira Voss birthplace"), text.index("--- environment\n<information>Doc 1")
+    assert model < environment < text.index("--- model, turn 1 (answer)\n<think> Grey Harbor")
+
+
+def test_render_text_of_a_failed_one(protocol):
+    engine = TextEngine(protocol, in_turn(ENGINE_DEAD))
+    loop = AgentLoop(engine, protocol, QuestionAnswering({}), Budgets())
+    failed = asyncio.run(loop.run(TASK, group="q1", index=0, request=Request(0, SamplingParams(20))))
+    assert render_text(failed, protocol.decode).endswith("--- infrastructure, answer None, not scored")
