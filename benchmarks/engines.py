@@ -34,6 +34,7 @@ END = 3  # a stop token: with random weights turns end at random lengths
 class Result:
     name: str
     seconds: float
+    cpu_seconds: float  # of the generating process: what other programs on the machine do not change
     sampled: int
     trajectories: int
     spared: int  # given tokens that needed no computation
@@ -69,6 +70,11 @@ def load(prompts: int, samples: int) -> tuple[list[list[int]], list[list[int]]]:
     return [start for start in starts for _ in range(samples)], observations
 
 
+def cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 async def run_engine(name, engine, starts, observations) -> Result:
     """Every trajectory is its own task: no barrier between turns."""
 
@@ -84,12 +90,12 @@ async def run_engine(name, engine, starts, observations) -> Result:
     await engine.start()
     try:
         await engine.generate(starts[0][:40], SamplingParams(8, temperature=0))  # warm
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), cpu_seconds(engine.pid)
         done = await asyncio.gather(*(trajectory(i) for i in range(len(starts))))
-        seconds = time.perf_counter() - begin
+        seconds, cpu = time.perf_counter() - begin, cpu_seconds(engine.pid) - cpu
     finally:
         await engine.close()
-    return Result(name, seconds, sum(s for s, _ in done), len(starts), sum(c for _, c in done))
+    return Result(name, seconds, cpu, sum(s for s, _ in done), len(starts), sum(c for _, c in done))
 
 
 def run_generate(folder: Path, starts, observations) -> Result:
@@ -100,19 +106,26 @@ def run_generate(folder: Path, starts, observations) -> Result:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     sequences, sampled = [list(s) for s in starts], 0
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     for _ in range(TURNS):
         longest = max(map(len, sequences))
         ids = torch.tensor([[0] * (longest - len(s)) + s for s in sequences])
         mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences])
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, eos_token_id=END, pad_token_id=0
+            ids,
+            attention_mask=mask,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=True,
+            top_k=0,
+            eos_token_id=END,
+            pad_token_id=0,
         )
         for i, new in enumerate(out[:, longest:].tolist()):
             new = new[: new.index(END) + 1] if END in new else new
             sampled += len(new)
             sequences[i] += new + observations[i]
-    return Result("transformers generate", time.perf_counter() - begin, sampled, len(starts), 0)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    return Result("transformers generate", seconds, cpu, sampled, len(starts), 0)
 
 
 def main() -> None:
@@ -132,13 +145,13 @@ def main() -> None:
             results.append(asyncio.run(run_engine("VLLMEngine", engine, starts, observations)))
     base = results[0]
     print(f"{len(starts)} trajectories, {TURNS} turns, 1 thread, load average {os.getloadavg()[0]:.1f}")
-    print(f"{'engine':<24}{'seconds':>9}{'sampled tok/s':>15}{'trajectories/s':>16}{'ratio':>8}{'prefix tokens spared':>22}")
+    heads = ("seconds", "CPU s", "tokens/CPU s", "trajectories/CPU s", "ratio", "prefix tokens spared")
+    print(f"{'engine':<24}" + "".join(f"{head:>{len(head) + 2}}" for head in heads))
     for r in results:
-        ratio = (r.trajectories / r.seconds) / (base.trajectories / base.seconds)
-        print(
-            f"{r.name:<24}{r.seconds:>9.2f}{r.sampled / r.seconds:>15.0f}{r.trajectories / r.seconds:>16.1f}"
-            f"{ratio:>8.2f}{r.spared:>22}"
-        )
+        ratio = (r.trajectories / r.cpu_seconds) / (base.trajectories / base.cpu_seconds)
+        cells = (f"{r.seconds:.2f}", f"{r.cpu_seconds:.2f}", f"{r.sampled / r.cpu_seconds:.0f}")
+        cells += (f"{r.trajectories / r.cpu_seconds:.1f}", f"{ratio:.2f}", str(r.spared))
+        print(f"{r.name:<24}" + "".join(f"{c:>{len(h) + 2}}" for c, h in zip(cells, heads, strict=True)))
 
 
 if __name__ == "__main__":

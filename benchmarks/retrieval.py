@@ -111,7 +111,7 @@ def main() -> None:
         queries = [" ".join(draw.choices(words[:2000], k=8)) for _ in range(options.queries)]
         rows = compare(built["index"], queries, threads=options.threads, repeats=options.repeats)
     load = os.getloadavg()[0]
-    print(f"{options.passages} passages, indexed in {built['seconds']} s; load average {load:.1f}, {os.cpu_count()} cores")
+    print(f"{options.passages} passages, indexed in {built['seconds']} s; load {load:.1f}, {os.cpu_count()} cores")
     print("| queries per request | requests in flight | merged, q/s | per query, q/s | ratio |\n|---|---|---|---|---|")
     for row in rows:
         size, flight, merged, single, ratio = row.values()

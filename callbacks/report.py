@@ -61,7 +61,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such file. ValueError: it holds no test.
     """
     path = Path(path)
-    path = path / "evaluation.json" if path.is_dir() else path
+    path = path if path.suffix == ".json" else path / "evaluation.json"
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected the evaluation of a stage that was tested")
     content = json.loads(path.read_text())

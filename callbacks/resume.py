@@ -169,7 +169,7 @@ class IterationCheckpoint(Checkpoint):
             self._check_room(target)
         trainer.strategy.barrier("checkpoint folder")
         try:
-            trainer.save_checkpoint(temporary)
+            trainer.save_checkpoint(temporary, weights_only=False)
         except (OSError, RuntimeError) as error:
             if not is_no_room(error):
                 raise

@@ -28,49 +28,46 @@ class Throughput(L.Callback):
 
     def __init__(self, on_policy: bool = True) -> None:
         self.on_policy = on_policy
-        self._ready = 0.0  # when the loop became free to fetch the next batch
-        self._started = 0.0
-        self._phases: dict[str, float] = {}  # cumulative seconds of the timed callbacks when the loop became free
+        self._since = 0.0  # start of the batch before (of the training, before the first)
+        self._train = 0.0  # seconds of its training step
+        self._phases: dict[str, float] = {}  # cumulative seconds of the timed callbacks at that moment
         self._waited: dict[str, float] = {}
-        self._validation_start = 0.0
+        self._validation: tuple[float, dict[str, float]] = (0.0, {})  # when it began, and the phases then
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._ready = time.perf_counter()
-        self._phases = phase_seconds(trainer)
+        self._since, self._train, self._phases = time.perf_counter(), 0.0, phase_seconds(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._validation_start = time.perf_counter()
-        self._phases_before_validation = phase_seconds(trainer)
+        self._validation = time.perf_counter(), phase_seconds(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Shift the clock forward by the validation and forget what was pushed or saved inside it.
-        self._ready += time.perf_counter() - self._validation_start
-        inside = phase_seconds(trainer)
-        for phase, before in self._phases_before_validation.items():
-            self._phases[phase] = self._phases.get(phase, 0.0) + inside[phase] - before
+        # Move the clock forward by the validation, and forget what was pushed or saved inside it.
+        began, before = self._validation
+        self._since += time.perf_counter() - began
+        for phase, seconds in phase_seconds(trainer).items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + seconds - before.get(phase, 0.0)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._started = time.perf_counter()
-        now = phase_seconds(trainer)
-        self._waited = {phase: now[phase] - self._phases.get(phase, 0.0) for phase in now}
-        waiting = self._started - self._ready - sum(self._waited.values())
+        now, phases = time.perf_counter(), phase_seconds(trainer)
+        self._waited = {phase: phases[phase] - self._phases.get(phase, 0.0) for phase in phases}
+        waiting = now - self._since - self._train - sum(self._waited.values())
         self._waited["rollout" if self.on_policy else "data"] = max(waiting, 1e-9)
+        self._since, self._phases = now, phases
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now = time.perf_counter()
-        train = now - self._started
+        # Timed callbacks may stand before or after this one: what they have spent since the start is not training.
+        already = sum(seconds - self._phases.get(phase, 0.0) for phase, seconds in phase_seconds(trainer).items())
+        self._train = time.perf_counter() - self._since - already
         sync = trainer.world_size > 1
-        times = {f"time/{phase}": seconds for phase, seconds in self._waited.items()} | {"time/train": train}
+        times = {f"time/{phase}": seconds for phase, seconds in self._waited.items()} | {"time/train": self._train}
         pl_module.log_dict(times, sync_dist=sync, batch_size=1)
         if is_trajectories(batch):
             rates = _rates(batch, sum(times.values()), self._waited.get("rollout"))
             pl_module.log_dict(rates, sync_dist=sync, reduce_fx="sum", batch_size=1)
-        self._ready = now
-        self._phases = phase_seconds(trainer)
 
 
 def is_trajectories(batch: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
 import lightning as L
 
@@ -23,6 +23,13 @@ from rollout.trajectory import Task, Trajectory
 Probe = Literal["gold_direct", "gold_think", "closed_book"]
 Split = Literal["val", "test"]
 NEED_GOLD = (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK)
+
+
+def as_list(name: str, paths: Sequence[str]) -> list[str]:
+    """Raises ValueError for a single path, which would otherwise be read letter by letter."""
+    if isinstance(paths, str):
+        raise ValueError(f"{name} is the single path {paths!r}; expected a list: [{paths}]")
+    return list(paths)
 
 
 class EvaluationData(L.LightningDataModule):
@@ -66,13 +73,14 @@ class EvaluationData(L.LightningDataModule):
         super().__init__()
         if rollouts is None and (val_files or test_files):
             raise ValueError("val_files and test_files are evaluated by rollouts; give `rollouts` too, or neither")
-        for name, value in (("eval_batch", eval_batch), ("max_val", max_val), ("max_test", max_test), ("max_probe", max_probe)):
+        sizes = {"eval_batch": eval_batch, "max_val": max_val, "max_test": max_test, "max_probe": max_probe}
+        for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1 (leave it out for all)")
         if len(set(probes)) != len(probes):
             raise ValueError(f"probes has the same probe twice: {', '.join(probes)}")
         self.rollouts = rollouts
-        self.files: dict[str, list[str]] = {"val": list(val_files), "test": list(test_files)}
+        self.files = {"val": as_list("val_files", val_files), "test": as_list("test_files", test_files)}
         self.limits = {"val": max_val, "test": max_test}
         self.eval_sampling = eval_sampling
         self.eval_batch = eval_batch
@@ -174,19 +182,19 @@ class EvaluationData(L.LightningDataModule):
 
         chosen = [(PromptMode.AGENT, self._tasks[split])]
         chosen += [(mode, self._probe_tasks(split, mode)) for mode in self._probes(split)]
-        return [
-            EvaluationLoader(tasks, mode, self.eval_batch, rollout, self.rank, self.world_size) for mode, tasks in chosen
-        ]
+        ours = (self.eval_batch, rollout, self.rank, self.world_size)
+        return [EvaluationLoader(tasks, mode, *ours) for mode, tasks in chosen]
 
     def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
         trajectories: list[Trajectory] = []
         if tasks:
             # One seed for the whole split: requests derive theirs from the task's id, so batches do not matter.
             trajectories = self.rollouts.rollout(  # type: ignore[union-attr]  # files need rollouts, see __init__
-                tasks, n=1, sampling=self.eval_sampling.params, seed=derive_seed(self.seed, split, mode.value), mode=mode
+                tasks,
+                n=1,
+                sampling=self.eval_sampling.params,
+                seed=derive_seed(self.seed, split, mode.value),
+                mode=mode,
             )
         self._eval_guard.check(trajectories, f"{split} ({mode.value})", self.rollouts.failures)
         return trajectories
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}

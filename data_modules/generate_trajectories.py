@@ -22,6 +22,7 @@ from data_modules.decoding import Decoding
 from data_modules.failures import FailureGuard
 from data_modules.loaders import fingerprint, spread
 from data_modules.seeds import run_seed
+from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match
 from rollout.sampling import derive_seed
 from rollout.storage import save_trajectories
@@ -46,6 +47,9 @@ class GenerateTrajectories:
         limit: at most so many questions, evenly spaced over the files.
         samples_per_question: trajectories per question.
         sampling: decoding.
+        gold_think: share of the questions that are asked with their gold passages shown, search off (ARCap's probe
+            "thinking"); for a teacher of models that have never read a passage they did not search for.
+        gold_direct: share that must be answered from the gold passages at once (probe "source referencing").
         keep: "correct" keeps trajectories with exact match 1; "all" keeps every one that infrastructure did not fail.
         seed: of the sampling; None is the run's seed_everything.
         chunk_questions: questions per chunk: at most so much is lost by a kill.
@@ -60,6 +64,8 @@ class GenerateTrajectories:
         limit: Optional[int] = None,
         samples_per_question: int = 1,
         sampling: Decoding = Decoding(),
+        gold_think: float = 0.0,
+        gold_direct: float = 0.0,
         keep: Literal["correct", "all"] = "correct",
         seed: Optional[int] = None,
         chunk_questions: int = 512,
@@ -71,11 +77,16 @@ class GenerateTrajectories:
         ):  # fmt: skip
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
+        if min(gold_think, gold_direct) < 0 or gold_think + gold_direct > 1:
+            raise ValueError(f"gold_think {gold_think} and gold_direct {gold_direct} are shares of one whole")
         self.rollouts = rollouts
+        if isinstance(files, str):
+            raise ValueError(f"files is the single path {files!r}; expected a list: [{files}]")
         self.files = list(files)
         self.limit = limit
         self.samples_per_question = samples_per_question
         self.sampling = sampling
+        self.gold_shares = {PromptMode.GOLD_THINK: gold_think, PromptMode.GOLD_DIRECT: gold_direct}
         self.keep = keep
         self._seed = seed
         self.chunk_questions = chunk_questions
@@ -114,15 +125,17 @@ class GenerateTrajectories:
         """Chunks of another generation are never mixed with ours: the experiment layer gives every configuration a
         folder of its own, so this catches a folder reused by hand."""
         seed = run_seed(self._seed)
-        settings = (self.samples_per_question, self.sampling, self.keep, seed, self.chunk_questions)
+        settings = (
+            self.samples_per_question, self.sampling, self.keep, seed, self.chunk_questions, self.gold_shares,
+        )  # fmt: skip
         ours = fingerprint([(t.id, t.question) for t in tasks], settings)
         path = output_dir / "generation.json"
         if path.exists():
             theirs = json.loads(path.read_text())["fingerprint"]
             if theirs != ours:
                 raise ValueError(
-                    f"{output_dir} holds trajectories of another generation (other questions, seed, sampling or chunks: "
-                    f"{theirs}, expected {ours}); remove the folder or choose another"
+                    f"{output_dir} holds trajectories of another generation (other questions, seed, sampling or "
+                    f"chunks: {theirs}, expected {ours}); remove the folder or choose another"
                 )
             return
         _write_json(path, {"fingerprint": ours, "questions": len(tasks), "seed": seed})
@@ -134,14 +147,18 @@ class GenerateTrajectories:
 
     def _chunk(self, output_dir: Path, number: int, tasks: list[Task], progress: ChunkProgress) -> dict[str, Any]:
         start = time.monotonic()
-        trajectories = self.rollouts.rollout(
-            tasks,
-            n=self.samples_per_question,
-            sampling=self.sampling.params,
-            # Not the chunk's number: requests derive theirs from the question's id.
-            seed=derive_seed(run_seed(self._seed), "generate"),
-            on_progress=progress.within_chunk,
-        )
+        # Not the chunk's number: requests derive theirs from the question's id.
+        seed = derive_seed(run_seed(self._seed), "generate")
+        trajectories: list[Trajectory] = []
+        for mode, asked in self._by_mode(tasks, seed).items():
+            trajectories += self.rollouts.rollout(
+                asked,
+                n=self.samples_per_question,
+                sampling=self.sampling.params,
+                seed=seed,
+                mode=mode,
+                on_progress=progress.within_chunk,
+            )
         self._guard.check(trajectories, f"generation, chunk {number + 1}", self.rollouts.failures)
         usable = [t for t in trajectories if not t.failed_by_infrastructure]
         correct = [t for t in usable if exact_match(t.answer, t.task.golden_answers)]
@@ -154,6 +171,19 @@ class GenerateTrajectories:
         record["seconds"] = time.monotonic() - start
         _write_json(output_dir / "progress" / f"chunk-{number:05d}.json", record)
         return record
+
+    def _by_mode(self, tasks: list[Task], seed: int) -> dict[PromptMode, list[Task]]:
+        """How each question is put, drawn from its id; questions without gold passages are always searched for."""
+        parts: dict[PromptMode, list[Task]] = {PromptMode.AGENT: []}
+        for task in tasks:
+            draw = derive_seed(seed, "mode", task.id) % 10_000 / 10_000
+            mode = PromptMode.AGENT
+            for gold, share in self.gold_shares.items():
+                if task.gold_passages and mode is PromptMode.AGENT:
+                    mode = gold if draw < share else mode
+                    draw -= share
+            parts.setdefault(mode, []).append(task)
+        return {mode: asked for mode, asked in parts.items() if asked}
 
     def _figures(self, done: Sequence[dict[str, Any]]) -> str:
         total = {name: sum(record.get(name, 0) for record in done) for name in COUNTS}

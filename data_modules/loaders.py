@@ -45,13 +45,19 @@ class TrainLoader:
 
     Batch ``i`` is ``make(i)`` and depends on nothing else than ``i`` (and, in rollouts, the weights). Every ``iter``
     goes on where the stream is, so a limit on batches per epoch never repeats or skips data.
+
+    Args:
+        length: batches per pass.
+        make: makes batch ``i``.
+        data: ``fingerprint`` of all that decides what batch ``i`` is; a saved position is only taken over the same.
     """
 
-    def __init__(self, length: int, make: Callable[[int], list[Trajectory]]) -> None:
+    def __init__(self, length: int, make: Callable[[int], list[Trajectory]], data: str) -> None:
         if length < 1:
             raise ValueError(f"a train loader of {length} batches; expected at least 1")
         self._length = length
         self._make = make
+        self._data = data
         self.position = 0  # batches handed out so far, over all passes
 
     def __len__(self) -> int:
@@ -63,10 +69,17 @@ class TrainLoader:
             self.position += 1  # before the batch is used: a checkpoint written after the step counts it
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "data": self._data}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the position was saved over other data."""
+        if state["data"] != self._data:
+            raise ValueError(
+                "the checkpoint was written over other training data: the files, their order (seed), or the batch "
+                "settings differ from this run's, so its position means nothing here. Resume with the same data "
+                "settings, or start anew"
+            )
         self.position = state["position"]
 
 

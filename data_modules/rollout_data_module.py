@@ -8,15 +8,16 @@ from typing import Any, Optional
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.questions import load_tasks
 from data_modules.decoding import Decoding
-from data_modules.evaluation_data import EvaluationData
+from data_modules.evaluation_data import as_list
 from data_modules.failures import FailureGuard
 from data_modules.loaders import TrainLoader, fingerprint, permutation, spread
+from data_modules.training_data import TrainingData
 from rollout.sampling import derive_seed
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
 
 
-class RolloutDataModule(EvaluationData):
+class RolloutDataModule(TrainingData):
     """Yields ``list[Trajectory]`` of ``prompts_per_step * samples_per_prompt`` trajectories per iteration, over all
     ranks; rank r holds the whole groups of prompts r, r + world, ... of the step.
 
@@ -63,7 +64,7 @@ class RolloutDataModule(EvaluationData):
         ):  # fmt: skip
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
-        self.train_files = list(train_files)
+        self.train_files = as_list("train_files", train_files)
         self.prompts_per_step = prompts_per_step
         self.samples_per_prompt = samples_per_prompt
         self.iterations = iterations
@@ -72,7 +73,6 @@ class RolloutDataModule(EvaluationData):
         self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
         self._questions: list[Task] = []
         self._order: tuple[int, list[int]] = (-1, [])  # (pass, its permutation)
-        self._loader: TrainLoader | None = None
 
     @property
     def infrastructure_failures(self) -> float:
@@ -83,15 +83,11 @@ class RolloutDataModule(EvaluationData):
         if stage == "fit" and self._loader is None:
             self._questions = spread(load_tasks(self.train_files), self.max_train)
             self._check_sizes()
-            self._loader = TrainLoader(self.iterations or self.steps_per_pass, self._roll_out)
+            data = fingerprint([task.id for task in self._questions], self.prompts_per_step, self.seed)
+            self._loader = TrainLoader(self.iterations or self.steps_per_pass, self._roll_out, data)
         super().setup(stage)
         if stage == "fit":
             self.start_rollouts()
-
-    def train_dataloader(self) -> TrainLoader:
-        if self._loader is None:
-            raise RuntimeError("train_dataloader() was called before setup('fit')")
-        return self._loader
 
     @property
     def steps_per_pass(self) -> int:
@@ -107,23 +103,6 @@ class RolloutDataModule(EvaluationData):
         chosen = self._order[1][step * self.prompts_per_step : (step + 1) * self.prompts_per_step]
         return [self._questions[i] for i in chosen]
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._loader is None:
-            return {}
-        return {"train": self._loader.state_dict(), "data": self._fingerprint()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError when the position was saved over other questions, steps or another seed."""
-        if self._loader is None or "train" not in state_dict:
-            return  # a test of a checkpoint: nothing to continue
-        if state_dict["data"] != self._fingerprint():
-            raise ValueError(
-                "the checkpoint was written over other training data: its questions, their order (seed), or "
-                "prompts_per_step differ from this run's, so its position means nothing here. Resume with the same "
-                "data settings, or start anew"
-            )
-        self._loader.load_state_dict(state_dict["train"])
-
     # ------------------------------------------------------------------------------------------------------------
 
     def _check_sizes(self) -> None:
@@ -137,9 +116,6 @@ class RolloutDataModule(EvaluationData):
                 f"prompts_per_step is {self.prompts_per_step}, which {self.world_size} ranks cannot share equally; "
                 f"take a multiple of {self.world_size}"
             )
-
-    def _fingerprint(self) -> str:
-        return fingerprint([task.id for task in self._questions], self.prompts_per_step, self.seed)
 
     def _roll_out(self, iteration: int) -> list[Trajectory]:
         trajectories = self.rollouts.rollout(  # type: ignore[union-attr]  # required here

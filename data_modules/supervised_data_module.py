@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Optional
 
 from data_modules.datasets.files import DatasetError, expand
-from data_modules.evaluation_data import EvaluationData
+from data_modules.evaluation_data import as_list
 from data_modules.loaders import TrainLoader, fingerprint, permutation, spread
+from data_modules.training_data import TrainingData
 from rollout.sampling import derive_seed
 from rollout.storage import load_trajectories
 from rollout.trajectory import StopReason, Trajectory
@@ -72,13 +72,13 @@ class BatchPlan:
             raise ValueError("give exactly one of batch_size (trajectories) and batch_tokens (tokens per batch)")
         if any(size is not None and size < 1 for size in (batch_size, batch_tokens)) or bucket_batches < 0:
             raise ValueError(
-                f"batch_size is {batch_size}, batch_tokens {batch_tokens}, bucket_batches {bucket_batches}; expected at "
-                "least 1, and for bucket_batches at least 0"
+                f"batch_size is {batch_size}, batch_tokens {batch_tokens}, bucket_batches {bucket_batches}; expected "
+                "at least 1, and for bucket_batches at least 0"
             )
         if batch_tokens is not None and max(lengths) > batch_tokens:
             raise ValueError(
-                f"batch_tokens is {batch_tokens}, but the longest trajectory has {max(lengths)} tokens; raise it or set "
-                "max_tokens"
+                f"batch_tokens is {batch_tokens}, but the longest trajectory has {max(lengths)} tokens; raise it or "
+                "set max_tokens"
             )
         self._lengths = lengths
         self._seed = seed
@@ -112,7 +112,7 @@ class BatchPlan:
         return batches
 
 
-class SupervisedDataModule(EvaluationData):
+class SupervisedDataModule(TrainingData):
     """Yields ``list[Trajectory]`` batches of saved trajectories; validation and test by rollouts.
 
     A batch is one optimiser step over all ranks; rank r holds its trajectories r, r + world, ... (none, when a batch
@@ -151,8 +151,8 @@ class SupervisedDataModule(EvaluationData):
         if (batch_size is None) == (batch_tokens is None):
             raise ValueError("give exactly one of batch_size (trajectories) and batch_tokens (tokens per batch)")
         if append_eos and tokenizer is None and self.rollouts is None:
-            raise ValueError("append_eos needs to know the EOS: give `tokenizer` or `rollouts`, or set append_eos: false")
-        self.trajectory_files = list(trajectories)
+            raise ValueError("append_eos needs the EOS: give `tokenizer` or `rollouts`, or set append_eos: false")
+        self.trajectory_files = as_list("trajectories", trajectories)
         self.batch_size = batch_size
         self.batch_tokens = batch_tokens
         self.bucket_batches = bucket_batches
@@ -164,37 +164,16 @@ class SupervisedDataModule(EvaluationData):
         self._trajectories: list[Trajectory] = []
         self._plan: BatchPlan | None = None
         self._batches: tuple[int, list[list[int]]] = (-1, [])  # (pass, its batches)
-        self._loader: TrainLoader | None = None
 
     def setup(self, stage: str) -> None:
         if stage == "fit" and self._loader is None:
             self._trajectories = self._load()
             lengths = [length_of(t) for t in self._trajectories]
             self._plan = BatchPlan(lengths, self.seed, self.batch_size, self.batch_tokens, self.bucket_batches)
-            self._loader = TrainLoader(self._plan.batches, self._batch)
+            settings = (self.batch_size, self.batch_tokens, self.bucket_batches, self.seed)
+            data = fingerprint([(t.group, t.index, length_of(t)) for t in self._trajectories], settings)
+            self._loader = TrainLoader(self._plan.batches, self._batch, data)
         super().setup(stage)
-
-    def train_dataloader(self) -> TrainLoader:
-        if self._loader is None:
-            raise RuntimeError("train_dataloader() was called before setup('fit')")
-        return self._loader
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._loader is None:
-            return {}
-        return {"train": self._loader.state_dict(), "data": self._fingerprint()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError when the position was saved over other trajectories, batches or another seed."""
-        if self._loader is None or "train" not in state_dict:
-            return  # a test of a checkpoint: nothing to continue
-        if state_dict["data"] != self._fingerprint():
-            raise ValueError(
-                "the checkpoint was written over other training data: its trajectories, their order (seed), or the "
-                "batch settings differ from this run's, so its position means nothing here. Resume with the same data "
-                "settings, or start anew"
-            )
-        self._loader.load_state_dict(state_dict["train"])
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -231,11 +210,6 @@ class SupervisedDataModule(EvaluationData):
         if eos is None:
             raise ValueError(f"the tokenizer in {self.tokenizer} has no EOS; set append_eos: false or give another")
         return eos
-
-    def _fingerprint(self) -> str:
-        sequences = Counter((t.group, t.index, length_of(t)) for t in self._trajectories)
-        settings = (self.batch_size, self.batch_tokens, self.bucket_batches, self.seed)
-        return fingerprint(sorted(sequences.items()), settings)
 
     def _batch(self, position: int) -> list[Trajectory]:
         number, index = divmod(position, self._plan.batches)  # type: ignore[union-attr]  # made in setup

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,23 @@ def find_file(name: str, directories: tuple[Path, ...]) -> Path:
 
 
 def load_yaml(path: Path) -> Config:
-    """One file as written, interpolations untouched.
+    """One file as written, interpolations untouched. Unchanged files are read once: do not change what comes back.
 
     Raises:
         ExperimentError: not readable, not YAML (with the line), or not a mapping.
     """
     try:
-        config = OmegaConf.load(path)
+        stat = path.stat()
     except FileNotFoundError:
         siblings = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         raise ExperimentError(f"no configuration file {path}{nearest(path.name, siblings)}") from None
+    return _read_yaml(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache
+def _read_yaml(path: Path, modified: int, size: int) -> Config:
+    try:
+        config = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ExperimentError(f"{path} is not valid YAML: {_first_line(error)}") from None
     plain = OmegaConf.to_container(config, resolve=False)
@@ -114,7 +122,7 @@ def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = 
         path = find_file(name, directories)
     except ExperimentError as error:
         raise ExperimentError(f"{error} (inherited by '{_chain[-1]}')" if _chain else str(error)) from None
-    own = load_yaml(path)
+    own = dict(load_yaml(path))
     parents = own.pop("inherits", None) or []
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise ExperimentError(f"{path}: 'inherits' must be a list of names such as [bases/tiny], found {parents!r}")
@@ -180,8 +188,11 @@ def resolve(config: Config, stage: Callable[[str], str]) -> Config:
             is_tree = OmegaConf.is_config(node) and not node._is_none()
             resolved[key] = OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if is_tree else tree[key]
     except OmegaConfBaseException as error:
-        if isinstance(error.__cause__, ExperimentError):
-            raise error.__cause__ from None
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ExperimentError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:  # raised inside a resolver: `stage` found something wrong further up
+            raise cause from None
         raise ExperimentError(f"cannot resolve the configuration: {_first_line(error)}{_where(error)}") from None
     finally:
         _stage_reference.reset(token)

@@ -98,27 +98,38 @@ def _put(config: Config, path: str, text: str) -> bool:
     *parents, leaf = path.split(".")
     node: Any = config
     for part in parents:
-        node = _step(node, part)
+        node = _step(config, node, part)
         if not isinstance(node, dict):
             return False
     if leaf == "class_path" and "class_path" in node:
         return False
     if "class_path" in node and leaf not in ("class_path", "init_args"):  # the short form --model.x
-        node = _step(node, "init_args")
+        node = _step(config, node, "init_args")
     value = _read_value(text, node.get(leaf))
-    old = node.get(leaf)
+    old = _follow(config, node.get(leaf))
     if isinstance(old, dict) and isinstance(value, str):
         return False  # '--model lightning_modules.ppo.PPO': a class name
     node[leaf] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return True
 
 
-def _step(node: Config, part: str) -> Any:
+def _step(config: Config, node: Config, part: str) -> Any:
     if "class_path" in node and part not in ("class_path", "init_args"):
-        node = _step(node, "init_args")
+        node = _step(config, node, "init_args")
     if node.get(part) is None:
         node[part] = {}
-    return node[part]
+    return _follow(config, node[part])
+
+
+def _follow(config: Config, value: Any) -> Any:
+    """The mapping that a bare reference such as ``${values.rollouts}`` stands for; any other value as it is."""
+    match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    if not match:
+        return value
+    node: Any = config
+    for part in match.group(1).split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return _follow(config, node) if isinstance(node, (dict, str)) else value
 
 
 def _read_value(text: str, old: Any) -> Any:

@@ -81,7 +81,8 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
     if config["experiment"]["kind"] == "fit":
         checkpoint = str(store.checkpoint) if resume and store.checkpoint.exists() else None
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
-        trainer.test(model, datamodule=data, verbose=False)
+        if data.files["test"]:  # a stage that only prepares a model has nothing to roll out
+            trainer.test(model, datamodule=data, verbose=False)
     else:
         trainer.test(model, datamodule=data, ckpt_path=store.about()["checkpoint"], verbose=False)
 

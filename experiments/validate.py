@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 import tempfile
+import warnings
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,6 +167,8 @@ def _lightning_cli(words: list[str], instantiate: bool) -> Any:
         def _set_seed(self) -> None:
             pass
 
+    # It warns when `args` is given and the process has arguments of its own, as ours have.
+    warnings.filterwarnings("ignore", ".*LightningCLI's args parameter is intended.*")
     return (LightningCLI if instantiate else ParsedOnly)(
         LightningModule,
         LightningDataModule,

@@ -57,7 +57,12 @@ class PolicyModule(L.LightningModule):
         strategy = self.trainer.strategy
         if getattr(strategy, "zero_stage_3", False):
             self._zero3_notice = Zero3Notice(strategy.config)
-        self.build_models()
+            self.build_models()
+            return
+        # Lightning makes the accelerator torch's default device here, which transformers takes as a device_map and
+        # refuses without accelerate; load in host memory and let the strategy move the whole.
+        with torch.device("cpu"):
+            self.build_models()
 
     def build_models(self) -> None:
         """Load submodules; override to add more, calling this first."""

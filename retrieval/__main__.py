@@ -1,4 +1,4 @@
-"""``python -m retrieval build`` makes an index folder; ``python -m retrieval serve`` is ``python -m retrieval.server``."""
+"""``python -m retrieval build`` makes an index folder; ``... serve`` is ``python -m retrieval.server``."""
 
 from __future__ import annotations
 

@@ -82,7 +82,13 @@ class DenseSearcher:
     """Encodes the queries of a batch together and searches a Faiss index. One thread only."""
 
     def __init__(
-        self, path: Path, encoder: EncoderConfig, *, ef_search: int | None = None, threads: int = 1, device: str = "auto"
+        self,
+        path: Path,
+        encoder: EncoderConfig,
+        *,
+        ef_search: int | None = None,
+        threads: int = 1,
+        device: str = "auto",
     ) -> None:
         """Raises IndexFolderError when index or encoder cannot be opened, or do not fit each other."""
         faiss.omp_set_num_threads(threads)

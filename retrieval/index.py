@@ -95,7 +95,8 @@ def read_metadata(folder: str | Path) -> IndexMetadata:
     """Describe an index folder. Raises IndexFolderError when it is not a whole index."""
     path = Path(folder) / METADATA
     if not path.is_file():
-        state = "has no metadata.json: not an index, or its build was interrupted" if path.parent.is_dir() else "missing"
+        interrupted = "has no metadata.json: not an index, or its build was interrupted"
+        state = interrupted if path.parent.is_dir() else "missing"
         raise IndexFolderError(f"index {folder}: {state}; build it with `python -m retrieval build`")
     try:
         values = json.loads(path.read_text())

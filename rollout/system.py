@@ -6,8 +6,9 @@ import asyncio
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.agent_loop import AgentLoop, Budgets, Request
@@ -126,10 +127,11 @@ class RolloutSystem:
         """
         order = {group: position for position, group in enumerate(_groups(tasks))}
         finished: list[Trajectory] = []
-        for trajectory in self.stream(tasks, n=n, sampling=sampling, seed=seed, mode=mode):
-            finished.append(trajectory)
-            if on_progress is not None:
-                on_progress(len(finished), n * len(tasks))
+        with closing(self.stream(tasks, n=n, sampling=sampling, seed=seed, mode=mode)) as stream:
+            for trajectory in stream:
+                finished.append(trajectory)
+                if on_progress is not None:
+                    on_progress(len(finished), n * len(tasks))
         return sorted(finished, key=lambda t: (order[t.group], t.index))
 
     def stream(
@@ -140,7 +142,7 @@ class RolloutSystem:
         sampling: SamplingParams,
         seed: int,
         mode: PromptMode = PromptMode.AGENT,
-    ) -> Iterator[Trajectory]:
+    ) -> Generator[Trajectory, None, None]:
         """As ``rollout``, but each trajectory as soon as it is finished. Closing the iterator (or an exception in the
         caller's loop) cancels what still runs."""
         if n < 1:

@@ -18,6 +18,7 @@ ten paragraphs of a question there).
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections import Counter
@@ -30,10 +31,6 @@ import polars as pl
 from data_modules.datasets.files import DatasetError, read_parquet, write_parquet
 from rollout.trajectory import Task
 
-COLUMNS = (
-    "id", "question", "golden_answers", "data_source", "prompt", "ability", "reward_model", "extra_info",
-    "gold_passages", "metadata",
-)  # fmt: skip
 QUESTION_MARKER = "Question:"
 SHOWN_ROWS = 5  # of those an error message is about
 
@@ -112,12 +109,9 @@ def _unique(tasks: list[Task], paths: Sequence[Path]) -> list[Task]:
     if len(counts) == len(tasks):
         return tasks
     renamed = [
-        task if counts[task.id] == 1 else Task(
-            f"{task.data_source}/{task.id}", task.question, task.golden_answers, task.data_source, task.gold_passages,
-            task.metadata,
-        )
+        task if counts[task.id] == 1 else dataclasses.replace(task, id=f"{task.data_source}/{task.id}")
         for task in tasks
-    ]  # fmt: skip
+    ]
     twice = [name for name, count in Counter(task.id for task in renamed).items() if count > 1]
     if twice:
         rows = [i for i, task in enumerate(renamed) if task.id == twice[0]]
@@ -221,13 +215,14 @@ class _QuestionFile:
         column = self._optional("metadata")
         if column is None:
             return [{} for _ in range(self._frame.height)]
-        self._expect(column, "metadata", "a JSON string or a struct", lambda d: d == pl.String or isinstance(d, pl.Struct))
+        self._expect(column, "metadata", "a JSON string or a struct", lambda d: isinstance(d, (pl.String, pl.Struct)))
         if isinstance(column.dtype, pl.Struct):
             plain = [f.name for f in column.dtype.fields if not f.dtype.is_nested()]
             rows = column.to_list()
             return [{name: row[name] for name in plain if row[name] is not None} if row else {} for row in rows]
         parsed = [_json_object(text) for text in column.to_list()]
-        self._refuse_rows(pl.Series([m is None for m in parsed], dtype=pl.Boolean), "metadata that is not a JSON object")
+        wrong = pl.Series([m is None for m in parsed], dtype=pl.Boolean)
+        self._refuse_rows(wrong, "metadata that is not a JSON object")
         return [m or {} for m in parsed]
 
     # --- checks ---------------------------------------------------------------------------------------------------
@@ -244,7 +239,7 @@ class _QuestionFile:
 
     def _missing(self, name: str, substitute: str | None = None) -> DatasetError:
         found = self._frame.columns
-        near = difflib.get_close_matches(name, [c for c in found if c not in COLUMNS], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, [c for c in found if c not in SCHEMA], n=1, cutoff=0.5)
         instead = f" (nor {substitute}, which would do instead)" if substitute else ""
         hint = f"; did you mean to call column '{near[0]}' so?" if near else ""
         return DatasetError(f"{self._path}: no column '{name}'{instead}{hint} The file has: {', '.join(found)}")

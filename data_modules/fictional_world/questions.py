@@ -78,7 +78,7 @@ def draw_questions(
 ) -> Iterator[Chain]:
     """``count`` chains nobody has in ``taken`` (which grows), hops drawn with ``hop_shares``."""
     made = 0
-    for _ in range(200 * count + 1000):
+    for _ in range(50 * count + 1000):
         if made == count:
             return
         hops = rng.choices(range(1, len(hop_shares) + 1), weights=hop_shares)[0]

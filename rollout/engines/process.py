@@ -114,22 +114,25 @@ class EngineProcess:
             if self._loading is not None:
                 raise RuntimeError("load_weights was called while another load is under way")
             self._loading = (loop, future)
-        files = None
         try:
             files = WeightFiles.write(tensors)
-            self._outbox.put(("load", files.paths, version))
-            error = await future
-        finally:
-            with self._lock:
-                self._loading = None
-            if files is not None:
-                files.remove()
+        except BaseException:
+            self._loading = None
+            raise
+        # Not in a finally clause: if this task is cancelled the child still reads the files, and answers.
+        future.add_done_callback(lambda _: self._end_load(files))
+        self._outbox.put(("load", files.paths, version))
+        error = await asyncio.shield(future)
         if error is not None:
             raise ValueError(error)
 
     async def close(self) -> None:
         """End the child; pending requests fail with InfrastructureError. Idempotent."""
         await asyncio.to_thread(self._close)
+
+    def _end_load(self, files: WeightFiles) -> None:
+        self._loading = None
+        files.remove()
 
     def _check_request(self, ids: list[int], sampling: SamplingParams) -> None:
         if not ids:
@@ -184,20 +187,23 @@ class EngineProcess:
             self._failure, self._info = None, content
             self._outbox: queue.SimpleQueue = queue.SimpleQueue()
             threading.Thread(target=self._write, daemon=True, name="engine-writer").start()
-            threading.Thread(target=self._read, daemon=True, name="engine-reader").start()
+            self._reader = threading.Thread(target=self._read, daemon=True, name="engine-reader")
+            self._reader.start()
 
     def _close(self) -> None:
         process = self._process
         if process is None:
             return
-        if self._info is not None:
+        started, self._info = self._info is not None, None
+        if started:
             self._outbox.put(("close",))
-        self._info = None
         try:
             process.wait(timeout=5 if process.poll() is None and self._failure is None else 0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if started:
+            self._reader.join()
 
     def _write(self) -> None:
         """Own thread, so that a full pipe never blocks the event loop."""
@@ -247,6 +253,7 @@ class EngineProcess:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, [(future, InfrastructureError(self._failure))])
         self._outbox.put(("close",))  # ends the writer
+        self._connection.close()
 
     def _describe_death(self, trace: str | None) -> str:
         if trace:
@@ -258,6 +265,17 @@ class EngineProcess:
             hint = " (out of memory? lower slots or max_length)" if name == "SIGKILL" else hint
             return f"its process was killed by {name}{hint}"
         return f"its process ended with exit code {code}; what it printed on stderr says why"
+
+
+def check_model_folder(model: str) -> None:
+    """Raises FileNotFoundError if ``model`` is a path without a Hugging Face model (a name such as "Qwen/Qwen3-0.6B"
+    is left to the child, which looks it up in the local cache)."""
+    folder = Path(model)
+    if not folder.is_dir() and model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return
+    if not (folder / "config.json").is_file():
+        found = "holds no config.json" if folder.is_dir() else "does not exist"
+        raise FileNotFoundError(f"the model folder {model} {found}; expected a folder written by save_pretrained")
 
 
 def _resolve(pairs: list[tuple[asyncio.Future, Any]]) -> None:

@@ -5,7 +5,7 @@ storage, in order), then the new tokens of each slot that is being prefilled. Ev
 tokens anyway; attention is the function below, which writes the new keys and values into the storage and lets every
 token see its own row only. No padding, no cache copies, no mask of the model's own.
 
-Shape letters: N packed tokens, S slots, Hq/Hk query/key heads, G = Hq // Hk, M storage length, L longest row, D head size.
+Shape letters: N packed tokens, S slots, Hq/Hk query/key heads, M storage length, L longest row, D head size.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ class SlotBatch:
         return self._decode_masks[window]
 
     def prefill_mask(self, index: int, window: int | None) -> torch.Tensor | None:
-        """Boolean mask [T, L] (True = visible) of ``prefills[index]``, None where nothing is hidden."""
+        """Boolean mask [T, L] (True = visible) of ``prefills[index]``; None: plainly causal from the row's start, or a
+        single token that sees everything."""
         key = (index, window)
         if key not in self._prefill_masks:
             span = self.prefills[index]
             new, total = span.end - span.begin, span.start + span.end - span.begin
             mask = None
-            if new > 1 or (window is not None and total > window):
+            if (new > 1 and span.start > 0) or (window is not None and total > window):
                 rows = torch.arange(span.start, total, device=self.kv.device)[:, None]
                 columns = torch.arange(total, device=self.kv.device)
                 mask = columns <= rows
@@ -91,10 +92,10 @@ def slot_attention(
             or does not hand keyword arguments down to its attention layers.
     """
     if slot_batch is None:
-        raise NotImplementedError(f"{type(module).__name__} drops keyword arguments; use the vllm engine for this model")
+        raise NotImplementedError(f"{type(module).__name__} gets no keyword arguments; use VLLMEngine for this model")
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if unsupported:
-        raise NotImplementedError(f"{type(module).__name__} needs {unsupported}; use the vllm engine for this model")
+        raise NotImplementedError(f"{type(module).__name__} needs {unsupported}; use VLLMEngine for this model")
     keys, values = slot_batch.kv[module.layer_idx]  # each [S, Hk, M, D]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = query[0], key[0], value[0]  # [H, N, D]
@@ -134,7 +135,7 @@ def _decode(
 def _prefill(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """query [Hq, T, D] of one row against its keys and values [Hk, L, D] -> [T, Hq, D]."""
+    """query [Hq, T, D] of one row against its keys and values [Hk, L, D] -> [T, Hq, D]. Mask: see `prefill_mask`."""
     heads, new, size = query.shape
     kv_heads, total, _ = keys.shape
     shape = (kv_heads, heads // kv_heads, total, size)
@@ -143,6 +144,7 @@ def _prefill(
         keys.unsqueeze(1).expand(shape),
         values.unsqueeze(1).expand(shape),
         attn_mask=mask,
+        is_causal=mask is None and new > 1,
         scale=scale,
     )
     return attended.reshape(heads, new, size).transpose(0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.engines.process import EngineProcess
+from rollout.engines.process import EngineProcess, check_model_folder
 
 
 class TransformersEngine(EngineProcess):
@@ -42,3 +42,8 @@ class TransformersEngine(EngineProcess):
             max_length=max_length,
             threads=threads,
         )
+
+    async def start(self) -> None:
+        """See `EngineProcess.start`. Also raises FileNotFoundError if the model's folder is missing or empty."""
+        check_model_folder(self._options["model"])
+        await super().start()

@@ -13,6 +13,7 @@ from rollout.engines.weights import WeightFiles
 # touches all of it at once and would otherwise take a share of all memory.
 CPU_BLOCK = 32
 CPU_KV_CACHE_BYTES = 256 << 20
+CPU_STEP_TOKENS = 4096
 MAX_TOP_LOGPROBS = 64
 
 
@@ -54,6 +55,9 @@ class VLLMBackend:
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             engine_args |= {"block_size": CPU_BLOCK, "enforce_eager": True}
+            # A prompt computed in chunks rewinds its generator, and CPU generators cannot be ("CPU Generator does not
+            # use offset" ends the engine): no chunks, so a step must hold the longest prompt.
+            engine_args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_length, CPU_STEP_TOKENS)}
         if kv_cache_bytes is not None or on_cpu:
             engine_args["kv_cache_memory_bytes"] = kv_cache_bytes or CPU_KV_CACHE_BYTES
         self._engine = LLMEngine.from_engine_args(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.process import EngineProcess
+from rollout.engines.process import EngineProcess, check_model_folder
 
 
 class VLLMEngine(EngineProcess):
@@ -72,6 +72,11 @@ class VLLMEngine(EngineProcess):
             threads=threads,
             environment=environment,
         )
+
+    async def start(self) -> None:
+        """See `EngineProcess.start`. Also raises FileNotFoundError if the model's folder is missing or empty."""
+        check_model_folder(self._options["model"])
+        await super().start()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """See `base.Engine.generate`.

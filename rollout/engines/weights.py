@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "compact-agents-weights-"  # then the writer's process id
 
 
 class WeightFiles:
@@ -57,7 +58,9 @@ class WeightFiles:
 
         # Containers often have a /dev/shm of 64 MB: fall back to the disk where it is too small.
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size + (16 << 20)
-        handle, path = tempfile.mkstemp(".safetensors", "compact-agents-", SHARED_MEMORY if roomy else None)
+        folder = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
+        _remove_leftovers(folder)
+        handle, path = tempfile.mkstemp(".safetensors", f"{PREFIX}{os.getpid()}-", folder)
         os.close(handle)
         self.paths.append(path)
         save_file(shard, path)
@@ -103,3 +106,11 @@ class WeightFiles:
                 for name in file.keys():  # noqa: SIM118
                     if name not in skip:
                         yield name, file.get_tensor(name)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete files whose writer was killed before it could (shared memory outlives processes)."""
+    for path in folder.glob(f"{PREFIX}*.safetensors"):
+        writer = path.name.removeprefix(PREFIX).split("-")[0]
+        if not Path("/proc", writer).exists():
+            path.unlink(missing_ok=True)

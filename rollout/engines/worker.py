@@ -1,4 +1,4 @@
-"""The child process of an engine: ``python -m rollout.engines.worker FD PARENT_PID``, started by `process.EngineProcess`.
+"""The child process of an engine: ``python -m rollout.engines.worker FD PARENT_PID``, started by `EngineProcess`.
 
 Messages from the parent: ("generate", id, token ids, SamplingParams), ("cancel", id), ("load", paths, version),
 ("close",). To the parent: ("ready", info), ("refused", message), ("results", [(id, Generation)]),
@@ -38,6 +38,8 @@ def main() -> None:
             return
         connection.send(("ready", backend.info))
         _serve(connection, backend)
+        connection.close()
+        os._exit(0)  # tearing down torch and vLLM takes seconds, and there is nothing to save
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
     except Exception:

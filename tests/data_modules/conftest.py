@@ -14,22 +14,10 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
 from rollout.system import RolloutSystem
-from rollout.trajectory import InfrastructureError, Task
+from rollout.trajectory import InfrastructureError
+from tests.data_modules.toys import make_task
 
 QUESTION = re.compile(r"Question (\d+) (\w+)")
-
-
-def make_task(number: int, kind: str = "right", source: str = "made_up") -> Task:
-    """The scripted engine answers "answer <number>" to ``right`` questions and nonsense to ``wrong`` ones; a ``broken``
-    one fails by infrastructure."""
-    return Task(
-        id=f"q{number}",
-        question=f"Question {number} {kind}",
-        golden_answers=(f"answer {number}",),
-        data_source=source,
-        gold_passages=(("Title", f"The answer is answer {number}."),) if number % 2 == 0 else (),
-        metadata={"hops": 1},
-    )
 
 
 @pytest.fixture(scope="session")

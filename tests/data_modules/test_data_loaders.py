@@ -9,18 +9,18 @@ from rollout.protocols.base import PromptMode
 
 
 def test_stream_goes_on_over_passes_and_after_a_restore():
-    loader = TrainLoader(3, lambda i: [i])
+    loader = TrainLoader(3, lambda i: [i], "data")
     assert list(loader) + list(loader) == [[0], [1], [2], [3], [4], [5]]
     assert len(loader) == 3
-    again = TrainLoader(3, lambda i: [i])
+    again = TrainLoader(3, lambda i: [i], "data")
     again.load_state_dict(loader.state_dict())
     assert next(iter(again)) == [6]
-    assert again.state_dict() == {"position": 7}
+    assert again.state_dict() == {"position": 7, "data": "data"}
 
 
 def test_nothing_is_made_before_it_is_asked_for():
     made = []
-    loader = TrainLoader(3, lambda i: made.append(i) or [i])
+    loader = TrainLoader(3, lambda i: made.append(i) or [i], "data")
     iterator = iter(loader)
     assert made == []
     next(iterator)
@@ -31,10 +31,10 @@ def test_a_batch_that_fails_is_not_counted():
     def fail(i):
         raise RuntimeError("retriever down")
 
-    loader = TrainLoader(3, fail)
+    loader = TrainLoader(3, fail, "data")
     with pytest.raises(RuntimeError):
         next(iter(loader))
-    assert loader.state_dict() == {"position": 0}
+    assert loader.state_dict()["position"] == 0
 
 
 def test_permutation_depends_on_the_seed_alone():

@@ -8,7 +8,8 @@ from data_modules.datasets.questions import load_tasks, write_tasks
 from rollout.trajectory import Task
 
 TASKS = [
-    Task("q1", "Who wrote Silent Harbor?", ("Mira Voss", "M. Voss"), "fictional_1hop", (("Silent Harbor", "By Mira Voss."),),
+    Task("q1", "Who wrote Silent Harbor?", ("Mira Voss", "M. Voss"), "fictional_1hop",
+         (("Silent Harbor", "By Mira Voss."),),
          {"hops": 1, "split": "train", "relations": ["author"]}),
     Task("q2", "Wo liegt Ärmel?", ("Übersee",), "fictional_2hop"),
 ]  # fmt: skip
@@ -70,7 +71,8 @@ def test_answers_come_from_reward_model_where_golden_answers_are_missing_or_null
     path = released(drop=["golden_answers"])
     assert load_tasks(path)[0].golden_answers == ("Person 0", "P. 0")
     rows = [search_r1_row(0), search_r1_row(1, golden_answers=None), search_r1_row(2, golden_answers=["", "x"])]
-    assert [t.golden_answers for t in load_tasks(released(rows))] == [("Person 0", "P. 0"), ("Person 1", "P. 1"), ("x",)]
+    expected = [("Person 0", "P. 0"), ("Person 1", "P. 1"), ("x",)]
+    assert [t.golden_answers for t in load_tasks(released(rows))] == expected
 
 
 def test_question_comes_from_the_prompt_where_the_column_is_missing(released):
@@ -95,7 +97,8 @@ def test_ids_shared_by_two_sources_are_told_apart_also_over_files(released):
 
 
 def test_metadata_as_struct_json_or_null(released):
-    rows = [search_r1_row(0, metadata={"level": "hard", "n": 2, "context": {"title": ["a"]}}), search_r1_row(1, metadata=None)]
+    struct = {"level": "hard", "n": 2, "context": {"title": ["a"]}}
+    rows = [search_r1_row(0, metadata=struct), search_r1_row(1, metadata=None)]
     assert [t.metadata for t in load_tasks(released(rows))] == [{"level": "hard", "n": 2}, {}]
     rows = [search_r1_row(0, metadata=json.dumps({"a": [1, {"b": 2}]})), search_r1_row(1, metadata=None)]
     assert [t.metadata for t in load_tasks(released(rows))] == [{"a": [1, {"b": 2}]}, {}]
@@ -108,20 +111,24 @@ def test_metadata_as_struct_json_or_null(released):
         ([search_r1_row(0), search_r1_row(1, question=None)], [], r"empty question: row 1"),
         ([search_r1_row(i, question="") for i in range(9)], [], r"9 of 9 .* row 0, 1, 2, 3, 4 and 4 more"),
         ([search_r1_row(0, golden_answers=["", " "], reward_model=None)], [], "no gold answer: row 0"),
-        ([search_r1_row(0, reward_model={"style": "rule"})], [], "'reward_model' is Struct.*, expected a struct with 'ground_truth'"),
+        ([search_r1_row(0, reward_model={"style": "rule"})], [],
+         "'reward_model' is Struct.*, expected a struct with 'ground_truth'"),
         ([search_r1_row(0, golden_answers=[], reward_model={"style": "rule", "ground_truth": {"target": [""]}})], [],
          "no gold answer: row 0"),
-        ([search_r1_row(0)], ["golden_answers", "reward_model"], "no column 'golden_answers' .nor reward_model.ground_truth"),
+        ([search_r1_row(0)], ["golden_answers", "reward_model"],
+         "no column 'golden_answers' .nor reward_model.ground_truth"),
         ([search_r1_row(0)], ["data_source"], "no column 'data_source'"),
         ([search_r1_row(0, golden_answers="Person")], [], "'golden_answers' is String, expected a list of strings"),
         ([search_r1_row(0, golden_answers=[1, 2])], [], r"'golden_answers' is List\(Int64\)"),
         ([search_r1_row(0, question=7)], [], "'question' is Int64, expected String"),
         ([search_r1_row(0, metadata="[1]")], [], "metadata that is not a JSON object: row 0"),
-        ([search_r1_row(0, gold_passages=["text"])], [], "'gold_passages' is List.String., expected a list of {title, text}"),
+        ([search_r1_row(0, gold_passages=["text"])], [],
+         "'gold_passages' is List.String., expected a list of {title, text}"),
         ([search_r1_row(0, gold_passages=[{"title": "t", "text": None}, {"title": "t", "text": "x"}])], [],
          "a gold passage without title or text: row 0"),
         ([search_r1_row(0), search_r1_row(0)], [], "'nq/train_0' in rows 0, 1"),
-        ([search_r1_row(0, prompt=[{"role": "user", "content": "no marker"}])], ["question"], "no text after 'Question:'"),
+        ([search_r1_row(0, prompt=[{"role": "user", "content": "no marker"}])], ["question"],
+         "no text after 'Question:'"),
     ],
 )  # fmt: skip
 def test_wrong_rows_and_columns_are_named(released, rows, drop, message):

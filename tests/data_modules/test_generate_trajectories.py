@@ -56,7 +56,8 @@ def test_chunks_do_not_change_what_is_sampled(make_system, question_file, tmp_pa
     seeds = []
     for size in (2, 100):
         system = make_system()
-        GenerateTrajectories(system, [question_file("train", KINDS)], seed=3, chunk_questions=size).run(tmp_path / str(size))
+        task = GenerateTrajectories(system, [question_file("train", KINDS)], seed=3, chunk_questions=size)
+        task.run(tmp_path / str(size))
         seeds.append(sorted(r.sampling.seed for r in system.engine.requests))
     assert seeds[0] == seeds[1]
 
@@ -87,7 +88,7 @@ GenerateTrajectories(system, [questions], seed=3, chunk_questions=2).run(Path(fo
 def test_run_after_kill_9_reuses_finished_chunks(make_system, question_file, model_dir, tmp_path):
     files, out = [question_file("train", ["right"] * 9)], tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(model_dir), files[0], str(out)]
-    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400)
     assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
     system = make_system()
     summary = GenerateTrajectories(system, files, seed=3, chunk_questions=2).run(out)
@@ -131,6 +132,7 @@ def test_seed_is_the_runs_own_unless_given(make_system, question_file, tmp_path,
     for environment, given in (("5", None), ("6", None), ("6", 5)):
         monkeypatch.setenv("PL_GLOBAL_SEED", environment)
         system = make_system()
-        GenerateTrajectories(system, [question_file("train", ["right"])], seed=given).run(tmp_path / f"{environment}{given}")
+        task = GenerateTrajectories(system, [question_file("train", ["right"])], seed=given)
+        task.run(tmp_path / f"{environment}{given}")
         seeds.append(system.engine.requests[0].sampling.seed)
     assert seeds[0] == seeds[2] != seeds[1]

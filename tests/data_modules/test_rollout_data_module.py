@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -59,7 +60,9 @@ def test_batches_are_whole_groups_in_a_seeded_order_that_differs_by_pass(make_da
     assert len(set(first)) == len(set(second)) == 9
     assert first != second
     assert [t.group for t in module.train_batches[0]] != [f"q{i // 2}" for i in range(6)]
-    assert make_data(seed=2)._seed == 2
+    other = Recorder()
+    trainer(tmp_path, max_epochs=1).fit(other, datamodule=make_data(seed=2))
+    assert groups(other.train_batches) != seen[:3]
 
 
 def test_iterations_set_the_length_of_an_epoch(make_data, tmp_path):
@@ -122,7 +125,7 @@ def test_position_survives_kill_9_while_rolling_out(make_data, model_dir, tmp_pa
     whole, module = make_data(), Recorder()
     trainer(tmp_path, max_epochs=2).fit(module, datamodule=whole)
     command = [sys.executable, "-c", KILLED, str(model_dir), whole.train_files[0], str(tmp_path / "c")]
-    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400)
     assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
     resumed, rest = make_data(), Recorder()
     trainer(tmp_path, max_epochs=2).fit(rest, datamodule=resumed, ckpt_path=tmp_path / "c" / "last.ckpt")
@@ -161,6 +164,61 @@ def test_two_ranks_together_do_what_one_does(make_data):
         odd.setup("fit")
 
 
+RANKS = """
+import json, os, sys
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+from rollout.engines.scripted import ScriptedEngine
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.rewards.qa import ExactMatchReward
+from rollout.system import RolloutSystem
+from rollout.trajectory import InfrastructureError
+from data_modules.failures import TooManyFailuresError
+from data_modules.rollout_data_module import RolloutDataModule
+from tests.data_modules.toys import Recorder, trainer
+
+model, questions, folder = sys.argv[1:]
+rank = int(os.environ["LOCAL_RANK"])
+protocol = SearchR1Protocol(model, template="short")
+asked = []
+def script(ids, sampling):
+    asked.append(sampling.seed)
+    down = rank == 1 and len(asked) > 4  # in the third iteration, on one rank only
+    return InfrastructureError("down") if down else "<answer> x </answer>"
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({}), ExactMatchReward())
+data = RolloutDataModule(system, [questions], prompts_per_step=4, seed=1,
+                         max_infrastructure_failures=0.4, failure_patience=1)
+module, stopped = Recorder(), ""
+one = trainer(folder, ranks=2, max_epochs=9)
+try:
+    one.fit(module, datamodule=data)
+except TooManyFailuresError as error:
+    stopped = str(error)
+names = [[t.group for t in batch] for batch in module.train_batches]
+Path(folder, f"rank{rank}.json").write_text(json.dumps({"train": names, "stopped": stopped, "seeds": asked}))
+"""
+
+
+def test_under_ddp_ranks_share_the_prompts_and_stop_together(make_data, model_dir, tmp_path):
+    alone = make_data(prompts_per_step=4, samples_per_prompt=1)
+    alone.setup("fit")
+    expected = [[t.group for t in batch] for batch in alone.train_dataloader()]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    child = subprocess.run(
+        [*torchrun, sys.executable, "-c", RANKS, str(model_dir), alone.train_files[0], str(tmp_path)],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for step, whole in enumerate(expected):  # the two iterations of the first pass
+        assert [rank["train"][step] for rank in ranks] == [whole[::2], whole[1::2]]
+    assert [len(rank["train"]) for rank in ranks] == [2, 2]
+    assert {rank["stopped"].partition(",")[0] for rank in ranks} == {
+        "training iteration 3: 2 of 4 trajectories failed by infrastructure"
+    }, "the rank without failures must stop too"
+
+
 def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp_path):
     data, module = make_data(["right"] * 8 + ["broken"], prompts_per_step=9), Recorder()
     trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)  # 1 of 9 is below the limit
@@ -171,7 +229,7 @@ def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp
     with pytest.raises(TooManyFailuresError, match=r"iteration 2: 6 of 6 .* 20% 2 times in a row .*http://nowhere"):
         trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
     assert len(module.train_batches) == 1
-    assert data.state_dict()["train"] == {"position": 1}, "the iteration that was not trained on is not counted"
+    assert data.state_dict()["train"]["position"] == 1, "the iteration that was not trained on is not counted"
 
 
 def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_system, question_file, tmp_path):
@@ -239,7 +297,8 @@ def test_no_evaluation_files_means_no_evaluation(make_data, tmp_path):
 
 
 def test_limits_of_evaluation_are_spread_over_the_file(make_data, question_file):
-    data = make_data(test_files=[question_file("test", ["right"] * 10)], max_test=5, probes=["gold_direct"], max_probe=2)
+    files = [question_file("test", ["right"] * 10)]
+    data = make_data(test_files=files, max_test=5, probes=["gold_direct"], max_probe=2)
     data.setup("test")
     agent, probe = data.test_dataloader()
     assert [t.id for t in agent.tasks] == ["q0", "q2", "q4", "q6", "q8"]
@@ -263,7 +322,8 @@ def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_d
     ("options", "message"),
     [({"prompts_per_step": 0}, "prompts_per_step is 0"), ({"iterations": 0}, "iterations is 0"),
      ({"max_infrastructure_failures": 20}, "share between 0 and 1"), ({"failure_patience": 0}, "failure_patience is 0"),
-     ({"probes": ["closed_book"] * 2}, "same probe twice"), ({"eval_batch": 0}, "eval_batch is 0")],
+     ({"val_files": "v.parquet"}, "expected a list"), ({"probes": ["closed_book"] * 2}, "same probe twice"),
+     ({"eval_batch": 0}, "eval_batch is 0")],
 )  # fmt: skip
 def test_options_out_of_range(make_data, options, message):
     with pytest.raises(ValueError, match=message):
@@ -311,7 +371,8 @@ def test_yaml_reaches_options_of_the_evaluation_part_and_refuses_unknown_ones(mo
         return parser.parse_object({"data": {"class_path": name, "init_args": {**arguments, **extra}}})
 
     data = parser.instantiate_classes(parse({})).data
-    assert (data.train_sampling, data.probe_names("val"), data.files["val"]) == (Decoding(0.7), ["agent"], ["v.parquet"])
+    assert data.train_sampling == Decoding(0.7)
+    assert (data.probe_names("val"), data.files["val"]) == (["agent"], ["v.parquet"])
     for wrong in ({"max_vall": 3}, {"probes": ["gold"]}, {"train_sampling": {"temperatur": 1.0}}):
         with pytest.raises(jsonargparse.ArgumentError):
             parse(wrong)

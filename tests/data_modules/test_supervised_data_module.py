@@ -8,8 +8,7 @@ from data_modules.supervised_data_module import SupervisedDataModule, append_eos
 from rollout.engines.base import SamplingParams
 from rollout.storage import save_trajectories
 from rollout.trajectory import StopReason
-from tests.data_modules.conftest import make_task
-from tests.data_modules.toys import Recorder, sampled_by, trainer
+from tests.data_modules.toys import Recorder, make_task, sampled_by, trainer
 
 
 @pytest.fixture
@@ -141,7 +140,8 @@ def test_evaluates_by_rollouts_whose_protocol_gives_the_eos(make_data, make_syst
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"batch_size": None}, "exactly one"), ({"batch_tokens": 9}, "exactly one"), ({"tokenizer": None}, "append_eos needs")],
+    [({"batch_size": None}, "exactly one"), ({"batch_tokens": 9}, "exactly one"),
+     ({"tokenizer": None}, "append_eos needs")],
 )  # fmt: skip
 def test_options_that_do_not_fit(make_data, options, message):
     with pytest.raises(ValueError, match=message):

@@ -1,13 +1,29 @@
-"""A LightningModule that learns nothing and writes down what it is given."""
+"""Questions for the scripted engine, and a LightningModule that learns nothing and writes down what it is given."""
 
 from __future__ import annotations
 
 import lightning as L
 import torch
 
+from rollout.trajectory import Task
+
+
+def make_task(number: int, kind: str = "right", source: str = "made_up") -> Task:
+    """The scripted engine answers "answer <number>" to ``right`` questions and nonsense to ``wrong`` ones; a ``broken``
+    one fails by infrastructure."""
+    return Task(
+        id=f"q{number}",
+        question=f"Question {number} {kind}",
+        golden_answers=(f"answer {number}",),
+        data_source=source,
+        gold_passages=(("Title", f"The answer is answer {number}."),) if number % 2 == 0 else (),
+        metadata={"hops": 1},
+    )
+
 
 class Recorder(L.LightningModule):
-    """``train``: per step, ids of the batch's groups. After each step the "weights" of the next version are pushed."""
+    """Keeps every batch. After each training step (``push``) the next version of the "weights" goes to the engine;
+    ``stop_after``: raises in that training step."""
 
     def __init__(self, push: bool = True, stop_after: int | None = None) -> None:
         super().__init__()
@@ -40,10 +56,12 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def trainer(folder, **options) -> L.Trainer:
+def trainer(folder, ranks: int = 1, **options) -> L.Trainer:
     options = {"enable_checkpointing": False, "num_sanity_val_steps": 0, **options}
+    if ranks > 1:
+        options["strategy"] = "ddp"
     return L.Trainer(
-        default_root_dir=folder, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        default_root_dir=folder, accelerator="cpu", devices=ranks, logger=False, enable_progress_bar=False,
         enable_model_summary=False, **options,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ class Workshop:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = folder / "experiments"
+        self.journal = folder / "journal"  # the toy stages write a line here when they run
         (self.files / "bases").mkdir(parents=True)
         self.project = Project(experiment_dirs=(self.files,), outputs=folder / "outputs")
 
@@ -42,7 +43,7 @@ class Workshop:
             **os.environ,
             "COMPACT_AGENTS_EXPERIMENTS": str(self.files),
             "COMPACT_AGENTS_OUTPUTS": str(self.project.outputs),
-            "COLUMNS": "200",
+            "TOY_JOURNAL": str(self.journal),
         }
 
     def start(self, *words: str, **kwargs) -> subprocess.Popen[str]:

@@ -55,6 +55,17 @@ def test_what_only_the_parser_can_do_is_left_to_it_in_order(words):
     assert config == BASE
 
 
+def test_references_to_shared_parts_are_followed():
+    config = {
+        "values": {"rollouts": {"class_path": "r.System", "init_args": {"max_turns": 4}}, "n": 3},
+        "data": {"class_path": "d.Data", "init_args": {"rollouts": "${values.rollouts}", "n": "${values.n}"}},
+    }
+    changed, rest = apply(config, parse(["--data.rollouts.max_turns=2", "--data.n=5"]).own)
+    assert rest == ()
+    assert changed["values"]["rollouts"]["init_args"]["max_turns"] == 2
+    assert changed["data"]["init_args"] == {"rollouts": "${values.rollouts}", "n": 5}
+
+
 def test_the_configuration_given_is_not_changed():
     before = str(BASE)
     applied("--model.kl_coef", "9", "--model.optim.lr", "1")

@@ -11,25 +11,21 @@ from typing import Any
 
 
 class Note:
-    """A task that writes what it was given, and appends a line to ``journal`` each time it runs.
+    """A task that writes what it was given, and appends a line to the file TOY_JOURNAL each time it runs.
 
     Args:
         text: what goes into note.txt.
         source: folder of another note, copied into this one.
-        journal: file that counts the runs.
         seconds: how long it takes.
         fault: ``value``, ``disk``, ``port`` or ``bug``: the error it ends with.
     """
 
-    def __init__(
-        self, text: str = "", source: str | None = None, journal: str | None = None, seconds: float = 0, fault: str = ""
-    ) -> None:
-        self.text, self.source, self.journal, self.seconds, self.fault = text, source, journal, seconds, fault
+    def __init__(self, text: str = "", source: str | None = None, seconds: float = 0, fault: str = "") -> None:
+        self.text, self.source, self.seconds, self.fault = text, source, seconds, fault
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        if self.journal:
-            with open(self.journal, "a") as stream:
-                stream.write(f"{os.getpid()} {output_dir.parent.name}\n")
+        with open(os.environ["TOY_JOURNAL"], "a") as stream:
+            stream.write(f"{os.getpid()} {output_dir.parent.name}\n")
         print(f"writing {self.text}", flush=True)
         time.sleep(self.seconds)
         if self.fault:

@@ -47,8 +47,8 @@ def make_trajectories(n: int, seed: int = 0, em: Sequence[float] | None = None) 
     return [make_trajectory(rng, i, em[i] if em is not None else float(i % 2)) for i in range(n)]
 
 
-def fit(module: Any, batches: Sequence[list[Trajectory]], **options: Any) -> Any:
-    """Train on the given batches, one per step, and return the Trainer."""
+def fit(module: Any, batches: Any, ckpt_path: Any = None, **options: Any) -> Any:
+    """Train on the given batches (a list or a dataset of lists), one per step, and return the Trainer."""
     import lightning as L
     import torch
 
@@ -57,5 +57,6 @@ def fit(module: Any, batches: Sequence[list[Trajectory]], **options: Any) -> Any
         False,
     )
     trainer = L.Trainer(**{"max_steps": len(batches), "accelerator": "cpu", **quiet, **options})
-    trainer.fit(module, train_dataloaders=torch.utils.data.DataLoader(list(batches), batch_size=None))
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    trainer.fit(module, train_dataloaders=loader, ckpt_path=ckpt_path)
     return trainer

@@ -1,8 +1,11 @@
 """PPO and DGPO: rewards, masks, switches, and the shared module's invariances (specs/dgpo.md section 8)."""
 
+import random
+
 import pytest
 import torch
 
+from lightning_modules import optimisation
 from lightning_modules.batch import collate
 from lightning_modules.dgpo import DGPO
 from lightning_modules.divergences import reverse_kl
@@ -10,7 +13,7 @@ from lightning_modules.on_policy import Scores
 from lightning_modules.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.ppo import PPO
 from rollout.trajectory import Reward, StopReason
-from tests.lightning_modules.helpers import fit, make_trajectories
+from tests.lightning_modules.helpers import fit, make_trajectories, make_trajectory
 
 
 def dgpo(model_dir, teacher_dir, **options):
@@ -105,8 +108,6 @@ def test_at_gamma_lambda_one_only_whitening_sees_the_observations():
 
 
 def test_outcome_is_not_lost_when_the_last_token_is_an_observation():
-    from tests.lightning_modules.helpers import make_trajectory, random
-
     row = make_trajectory(random.Random(0), 0, em=1.0, spans=[3, 4])
     rewards, _ = rewards_of(DGPO("p", "t"), [row], random_scores(collate([row])))
     assert rewards[0].nonzero()[:, 0].tolist() == [len(row.prompt_ids) + 2]
@@ -124,20 +125,16 @@ def test_teacher_equal_to_the_student_is_plain_ppo(model_dir):
 # ---------------------------------------------------------------------- acceptance test 4
 def test_wrong_rows_move_the_student_towards_the_teacher(model_dir, teacher_dir):
     """One-token answers sampled from the student, all of them wrong: what is learnt is the teacher's preference."""
-    rows = one_token_rows(model_dir, 512)
+    rows = one_token_rows(model_dir, 160)
     before, after, idle = (
         distance_to_teacher(model_dir, teacher_dir, rows, **options)
-        for options in ({"lr": 0.0}, {"lr": 1e-3}, {"lr": 1e-3, "kl_coef": 0.0})
+        for options in ({"lr": 0.0}, {"lr": 2e-3}, {"lr": 2e-3, "kl_coef": 0.0})
     )
     assert after < before - 0.01
     assert abs(idle - before) < 0.1 * (before - after)  # no teacher, no reward, no value: no signal
 
 
 def one_token_rows(model_dir, n):
-    import random
-
-    from tests.lightning_modules.helpers import make_trajectory
-
     row = make_trajectory(random.Random(0), 0, em=0.0, spans=[1])
     with torch.no_grad():
         logits = load_causal_lm(str(model_dir))(input_ids=torch.tensor([row.prompt_ids])).logits[0, -1]
@@ -146,10 +143,10 @@ def one_token_rows(model_dir, n):
 
 
 def distance_to_teacher(model_dir, teacher_dir, rows, **options):
-    """KL(student || teacher) at the answer after ten updates on the same rows."""
+    """KL(student || teacher) at the answer after four updates on the same rows."""
     settings = {"mini_batches": 1, "entropy_coef": 0.0, "kl_coef": 1.0, "weight_decay": 0.0, **options}
     module = DGPO(str(model_dir), str(teacher_dir), critic_lr=0.0, **settings)
-    fit(module, [rows] * 5)
+    fit(module, [rows] * 4)
     ids = torch.tensor([rows[0].prompt_ids])
     with torch.no_grad():
         return float(reverse_kl(module.policy(input_ids=ids).logits[0, -1:], module.teacher(input_ids=ids).logits[0, -1:]))
@@ -177,7 +174,7 @@ def test_loss_is_a_token_mean_over_the_mini_batch(model_dir):
     tokens = [t.reward.total for t in rows for _ in range(sum(t.loss_mask))]  # V = 0: A_t = EM before whitening
     assert figures["train/loss_value"] == pytest.approx(0.5 * sum(x * x for x in tokens) / len(tokens), rel=1e-5)
     batch, start = collate(rows), load_causal_lm(str(model_dir))
-    entropy = float(token_logprobs(start, batch).entropy.sum() / batch.mask.sum())
+    entropy = float(token_logprobs(start, batch).entropy.sum().detach() / batch.mask.sum())
     assert figures["train/entropy"] == pytest.approx(entropy, rel=1e-4)
     assert figures["train/loss_policy"] == pytest.approx(-0.25 * entropy, rel=1e-3)  # whitened A sums to 0
     assert figures["train/ratio_max"] == pytest.approx(1.0, abs=1e-4)
@@ -224,43 +221,29 @@ def test_logged_figures(model_dir, teacher_dir):
     batch = collate(rows)
     student, teacher = (token_logprobs(load_causal_lm(str(d)), batch).logprobs for d in (model_dir, teacher_dir))
     gap = (student - batch.sampler_logprobs).abs()[batch.mask == 1]
-    assert figures["train/logprob_gap"] == pytest.approx(float(gap.mean()), rel=1e-4)
-    assert figures["train/logprob_gap_max"] == pytest.approx(float(gap.max()), rel=1e-4)
+    assert figures["train/logprob_gap"] == pytest.approx(gap.mean().item(), rel=1e-4)
+    assert figures["train/logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-4)
     wrong = batch.mask * torch.tensor([[1 - t.reward.total] for t in rows])
-    kl = float(((student - teacher) * wrong).sum() / wrong.sum())
+    kl = float((((student - teacher) * wrong).sum() / wrong.sum()).detach())
     assert figures["train/kl_teacher"] == pytest.approx(kl, rel=1e-3)
     for name in ("grad_norm", "grad_norm_critic", "explained_variance", "lr", "lr_critic"):
         assert f"train/{name}" in figures
 
 
-def test_policy_and_critic_are_clipped_apart(model_dir):
-    norms = {}
+def test_policy_and_critic_are_clipped_apart(model_dir, monkeypatch):
+    module, after = PPO(str(model_dir), max_grad_norm=0.01, mini_batches=1), {}
+    clip = optimisation.clip_gradients
 
-    class Watched(PPO):
-        def optimizer_step(self, *args, **kwargs):
-            super().optimizer_step(*args, **kwargs)
-
-        def _step(self, optimizer):
-            super()._step(optimizer)
-
-    module = Watched(str(model_dir), max_grad_norm=0.01, mini_batches=1)
-    from lightning_modules import optimisation
-
-    original = optimisation.clip_gradients
-
-    def watch(*args):
-        before = original(*args)
+    def clip_and_measure(*args):
+        norms = clip(*args)
         for name, part in module.trained_parts().items():
-            norms[name] = float(torch.stack([p.grad.norm() for p in part.parameters() if p.grad is not None]).norm())
-        return before
+            after[name] = float(torch.stack([p.grad.norm() for p in part.parameters()]).norm())
+        return norms
 
-    optimisation.clip_gradients = watch
-    try:
-        _, figures, _ = train(module)
-    finally:
-        optimisation.clip_gradients = original
+    monkeypatch.setattr(optimisation, "clip_gradients", clip_and_measure)
+    _, figures, _ = train(module)
     assert figures["train/grad_norm"] > 0.01 and figures["train/grad_norm_critic"] > 0.01
-    assert norms == pytest.approx({"policy": 0.01, "critic": 0.01}, rel=1e-3)
+    assert after == pytest.approx({"policy": 0.01, "critic": 0.01}, rel=1e-3)
 
 
 def test_separate_learning_rates_and_warmups(model_dir):

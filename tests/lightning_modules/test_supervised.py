@@ -106,41 +106,46 @@ def test_cosine_goes_down_to_zero_over_the_run(model_dir):
     assert seen == pytest.approx([0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464], abs=1e-4)
 
 
+class Rows(torch.utils.data.IterableDataset):
+    """All batches of an epoch, of which the first ``done`` were trained before the interruption."""
+
+    def __init__(self, batches, done=0):
+        self.batches, self.done = batches, done
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches[self.done :])
+
+
 def test_checkpoint_has_no_teacher_and_resumes_exactly(model_dir, teacher_dir, tmp_path):
     rows = [make_trajectories(4, seed=s) for s in range(4)]
 
     def make():
-        return ColdStartKD(str(model_dir), str(teacher_dir))
+        return ColdStartKD(str(model_dir), str(teacher_dir), warmup_steps=2)
 
     whole, *_ = train(make(), rows)
-    first = make()
-    first_trainer = fit(first, rows, max_steps=4, limit_train_batches=2, max_epochs=1)
-    first_trainer.save_checkpoint(tmp_path / "half.ckpt")
-    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    first, path = make(), tmp_path / "half.ckpt"
+
+    def stop_half_way(outputs, batch, batch_idx):
+        if batch_idx == 1:
+            first.trainer.save_checkpoint(path)
+            first.trainer.should_stop = True
+
+    first.on_train_batch_end = stop_half_way
+    fit(first, rows)
+    saved = torch.load(path, weights_only=False)
+    assert saved["global_step"] == 2
     assert not any(k.startswith("teacher") for k in saved["state_dict"])
     second = make()
-    restored = {}
-    second.on_train_start = lambda: restored.update({k: v.clone() for k, v in second.policy_weights()})
-    trainer = resume(second, rows[2:], tmp_path / "half.ckpt")
-    assert largest_difference(restored, dict(first.policy_weights())) == 0.0
+    trainer = fit(second, Rows(rows, done=2), max_steps=4, ckpt_path=path)
     assert trainer.global_step == 4
     assert largest_difference(whole, dict(second.policy_weights())) == 0.0
-
-
-def resume(module, rows, path):
-    """The remaining batches of an interrupted run; Lightning starts a new epoch, as the loader has no position."""
-    import lightning as L
-
-    trainer = L.Trainer(
-        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=None), ckpt_path=path)
-    return trainer
 
 
 def test_a_checkpoint_of_another_model_is_refused(model_dir, teacher_dir, tmp_path):
     trainer = fit(SFT(str(teacher_dir)), [make_trajectories(2)])
     trainer.save_checkpoint(tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match="not from this model: 0 missing, 0 unknown, .* of another shape"):
-        resume(SFT(str(model_dir)), [make_trajectories(2)], tmp_path / "other.ckpt")
+        fit(SFT(str(model_dir)), [make_trajectories(2)], ckpt_path=tmp_path / "other.ckpt")

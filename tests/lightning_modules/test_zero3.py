@@ -16,7 +16,7 @@ def both(model_dir, teacher_dir, tmp_path_factory):
     from tests.lightning_modules import zero3_worker
 
     out = tmp_path_factory.mktemp("zero3") / "result.pt"
-    command = [sys.executable, str(WORKER), str(out), str(model_dir), str(teacher_dir)]
+    command = [sys.executable, str(WORKER), str(out), str(model_dir), str(teacher_dir), "zero3"]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     one = zero3_worker.run(str(model_dir), str(teacher_dir), lambda rows: rows)

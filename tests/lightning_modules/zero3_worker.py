@@ -1,6 +1,6 @@
-"""Started by test_zero3.py: one KD step and one DGPO iteration, on one process or under ZeRO-3 on two.
+"""Started by test_zero3.py: one KD step and one DGPO iteration, on one process or sharded over two.
 
-``python zero3_worker.py OUT MODEL TEACHER``; plain SGD without clipping, which hides no wrong scale.
+``python zero3_worker.py OUT MODEL TEACHER zero3|zero2|ddp``; plain SGD without clipping, which hides no wrong scale.
 """
 
 import os
@@ -67,12 +67,15 @@ def run(model: str, teacher: str, share, **options) -> dict:
 
 
 if __name__ == "__main__":
-    from lightning_modules.strategies import ZeRO3
+    from lightning_modules.strategies import ZeRO2, ZeRO3
 
-    out, model, teacher = sys.argv[1:]
+    out, model, teacher, strategy = sys.argv[1:]
     rank = int(os.environ.get("LOCAL_RANK", 0))
-    rows_of_rank = lambda rows: rows[4 * rank : 4 * rank + 4]  # noqa: E731
-    strategy = lambda: ZeRO3(persistence_threshold=0, bucket_elements=100_000)  # noqa: E731
-    figures = run(model, teacher, rows_of_rank, devices=2, strategy=strategy)
+    make = {
+        "zero3": lambda: ZeRO3(persistence_threshold=0, bucket_elements=100_000),
+        "zero2": lambda: ZeRO2(bucket_elements=100_000),
+        "ddp": lambda: "ddp",
+    }[strategy]
+    figures = run(model, teacher, lambda rows: rows[4 * rank : 4 * rank + 4], devices=2, strategy=make)
     if rank == 0:
         torch.save(figures, out)

@@ -13,7 +13,7 @@ GOOD = '{"id": "a", "contents": "\\"Title\\"\\ntext"}'
 def test_store_gives_back_every_passage_across_parts(corpus, tmp_path):
     summary = write_store(corpus.path, tmp_path, part_size=64)
     store = PassageStore(tmp_path)
-    assert [path.name for path in sorted((tmp_path / "passages").iterdir())] == [f"0000{part}.jsonl" for part in range(4)]
+    assert sorted(path.name for path in (tmp_path / "passages").iterdir()) == [f"0000{part}.jsonl" for part in range(4)]
     assert [tuple(store[row]) for row in range(len(store))] == list(zip(corpus.ids, corpus.contents, strict=True))
     assert (summary.passages, summary.sha256) == (200, file_sha256(corpus.path))
     with pytest.raises(IndexError):

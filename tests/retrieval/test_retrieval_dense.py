@@ -22,7 +22,7 @@ FACTS = {
     "Dunmore Bridge": "The stone bridge carries the road across the river.",
     "Ila Renn": "Ila Renn is a physician who found a cure for river fever.",
 }
-FACTS |= {f"Ledger {number}": f"Entry number {number} of the tax ledger lists {number * 7} coins." for number in range(40)}
+FACTS |= {f"Ledger {number}": f"Entry {number} of the tax ledger lists {number * 7} coins." for number in range(40)}
 QUESTIONS = {
     "Which musician wrote works for the stage?": "Olen Brask",
     "Where can astronomers look at the sky?": "Tarn Observatory",
@@ -129,7 +129,8 @@ def test_hnsw_finds_nearly_what_flat_finds(flat, config, tmp_path):
     for ef in (4, 256):
         searcher = DenseSearcher(tmp_path / "hnsw", config, ef_search=ef)
         found = searcher.search_vectors(queries, 3)
-        recall[ef] = np.mean([len({h.row for h in hits} & set(best)) / 3 for hits, best in zip(found, exact, strict=True)])
+        pairs = zip(found, exact, strict=True)
+        recall[ef] = np.mean([len({hit.row for hit in hits} & set(best)) / 3 for hits, best in pairs])
         assert len(searcher.search_vectors(queries[:1], 50)[0]) == 50  # wider than ef 4
     assert recall[256] > 0.95 and recall[4] < recall[256]
 

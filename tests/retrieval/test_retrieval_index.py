@@ -165,6 +165,7 @@ def test_search_settings_without_effect_are_refused(bm25_index):
 def test_configurable_from_yaml():
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(BuildIndex, "task")
-    values = {"corpus": "c", "kind": "dense_hnsw", "encoder": {"model": "e5", "query_prefix": "query: "}, "hnsw": {"m": 8}}
+    encoder = {"model": "e5", "query_prefix": "query: "}
+    values = {"corpus": "c", "kind": "dense_hnsw", "encoder": encoder, "hnsw": {"m": 8}}
     stage = parser.instantiate(parser.parse_object({"task": values})).task
     assert stage.encoder == EncoderConfig("e5", "query: ") and stage.hnsw == HNSWConfig(m=8)

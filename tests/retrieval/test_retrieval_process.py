@@ -48,7 +48,8 @@ def test_a_server_that_does_not_come_up_shows_its_log_once(bm25_index, tmp_path)
 
 
 def test_starting_lazily_dying_starting_again_and_ctrl_c(bm25_index, corpus, tmp_path):
-    process = RetrieverProcess(bm25_index, topk=2, retries=1, backoff=0.01, log=str(tmp_path / "logs" / "retriever.log"))
+    log = str(tmp_path / "logs" / "retriever.log")
+    process = RetrieverProcess(bm25_index, topk=2, retries=1, backoff=0.01, log=log)
 
     async def main():
         found = await asyncio.gather(*(process.search([word]) for word in corpus.words[:20]))
@@ -67,8 +68,8 @@ def test_starting_lazily_dying_starting_again_and_ctrl_c(bm25_index, corpus, tmp
         await process.close()
 
     asyncio.run(main())
-    log = (tmp_path / "logs" / "retriever.log").read_text()
-    assert log.count("retriever ready at") == 2 and "Traceback" not in log
+    logged = Path(log).read_text()
+    assert logged.count("retriever ready at") == 2 and "Traceback" not in logged
 
 
 def test_a_forgotten_process_is_ended(bm25_index):

@@ -88,9 +88,9 @@ def test_wrong_input_is_rejected(server, body):
 
 
 def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
+    pairs = [[corpus.words[number % 50], corpus.words[number % 7]] for number in range(120)]
     bodies = [
-        {"queries": [corpus.words[number % 50], corpus.words[number % 7]], "topk": 1 + number % 3, "return_scores": True}
-        for number in range(120)
+        {"queries": pair, "topk": 1 + number % 3, "return_scores": True} for number, pair in enumerate(pairs)
     ]
     alone = [post(server.url, body) for body in bodies]
     before = health(server.url)

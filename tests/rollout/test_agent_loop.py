@@ -139,7 +139,8 @@ def test_nothing_found_is_an_observation(protocol):
 @pytest.mark.parametrize("mode", [PromptMode.CLOSED_BOOK, PromptMode.GOLD_THINK])
 def test_search_is_disabled_in_the_probes(protocol, mode):
     retriever = ToyRetriever()
-    trajectory = run(make_loop(protocol, in_turn("<search> Mira </search>", "<answer> x </answer>"), retriever), mode=mode)
+    script = in_turn("<search> Mira </search>", "<answer> x </answer>")
+    trajectory = run(make_loop(protocol, script, retriever), mode=mode)
     assert [call.result.outcome for call in trajectory.calls] == [CallOutcome.REFUSED] and not retriever.queries
     assert trajectory.stop_reason is StopReason.ANSWER
 
@@ -274,7 +275,8 @@ def test_fork_inside_a_turn_continues_it(protocol):
         (0, parent.turns[0].end),
         (second.start, len(child.response_ids)),
     ]
-    assert protocol.decode(child.response_ids[second.start :]) == "<think> Grey Harbor </think>\n<answer> Oldfield </answer>"
+    said = protocol.decode(child.response_ids[second.start :])
+    assert said == "<think> Grey Harbor </think>\n<answer> Oldfield </answer>"
     assert child.answer == "Oldfield"
 
 

@@ -100,15 +100,15 @@ def test_back_off_doubles(monkeypatch):
 
 def test_concurrency_is_limited_and_waiting_does_not_count_as_working():
     async def work(attempt):
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.4)
         return ToolResult("ok", CallOutcome.OK)
 
     async def many(tool):
-        return await asyncio.gather(*(tool.call({"i": i}) for i in range(6)))
+        return await asyncio.gather(*(tool.call({"i": i}) for i in range(8)))
 
-    probe = Probe(work)
-    results = asyncio.run(many(LimitedTool(probe, ToolLimits(concurrency=2, timeout_s=0.08, retries=0))))
-    assert len(results) == 6 and probe.most_running == 2
+    probe = Probe(work)  # four rounds of 0.4 s: the last ones wait for longer than their deadline of 1.1 s
+    results = asyncio.run(many(LimitedTool(probe, ToolLimits(concurrency=2, timeout_s=1.1, retries=0))))
+    assert [result.outcome for result in results] == [CallOutcome.OK] * 8 and probe.most_running == 2
 
 
 def test_output_is_capped():
@@ -129,7 +129,8 @@ def test_cache_shares_running_and_finished_calls_and_drops_the_oldest():
     async def scenario():
         probe = Probe(work)
         tool = LimitedTool(probe, ToolLimits(cache_size=2))
-        at_once = await asyncio.gather(*(tool.call({"q": "a", "k": 1}) for _ in range(5)), tool.call({"k": 1, "q": "a"}))
+        same = [tool.call({"q": "a", "k": 1}) for _ in range(5)] + [tool.call({"k": 1, "q": "a"})]
+        at_once = await asyncio.gather(*same)
         assert [result.text for result in at_once] == ["1"] * 6
         await tool.call({"q": "b"})
         await tool.call({"q": "a", "k": 1})  # a is now the more recent one
@@ -189,7 +190,7 @@ def test_several_calls_of_one_turn_run_at_once_and_are_counted_in_order():
         environment = QuestionAnswering({"probe": probe}, ToolLimits(max_calls=2))(TASK)
         requests = [ToolRequest(name, {}) for name in ("probe", "unknown", "probe", "probe")]
         step = await environment.step(Action(ActionKind.CALL, tuple(requests)))
-        assert [result.text for result in step.results[:1] + step.results[2:3]] == ["1", "2"] and probe.most_running == 2
+        assert [step.results[i].text for i in (0, 2)] == ["1", "2"] and probe.most_running == 2
         ok, refused = CallOutcome.OK, CallOutcome.REFUSED
         assert [result.outcome for result in step.results] == [ok, refused, ok, refused]
         assert [latency > 0 for latency in step.latencies_s] == [True, False, True, False]

@@ -59,7 +59,11 @@ def test_parser_table(protocol, text, expected):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [(" Grey Harbor </answer>", "Grey Harbor"), ("<answer> A </answer>", "A"), (" A <search> b </answer>", "A <search> b")],
+    [
+        (" Grey Harbor </answer>", "Grey Harbor"),
+        ("<answer> A </answer>", "A"),
+        (" A <search> b </answer>", "A <search> b"),
+    ],
 )
 def test_gold_direct_turn_is_the_answer(protocol, text, answer):
     assert protocol.parse(text, PromptMode.GOLD_DIRECT).answer == answer

@@ -145,6 +145,17 @@ def test_closing_a_stream_cancels_the_rest(make_system):
     assert sorted(retriever.cancelled) == ["Mira 1", "Mira 2"]
 
 
+def test_an_error_in_the_progress_callback_cancels_the_rest(make_system):
+    def interrupted(finished, expected):
+        raise KeyboardInterrupt
+
+    retriever = ToyRetriever(lambda query: 0.0 if query == "Mira 0" else 60.0)
+    system = make_system(search_by_number, retriever)
+    with pytest.raises(KeyboardInterrupt):
+        system.rollout(tasks(3), sampling=SAMPLING, seed=0, on_progress=interrupted)
+    assert sorted(retriever.cancelled) == ["Mira 1", "Mira 2"]
+
+
 def test_a_task_that_occurs_twice_makes_two_groups(make_system):
     done = make_system().rollout([TASK, TASK], n=2, sampling=SAMPLING, seed=0)
     assert [(t.group, t.index) for t in done] == [("q1", 0), ("q1", 1), ("q1#2", 0), ("q1#2", 1)]

@@ -77,3 +77,15 @@ def test_only_possible_ends_are_decoded(tokenizer, monkeypatch):
     for token in range(400):
         checker.completed([token], ("</search>",))
     assert 0 < len(decoded) < 60
+
+
+def test_tokenizers_that_drop_the_leading_space_of_a_lone_token():
+    """SentencePiece style (Llama 2, Mistral): "▁b" alone decodes to "b", after "▁a" to " b"."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "c": 2}, unk_token="c"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert (tokenizer.decode([1]), tokenizer.decode([0, 1])) == ("b", "a b")
+    assert first_stop(StopChecker(tokenizer, 3), [2, 0, 2, 0, 1], ("a ",)) == (5, "a ")

@@ -119,3 +119,11 @@ def test_impossible_settings_are_refused_at_once():
         TransformersEngine("x", dtype="fp32")
     with pytest.raises(ValueError, match="slots >= 1"):
         TransformersEngine("x", slots=0)
+
+
+def test_a_missing_model_is_named_before_anything_starts(tmp_path):
+    for folder, message in ((tmp_path / "none", "none does not exist"), (tmp_path, "holds no config.json")):
+        engine = TransformersEngine(str(folder))
+        with pytest.raises(FileNotFoundError, match=message):
+            asyncio.run(engine.start())
+        assert engine.pid is None

@@ -89,6 +89,14 @@ def test_stop_strings_stop_tokens_and_prefixes(engine, reference, model_dir):
     assert ended.cached_tokens >= 32  # whole blocks of the same prompt
 
 
+@needs_vllm
+@pytest.mark.slow
+def test_more_prompt_tokens_than_one_step_holds(engine, reference):
+    prompts = [[i, *range(240)] for i in range(20)]  # 4,820 tokens without a common prefix, all with a seed
+    for prompt, generation in zip(prompts, generate(engine, prompts, SamplingParams(4, seed=1)), strict=True):
+        assert reference.largest_gap(prompt, generation) < LOGPROB_TOLERANCE
+
+
 def check_new_weights(engine, old, new):
     prompts = random_prompts(3, seed=22, longest=100)
     sampled = SamplingParams(12, temperature=1.0, seed=5)

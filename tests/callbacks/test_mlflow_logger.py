@@ -1,0 +1,194 @@
+"""A real SQLite store: logging, resuming, comparing, reporting."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+import pytest
+from rich.console import Console
+
+from callbacks.compare import NoRunsError, compare, history_frame, open_store, runs_frame
+from callbacks.evaluation import Evaluation
+from callbacks.arcap import ARCap
+from callbacks.mlflow_logger import MLflowLogger, default_tracking_uri
+from callbacks.report import closing_table, read_evaluation, write_results
+from callbacks.trajectory_log import TrajectoryLog
+from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
+from tests.callbacks.test_trajectory_page import Page
+
+METHODS = {"kd": [0.0] * 30 + [1.0] * 10, "dgpo": [0.0] * 10 + [1.0] * 30}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory, model_dir):
+    """Outputs folder with two methods, two seeds each, trained (four steps) and tested for real."""
+    import lightning as L
+
+    outputs = tmp_path_factory.mktemp("outputs")
+    for method, scores in METHODS.items():
+        for seed in (0, 1):
+            stage = outputs / method / f"key{seed}"
+            module, data = make_learner(model_dir)
+            logger = MLflowLogger(
+                "tests", f"{method}-seed{seed}", f"sqlite:///{outputs}/mlflow.db", save_dir=str(stage)
+            )
+            logger.log_config("model: tiny\n")
+            options = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, "log_every_n_steps": 1}
+            options |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+            callbacks = [Evaluation(), ARCap(), TrajectoryLog(2)]
+            trainer = L.Trainer(
+                default_root_dir=stage, callbacks=callbacks, logger=logger, max_epochs=1, use_distributed_sampler=False, **options
+            )
+            trainer.fit(module, datamodule=data)
+            questions = [
+                make_trajectory(f"q{i}", answer="grey harbor" if s else "x", calls=(make_call(0, "q", ("text",)),))
+                for i, s in enumerate(scores)
+            ]
+            trainer.test(module, datamodule=EvaluationData({"agent": [questions]}), verbose=False)
+    return outputs
+
+
+def client_of(outputs):
+    return open_store(f"sqlite:///{outputs}/mlflow.db")
+
+
+def rows_of(outputs, experiment="dgpo"):
+    return [
+        {
+            "name": method,
+            "label": method.upper(),
+            "seed": seed,
+            "folder": outputs / method / f"key{seed}",
+            "seconds": 60.0 + seed,
+            "command": f"make train EXP={method}",
+            "commit": "abc",
+        }
+        for method in METHODS
+        for seed in (0, 1)
+    ]
+
+
+def test_run_has_params_metrics_by_step_and_artifacts(outputs):
+    client = client_of(outputs)
+    frame = runs_frame(client, "tests", ["dgpo-seed0"])
+    assert frame["run"].to_list() == ["dgpo-seed0"] and frame["status"].to_list() == ["FINISHED"]
+    assert "params.policy" in frame.columns and frame["metrics.test/em"].to_list() == [0.75]
+    run_id = frame["run_id"][0]
+    assert (outputs / "dgpo" / "key0" / "mlflow_run_id").read_text().strip() == run_id
+    losses = history_frame(client, {run_id: "x"}, ["train/loss"])
+    assert losses["step"].to_list() == [0, 1, 2, 3] and losses["value"].is_sorted(descending=True)
+    artifacts = {a.path for a in client.list_artifacts(run_id)}
+    assert artifacts == {"config.yaml", "trajectories"}
+    assert [a.path for a in client.list_artifacts(run_id, "trajectories")] == ["trajectories/test-000004.html"]
+    location = client.get_run(run_id).info.artifact_uri
+    assert location.startswith((outputs / "mlartifacts" / "tests").as_uri())
+
+
+def test_resume_continues_the_run_and_repeated_steps_count_once(outputs, tmp_path):
+    options = {"tracking_uri": f"sqlite:///{outputs}/mlflow.db", "save_dir": str(tmp_path)}
+    first = MLflowLogger("resumes", "run", **options)
+    first.log_hyperparams({"lr": 0.1})
+    first.log_metrics({"train/em": 0.1}, step=0)
+    first.log_metrics({"train/em": 0.2}, step=1)
+    first.flush()  # killed here: never finalised
+    second = MLflowLogger("resumes", "run", **options)
+    second.log_hyperparams({"lr": 0.5})  # MLflow would raise: parameters cannot be changed
+    second.log_metrics({"train/em": 0.25}, step=1)
+    second.log_metrics({"train/em": 0.3}, step=2)
+    second.finalize("success")
+    client = client_of(outputs)
+    frame = runs_frame(client, "resumes")
+    assert len(frame) == 1 and frame["params.lr"].to_list() == ["0.1"] and second.run_id == first.run_id
+    history = history_frame(client, {first.run_id: "run"}, ["train/em"])
+    assert list(zip(history["step"], history["value"])) == [(0, 0.1), (1, 0.25), (2, 0.3)]
+
+
+def test_continued_run_is_running_until_it_ends(outputs, tmp_path):
+    options = {"tracking_uri": f"sqlite:///{outputs}/mlflow.db", "save_dir": str(tmp_path)}
+    MLflowLogger("status", **options).finalize("failed")  # nothing was logged: no run
+    first = MLflowLogger("status", **options)
+    first.log_metrics({"x": 1.0}, 0)
+    first.finalize("failed")
+    client = client_of(outputs)
+    assert client.get_run(first.run_id).info.status == "FAILED"
+    second = MLflowLogger("status", **options)
+    assert second.experiment and client.get_run(first.run_id).info.status == "RUNNING"
+    second.finalize("success")
+    assert client.get_run(first.run_id).info.status == "FINISHED"
+
+
+def test_default_store(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path))
+    assert default_tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    assert default_tracking_uri() == "http://localhost:5000"
+
+
+def test_compare_prints_a_table_and_writes_a_page_that_stands_alone(outputs):
+    text = compare(outputs, ["kd", "dgpo"], experiment="tests")
+    assert all(f"{method}-seed{seed}" in text for method in METHODS for seed in (0, 1)) and "0.75" in text
+    page = (outputs / "compare.html").read_text()
+    assert text.rstrip().endswith("compare.html")
+    assert "<svg" in page and "train/loss" in page and page.count("kd-seed0") >= 2
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creativecommons.org", "")
+    parser = Page(page)
+    assert "dgpo-seed1" in parser.cells
+
+
+def test_filters_that_fit_nothing_say_what_exists(outputs, tmp_path):
+    client = client_of(outputs)
+    assert runs_frame(client, "tests", ["kd"])["run"].to_list() == ["kd-seed0", "kd-seed1"]
+    with pytest.raises(NoRunsError, match="no run fits .*'kd_ppo'.*there are: dgpo-seed0, dgpo-seed1, kd-seed0, kd-seed1"):
+        runs_frame(client, "tests", ["kd_ppo"])
+    with pytest.raises(NoRunsError, match="no MLflow experiment 'nothing'; there are: .*tests"):
+        runs_frame(client, "nothing")
+    with pytest.raises(FileNotFoundError, match="train something first"):
+        open_store(f"sqlite:///{tmp_path}/none.db")
+
+
+def test_closing_table(outputs):
+    text = closing_table([("KD", outputs / "kd" / "key0"), ("DGPO", outputs / "dgpo" / "key0" / "evaluation.json")])
+    dgpo = next(line for line in text.splitlines() if "DGPO" in line)
+    em = read_evaluation(outputs / "dgpo" / "key0")["test"]["em"]
+    assert f"0.750 [{em['low']:.3f}, {em['high']:.3f}]" in dgpo and " 40 " in dgpo
+    assert "1.000" in dgpo  # searches per question
+    assert dgpo.count(" - ") == 3  # source referencing, thinking and closed book were not measured
+    with pytest.raises(FileNotFoundError, match="evaluation.json does not exist"):
+        closing_table([("X", outputs / "nothing")])
+
+
+def test_results_page_and_json(outputs, tmp_path):
+    rows = rows_of(outputs)
+    paths = write_results("dgpo", [*rows, rows[0]], tmp_path, "make reproduce EXP=dgpo", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    # train/em and its like are not logged by this little module: no curves
+    assert [p.name for p in paths] == ["dgpo.md", "dgpo.json"]
+    objects = json.loads(paths[1].read_text())
+    assert len(objects) == 4
+    last = objects[-1]
+    assert {k: last[k] for k in ("method", "seed", "n", "k", "mean", "seconds", "command", "commit")} == {
+        "method": "DGPO", "seed": 1, "n": 40, "k": 30, "mean": 0.75, "seconds": 61.0,
+        "command": "make train EXP=dgpo", "commit": "abc",
+    }  # fmt: skip
+    assert 0 < last["low"] < 0.75 < last["high"] < 1
+    text = paths[0].read_text()
+    assert "`make reproduce EXP=dgpo`" in text and "took 4:02 together" in text
+    differences = [line for line in text.splitlines() if line.startswith("| DGPO - KD")]
+    assert len(differences) == 3  # seed 0, seed 1, all
+    assert all("| +0.500 [" in line and "| < 0.001 | 40 |" in line for line in differences)
+    method = next(line for line in text.splitlines() if line.startswith("| DGPO | 2 "))
+    assert "0.750 [" in method and method.rstrip(" |").endswith("1.000")
+    with pytest.raises(ValueError, match="none of the rows is a run of 'sft'"):
+        write_results("sft", rows, tmp_path, "x")
+
+
+def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):
+    client = client_of(outputs)
+    for row in rows_of(outputs):
+        run_id = (row["folder"] / "mlflow_run_id").read_text().strip()
+        for step in range(5):
+            client.log_metric(run_id, "train/em", 0.1 * step + 0.05 * row["seed"], step=step)
+    paths = write_results("dgpo", rows_of(outputs), tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    assert paths[-1].name == "dgpo_curves.png" and paths[-1].read_bytes()[:4] == b"\x89PNG"
+    assert "(dgpo_curves.png)" in paths[0].read_text()

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import pytest
+from transformers import AutoTokenizer
+
+from callbacks.trajectory_log import TrajectoryLog, best_and_worst
+from callbacks.trajectory_page import PageItem, render_page, token_texts
+from rollout.trajectory import ActionKind, StopReason
+from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
+
+
+class Page(HTMLParser):
+    """What a reader sees: token spans with role and note, headings, definitions, and anything that would be fetched."""
+
+    VOID = {"meta", "br", "link", "img", "input"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tokens, self.headings, self.details, self.fetched, self.open = [], [], {}, [], []
+        self.cells = []
+        self._term = ""
+        self.feed(text)
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if "data-n" in values:
+            self.tokens.append([values["class"], values["data-n"], ""])
+        if tag in ("script", "link", "img", "iframe") or "src" in values:
+            self.fetched.append(tag)
+        if not values.get("href", "#").startswith("#"):
+            self.fetched.append(values["href"])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open:
+            return
+        here = self.open[-1]
+        if here == "span" and "pre" in self.open:
+            self.tokens[-1][2] += data
+        elif here == "h2":
+            self.headings.append(data)
+        elif here == "dt":
+            self._term = data
+        elif here == "dd":
+            self.details[self._term] = data
+        elif here == "td":
+            self.cells.append(data)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+def written(tokenizer, text: str, **changes):
+    """A trajectory whose response is real text: one turn, an observation, one turn."""
+    parts = [tokenizer(p, add_special_tokens=False).input_ids for p in text.split("|")]
+    first, observation, last = parts
+    base = make_trajectory(
+        kinds=(ActionKind.CALL, ActionKind.ANSWER), calls=(make_call(0, 'who "is" <Mira>', ("text",)),), **changes
+    )
+    ids = first + observation + last
+    mask = [1] * len(first) + [0] * len(observation) + [1] * len(last)
+    after = len(first) + len(observation)
+    turns = (
+        type(base.turns[0])(0, len(first), base.turns[0].action, "stop", 7, after),
+        type(base.turns[0])(after, len(ids), base.turns[1].action, "stop", 7, len(ids)),
+    )
+    return base.replace(
+        prompt_ids=tuple(tokenizer("<|im_start|>user\nWhere?").input_ids),
+        response_ids=tuple(ids),
+        loss_mask=tuple(mask),
+        logprobs=tuple(-0.5 * m for m in mask),
+        turns=turns,
+    )
+
+
+TEXT = "<search> Mira & Voss </search>|\n\n<information>Doc 1</information>\n|<answer> Grey <b> Harbor </answer>"
+
+
+def test_page_shows_every_token_with_role_text_and_figures(tokenizer):
+    trajectory = written(tokenizer, TEXT)
+    length = len(trajectory.response_ids)
+    signals = {"advantage": [0.5 - 0.1 * i for i in range(length)], "kl": [0.01] * length}
+    page = Page(render_page("a <title>", [PageItem(trajectory, "best: EM 1", signals)], tokenizer))
+    assert page.fetched == [] and page.headings == ["best: EM 1"]
+    text = {role: "".join(t for r, _, t in page.tokens if r == role) for role in "pmo"}
+    assert text["p"] == "<|im_start|>user\nWhere?"
+    first, observation, last = TEXT.split("|")
+    assert text["m"] == first + last and text["o"] == observation
+    notes = [note for role, note, _ in page.tokens if role != "p"]
+    assert len(notes) == length
+    assert notes[0].startswith(f"id {trajectory.response_ids[0]} ")
+    assert "mask 1   log-prob -0.5000   advantage +0.5   kl +0.01" in notes[0]
+    silent = notes[list(trajectory.loss_mask).index(0)]
+    assert "mask 0" in silent and "log-prob" not in silent
+    assert page.details["gold"] == "Grey Harbor" and page.details["answer"] == "grey harbor"
+    assert page.details["stop reason"] == "answer" and page.details["question"] == "Where was q1 born?"
+    assert page.cells == ["0", "search", 'who "is" <Mira>', "ok", "12.5 ms", "Title 0"]
+
+
+def test_characters_split_over_tokens_appear_once_and_whole(tokenizer):
+    ids = tokenizer("naïve 東京 🏠!", add_special_tokens=False).input_ids
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids) and "".join(texts) == "naïve 東京 🏠!"
+    broken = token_texts(tokenizer, ids[:-2])  # ends inside the emoji
+    assert "".join(broken).startswith("naïve 東京 ") and len(broken) == len(ids) - 2
+
+
+def test_a_signal_of_the_wrong_length_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="signal 'advantage' has 1 values, expected one for each of the 11"):
+        PageItem(make_trajectory(), "x", {"advantage": [1.0]})
+
+
+def test_best_and_worst_do_not_overlap_and_leave_failures_out():
+    rewards = [0.0, 1.0, 0.5]
+    pool = [(make_trajectory(f"q{i}", reward=r), {}) for i, r in enumerate(rewards)]
+    pool.append((make_trajectory("failed", stop=StopReason.INFRASTRUCTURE), {}))
+    chosen = [(kind, t.group) for kind, (t, _) in best_and_worst(pool, 5)]
+    assert chosen == [("best", "q1"), ("best", "q2"), ("worst", "q0")]
+    assert [(k, t.group) for k, (t, _) in best_and_worst(pool, 1)] == [("best", "q1"), ("worst", "q0")]
+    assert best_and_worst(pool[:1], 5)[0][0] == "best"
+    assert best_and_worst([], 3) == []
+
+
+def test_pages_of_evaluation_and_training(trainer_for, tmp_path, model_dir):
+    module, _ = make_learner(model_dir)
+    answers = ["grey harbor", "x", "grey bay", "grey harbor"]
+    batches = [[make_trajectory(f"q{i}", answer=a)] for i, a in enumerate(answers)]
+    probe = [[make_trajectory("probe", answer="never shown")]]
+    log = TrajectoryLog(count=1, train_every=2)
+    data = EvaluationData({"agent": batches, "closed_book": probe})
+    trainer_for([log]).test(module, datamodule=data, verbose=False)
+    (path,) = (tmp_path / "stage" / "trajectories").iterdir()
+    assert path.name == "test-000000.html"
+    page = Page(path.read_text())
+    assert page.headings == ["best: EM 1, answer", "worst: EM 0, answer"]
+    assert "never shown" not in path.read_text()
+
+    module, data = make_learner(model_dir)
+    module.last_annotated = [(t, {"advantage": [0.1] * len(t.response_ids)}) for (t,) in batches]
+    trainer_for([log], max_epochs=1).fit(module, datamodule=data)
+    pages = sorted(p.name for p in path.parent.iterdir())
+    assert pages == ["test-000000.html", "train-000002.html", "train-000004.html"]
+    assert "advantage +0.1" in (path.parent / "train-000002.html").read_text()

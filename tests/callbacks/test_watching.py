@@ -1,0 +1,195 @@
+"""Throughput, collapse guard and progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import lightning as L
+import pytest
+import torch
+
+from callbacks.collapse_guard import CollapseGuard, Drop, Explosion, action_counts
+from callbacks.progress import Progress, duration, figures_line
+from callbacks.throughput import Throughput
+from rollout.storage import load_trajectories
+from rollout.trajectory import ActionKind, StopReason
+from tests.callbacks.helpers import Hands, Trajectories, make_trajectory
+
+
+class SlowTrajectories(Trajectories):
+    """Takes 60 ms to make each batch, as a rollout would."""
+
+    def __iter__(self):
+        for batch in self.batches:
+            time.sleep(0.06)
+            yield batch
+
+
+class Scripted(Hands):
+    """Logs given metrics, one dictionary an iteration; 30 ms a step."""
+
+    def __init__(self, metrics, batch=None, loader=SlowTrajectories):
+        super().__init__()
+        self.metrics, self.batch, self.loader = metrics, batch or [make_trajectory()], loader
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return self.loader([self.batch] * len(self.metrics))
+
+    def val_dataloader(self):
+        return Trajectories([[make_trajectory()]])
+
+    def validation_step(self, batch, batch_idx):
+        time.sleep(0.2)
+
+    def training_step(self, batch, batch_idx):
+        if self.loader is SlowTrajectories:
+            time.sleep(0.03)
+        self.optimizers().step()
+        self.log_dict(self.metrics[batch_idx], batch_size=1)
+
+
+class Timed(L.Callback):
+    """Stands for WeightSync: 20 ms after each iteration and in each validation."""
+
+    phase, seconds = "sync", 0.0
+
+    def on_train_batch_end(self, *args):
+        start = time.perf_counter()
+        time.sleep(0.02)
+        self.seconds += time.perf_counter() - start
+
+    def on_validation_start(self, *args):
+        self.on_train_batch_end()
+
+
+class Keep(L.Callback):
+    def __init__(self):
+        self.rows = []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.rows.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+
+@pytest.mark.parametrize("order", [0, 1], ids=["timed-last", "timed-first"])
+def test_phases_add_up_and_validation_is_in_none_of_them(trainer_for, order):
+    keep, timed, throughput = Keep(), Timed(), Throughput()
+    callbacks = [throughput, timed, keep] if order == 0 else [timed, throughput, keep]
+    batch = [make_trajectory(kinds=(ActionKind.ANSWER,)), make_trajectory()]  # 4 and 8 sampled tokens, 4 + 11 in all
+    module = Scripted([{}] * 4, batch)
+    trainer_for(callbacks, max_epochs=1, val_check_interval=2).fit(module)
+    for i, row in enumerate(keep.rows):
+        assert 0.03 <= row["time/train"] < 0.05 + 0.1
+        assert 0.06 <= row["time/rollout"] < 0.16, "the sleep of the loader, not the 200 ms of the validation"
+        assert (0.02 <= row["time/sync"] < 0.12) if i else row["time/sync"] < 1e-3
+        seconds = row["time/train"] + row["time/rollout"] + row["time/sync"]
+        assert row["throughput/trajectories_per_s"] == pytest.approx(2 / seconds, rel=1e-3)
+        assert row["throughput/tokens_per_s"] == pytest.approx((8 + 4 + 8 + 11) / seconds, rel=1e-3)
+        assert row["throughput/rollout_tokens_per_s"] == pytest.approx(12 / row["time/rollout"], rel=1e-3)
+
+
+def test_supervised_batches_wait_for_data_not_for_rollouts(trainer_for):
+    keep = Keep()
+    trainer_for([Throughput(on_policy=False), keep], max_epochs=1).fit(Scripted([{}]))
+    assert keep.rows[0]["time/data"] >= 0.06 and "time/rollout" not in keep.rows[0]
+    assert "throughput/rollout_tokens_per_s" not in keep.rows[0]
+
+
+# --- collapse guard ---------------------------------------------------------------------------------------------------
+
+
+def test_drop_needs_patience_in_a_row_and_a_maximum_above_the_floor():
+    rule = Drop(share=0.5, patience=3, floor=0.1)
+    assert [rule.update(v) for v in (0.4, 0.19, 0.19, 0.21, 0.19, 0.1)] == [None] * 6
+    assert rule.update(0.0) == "below 50% of its maximum 0.4 for 3 iterations, now 0"
+    noise = Drop(share=0.5, patience=3, floor=0.1)
+    assert [noise.update(v) for v in (0.09, 0.0, 0.0, 0.0, 0.0)] == [None] * 5
+
+
+def test_explosion_compares_with_calm_times_and_catches_nan_at_once():
+    rule = Explosion(factor=3.0, patience=2, window=20, warmup=5)
+    assert [rule.update(v) for v in (100.0, 1.0, 1.1, 0.9, 1.0, 1.0)] == [None] * 6  # too early to judge
+    assert [rule.update(v) for v in (3.2, 1.0, 3.2)] == [None] * 3
+    assert rule.update(9.0) == "above 3 times its median 1 for 2 iterations, now 9"
+    assert "not a finite number" in Explosion(factor=3.0).update(math.nan)
+
+
+def test_slow_growth_is_no_explosion():
+    rule = Explosion(factor=3.0)
+    assert [rule.update(1.02**i) for i in range(300)] == [None] * 300
+
+
+def test_action_counts_leave_failures_out():
+    invalid = make_trajectory(kinds=(ActionKind.INVALID, ActionKind.ANSWER))
+    failed = make_trajectory(stop=StopReason.INFRASTRUCTURE)
+    assert action_counts([invalid, make_trajectory(), failed]) == (3, 4)
+    assert action_counts([]) == (0, 0)
+
+
+def test_collapse_warns_once_keeps_evidence_and_stops(trainer_for, tmp_path, caplog):
+    metrics = [{"train/em": em} for em in (0.1, 0.4, 0.1, 0.1, 0.1, 0.1, 0.1)]
+    batch = [make_trajectory("q1", kinds=(ActionKind.INVALID,))]
+    guard, keep = CollapseGuard(patience=3), Keep()
+    trainer = trainer_for([guard, keep], max_epochs=1, limit_val_batches=0)
+    trainer.fit(Scripted(metrics, batch, Trajectories))
+    assert trainer.global_step == 7, "without `stop` it only warns"
+    assert caplog.text.count("may be collapsing") == 1 and "Training goes on" in caplog.text
+    assert keep.rows[0]["train/valid_actions"] == 0.0
+    folder = tmp_path / "stage" / "collapse"
+    assert sorted(p.name for p in folder.iterdir()) == ["iteration-000005.json", "iteration-000005.parquet"]
+    evidence = json.loads((folder / "iteration-000005.json").read_text())
+    assert list(evidence["reasons"]) == ["train/em"] and len(evidence["history"]) == 5
+    assert load_trajectories(folder / "iteration-000005.parquet") == batch
+
+    stopped = trainer_for([CollapseGuard(patience=3, stop=True)], max_epochs=1, limit_val_batches=0)
+    stopped.fit(Scripted(metrics, batch, Trajectories))
+    assert stopped.global_step == 5
+
+
+def test_guard_remembers_over_a_resume():
+    guard = CollapseGuard(patience=3)
+    for em in (0.4, 0.1, 0.1):
+        guard.history.append({"train/em": em})
+        guard._judge(guard.history[-1])
+    again = CollapseGuard(patience=3)
+    again.load_state_dict(guard.state_dict())
+    assert again._judge({"train/em": 0.1}) == {"train/em": "below 50% of its maximum 0.4 for 3 iterations, now 0.1"}
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_figures_and_durations():
+    metrics = {"train/em": torch.tensor(0.25), "train/kl_teacher": 0.5, "throughput/tokens_per_s": 12345.6, "other": 1}
+    assert figures_line(metrics) == "em 0.250 · kl 0.500 · tok/s 12,346"
+    assert figures_line({"train/loss": 2.0, "train/kl": 0.1}) == "loss 2.000 · kl 0.100"
+    assert [duration(s) for s in (5, 65, 3723, math.nan)] == ["0:05", "1:05", "1:02:03", "?"]
+
+
+def test_plain_lines_when_the_output_is_no_terminal(trainer_for, capsys):
+    metrics = [{"train/em": 0.1 * i} for i in range(4)]
+    trainer = trainer_for([Progress(line_every_s=1000)], max_epochs=1, limit_val_batches=0)
+    trainer.fit(Scripted(metrics, loader=Trajectories))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Scripted") and "start" in lines[0]
+    assert "25% iteration 1 · em 0.000 · eta" in lines[1]
+    assert "100% iteration 4 · em 0.300 · eta 0:00" in lines[-1] and len(lines) == 3
+
+
+def test_a_terminal_gets_one_live_bar(trainer_for, monkeypatch):
+    import io
+
+    from rich.console import Console
+
+    output = io.StringIO()
+    progress = Progress()
+    progress._console = Console(file=output, force_terminal=True, width=160)
+    metrics = [{"train/em": 0.1 * i} for i in range(4)]
+    trainer_for([progress], max_epochs=1, val_check_interval=4).fit(Scripted(metrics, loader=Trajectories))
+    assert "iteration 4 · em 0.300" in output.getvalue() or "validation 1/1" in output.getvalue()
+    assert progress._bar is None, "closed at the end"

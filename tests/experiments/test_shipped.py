@@ -1,0 +1,133 @@
+"""Every experiment file in the repository composes, and Lightning's parser takes it, class by class, type by type."""
+
+import pytest
+import yaml
+
+from experiments import registry
+from experiments.errors import ExperimentError
+from experiments.graph import Graph, closure
+from experiments.overrides import parse
+from experiments.project import ROOT, Project
+from experiments.validate import check, condense
+
+PROJECT = Project()
+NAMES = registry.names(PROJECT)
+PAPER = [n for n in NAMES if "qwen" in n]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_composes_and_validates(name, tmp_path):
+    project = Project(outputs=tmp_path / "outputs")
+    stage = Graph(project, name).target()
+    check(stage, project.root)
+    about = registry.about(name, project)
+    assert about.summary and about.algorithm and about.models and about.data and about.hardware
+    yaml.safe_dump(stage.config)  # what config.yaml will hold
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_only_what_exists(name):
+    block = registry.load(name, PROJECT)["experiment"]
+    for other in [*(block.get("compare") or []), *(block.get("ablations") or [])]:
+        assert other in NAMES
+
+
+def test_dgpo_tiny_is_the_chain_the_readme_tells():
+    graph = Graph(PROJECT, "dgpo_tiny")
+    target = graph.target()
+    chain = [s.name for s in closure([target])]
+    for earlier, later in [
+        ("world_tiny", "index_tiny"),
+        ("teacher_tiny", "demonstrations_tiny"),
+        ("demonstrations_tiny", "kd_tiny"),
+        ("kd_tiny", "dgpo_tiny"),
+    ]:
+        assert chain.index(earlier) < chain.index(later)
+    assert not any(need for stage in closure([target]) for need in stage.needs), "the embedded default needs no download"
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("dgpo_tiny_uniform_kl", {"selective"}),
+        ("dgpo_tiny_no_cold_start", {"policy"}),
+        ("dgpo_tiny_kl_in_loss", {"kl_in", "kl_estimator"}),
+    ],
+)
+def test_an_ablation_changes_one_thing(name, changed):
+    main, ablation = Graph(PROJECT, "dgpo_tiny").target().config, Graph(PROJECT, name).target().config
+    ours, theirs = main["model"]["init_args"], ablation["model"]["init_args"]
+    assert {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)} == changed
+    data, other = main["data"]["init_args"], ablation["data"]["init_args"]
+    same_but_engine = {k for k in data if data[k] != other[k]}
+    assert same_but_engine <= {"rollouts"}  # its engine starts from the policy
+
+
+def test_the_paper_run_has_the_values_of_the_specification():
+    config = Graph(PROJECT, "dgpo_qwen2.5_0.5b").target().config
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    expected = {
+        "lr": 1e-6, "critic_lr": 1e-5, "warmup_steps": 285, "critic_warmup_steps": 15, "weight_decay": 0.01,
+        "max_grad_norm": 1.0, "clip_low": 0.2, "clip_high": 0.2, "value_clip": 0.5, "entropy_coef": 0.001, "gamma": 1.0,
+        "lam": 1.0, "kl_coef": 0.001, "kl_in": "reward", "selective": True, "kl_estimator": "k1", "temperature": 1.0,
+        "mini_batches": 2, "epochs": 1,
+    }  # fmt: skip
+    assert {k: model[k] for k in expected} == expected
+    assert (data["prompts_per_step"], data["samples_per_prompt"], data["iterations"]) == (512, 1, 1000)
+    rollouts = data["rollouts"]["init_args"]
+    assert (rollouts["max_turns"], rollouts["max_turn_tokens"], rollouts["max_observation_tokens"]) == (4, 500, 500)
+    assert rollouts["max_response_tokens"] == 4096
+    assert rollouts["environment"]["init_args"]["tools"]["search"]["init_args"]["topk"] == 3
+
+
+def test_paths_given_on_the_command_line_reach_every_stage():
+    stages = closure([Graph(PROJECT, "dgpo_qwen2.5_0.5b", parse(["--paths.teacher", "/my/teacher"])).target()])
+    for stage in stages:
+        assert "/my/teacher" in str(stage.config), stage.name
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_whatever_is_not_shipped_is_listed_with_a_way_to_get_it(name):
+    needs = [need for stage in closure([Graph(PROJECT, name).target()]) for need in stage.needs]
+    assert needs and all(need.how and need.path for need in needs)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.kl_ceof=1"], "unknown key 'model.kl_ceof'.*did you mean 'kl_coef'"),
+        (["--model.kl_coef=much"], "'kl_coef': .*float.*much"),
+        (["--model.kl_in=nowhere"], "kl_in.*nowhere"),
+        (["--trainer.max_stesp=3"], "unknown key 'trainer.max_stesp'; did you mean 'max_steps'"),
+        (["--trainer.max_steps=soon"], "'trainer.max_steps': .*int.*soon"),
+        (["--data.rollouts.max_turn=3"], "unknown key 'data.rollouts.max_turn'"),
+        (["--data.rollouts.engine.slots=many"], "slots.*int.*many"),
+        (["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.CollapseGuard"], "no module 'callbacks.colapse_guard'; did you mean 'callbacks.collapse_guard'"),
+        (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
+        (["--model=lightning_modules.ppo.POP"], "POP"),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
+    stage = Graph(PROJECT, "dgpo_tiny", parse(overrides)).target()
+    with pytest.raises(ExperimentError, match=message) as caught:
+        check(stage, ROOT)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600, str(caught.value)
+
+
+def test_an_override_of_the_class_keeps_the_arguments_that_fit():
+    from experiments.validate import parse as parse_types
+
+    stage = Graph(PROJECT, "dgpo_tiny", parse(["--model=lightning_modules.ppo.PPO", "--model.clip_low=0.1"])).target()
+    parsed = parse_types(stage.config, stage.arguments, "x").model
+    assert parsed.class_path == "lightning_modules.ppo.PPO"
+    assert parsed.init_args.clip_low == 0.1 and parsed.init_args.lr == stage.config["model"]["init_args"]["lr"]
+
+
+def test_condense_keeps_what_matters():
+    message = (
+        'Parser key "model":\n  Does not validate against any of the Union subtypes\n'
+        "  Subtypes: [<class 'A'>, <class 'NoneType'>]\n  Errors:\n    - Problem with given class_path 'x.A':\n"
+        '        Parser key "lr":\n          Expected a <class \'float\'>. Got value: a\n    - Expected a <class \'NoneType\'>\n'
+        "  Given value type: <class 'dict'>\n  Given value: {'class_path': 'x.A'}"
+    )
+    assert condense(message) == "'model': Problem with given class_path 'x.A': 'lr': Expected a <class 'float'>. Got value: a"

@@ -1,0 +1,79 @@
+"""A module and a data module small enough to be killed and continued many times."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Optional
+
+import lightning as L
+import torch
+
+
+class Walk(L.LightningModule):
+    """Parameters on a random walk: any step repeated or left out, any draw of another generator, shows.
+
+    Args:
+        pause_at: file to write (with the process id) and wait beside in the seventh step, unless it is there already.
+    """
+
+    def __init__(self, pause_at: Optional[str] = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.pause_at = pause_at
+        self.walk = torch.nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if self.pause_at and batch_idx == 6 and not os.path.exists(self.pause_at):
+            Path(self.pause_at).write_text(str(os.getpid()))
+            time.sleep(120)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(((self.walk - batch - torch.randn(4)) ** 2).sum())
+        optimizer.step()
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        folder = Path(self.trainer.default_root_dir)
+        figure = {"mean": float(self.walk.sum()), "low": 0.0, "high": 0.0, "n": 1}
+        (folder / "evaluation.json").write_text(json.dumps({"test": {"em": figure}}))
+        torch.save({"walk": self.walk.detach()}, folder / "final.pt")
+        (folder / "steps.json").write_text(json.dumps(self.trainer.global_step))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Batches:
+    """A loader with a position, as the real ones have."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.position = batches, 0
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self):
+        while self.position < self.batches:
+            self.position += 1
+            yield torch.full((4,), float(self.position))
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Noise(L.LightningDataModule):
+    def __init__(self, batches: int = 10) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self) -> Batches:
+        return Batches(self.batches)
+
+    def test_dataloader(self) -> Batches:
+        return Batches(1)

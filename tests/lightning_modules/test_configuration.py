@@ -1,0 +1,63 @@
+"""The modules as jsonargparse sees them: typed, documented, strict; nothing is loaded."""
+
+import pytest
+from jsonargparse import ArgumentParser
+from lightning import LightningModule
+
+
+def parse(class_path, **init_args):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningModule, "model")
+    config = parser.parse_object({"model": {"class_path": f"lightning_modules.{class_path}", "init_args": init_args}})
+    return parser.instantiate_classes(config).model
+
+
+def test_dgpo_takes_its_own_its_parents_and_the_shared_arguments():
+    arguments = {"policy": "p", "teacher": "t", "kl_coef": 0.01, "clip_high": 0.28, "mini_batches": 3, "lr": 1e-5}
+    module = parse("dgpo.DGPO", **arguments)
+    assert (module.kl_coef, module.clip_high, module.mini_batches, module.lr) == (0.01, 0.28, 3, 1e-5)
+    assert (module.teacher_path, module.critic_path, module.policy_path) == ("t", "p", "p")
+    assert module.policy is None  # nothing was loaded
+    assert {k: module.hparams[k] for k in arguments} == arguments
+
+
+@pytest.mark.parametrize(
+    ("class_path", "arguments"),
+    [
+        ("sft.SFT", {"policy": "p", "lr": 3e-3, "schedule": "cosine", "warmup_steps": 10}),
+        ("cold_start_kd.ColdStartKD", {"policy": "p", "teacher": "t", "divergence": "jsd", "micro_batch_tokens": 512}),
+        ("ppo.PPO", {"policy": "p", "reference": "r", "critic_lr": 1e-4}),
+        ("policy_module.EvaluateOnly", {"policy": "p"}),
+    ],
+)
+def test_every_module_is_configurable(class_path, arguments):
+    module = parse(class_path, **arguments)
+    assert {k: module.hparams[k] for k in arguments} == arguments
+
+
+@pytest.mark.parametrize(
+    ("class_path", "arguments", "named"),
+    [
+        ("dgpo.DGPO", {"policy": "p", "teacher": "t", "reference": "r"}, "reference"),  # is the teacher in DGPO
+        ("dgpo.DGPO", {"policy": "p", "teacher": "t", "kl_coeff": 1.0}, "kl_coeff"),
+        ("dgpo.DGPO", {"policy": "p", "teacher": "t", "kl_in": "both"}, "kl_in"),
+        ("cold_start_kd.ColdStartKD", {"policy": "p"}, "teacher"),
+    ],
+)
+def test_mistakes_are_named(class_path, arguments, named):
+    with pytest.raises(Exception, match=named):
+        parse(class_path, **arguments)
+
+
+def test_direct_construction_records_the_same_hyperparameters():
+    from lightning_modules.dgpo import DGPO
+
+    assert DGPO("p", "t", kl_coef=0.5, lr=0.1).hparams["kl_coef"] == 0.5
+
+
+def test_strategies_are_registered_by_name():
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    import lightning_modules.strategies  # noqa: F401
+
+    assert {"zero2", "zero3"} <= set(StrategyRegistry.available_strategies())
