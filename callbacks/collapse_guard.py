@@ -83,8 +83,8 @@ class CollapseGuard(L.Callback):
     """Watches training iterations and reacts once per rule.
 
     Rules: ``train/em`` and the share of valid actions under half of their running maximum for ``patience`` iterations
-    (specs/dgpo.md 2.5); ``train/entropy`` and ``train/response_tokens`` above 3 times, ``train/grad_norm`` above 10 times
-    their recent median for 5 iterations, or not finite. The share of valid actions is counted here and logged as
+    (specs/dgpo.md 2.5); ``train/entropy`` and ``train/response_tokens`` above 3 times, ``train/grad_norm`` above 10
+    times their recent median for 5 iterations, or not finite. The share of valid actions is counted here and logged as
     ``train/valid_actions``.
 
     When a rule fires: a warning, and ``collapse/iteration-<n>.json`` (the rule and the history of all watched metrics)

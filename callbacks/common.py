@@ -37,6 +37,18 @@ def gather_lists(local: Sequence[Any]) -> list[Any]:
     return [item for part in gather_objects(list(local)) for item in part]
 
 
+def settle_parameters(trainer: L.Trainer) -> None:
+    """Wait for parameters that ZeRO-3 is still fetching ahead, before anyone gathers them. Nothing to do elsewhere.
+
+    DeepSpeed prefetches along the order of modules that it has recorded. A step that runs fewer of them (an evaluation
+    step that only hands trajectories on, fewer micro-batches than before) leaves the fetched ahead in flight, and
+    gathering such a parameter fails ("Cannot partition a param in flight"). A collective under ZeRO-3.
+    """
+    engine = getattr(trainer.strategy, "deepspeed_engine", None)
+    if engine is not None:
+        engine.empty_partition_cache()
+
+
 def policy_source(module: L.LightningModule) -> str:
     """Folder or hub name the policy was loaded from, which also holds its tokenizer.
 

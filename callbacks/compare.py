@@ -40,8 +40,8 @@ def open_store(tracking_uri: str) -> MlflowClient:
 
 
 def runs_frame(client: MlflowClient, experiment: str, names: Sequence[str] = ()) -> pl.DataFrame:
-    """One row per run, oldest first: run_id, run, status, start_ms, seconds, ``params.*`` (strings), ``metrics.*`` (last
-    values).
+    """One row per run, oldest first: run_id, run, status, start_ms, seconds, ``params.*`` (strings), ``metrics.*``
+    (last values).
 
     Args:
         names: experiments or shell patterns: "dgpo_tiny" keeps "dgpo_tiny" and "dgpo_tiny-seed0", not "dgpo_tiny_x";
@@ -123,11 +123,12 @@ def curves_figure(history: pl.DataFrame, metrics: Sequence[str] | None = None, c
     rows = -(-len(shown) // columns)
     figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained", facecolor="white")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    runs = history["run"].unique(maintain_order=True).to_list()
+    runs = history["run_id"].unique(maintain_order=True).to_list()  # two runs may have one name
     for axis, metric in zip(axes, shown, strict=False):
-        for (run,), points in history.filter(pl.col("metric") == metric).group_by(["run"], maintain_order=True):
+        of_metric = history.filter(pl.col("metric") == metric)
+        for (run_id, run), points in of_metric.group_by(["run_id", "run"], maintain_order=True):
             marker = "o" if len(points) < 30 else None
-            color = f"C{runs.index(run) % 10}"
+            color = f"C{runs.index(run_id) % 10}"
             axis.plot(points["step"], points["value"], marker=marker, ms=3, lw=1.4, color=color, label=run)
         axis.set_title(metric, fontsize=10)
         axis.set_xlabel("iteration", fontsize=9)

@@ -1,4 +1,4 @@
-"""Exact match, F1, stop reasons and searches of every validation and test, with intervals, to the logger and to disk."""
+"""Exact match, F1, stop reasons and searches of every validation and test, with intervals, logged and on disk."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict
 def log_figures(
     module: L.LightningModule, split: str, figures: Mapping[str, Interval], *, intervals: Iterable[str] = ()
 ) -> None:
-    """Log the means as ``<split>/<name>``, and for the names in ``intervals`` also ``..._low``, ``..._high``, ``..._n``.
+    """Log the means as ``<split>/<name>``, and for the names in ``intervals`` also ``_low``, ``_high`` and ``_n``.
     Figures without a single observation are not logged. Every rank holds the same values, so the mean over ranks
     that ``sync_dist`` takes changes nothing; it only keeps Lightning's per-rank metrics equal by contract."""
     metrics: dict[str, float] = {}

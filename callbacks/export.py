@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from callbacks.common import is_better, load_tokenizer, policy_source, stage_dir
+from callbacks.common import is_better, load_tokenizer, policy_source, settle_parameters, stage_dir
 from callbacks.files import DiskFullError, is_no_room, no_room_message, recover_folder, remove, replace_folder
 
 log = logging.getLogger(__name__)
@@ -161,6 +161,7 @@ class Export(L.Callback):
         # After on_train_end: the last checkpoint must hold the last weights, not the best ones.
         if self.choose == "best" and self.best_score is not None:
             trainer.strategy.barrier("export")
+            settle_parameters(trainer)
             load_policy(pl_module.policy, self.folder(trainer))
             return
         if self.choose == "best":
@@ -171,6 +172,7 @@ class Export(L.Callback):
         return stage_dir(trainer) / "model"
 
     def _export(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        settle_parameters(trainer)
         export_policy(
             module,
             self.folder(trainer),

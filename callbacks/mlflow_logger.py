@@ -33,8 +33,8 @@ class MLflowLogger(MLFlowLogger):
     - SQLite by default (MLflow 3.17 refuses the file store that is Lightning's default); the folder is created.
     - An explicit, absolute artifact location beside the database: MLflow's own default depends on the directory
       the experiment was first created from.
-    - The run id is kept in ``<save_dir>/mlflow_run_id``. A later process with the same ``save_dir`` continues that run and
-      logs no parameters again (MLflow forbids changing them). Starting afresh means an empty folder.
+    - The run id is kept in ``<save_dir>/mlflow_run_id``. A later process with the same ``save_dir`` continues that run
+      and logs no parameters again (MLflow forbids changing them). Starting afresh means an empty folder.
     - Metrics are written in the background and flushed at the end.
 
     mlflow itself (2 s) is imported on construction, not with this module.

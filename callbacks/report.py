@@ -200,13 +200,13 @@ def _results_page(
         f"# {experiment}\n",
         f"{notes.strip()}\n" if notes else "",
         f"Made by `{command}` at commit `{main.commit}`. The {len(runs)} stages below took {total} together.\n",
-        "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over questions (of each question's mean "
-        "over the seeds): they do not hold the variation between seeds, which the next table shows.\n",
+        "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over questions (of each question's "
+        "mean over the seeds): they do not hold the variation between seeds, which the next table shows.\n",
         _method_table(of),
         "## Every seed\n\nEM [95 % interval], n questions, wall-clock time of the stage itself.\n",
         _seed_table(objects),
-        f"## {main.method} against the others\n\nDifference in EM over the questions that both answered, with 95 % interval "
-        "and two-sided p of a paired bootstrap (10,000 resamples).\n",
+        f"## {main.method} against the others\n\nDifference in EM over the questions that both answered, with 95 % "
+        "interval and two-sided p of a paired bootstrap (10,000 resamples).\n",
         _difference_table(of, main.method),
         "## Curves\n",
         f"![curves]({experiment}_curves.png)\n" if has_curves else "These runs logged no curves.\n",

@@ -102,7 +102,8 @@ class TrajectoryLog(L.Callback):
     def _finish(self, trainer: L.Trainer, module: L.LightningModule, split: str) -> None:
         kept, self._kept = gather_lists(self._kept), []
         if trainer.is_global_zero and not trainer.sanity_checking and kept:
-            self._write(trainer, module, f"{split}-{trainer.global_step:06d}", f"{split}, step {trainer.global_step}", kept)
+            step = trainer.global_step
+            self._write(trainer, module, f"{split}-{step:06d}", f"{split}, step {step}", kept)
 
     # --- training -----------------------------------------------------------------------------------------------
 

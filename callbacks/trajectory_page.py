@@ -80,7 +80,8 @@ def _article(number: int, item: PageItem, tokenizer: PreTrainedTokenizerBase) ->
     response = _tokens(trajectory.response_ids, tokenizer, list(roles(trajectory)), notes, tints)
     return (
         f'<article id="t{number}"><h2>{escape(item.heading)}</h2>{_header(trajectory)}'
-        f'<details><summary>prompt, {len(trajectory.prompt_ids)} tokens</summary><pre class="seq">{prompt}</pre></details>'
+        f"<details><summary>prompt, {len(trajectory.prompt_ids)} tokens</summary>"
+        f'<pre class="seq">{prompt}</pre></details>'
         f'<pre class="seq">{response}</pre>{_calls(trajectory)}</article>'
     )
 
@@ -185,8 +186,8 @@ span.p,span.m,span.o{border-bottom:3px solid transparent}
 span.p{background:var(--p)}span.m{background:var(--m)}span.o{background:var(--o)}
 span.pos{border-bottom-color:var(--good)}span.neg{border-bottom-color:var(--bad)}
 pre.seq span:hover{outline:2px solid var(--fg);outline-offset:-1px}
-pre.seq span:hover::after{content:attr(data-n);position:fixed;left:0;right:0;bottom:0;padding:.6rem 1rem;white-space:pre-wrap;
-background:var(--bar);color:var(--barfg);font:15px/1.4 ui-monospace,monospace;z-index:9}
+pre.seq span:hover::after{content:attr(data-n);position:fixed;left:0;right:0;bottom:0;padding:.6rem 1rem;
+white-space:pre-wrap;background:var(--bar);color:var(--barfg);font:15px/1.4 ui-monospace,monospace;z-index:9}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem}
 th,td{text-align:left;padding:.2rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
 summary{cursor:pointer}

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from callbacks.common import settle_parameters
 from rollout.engines.base import SamplingParams
 from rollout.protocols.base import PromptMode
 from rollout.trajectory import Task, Trajectory
@@ -77,6 +78,7 @@ class WeightSync(L.Callback):
         if self._pushed == version:
             return
         start = time.perf_counter()
+        settle_parameters(trainer)
         trainer.datamodule.rollouts.load_weights(module.policy_weights(), version)
         self._pushed = version
         if self.probe:

@@ -86,8 +86,8 @@ def train(args: argparse.Namespace, request: Request) -> None:
 
 
 def closing_table(stages: Sequence[Stage]) -> None:
-    """One line per stage that was tested (stages of kind task have no figures)."""
-    rows = [(s.label, s.folder) for s in stages if s.kind != "task"]
+    """One line per stage that was tested (tasks, and stages that only prepare a model, are not)."""
+    rows = [(s.label, s.folder) for s in stages if StageFolder(s.folder).evaluation.is_file()]
     if rows:
         from callbacks.report import closing_table as print_table
 
@@ -269,7 +269,7 @@ def reproduce(args: argparse.Namespace, request: Request) -> None:
             ablation = dataclasses.replace(seeded, target=name)
             stages.append(runner.make(make_graph(ablation), ablation)[0])
         for stage in stages:
-            if stage.kind != "task":
+            if StageFolder(stage.folder).evaluation.is_file():
                 runs[stage.folder] = Run(stage.label, stage.config["seed_everything"], stage.folder)
     page = write_results(
         request.target,

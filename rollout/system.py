@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rollout.agent_loop import AgentLoop, Budgets, Request
 from rollout.engines.base import Engine, Generation, SamplingParams
+from rollout.environments.base import EnvironmentFactory
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.rewards.base import RewardFunction
 from rollout.running_trajectory import RunningTrajectory
@@ -22,18 +23,6 @@ from rollout.weight_relay import WeightRelay
 
 if TYPE_CHECKING:
     import torch
-
-
-class Environments(Protocol):
-    """An ``EnvironmentFactory`` that owns things (tools, simulators) and is closed with the system.
-
-    Annotated to return Any where the factory returns an Environment: jsonargparse takes a protocol whose ``__call__``
-    returns a class for a factory of that class, and would refuse every factory object.
-    """
-
-    def __call__(self, task: Task, *, tools_enabled: bool = True) -> Any: ...
-
-    async def close(self) -> None: ...
 
 
 class RolloutSystem:
@@ -58,7 +47,7 @@ class RolloutSystem:
         self,
         engine: Engine,
         protocol: ChatProtocol,
-        environment: Environments,
+        environment: EnvironmentFactory,
         reward: RewardFunction | None,
         max_turns: int = 4,
         max_turn_tokens: int = 500,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.trajectory import Action, Task, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """What one action led to. A result whose outcome is INFRASTRUCTURE ends the trajectory as raising
+    InfrastructureError does, and keeps the failed call in the record."""
+
     results: tuple[ToolResult, ...]  # one per call of the action, in order
     latencies_s: tuple[float, ...]
     done: bool = False
@@ -29,4 +32,12 @@ class Environment(Protocol):
 
 
 class EnvironmentFactory(Protocol):
-    def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment: ...
+    """Makes one environment per trajectory, and owns what they share (tools, simulators).
+
+    Annotated to return Any where it returns an Environment: jsonargparse takes a protocol whose ``__call__`` returns a
+    class for a factory of that class, and would refuse every factory object.
+    """
+
+    def __call__(self, task: Task, *, tools_enabled: bool = True) -> Any: ...
+
+    async def close(self) -> None: ...

@@ -23,11 +23,16 @@ class ChatProtocol(Protocol):
 
     stop: tuple[str, ...]  # stop strings of one model turn
     stop_token_ids: tuple[int, ...]  # EOS ids
+    eos_ends: bool  # a turn that ends with EOS and holds no action ends the trajectory; else it is INVALID
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]: ...
 
-    def parse(self, text: str) -> Action:
-        """Read one turn from the decoded text of its sampled tokens (special tokens kept)."""
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled ids, special tokens kept."""
+        ...
+
+    def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
+        """Read one turn from the decoded text of its sampled tokens."""
         ...
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:

@@ -44,8 +44,8 @@ def test_last_weights_are_what_transformers_loads(trainer_for, tmp_path, tie):
     assert sorted(p.name for p in folder.parent.iterdir() if p.name.startswith(".")) == []
 
 
-def test_best_weights_are_exported_and_tested_while_the_last_checkpoint_keeps_the_last(trainer_for, tmp_path, model_dir):
-    evaluations = [[WRONG, WRONG], [RIGHT, RIGHT], [RIGHT, WRONG], [RIGHT, RIGHT]]  # the second is best, ties lose
+def test_best_weights_are_exported_and_the_last_checkpoint_keeps_the_last(trainer_for, tmp_path, model_dir):
+    evaluations = [[WRONG, WRONG], [RIGHT, RIGHT], [RIGHT, WRONG], [RIGHT, RIGHT]]  # the second is best: ties lose
     module, data = make_learner(model_dir, evaluations)
     export = Remember(choose="best")
     callbacks = [Evaluation(), export, IterationCheckpoint()]

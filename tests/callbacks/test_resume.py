@@ -134,7 +134,11 @@ def test_resume_after_every_iteration_ends_with_the_same_weights(trainer_for, tm
         assert trainer.global_step == 16
 
 
-@pytest.mark.parametrize("options", [{"limit_val_batches": 0}, {"val_check_interval": 1.0}, {"max_epochs": -1, "max_steps": 16}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"limit_val_batches": 0}, {"val_check_interval": 1.0}, {"max_epochs": -1, "max_steps": 16}],
+    ids=str,
+)
 def test_resume_with_other_loops(trainer_for, tmp_path, options):
     """No validation, validation at the end of epochs, and a limit in steps instead of epochs."""
     whole, _ = run(trainer_for, tmp_path / "whole", Noisy(), **options)

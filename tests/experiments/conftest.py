@@ -48,12 +48,12 @@ class Workshop:
 
     def start(self, *words: str, **kwargs) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "experiments", *words]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
-        return subprocess.Popen(command, cwd=ROOT, env=self.environment(), **pipes)
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": self.environment(), **kwargs}
+        return subprocess.Popen(command, cwd=ROOT, **options)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*words)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 

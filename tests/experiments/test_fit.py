@@ -11,7 +11,7 @@ import torch
 from experiments.store import StageFolder
 
 FIT = """
-experiment: {{kind: fit, summary: a toy}}
+experiment: {kind: fit, summary: a toy}
 seed_everything: 4
 trainer:
   accelerator: cpu
@@ -21,72 +21,78 @@ trainer:
   enable_model_summary: false
   use_distributed_sampler: false
   callbacks:
-    resume: {{class_path: callbacks.resume.IterationCheckpoint}}
-model: {{class_path: tests.experiments.toy_modules.Walk, init_args: {{pause_at: {pause_at}}}}}
-data: {{class_path: tests.experiments.toy_modules.Noise, init_args: {{batches: 12}}}}
+    resume: {class_path: callbacks.resume.IterationCheckpoint}
+model: {class_path: tests.experiments.toy_modules.Walk}
+data: {class_path: tests.experiments.toy_modules.Noise, init_args: {batches: 12}}
 """
 
 
-def wait_for(path, seconds=120):
+def wait_for(path, process, seconds=300):
     deadline = time.monotonic() + seconds
     while not path.exists():
+        assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.05)
 
 
-def weights(folder):
-    return torch.load(folder / "final.pt")
+def uninterrupted_walk():
+    """The weights that an uninterrupted run ends with."""
+    import lightning as L
+
+    from tests.experiments.toy_modules import Noise, Walk
+
+    L.seed_everything(4, verbose=False)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **options)
+    module = Walk()
+    trainer.fit(module, datamodule=Noise(12))
+    return module.walk.detach()
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def fitted(tmp_path_factory):
+    """A fit stage: stopped by Ctrl-C in iteration 7, continued, killed in iteration 10, continued to its end."""
     from tests.experiments.conftest import Workshop
 
     workshop = Workshop(tmp_path_factory.mktemp("fit"))
-    workshop.write("toy", FIT.format(pause_at="null"))
-    done = workshop.run("train", "toy")
-    return workshop, done
+    workshop.write("toy", FIT)
+    store = StageFolder(workshop.graph("toy").target().folder)
+    said = []
+    for step, how in ((7, signal.SIGINT), (10, signal.SIGKILL)):
+        process = workshop.start("train", "toy", env=workshop.environment() | {"TOY_PAUSE": str(step)})
+        marker = store.path / f"paused-{step}"
+        wait_for(marker, process)
+        os.kill(process.pid if how == signal.SIGINT else int(marker.read_text()), how)
+        said.append((process.communicate(timeout=120)[1], process.returncode, store.state()))
+    last = workshop.run("train", "toy", "--resume", "last")
+    return workshop, store, said, last
 
 
-def test_fit_then_test_then_result(uninterrupted):
-    workshop, done = uninterrupted
-    assert "Traceback" not in done.stdout, done.stdout
-    stage = workshop.graph("toy").target()
-    result = StageFolder(stage.folder).result()
-    assert result["test"]["em"]["mean"] == pytest.approx(float(weights(stage.folder)["walk"].sum()))
-    assert result["seed"] == 4 and result["versions"]["torch"]
+def test_stopping_says_how_to_continue(fitted):
+    for (said, code, state), expected in zip(fitted[2], (130, 1), strict=True):
+        assert code == expected and state == "interrupted", said
+        assert "make train EXP=toy RESUME=last" in said
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_and_continued_ends_with_the_same_weights(uninterrupted, workshop, how):
-    reference, _ = uninterrupted
-    marker = workshop.folder / "paused"
-    workshop.write("toy", FIT.format(pause_at=str(marker)))
-    process = workshop.start("train", "toy")
-    wait_for(marker)
-    stage = workshop.graph("toy").target()
-    if how == signal.SIGKILL:
-        os.kill(int(marker.read_text()), how)  # the stage's process, in the middle of an iteration
-    else:
-        process.send_signal(how)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == (1 if how == signal.SIGKILL else 130)
-    assert "RESUME=last" in err
-    assert StageFolder(stage.folder).state() == "interrupted"
-
-    continued = workshop.run("train", "toy", "--resume", "last")
-    assert "continuing from" in continued.stdout, continued.stderr
-    ours, theirs = weights(stage.folder), weights(reference.graph("toy").target().folder)
-    assert torch.equal(ours["walk"], theirs["walk"])
-    assert json.loads((stage.folder / "steps.json").read_text()) == 12
-    assert StageFolder(stage.folder).result()["sessions"] == 2
+def test_a_run_stopped_and_killed_ends_with_the_weights_of_an_uninterrupted_one(fitted):
+    _, store, _, last = fitted
+    assert last.returncode == 0 and "continuing from" in last.stdout, last.stdout + last.stderr
+    assert json.loads((store.path / "steps.json").read_text()) == 12
+    assert torch.equal(torch.load(store.path / "final.pt")["walk"], uninterrupted_walk())
 
 
-def test_a_checkpoint_can_be_evaluated_and_another_models_cannot(uninterrupted, tmp_path):
-    workshop, _ = uninterrupted
-    stage = workshop.graph("toy").target()
+def test_the_result_holds_what_was_tested(fitted):
+    _, store, _, last = fitted
+    result = store.result()
+    assert result["test"]["em"]["mean"] == pytest.approx(float(torch.load(store.path / "final.pt")["walk"].sum()))
+    assert result["seed"] == 4 and result["versions"]["torch"] and result["sessions"] == 3
+    assert "toy" in last.stdout and "evaluation.json" in last.stdout
+
+
+def test_a_checkpoint_can_be_evaluated_and_another_models_cannot(fitted, tmp_path):
+    workshop, store, *_ = fitted
     other = tmp_path / "other.ckpt"
-    checkpoint = torch.load(stage.folder / "checkpoints" / "last.ckpt", weights_only=False)
+    checkpoint = torch.load(store.path / "checkpoints" / "last.ckpt", weights_only=False)
     checkpoint["state_dict"] = {"walk": torch.zeros(3)}
     torch.save(checkpoint, other)
     wrong = workshop.run("evaluate", "toy", "--checkpoint", str(other))

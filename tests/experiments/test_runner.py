@@ -50,7 +50,7 @@ def test_two_runs_at_once_make_a_stage_once(chain):
     workshop, journal = chain
     workshop.task("a", "text: A, seconds: 1.0")
     both = [workshop.start("train", "b") for _ in range(2)]
-    outputs = [p.communicate(timeout=60) for p in both]
+    outputs = [p.communicate(timeout=120) for p in both]
     assert [p.returncode for p in both] == [0, 0], outputs
     assert sorted(runs(journal)) == ["a", "b"]
 
@@ -59,7 +59,7 @@ def test_a_stage_killed_in_the_middle_is_made_again(chain):
     workshop, journal = chain
     workshop.task("a", "text: A, seconds: 30")
     process = workshop.start("train", "a")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not runs(journal) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
@@ -74,11 +74,11 @@ def test_ctrl_c_says_how_to_continue(chain):
     workshop, journal = chain
     workshop.task("a", "text: A, seconds: 30")
     process = workshop.start("train", "a", "--seed", "3")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not runs(journal) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Ctrl-C again ends it at once" in out
     assert "To continue: make train EXP=a SEED=3 RESUME=last" in err
@@ -118,9 +118,10 @@ def test_mistakes_cost_one_message_and_no_run(chain, words, message):
     workshop, journal = chain
     run = workshop.run(*words)
     assert run.returncode == 2
-    assert message in run.stderr and "Traceback" not in run.stderr
-    assert run.stderr.count("error:") == 1
-    assert runs(journal) == []
+    everything = run.stdout + run.stderr  # a stage's process speaks through its parent's stdout
+    assert message in everything and "Traceback" not in everything
+    assert everything.count("error:") == 1
+    assert runs(journal) == [] and not list(workshop.project.outputs.glob("*/*/"))
 
 
 def test_missing_needs_stop_before_anything_runs(chain, tmp_path):

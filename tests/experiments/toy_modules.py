@@ -6,7 +6,6 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Optional
 
 import lightning as L
 import torch
@@ -15,20 +14,18 @@ import torch
 class Walk(L.LightningModule):
     """Parameters on a random walk: any step repeated or left out, any draw of another generator, shows.
 
-    Args:
-        pause_at: file to write (with the process id) and wait beside in the seventh step, unless it is there already.
+    In step TOY_PAUSE (from 1) it writes ``paused-<step>``, with its process id, into the stage's folder and waits.
     """
 
-    def __init__(self, pause_at: Optional[str] = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.pause_at = pause_at
         self.walk = torch.nn.Parameter(torch.zeros(4))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        if self.pause_at and batch_idx == 6 and not os.path.exists(self.pause_at):
-            Path(self.pause_at).write_text(str(os.getpid()))
-            time.sleep(120)
+        if os.environ.get("TOY_PAUSE") == str(batch_idx + 1):
+            (Path(self.trainer.default_root_dir) / f"paused-{batch_idx + 1}").write_text(str(os.getpid()))
+            time.sleep(600)
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(((self.walk - batch - torch.randn(4)) ** 2).sum())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_modules.cold_start_kd import ColdStartKD
-from lightning_modules.policy import load_causal_lm
+from lightning_modules.policy import load_causal_lm, named_weights
 from lightning_modules.sft import SFT
 from rollout.trajectory import StopReason
 from tests.lightning_modules.helpers import fit, make_trajectories
@@ -80,7 +80,7 @@ def test_infrastructure_failures_are_left_out(model_dir):
 def test_a_batch_of_failures_moves_nothing(model_dir):
     rows = [t.replace(stop_reason=StopReason.INFRASTRUCTURE) for t in make_trajectories(2)]
     weights, *_ = train(SFT(str(model_dir), weight_decay=0.0), [rows])
-    start = dict(load_causal_lm(str(model_dir)).named_parameters())
+    start = dict(named_weights(load_causal_lm(str(model_dir))))
     assert largest_difference(weights, start) == 0.0
 
 
