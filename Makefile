@@ -54,8 +54,8 @@ ask: setup ## put a question to a trained model and watch it search: Q="..."
 download: setup ## fetch the weights and data that an experiment needs
 	@$(RUN) download $(EXP) $(ARGS)
 
-reproduce: setup ## three seeds of an experiment and its ablations, then docs/results/EXP.md; SEEDS=0,1,2
-	@$(RUN) reproduce $(EXP) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
+reproduce: setup ## three seeds of an experiment and its ablations, then docs/results/EXP.md; SEEDS=0,1,2 ABLATION_SEEDS=0
+	@$(RUN) reproduce $(EXP) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(ABLATION_SEEDS),--ablation-seeds $(ABLATION_SEEDS)) $(ARGS)
 
 status: setup ## which stages of an experiment are done, and where they lie
 	@$(RUN) status $(EXP) $(SEED_FLAG) $(ARGS)

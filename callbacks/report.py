@@ -45,13 +45,15 @@ class Run:
     seconds: float
     command: str
     commit: str
+    sampled: Path | None = None  # folder of the same model's test at temperature 1, if there is one
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
-        """From a mapping with name, label, seed, folder, seconds, command and commit."""
+        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled."""
         return cls(
-            row["name"], row["label"], row["seed"], Path(row["folder"]), row["seconds"], row["command"], row["commit"]
-        )
+            row["name"], row["label"], row["seed"], Path(row["folder"]), row["seconds"], row["command"], row["commit"],
+            Path(row["sampled"]) if row.get("sampled") else None,
+        )  # fmt: skip
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -109,9 +111,13 @@ def question_scores(folder: Path, column: str = "em") -> dict[str, float]:
     return dict(zip(means["id"], means[column], strict=True))
 
 
-def pooled_scores(runs: Sequence[Run], column: str = "em") -> dict[str, float]:
-    """Question id -> mean score over the runs (seeds) of one method, for questions that every run answered."""
-    scores = [question_scores(run.folder, column) for run in runs]
+def pooled_scores(runs: Sequence[Run], column: str = "em", *, sampled: bool = False) -> dict[str, float]:
+    """Question id -> mean score over the runs (seeds) of one method, for questions that every run answered; empty
+    if ``sampled`` and a run was not tested at temperature 1."""
+    folders = [run.sampled if sampled else run.folder for run in runs]
+    if None in folders:
+        return {}
+    scores = [question_scores(folder, column) for folder in folders if folder is not None]
     common = sorted(set.intersection(*(set(s) for s in scores)))
     return {q: float(np.mean([s[q] for s in scores])) for q in common}
 
@@ -123,24 +129,31 @@ def paired(a: dict[str, float], b: dict[str, float]) -> PairedDifference:
 
 
 def results_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One object per method and seed: EM as n, k (correct), mean, low, high, then seconds, command, commit."""
+    """One object per method and seed: EM as n, k (correct), mean, low, high, then seconds, command, commit; under
+    ``sampled`` the same figures at temperature 1, under ``f1`` and ``searches`` the means."""
     objects = []
     for run in runs:
-        em = read_evaluation(run.folder)["test"]["em"]
+        test = read_evaluation(run.folder)["test"]
         objects.append(
             {
                 "method": run.method,
                 "seed": run.seed,
                 "metric": "em",
-                "n": em["n"],
-                "k": round(em["mean"] * em["n"]),
-                **{key: em[key] for key in ("mean", "low", "high")},
+                **em_figures(test),
+                "sampled": em_figures(read_evaluation(run.sampled)["test"]) if run.sampled else None,
+                "f1": test["f1"]["mean"],
+                "searches": test["searches"]["mean"],
                 "seconds": run.seconds,
                 "command": run.command,
                 "commit": run.commit,
             }
         )
     return objects
+
+
+def em_figures(test: Mapping[str, Any]) -> dict[str, Any]:
+    em = test["em"]
+    return {"n": em["n"], "k": round(em["mean"] * em["n"]), **{key: em[key] for key in ("mean", "low", "high")}}
 
 
 def write_results(
@@ -203,6 +216,7 @@ def _results_page(
         "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over questions (of each question's "
         "mean over the seeds): they do not hold the variation between seeds, which the next table shows.\n",
         _method_table(of),
+        "EM at T = 1: the same models with sampled instead of greedy answers, as the released code of DGPO tests.\n",
         "## Every seed\n\nEM [95 % interval], n questions, wall-clock time of the stage itself.\n",
         _seed_table(objects),
         f"## {main.method} against the others\n\nDifference in EM over the questions that both answered, with 95 % "
@@ -230,8 +244,11 @@ def _method_table(of: dict[str, list[Run]]) -> str:
                 cells.append(figure_text(interval.as_json(), True))
             else:
                 cells.append(figure_text(_mean_figure([t.get(key) for t in tests]), False))
+        sampled = list(pooled_scores(runs, sampled=True).values())
+        cells.insert(1, figure_text(bootstrap_interval(sampled).as_json(), True) if sampled else "-")
         rows.append([method, str(len(runs)), *cells])
-    return _markdown(["method", "seeds", *COLUMNS], rows)
+    first, *rest = COLUMNS
+    return _markdown(["method", "seeds", first, f"{first} at T = 1", *rest], rows)
 
 
 def _mean_figure(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -245,9 +262,13 @@ def _mean_figure(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any] | N
 
 def _seed_table(objects: Sequence[dict[str, Any]]) -> str:
     rows = [
-        [o["method"], str(o["seed"]), figure_text(o, True), str(o["n"]), duration(o["seconds"])] for o in objects
-    ]
-    return _markdown(["method", "seed", "EM", "n", "time"], rows)
+        [
+            o["method"], str(o["seed"]), figure_text(o, True), figure_text(o["sampled"], True), str(o["n"]),
+            duration(o["seconds"]),
+        ]
+        for o in objects
+    ]  # fmt: skip
+    return _markdown(["method", "seed", "EM", "EM at T = 1", "n", "time"], rows)
 
 
 def _difference_table(of: dict[str, list[Run]], main: str) -> str:
@@ -255,23 +276,29 @@ def _difference_table(of: dict[str, list[Run]], main: str) -> str:
     for method, others in of.items():
         if method == main:
             continue
-        for run in of[main]:
-            same = [other for other in others if other.seed == run.seed]
-            if same:
-                rows.append(_difference(f"{main} - {method}", f"{run.seed}", pooled_scores([run]), pooled_scores(same)))
-        rows.append(_difference(f"{main} - {method}", "all", pooled_scores(of[main]), pooled_scores(others)))
-    return _markdown(["difference", "seed", "EM", "p", "n"], rows)
+        pairs = [(str(run.seed), [run], [o for o in others if o.seed == run.seed]) for run in of[main]]
+        seeds = {o.seed for o in others}
+        common = [run for run in of[main] if run.seed in seeds] or of[main]  # a teacher has one seed, an ablation a few
+        pairs.append(("all", common, others))
+        rows += [_difference(f"{main} - {method}", seed, mine, same) for seed, mine, same in pairs if same]
+    return _markdown(["difference", "seed", "EM", "p", "EM at T = 1", "p", "n"], rows)
 
 
-def _difference(name: str, seed: str, a: dict[str, float], b: dict[str, float]) -> list[str]:
-    result = paired(a, b)
-    return [
-        name,
-        seed,
-        f"{result.difference:+.3f} [{result.low:+.3f}, {result.high:+.3f}]",
-        f"{result.p:.4f}" if result.p >= 1e-3 else "< 0.001",
-        str(result.n),
-    ]
+def _difference(name: str, seed: str, mine: Sequence[Run], others: Sequence[Run]) -> list[str]:
+    cells: list[str] = []
+    n = 0
+    for sampled in (False, True):
+        a, b = pooled_scores(mine, sampled=sampled), pooled_scores(others, sampled=sampled)
+        if not (a.keys() & b.keys()):
+            cells += ["-", "-"]
+            continue
+        result = paired(a, b)
+        n = n or result.n
+        cells += [
+            f"{result.difference:+.3f} [{result.low:+.3f}, {result.high:+.3f}]",
+            f"{result.p:.4f}" if result.p >= 1e-3 else "< 0.001",
+        ]
+    return [name, seed, *cells, str(n)]
 
 
 def _write_curves(path: Path, runs: Sequence[Run], tracking_uri: str) -> bool:

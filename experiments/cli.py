@@ -1,13 +1,17 @@
-"""The command line. Exit codes: 0 well, 1 a stage failed, 2 something in the command or a file is wrong, 130 stopped."""
+"""The command line.
+
+Exit codes: 0 well, 1 a stage failed, 2 something in the command or in a file is wrong, 130 stopped.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments import commands
+from experiments import commands, download
 from experiments.compose import SECTIONS
 from experiments.errors import ExperimentError
 from experiments.overrides import STAGE_PREFIX
@@ -21,7 +25,7 @@ Command = Callable[[argparse.Namespace, Request], None]
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate our own options from Lightning CLI overrides (``--model.x 1``, ``--trainer.max_steps=3``, ``--config f``)."""
+    """Our own options, and Lightning CLI overrides (``--model.x 1``, ``--trainer.max_steps=3``, ``--config f``)."""
     ours: list[str] = []
     theirs: list[str] = []
     rest = list(words)
@@ -58,16 +62,18 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("--fresh", action="store_true")
     add("status", commands.status, "which stages of an experiment are done, and where they lie")
     evaluate = add("evaluate", commands.evaluate, "test a checkpoint or model folder as the experiment does")
-    evaluate.add_argument("--checkpoint", help="a .ckpt of this experiment or a Hugging Face folder; default: its result")
+    evaluate.add_argument("--checkpoint", help="a .ckpt of this experiment or a model folder; default: its result")
     ask = add("ask", commands.ask, "put a question to a trained model and watch it search")
     ask.add_argument("--question", help="without it, questions are read from the terminal")
     ask.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     export = add("export", commands.export, "copy an experiment's model to a folder as Hugging Face files")
     export.add_argument("--to", help="target folder; default: exports/NAME")
-    add("download", commands.download, "fetch the weights and data an experiment needs from the Hugging Face hub")
+    add("download", download.download, "fetch the weights and data an experiment needs from the Hugging Face hub")
     reproduce = add("reproduce", commands.reproduce, "several seeds of an experiment and its ablations, then a report")
     reproduce.add_argument("--seeds", default="0,1,2", help="comma-separated")
-    compare = add("compare", commands.compare, "a table of all runs and a page with curves", experiment=False, overrides=False)
+    reproduce.add_argument("--ablation-seeds", help="seeds of the ablations, some of --seeds; default: all of them")
+    about = "a table of runs and a page with curves"
+    compare = add("compare", commands.compare, about, experiment=False, overrides=False)
     compare.add_argument("names", nargs="*", help="only these experiments")
     ui = add("ui", commands.ui, "open the runs in MLflow", experiment=False, overrides=False)
     ui.add_argument("--port", type=int, default=5000)
@@ -110,6 +116,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+        return 0
     except OSError as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return 1

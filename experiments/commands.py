@@ -7,8 +7,6 @@ mend. Heavy imports stay inside the functions.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import gzip
 import os
 import shutil
 import subprocess
@@ -89,10 +87,9 @@ def closing_table(stages: Sequence[Stage]) -> None:
     """One line per stage that was tested (tasks, and stages that only prepare a model, are not)."""
     rows = [(s.label, s.folder) for s in stages if StageFolder(s.folder).evaluation.is_file()]
     if rows:
-        from callbacks.report import closing_table as print_table
+        from callbacks.report import closing_table as table_of
 
-        print()
-        print_table(rows)
+        print(f"\n{table_of(rows)}")
 
 
 def print_closing_words(target: Stage, request: Request) -> None:
@@ -139,64 +136,6 @@ def clean(args: argparse.Namespace, request: Request) -> None:
             shutil.rmtree(folder)
             removed += 1
     print(f"{removed} stage folders removed")
-
-
-def download(args: argparse.Namespace, request: Request) -> None:
-    """Fetch what can be fetched; say how to get the rest."""
-    graph = make_graph(request)
-    target = graph.target()
-    needs = unique_needs(closure([target, *graph.compared(target)]))
-    if not needs:
-        print(f"'{request.target}' needs no download")
-        return
-    failed = []
-    for need in needs:
-        size = f"about {need.size_gb:g} GB" if need.size_gb else "size unknown"
-        if need.present:
-            print(f"  there   {need.path}")
-        elif need.hub is None:
-            print(f"  by hand {need.path}: {need.how}")
-        else:
-            print(f"  fetch   {need.path} from huggingface.co/{need.hub} ({size})", flush=True)
-            problem = _fetch(need, request.project.root)
-            if problem:
-                failed.append(f"{need.hub} -> {need.path}: {problem}")
-    if failed:
-        raise ExperimentError(
-            "\n  ".join(["these could not be fetched:", *failed])
-            + "\nCheck the network (behind a proxy: HTTPS_PROXY; a mirror: HF_ENDPOINT; gated models: HF_TOKEN) and run the "
-            "command again, it continues where it stopped. Or put the files at the paths named above by hand."
-        )
-
-
-def _fetch(need: Need, root: Path) -> str | None:
-    """Returns what went wrong, or None."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    target = root / need.path
-    folder = target if not need.files else target.parent
-    try:
-        snapshot_download(
-            need.hub, repo_type=need.repo_type, local_dir=folder, allow_patterns=list(need.files) or None
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        return str(error).splitlines()[0]
-    if need.assemble:
-        parts = sorted(p for pattern in need.files for p in folder.glob(pattern))
-        print(f"          joining {len(parts)} files into {need.path}", flush=True)
-        assemble(parts, target)
-    return None if target.exists() else f"fetched, but {need.path} is not there: {need.how}"
-
-
-def assemble(parts: Sequence[Path], target: Path) -> None:
-    """Write the parts, unpacked where they are ``.gz``, one after the other; the target appears when it is whole."""
-    temporary = target.with_name(f".{target.name}.part")
-    with temporary.open("wb") as out:
-        for part in parts:
-            with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as source:
-                shutil.copyfileobj(source, out, 16 << 20)
-    temporary.replace(target)
 
 
 def store_uri(project: Project) -> str:
@@ -252,34 +191,9 @@ def retriever(args: argparse.Namespace, request: Request) -> None:
 
 
 def reproduce(args: argparse.Namespace, request: Request) -> None:
-    """Several seeds of the experiment and of its ablations, then docs/results/NAME.{md,json}."""
-    try:
-        seeds = [int(s) for s in args.seeds.split(",")]
-    except ValueError:
-        raise ExperimentError(f"--seeds {args.seeds}: expected whole numbers separated by commas, as in 0,1,2") from None
-    from callbacks.report import Run, write_results
+    from experiments.reproduce import reproduce as run
 
-    runs: dict[Path, Run] = {}  # by folder: a stage with a fixed seed is the same for every seed
-    for seed in seeds:
-        seeded = dataclasses.replace(request, seed=seed)
-        graph = make_graph(seeded)
-        target, compared = runner.make(graph, seeded)
-        stages = [*compared, target]
-        for name in target.config["experiment"].get("ablations") or []:
-            ablation = dataclasses.replace(seeded, target=name)
-            stages.append(runner.make(make_graph(ablation), ablation)[0])
-        for stage in stages:
-            if StageFolder(stage.folder).evaluation.is_file():
-                runs[stage.folder] = Run(stage.label, stage.config["seed_everything"], stage.folder)
-    page = write_results(
-        request.target,
-        list(runs.values()),
-        request.project.root / "docs" / "results",
-        main=target.label,
-        command=request.command("reproduce"),
-        tracking_uri=store_uri(request.project),
-    )
-    print(f"  written: {request.project.relative(Path(page))}, with .json and curves beside it")
+    run(args, request)
 
 
 def evaluate(args: argparse.Namespace, request: Request) -> None:

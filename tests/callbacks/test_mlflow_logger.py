@@ -187,11 +187,23 @@ def test_results_page_and_json(outputs, tmp_path):
     assert "`make reproduce EXP=dgpo`" in text and "took 4:02 together" in text
     differences = [line for line in text.splitlines() if line.startswith("| DGPO - KD")]
     assert len(differences) == 3  # seed 0, seed 1, all
-    assert all("| +0.500 [" in line and "| < 0.001 | 40 |" in line for line in differences)
+    assert all("| +0.500 [" in line and "| < 0.001 | - | - | 40 |" in line for line in differences)
     method = next(line for line in text.splitlines() if line.startswith("| DGPO | 2 "))
     assert "0.750 [" in method and method.rstrip(" |").endswith("1.000")
     with pytest.raises(ValueError, match="none of the rows is a run of 'sft'"):
         write_results("sft", rows, tmp_path, "x")
+
+
+def test_results_page_holds_the_test_at_temperature_1(outputs, tmp_path):
+    """KD's own test stands in for the sampled test of both: no difference there, and 0.250 in every sampled column."""
+    rows = [row | {"sampled": outputs / "kd" / f"key{row['seed']}"} for row in rows_of(outputs)]
+    page, data = write_results("dgpo", rows, tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    assert all(o["sampled"]["mean"] == 0.25 and o["sampled"]["k"] == 10 for o in json.loads(data.read_text()))
+    lines = page.read_text().splitlines()
+    differences = [line for line in lines if line.startswith("| DGPO - KD")]
+    assert all("| +0.500 [" in d and "| +0.000 [+0.000, +0.000] | 1.0000 | 40 |" in d for d in differences)
+    method = next(line for line in lines if line.startswith("| DGPO | 2 "))
+    assert method.split(" | ")[2].startswith("0.750 [") and method.split(" | ")[3].startswith("0.250 [")
 
 
 def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):

@@ -48,8 +48,8 @@ class Workshop:
 
     def start(self, *words: str, **kwargs) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "experiments", *words]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": self.environment(), **kwargs}
-        return subprocess.Popen(command, cwd=ROOT, **options)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, **pipes, **{"env": self.environment(), **kwargs})
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*words)

@@ -21,7 +21,10 @@ NEVER = {
     "retrieval": {"lightning", "pytorch_lightning", "deepspeed", "mlflow"},
     **{room: {"jnius", "pyserini", "jnius_config"} for room in ("experiments", *MIDDLE, "rollout")},
 }
-TORCHLESS = ("errors", "project", "compose", "overrides", "registry", "keys", "graph", "store", "process", "runner", "cli")
+TORCHLESS = (
+    "errors", "project", "compose", "overrides", "registry", "keys", "graph", "store", "process", "runner", "commands",
+    "download", "cli",
+)  # fmt: skip
 HEAVY = {"torch", "lightning", "transformers", "vllm", "deepspeed", "mlflow", "polars", "numpy"}
 
 

@@ -29,12 +29,15 @@ def test_another_class_drops_the_inherited_arguments():
     assert merge(base, {"model": {"class_path": "m.PPO", "init_args": {"lr": 2}}}) == {
         "model": {"class_path": "m.PPO", "init_args": {"lr": 2}}
     }
-    assert merge(base, {"model": {"class_path": "m.DGPO", "init_args": {"lr": 2}}})["model"]["init_args"]["teacher"] == "t"
+    same = merge(base, {"model": {"class_path": "m.DGPO", "init_args": {"lr": 2}}})
+    assert same["model"]["init_args"] == {"teacher": "t", "lr": 2}
 
 
 def test_callbacks_are_named_in_files_and_a_list_afterwards(workshop):
     workshop.write("bases/c", "trainer: {callbacks: {a: {class_path: c.A}, b: {class_path: c.B, init_args: {n: 1}}}}")
-    workshop.write("x", "inherits: [bases/c]\ntrainer: {callbacks: {a: null, b: {init_args: {n: 2}}, d: {class_path: c.D}}}")
+    workshop.write(
+        "x", "inherits: [bases/c]\ntrainer: {callbacks: {a: null, b: {init_args: {n: 2}}, d: {class_path: c.D}}}"
+    )
     assert composed(workshop, "x")["trainer"]["callbacks"] == [
         {"class_path": "c.B", "init_args": {"n": 2}},
         {"class_path": "c.D"},
@@ -45,7 +48,7 @@ def test_callbacks_are_named_in_files_and_a_list_afterwards(workshop):
     ("files", "message"),
     [
         ({"x": "inherits: [y]", "y": "inherits: [x]"}, "circle: x -> y -> x"),
-        ({"x": "inherits: [bases/tyni]", "bases/tiny": "{}"}, "no experiment 'bases/tyni'.*did you mean 'bases/tiny'.*by 'x'"),
+        ({"x": "inherits: [bases/tyni]", "bases/tiny": "{}"}, "no experiment 'bases/tyni'.*mean 'bases/tiny'.*by 'x'"),
         ({"x": "inherits: bases/tiny"}, "must be a list of names"),
         ({"x": "trainr: {}"}, "unknown key 'trainr'; did you mean 'trainer'"),
         ({"x": "experiment: {summry: a}"}, "unknown key 'experiment.summry'; did you mean 'summary'"),
@@ -69,7 +72,7 @@ def test_what_is_wrong_is_said(workshop, files, message):
     [
         ("experiment: {kind: fti}", "kind is 'fti', expected one of fit, test, task"),
         ("experiment: {kind: fit}\nmodel: {class_path: a.B}", "'data.class_path' is missing"),
-        ("experiment: {kind: task}\ntask: {class_path: a.B}\nmodel: {class_path: a.B}", "cannot have a 'model' section"),
+        ("experiment: {kind: task}\ntask: {class_path: a.B}\nmodel: {class_path: a.B}", "cannot have a 'model'"),
     ],
 )
 def test_sections_must_fit_the_kind(workshop, text, message):

@@ -7,7 +7,10 @@ from experiments.overrides import apply, parse
 
 BASE = {
     "trainer": {"max_steps": 5, "callbacks": {"log": {"class_path": "c.Log", "init_args": {"n": 1}}}, "strategy": None},
-    "model": {"class_path": "m.DGPO", "init_args": {"kl_coef": 0.001, "optim": {"class_path": "m.Adam", "init_args": {}}}},
+    "model": {
+        "class_path": "m.DGPO",
+        "init_args": {"kl_coef": 0.001, "optim": {"class_path": "m.Adam", "init_args": {}}},
+    },
     "data": {"class_path": "d.Data", "init_args": {"files": ["a.parquet"], "name": "1"}},
 }
 

@@ -16,16 +16,17 @@ CHILD = """
 import os, signal, sys, time
 from experiments.process import die_with_parent
 die_with_parent(int(os.environ["PARENT"]))
-print("tty" if sys.stdout.isatty() else "pipe", os.get_terminal_size().columns if sys.stdout.isatty() else "", flush=True)
-print("child", os.getpid(), flush=True)
+if sys.stdout.isatty():
+    print("tty", os.get_terminal_size().columns, flush=True)
 if sys.argv[1] == "stubborn":
     signal.signal(signal.SIGINT, lambda *a: print("clinging", flush=True))
-for _ in range(600):
-    try:
+try:
+    print("child", os.getpid(), flush=True)
+    for _ in range(600):
         time.sleep(0.1)
-    except KeyboardInterrupt:
-        print("cleaning up", flush=True)
-        sys.exit(130)
+except KeyboardInterrupt:
+    print("cleaning up", flush=True)
+    sys.exit(130)
 """
 PARENT = """
 import os, sys

@@ -43,7 +43,7 @@ def test_dgpo_tiny_is_the_chain_the_readme_tells():
         ("kd_tiny", "dgpo_tiny"),
     ]:
         assert chain.index(earlier) < chain.index(later)
-    assert not any(need for stage in closure([target]) for need in stage.needs), "the embedded default needs no download"
+    assert not any(stage.needs for stage in closure([target])), "the embedded default needs no download"
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,14 @@ def test_whatever_is_not_shipped_is_listed_with_a_way_to_get_it(name):
         (["--trainer.max_steps=soon"], "'trainer.max_steps': .*int.*soon"),
         (["--data.rollouts.max_turn=3"], "unknown key 'data.rollouts.max_turn'"),
         (["--data.rollouts.engine.slots=many"], "slots.*int.*many"),
-        (["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.CollapseGuard"], "no module 'callbacks.colapse_guard'; did you mean 'callbacks.collapse_guard'"),
+        (
+            ["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.CollapseGuard"],
+            "no module 'callbacks.colapse_guard'; did you mean 'callbacks.collapse_guard'",
+        ),
         (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
         (["--model=lightning_modules.ppo.POP"], "POP"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
     stage = Graph(PROJECT, "dgpo_tiny", parse(overrides)).target()
     with pytest.raises(ExperimentError, match=message) as caught:
@@ -127,7 +130,9 @@ def test_condense_keeps_what_matters():
     message = (
         'Parser key "model":\n  Does not validate against any of the Union subtypes\n'
         "  Subtypes: [<class 'A'>, <class 'NoneType'>]\n  Errors:\n    - Problem with given class_path 'x.A':\n"
-        '        Parser key "lr":\n          Expected a <class \'float\'>. Got value: a\n    - Expected a <class \'NoneType\'>\n'
+        "        Parser key \"lr\":\n          Expected a <class 'float'>. Got value: a\n"
+        "    - Expected a <class 'NoneType'>\n"
         "  Given value type: <class 'dict'>\n  Given value: {'class_path': 'x.A'}"
     )
-    assert condense(message) == "'model': Problem with given class_path 'x.A': 'lr': Expected a <class 'float'>. Got value: a"
+    expected = "'model': Problem with given class_path 'x.A': 'lr': Expected a <class 'float'>. Got value: a"
+    assert condense(message) == expected

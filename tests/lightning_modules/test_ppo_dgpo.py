@@ -149,7 +149,8 @@ def distance_to_teacher(model_dir, teacher_dir, rows, **options):
     fit(module, [rows] * 4)
     ids = torch.tensor([rows[0].prompt_ids])
     with torch.no_grad():
-        return float(reverse_kl(module.policy(input_ids=ids).logits[0, -1:], module.teacher(input_ids=ids).logits[0, -1:]))
+        student, teacher = (m(input_ids=ids).logits[0, -1:] for m in (module.policy, module.teacher))
+        return float(reverse_kl(student, teacher))
 
 
 # ---------------------------------------------------------------------- the shared module
@@ -278,3 +279,21 @@ def test_refusals(model_dir):
         PPO("p", temperature=0.0)
     with pytest.raises(ValueError, match="0/0 has no reward"):
         train(PPO(str(model_dir)), [[make_trajectories(1)[0].replace(reward=None)]])
+
+
+def test_the_last_batch_can_be_read_token_by_token(model_dir, teacher_dir):
+    trajectories = make_trajectories(3, em=[1.0, 0.0, 0.0])
+    module = DGPO(policy=str(model_dir), teacher=str(teacher_dir))
+    assert module.last_annotated == []
+    fit(module, [trajectories])
+    annotated = module.last_annotated
+    assert [t for t, _ in annotated] == trajectories
+    for t, figures in annotated:
+        assert {"advantages", "returns", "old_logprobs", "old_values", "teacher_logprobs", "kl"} <= figures.keys()
+        assert all(len(values) == len(t.response_ids) for values in figures.values())
+        sampled = [i for i, m in enumerate(t.loss_mask) if m]
+        hidden = [i for i, m in enumerate(t.loss_mask) if not m]
+        assert all(figures["old_logprobs"][i] < 0 for i in sampled)
+        assert all(figures[name][i] == 0 for i in hidden for name in ("kl", "advantages", "old_logprobs"))
+        difference = figures["old_logprobs"][sampled[0]] - figures["teacher_logprobs"][sampled[0]]
+        assert figures["kl"][sampled[0]] == pytest.approx(difference, abs=1e-6)

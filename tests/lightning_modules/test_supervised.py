@@ -54,7 +54,9 @@ def test_logged_figures_against_a_plain_loop(model_dir, teacher_dir):
 def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, algorithm):
     def make(**options):
         common = {"schedule": "constant", "lr": 1e-3, "max_grad_norm": 0.1, **options}
-        return SFT(str(model_dir), **common) if algorithm == "sft" else ColdStartKD(str(model_dir), str(teacher_dir), **common)
+        if algorithm == "sft":
+            return SFT(str(model_dir), **common)
+        return ColdStartKD(str(model_dir), str(teacher_dir), **common)
 
     rows = make_trajectories(6)
     whole, figures, _ = train(make(), [rows, rows])

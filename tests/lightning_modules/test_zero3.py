@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
 WORKER = Path(__file__).with_name("zero3_worker.py")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout.rewards.qa import ExactMatchReward, F1Reward
-from rollout.rewards.scoring import contains_answer, exact_match, f1, normalize_answer
+from rollout.rewards.scoring import sub_exact_match, exact_match, f1, normalize_answer
 from rollout.trajectory import Action, ActionKind, StopReason, Trajectory, Turn
 from tests.rollout.scripted import TASK
 
@@ -77,7 +77,7 @@ def test_f1(prediction, golds, expected):
     ],
 )
 def test_contains(text, golds, expected):
-    assert contains_answer(text, golds) == expected
+    assert sub_exact_match(text, golds) == expected
 
 
 def answered(answer):

@@ -1,0 +1,92 @@
+"""``make reproduce``: seeds of an experiment and of its ablations, tested in two ways, and a page about them."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from experiments import overrides, runner
+from experiments.commands import store_uri
+from experiments.errors import ExperimentError
+from experiments.graph import Graph, Stage
+from experiments.runner import Request
+from experiments.store import StageFolder
+from experiments.use import evaluation_stage
+
+# The released code of DGPO validates at temperature 1 although greedy decoding is configured (specs/dgpo.md 2.4), so
+# its tables hold sampled answers; every model is tested in this way, too.
+SAMPLED = {"temperature": 1.0}
+
+
+def reproduce(args: argparse.Namespace, request: Request) -> None:
+    """Several seeds of the experiment and of its ablations, then docs/results/NAME.{md,json}. What is done is reused.
+
+    Raises:
+        ExperimentError: seeds that are no numbers.
+        StageFailed: a stage did not end well; the next call goes on from there.
+    """
+    seeds = numbers("--seeds", args.seeds)
+    ablation_seeds = numbers("--ablation-seeds", args.ablation_seeds) if args.ablation_seeds else seeds
+    rows: list[dict[str, Any]] = []
+    for seed in seeds:
+        seeded = dataclasses.replace(request, seed=seed)
+        rows += make_rows(seeded)
+        ablations = make_graph(seeded).target().config["experiment"].get("ablations") or []
+        for name in ablations if seed in ablation_seeds else []:
+            rows += make_rows(dataclasses.replace(seeded, target=name))
+    from callbacks.report import write_results  # late: it imports torch, which would sit here for hours
+
+    command = request.command("reproduce", f"SEEDS={args.seeds}")
+    if args.ablation_seeds:
+        command += f" ABLATION_SEEDS={args.ablation_seeds}"
+    results = request.project.root / "docs" / "results"
+    for path in write_results(request.target, rows, results, command, tracking_uri=store_uri(request.project)):
+        print(f"  written {request.project.relative(path)}")
+
+
+def numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ExperimentError(f"{option} {text}: expected numbers separated by commas, as in 0,1,2") from None
+
+
+def make_graph(request: Request) -> Graph:
+    return Graph(request.project, request.target, overrides.parse(request.arguments), request.seed)
+
+
+def make_rows(request: Request) -> list[dict[str, Any]]:
+    """Make the experiment and what it is compared with; a row for each that was tested."""
+    graph = make_graph(request)
+    target, compared = runner.make(graph, request)
+    tested = [stage for stage in (*compared, target) if StageFolder(stage.folder).evaluation.is_file()]
+    return [result_row(stage) | {"sampled": make_sampled(stage, graph, request)} for stage in tested]
+
+
+def make_sampled(stage: Stage, graph: Graph, request: Request) -> Path:
+    """Folder of the test of a finished stage's model with sampled answers; made unless it is there."""
+    config = copy.deepcopy(stage.config)
+    data = config["data"]["init_args"]
+    data["eval_sampling"], data["probes"] = SAMPLED, []
+    model = stage.folder / "model" if stage.kind == "fit" else Path(config["model"]["init_args"]["policy"])
+    changed = dataclasses.replace(stage, config=config, key=f"{stage.key}, sampled")
+    evaluation = evaluation_stage(changed, model, graph)
+    if StageFolder(evaluation.folder).result() is None:
+        print(f"  {stage.name}, seed {stage.config['seed_everything']}: testing with sampled answers", flush=True)
+        runner.make_stage(evaluation, request, fresh=False)
+    return evaluation.folder
+
+
+def result_row(stage: Stage) -> dict[str, Any]:
+    """What the results page needs to know about a stage that is done."""
+    result = StageFolder(stage.folder).result() or {}
+    return {
+        "name": stage.name,
+        "label": stage.label,
+        "seed": stage.config["seed_everything"],
+        "folder": stage.folder,
+        **{key: result[key] for key in ("seconds", "command", "commit")},
+    }

@@ -1,0 +1,83 @@
+"""The Makefile, downloads, and finding a model to use."""
+
+import gzip
+import subprocess
+
+import pytest
+
+from experiments.cli import split_overrides
+from experiments.download import assemble
+from experiments.errors import ExperimentError
+from experiments.project import ROOT
+from experiments.runner import Request, duration
+from experiments.use import find_model
+
+
+def make(*words):
+    done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if "setup.sh" not in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["train"], "train dgpo_tiny"),
+        (["train", "EXP=kd_tiny", "SEED=2", "RESUME=last"], "train kd_tiny --seed 2 --resume last"),
+        (["train", "FRESH=1", "ARGS=--model.kl_coef 0.01"], "train dgpo_tiny --fresh --model.kl_coef 0.01"),
+        (["evaluate", "CKPT=a b.ckpt"], 'evaluate dgpo_tiny --checkpoint "a b.ckpt"'),
+        (["ask", "Q=Who wrote it?"], 'ask dgpo_tiny --question "$Q"'),
+        (["dry-run", "EXP=x"], "dry-run x"),
+        (["reproduce", "SEEDS=0,1"], "reproduce dgpo_tiny --seeds 0,1"),
+        (["ui", "PORT=5001"], "ui --port 5001"),
+        (["clean", "ALL=1"], "clean --all"),
+    ],
+)
+def test_make_passes_on_what_it_is_given(words, command):
+    [line] = make(*words)
+    assert " ".join(line.split()) == f".venv/bin/python -m experiments {command}"
+
+
+def test_make_alone_prints_help_and_sets_nothing_up():
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for target in ("setup", "train", "evaluate", "test", "retriever", "compare", "ui", "export", "experiments", "ask"):
+        assert f"  {target} " in done.stdout
+    assert "setting up" not in done.stdout
+
+
+def test_overrides_are_told_from_our_own_options():
+    words = "dgpo_tiny --seed 1 --model.kl_coef 0.01 --fresh --trainer.max_steps=3 --config f.yaml --seed_everything 4"
+    ours, theirs = split_overrides(words.split())
+    assert ours == ["dgpo_tiny", "--seed", "1", "--fresh"]
+    assert " ".join(theirs) == "--model.kl_coef 0.01 --trainer.max_steps=3 --config f.yaml --seed_everything 4"
+
+
+def test_parts_are_joined_and_unpacked(tmp_path):
+    (tmp_path / "part_aa").write_bytes(b"one ")
+    (tmp_path / "part_ab.gz").write_bytes(gzip.compress(b"two"))
+    assemble([tmp_path / "part_aa", tmp_path / "part_ab.gz"], tmp_path / "whole")
+    assert (tmp_path / "whole").read_bytes() == b"one two"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["part_aa", "part_ab.gz", "whole"]
+
+
+def test_only_models_are_taken_for_models(workshop, tmp_path):
+    workshop.task("x")
+    request = Request(workshop.project, "x", (), None)
+    with pytest.raises(ExperimentError, match="'x' .* has not been made yet: run make train EXP=x first"):
+        find_model(request, None)
+    with pytest.raises(ExperimentError, match="no checkpoint at /nowhere"):
+        find_model(request, "/nowhere")
+    with pytest.raises(ExperimentError, match="neither a .ckpt nor a Hugging Face folder"):
+        find_model(request, str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    assert find_model(request, str(tmp_path)) == tmp_path / "model"
+
+
+def test_commands_are_named_as_they_were_typed(workshop):
+    request = Request(workshop.project, "x", ("--model.kl_coef", "0.01"), 3)
+    assert request.command(extra="RESUME=last") == 'make train EXP=x SEED=3 ARGS="--model.kl_coef 0.01" RESUME=last'
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.21, "3.2 s"), (250, "4 min 10 s"), (7500, "2 h 05 min")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
