@@ -19,6 +19,7 @@ from data_modules.chunk_progress import ChunkProgress
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.questions import load_tasks
 from data_modules.decoding import Decoding
+from data_modules.evaluation_data import as_list
 from data_modules.failures import FailureGuard
 from data_modules.loaders import fingerprint, spread
 from data_modules.seeds import run_seed
@@ -80,9 +81,7 @@ class GenerateTrajectories:
         if min(gold_think, gold_direct) < 0 or gold_think + gold_direct > 1:
             raise ValueError(f"gold_think {gold_think} and gold_direct {gold_direct} are shares of one whole")
         self.rollouts = rollouts
-        if isinstance(files, str):
-            raise ValueError(f"files is the single path {files!r}; expected a list: [{files}]")
-        self.files = list(files)
+        self.files = as_list("files", files)
         self.limit = limit
         self.samples_per_question = samples_per_question
         self.sampling = sampling

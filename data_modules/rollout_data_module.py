@@ -118,8 +118,11 @@ class RolloutDataModule(TrainingData):
             )
 
     def _roll_out(self, iteration: int) -> list[Trajectory]:
+        # A block per rank: the module deals rows to optimiser steps by place, and blocks keep that the same on any
+        # number of ranks whose share is a multiple of the steps.
+        share = self.prompts_per_step // self.world_size
         trajectories = self.rollouts.rollout(  # type: ignore[union-attr]  # required here
-            self.prompts(iteration)[self.rank :: self.world_size],
+            self.prompts(iteration)[self.rank * share : (self.rank + 1) * share],
             n=self.samples_per_prompt,
             sampling=self.train_sampling.params,
             seed=derive_seed(self.seed, "train", iteration),

@@ -109,10 +109,19 @@ def log_configuration(trainer: Any, text: str) -> None:
 
 def quieten() -> None:
     """Lightning's hints about things that are decided here."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a bar per loaded model; loading takes a moment or is reported by the stage itself
+    connector = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda", connector):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
+    for message in (
+        ".*does not have many workers.*",
+        ".*LeafSpec.*is deprecated.*",
+        ".*You have overridden `transfer_batch_to_device`.*",  # batches are lists of trajectories, moved when collated
+        ".*module\\(s\\) in eval mode.*",  # the frozen teacher
+    ):
+        warnings.filterwarnings("ignore", message)
 
 
 def _where(config: dict[str, Any]) -> str:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from lightning_modules.batch import TokenBatch
 from lightning_modules.divergences import Divergence, DivergenceName, forward_kl, make_divergence, shared_vocabulary
-from lightning_modules.policy import DType, gathered, hidden_before, load_frozen_lm, partitioned, positions
+from lightning_modules.policy import (
+    DType,
+    gathered,
+    hidden_before,
+    load_frozen_lm,
+    partitioned,
+    positions,
+    require_same_tokenizer,
+)
 from lightning_modules.sft import ce_columns
 from lightning_modules.supervised import SupervisedModule
 
@@ -64,6 +72,7 @@ class ColdStartKD(SupervisedModule):
 
     def build_models(self) -> None:
         super().build_models()
+        require_same_tokenizer(self.policy_path, self.teacher_path)
         self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
 
     def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:

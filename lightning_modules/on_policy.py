@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_modules import optimisation, ranks
 from lightning_modules.batch import RowTensors, TokenBatch, collate, micro_batches, tensors_BT
 from lightning_modules.metrics import StepMetrics
-from lightning_modules.policy import DType, TokenStats, ValueModel, load_frozen_lm, token_logprobs
+from lightning_modules.policy import DType, TokenStats, ValueModel, load_frozen_lm, require_same_tokenizer, token_logprobs
 from lightning_modules.policy_module import PolicyModule
 from lightning_modules.schedules import warmup_constant
 from rollout.trajectory import StopReason
@@ -140,6 +140,7 @@ class OnPolicyModule(PolicyModule):
     def build_models(self) -> None:
         super().build_models()
         if self.teacher_path is not None:
+            require_same_tokenizer(self.policy_path, self.teacher_path)
             self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
         if self.critic_path is not None:
             self.critic = ValueModel(self.critic_path, self.dtype_name, self.attention, self.gradient_checkpointing)
@@ -147,6 +148,22 @@ class OnPolicyModule(PolicyModule):
 
     def trained_parts(self) -> dict[str, nn.Module]:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def on_fit_start(self) -> None:
+        """Refuse a sampler whose distribution is not the one that log-probs are computed for."""
+        sampling = getattr(getattr(self.trainer, "datamodule", None), "train_sampling", None)
+        if sampling is None:
+            return
+        if sampling.temperature != self.temperature:
+            raise ValueError(
+                f"trajectories are sampled at temperature {sampling.temperature} (data.train_sampling.temperature), but "
+                f"log-probs are computed at {self.temperature} (model.temperature); set both to the same value"
+            )
+        if sampling.top_p < 1.0 or sampling.top_k > 0:
+            raise ValueError(
+                f"train_sampling cuts the distribution (top_p {sampling.top_p}, top_k {sampling.top_k}), but log-probs "
+                "are those of the whole one; train with top_p 1.0 and top_k -1"
+            )
 
     def configure_optimizers(self) -> Any:
         rates = {"policy": (self.lr, self.warmup_steps), "critic": (self.critic_lr, self.critic_warmup_steps)}
@@ -157,7 +174,8 @@ class OnPolicyModule(PolicyModule):
 
     # ------------------------------------------------------------------ one iteration
     def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
-        usable = [t for t in trajectories if not t.failed_by_infrastructure]
+        places = [i for i, t in enumerate(trajectories) if not t.failed_by_infrastructure]
+        usable = [trajectories[i] for i in places]
         for t in usable:
             if t.reward is None:
                 raise ValueError(f"trajectory {t.group}/{t.index} has no reward; score it before training on it")
@@ -167,7 +185,7 @@ class OnPolicyModule(PolicyModule):
             scores = self.score(usable, batch)
             notes = self.annotate(usable, batch, scores)
         self._last = (usable, batch, scores, notes)
-        self.update(batch, notes)
+        self.update(batch, notes, places)
         self._describe(usable, batch, scores)
         figures = self.metrics.reduce()
         shown = {k: v for k, v in figures.items() if k in self.PROGRESS}
@@ -223,19 +241,26 @@ class OnPolicyModule(PolicyModule):
         return [(group, max((lengths[i] for i in group), default=1)) for group in groups]
 
     # ------------------------------------------------------------------ optimiser steps
-    def update(self, batch: TokenBatch, notes: RowTensors) -> None:
-        """All optimiser steps of the iteration; only the last one raises ``trainer.global_step``."""
+    def update(self, batch: TokenBatch, notes: RowTensors, places: Sequence[int]) -> None:
+        """All optimiser steps of the iteration; only the last one raises ``trainer.global_step``.
+
+        ``places``: where each row stood in the rollout batch before failed trajectories were left out; the trajectory
+        at place i belongs to step i mod ``mini_batches``, so that a failure moves no other trajectory to another step.
+        """
         optimizer = self.optimizers()
-        size = len(batch.lengths)
-        plan = [range(k, size, self.mini_batches) for _ in range(self.epochs) for k in range(self.mini_batches)]
+        steps = [[row for row, i in enumerate(places) if i % self.mini_batches == k] for k in range(self.mini_batches)]
+        plan = steps * self.epochs
+        learnt = False
         for k, index in enumerate(plan):
             with optimisation.counted(optimizer, k == len(plan) - 1):
-                self._mini_batch(batch, notes, index, optimizer)
+                learnt = self._mini_batch(batch, notes, index, optimizer) or learnt
         for group, name in zip(optimizer.param_groups, self.trained_parts(), strict=True):
             self.metrics.maximum("train/lr" if name == "policy" else f"train/lr_{name}", group["lr"])
-        self.lr_schedulers().step()
+        if learnt:
+            self.lr_schedulers().step()
 
-    def _mini_batch(self, batch: TokenBatch, notes: RowTensors, index: Sequence[int], optimizer: Any) -> None:
+    def _mini_batch(self, batch: TokenBatch, notes: RowTensors, index: Sequence[int], optimizer: Any) -> bool:
+        """One optimiser step. Returns whether there was anything to learn from, on any rank."""
         whole = {name: weights[list(index)].sum() for name, weights in self.streams(batch, notes).items()}
         names = list(whole)
         counts = ranks.sum_over_ranks(torch.stack([whole[n] for n in names]))
@@ -251,11 +276,14 @@ class OnPolicyModule(PolicyModule):
                 self.metrics.mean(f"train/loss_{n}", sums[n] / counts[i].clamp(min=1e-8), 0.0)
         for n in names:
             self.metrics.mean(f"train/loss_{n}", 0.0, 1.0 / ranks.world_size())
-        self._step(optimizer)
+        learnt = bool(counts.sum() > 0)
+        self._step(optimizer, idle=not learnt)
+        return learnt
 
-    def _step(self, optimizer: Any) -> None:
+    def _step(self, optimizer: Any, idle: bool) -> None:
         norms = optimisation.clip_gradients(self, self.trained_parts(), self.max_grad_norm)
-        optimizer.step()
+        with optimisation.paused(optimizer, idle):
+            optimizer.step()
         optimizer.zero_grad()
         for name, norm in (norms or optimisation.engine_norm(self)).items():
             self.metrics.maximum("train/grad_norm" if name == "policy" else f"train/grad_norm_{name}", norm)

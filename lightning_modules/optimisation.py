@@ -59,6 +59,21 @@ def engine_norm(module: L.LightningModule) -> dict[str, Any]:
 
 
 @contextmanager
+def paused(optimizer: LightningOptimizer, idle: bool) -> Iterator[None]:
+    """Let a step without a single loss token move nothing: its gradient is zero, but momentum and weight decay would
+    still move the weights. A learning rate of zero stops both, and keeps counters and collectives in step."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if idle:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+@contextmanager
 def counted(optimizer: LightningOptimizer, count: bool) -> Iterator[None]:
     """Whether an optimiser step in this block raises ``trainer.global_step``.
 

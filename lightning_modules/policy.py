@@ -60,6 +60,34 @@ def _check_folder(path: str) -> None:
         )
 
 
+def require_same_tokenizer(student: str, teacher: str) -> None:
+    """A teacher can judge a student's tokens only if both read the same ids.
+
+    Raises:
+        ValueError: the vocabularies differ, with the first token that does.
+    """
+    from transformers import AutoTokenizer
+
+    ours, theirs = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (student, teacher))
+    if ours == theirs:
+        return
+    token = min(ours.keys() ^ theirs.keys() or {t for t in ours if ours[t] != theirs[t]})
+    raise ValueError(
+        f"the teacher at '{teacher}' has another tokenizer than the student at '{student}' ({len(theirs)} and {len(ours)} "
+        f"tokens; {token!r} is {theirs.get(token, 'missing')} there, {ours.get(token, 'missing')} here); take a teacher "
+        "of the same family"
+    )
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """A ratio of probabilities means nothing if both were computed with other units dropped (spec: dropout 0)."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
 def load_causal_lm(
     path: str,
     dtype: DType = "float32",
@@ -83,6 +111,7 @@ def load_causal_lm(
     if type(head) is not nn.Linear:
         raise ValueError(f"the output layer of '{path}' is {type(head).__name__}; expected torch.nn.Linear")
     head.__class__ = LMHead
+    disable_dropout(model)
     model.train()  # from_pretrained leaves evaluation mode, in which gradient checkpointing does nothing
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -113,6 +142,7 @@ class ValueModel(nn.Module):
         super().__init__()
         _check_folder(path)
         self.body = AutoModel.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        disable_dropout(self.body)
         self.body.train()
         if gradient_checkpointing:
             self.body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -103,7 +103,8 @@ class PPO(OnPolicyModule):
         if scores.teacher_logprobs is not None:
             kl_mask = batch.mask * batch.mask.new_tensor(self.kl_rows(trajectories))[:, None]
             kl = sampled_kl(scores.old_logprobs, scores.teacher_logprobs, self.kl_estimator)
-            self.metrics.mean("train/kl_teacher", (kl * kl_mask).sum(), kl_mask.sum())
+            self.metrics.mean("train/kl_teacher", (kl * batch.mask).sum(), batch.mask.sum())
+            self.metrics.mean("train/kl_teacher_paid", (kl * kl_mask).sum(), kl_mask.sum())
             penalty = kl * kl_mask if self.kl_in == "reward" else None
         rewards, steps = self.token_rewards(trajectories, batch, penalty), self._steps(batch)
         advantages, returns = gae(rewards, scores.values, steps, self.gamma, self.lam)

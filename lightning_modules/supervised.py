@@ -93,15 +93,16 @@ class SupervisedModule(PolicyModule):
             optimisation.backward(self, figures["loss"].sum() / tokens.clamp(min=1))
             for name, values in figures.items():
                 metrics.mean(f"train/{name}", values.sum(), values.numel())
-        self._step(metrics)
+        self._step(metrics, idle=not bool(tokens > 0))
         metrics.mean("train/tokens", batch.mask.sum(), 1.0 / ranks.world_size())
         self.log_dict(metrics.reduce(), batch_size=1)
 
-    def _step(self, metrics: StepMetrics) -> None:
+    def _step(self, metrics: StepMetrics, idle: bool) -> None:
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         norms = optimisation.clip_gradients(self, {"policy": self.policy}, self.max_grad_norm)
         metrics.maximum("train/lr", optimizer.param_groups[0]["lr"])
-        optimizer.step()
+        with optimisation.paused(optimizer, idle):
+            optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         for norm in (norms or optimisation.engine_norm(self)).values():

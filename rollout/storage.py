@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,25 +105,6 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
         except (ValueError, TypeError, KeyError) as error:
             raise TrajectoryFileError(f"{path}, row {number}: {type(error).__name__}: {error}") from error
     return trajectories
-
-
-def render_text(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> str:
-    """The trajectory as text for a log: every part under a line that says whose it is.
-
-    Args:
-        decode: ids to text with special tokens kept, such as ``SearchR1Protocol.decode``.
-    """
-    parts = [f"--- prompt ({trajectory.task.id})", decode(list(trajectory.prompt_ids))]
-    for number, turn in enumerate(trajectory.turns):
-        sampled = decode(list(trajectory.response_ids[turn.start : turn.end]))
-        parts += [f"--- model, turn {number} ({turn.action.kind})", sampled]
-        if turn.observation_end > turn.end:
-            cut = ", cut" if turn.observation_truncated else ""
-            seen = decode(list(trajectory.response_ids[turn.end : turn.observation_end]))
-            parts += [f"--- environment{cut}", seen.strip("\n")]
-    reward = "not scored" if trajectory.reward is None else f"reward {trajectory.reward.total:g}"
-    parts.append(f"--- {trajectory.stop_reason}, answer {trajectory.answer!r}, {reward}")
-    return "\n".join(parts)
 
 
 def _to_row(t: Trajectory) -> tuple[Any, ...]:

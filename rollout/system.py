@@ -76,7 +76,8 @@ class RolloutSystem:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the engine samples from; 0 until the first ``load_weights``."""
+        """Version of the weights that the engine samples from; 0 until the first ``load_weights``, and after ``close``,
+        since the engine then starts with its folder's weights."""
         return self._policy_version
 
     @property
@@ -164,7 +165,7 @@ class RolloutSystem:
         self._policy_version = version
 
     def close(self) -> None:
-        """Close tools and engine, end the thread. Idempotent; a later use starts all again."""
+        """Close tools and engine, end the thread. Idempotent; a later use starts all again, with the folder's weights."""
         with self._lock:
             if self._loop is None:
                 return
@@ -175,6 +176,7 @@ class RolloutSystem:
                 self._thread.join()
                 self._loop.close()
                 self._loop = self._thread = None
+                self._policy_version = 0
 
     async def _close(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -43,7 +43,7 @@ rm -f "$STAMP"
 step() { # step NAME pip-arguments...
     printf '  %s\n' "$1"
     shift
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 5 "$@" || fail "this command failed:
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --retries 5 "$@" || fail "this command failed:
     $VENV/bin/python -m pip install $*
 If it was a download: check the network (proxy: HTTPS_PROXY, mirror: PIP_INDEX_URL) and run the same make command
 again; what has been fetched is kept. If the disk is full: free some space. Nothing has been marked as done."

@@ -49,7 +49,7 @@ SCHEMA = {
 }
 
 
-def load_tasks(path: str | Path | Sequence[str | Path], limit: int | None = None) -> list[Task]:
+def load_tasks(path: str | Path | Sequence[str | Path]) -> list[Task]:
     """Read one or several question files, in order.
 
     Ids are made unique: where the same id occurs more than once (Search-R1's merged files take ``train_0`` from every
@@ -57,7 +57,6 @@ def load_tasks(path: str | Path | Sequence[str | Path], limit: int | None = None
 
     Args:
         path: a parquet file, or several.
-        limit: keep the first ``limit`` rows of all files together.
 
     Raises:
         DatasetError: no such file, not a parquet file, a column is missing or has the wrong type, a row has no
@@ -66,10 +65,7 @@ def load_tasks(path: str | Path | Sequence[str | Path], limit: int | None = None
     paths = [Path(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
     if not paths:
         raise DatasetError("no question file given; expected at least one parquet file")
-    if limit is not None and limit < 1:
-        raise DatasetError(f"limit is {limit}; expected at least 1 (or none at all)")
-    tasks = _unique([task for p in paths for task in _QuestionFile(p).tasks()], paths)
-    return tasks[:limit]
+    return _unique([task for p in paths for task in _QuestionFile(p).tasks()], paths)
 
 
 def write_tasks(path: str | Path, tasks: Iterable[Task], render: Callable[[Task], str] | None = None) -> None:

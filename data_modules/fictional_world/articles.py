@@ -12,6 +12,7 @@ from typing import Any
 
 from data_modules.fictional_world.schema import RELATIONS_OF
 from data_modules.fictional_world.world import Entity, World
+from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, StopReason, Task, Trajectory, Turn
 
 
@@ -22,7 +23,7 @@ def article(world: World, entity: Entity, rng: random.Random, shown: int = 3, no
     """
     relations = rng.sample(RELATIONS_OF[entity.kind], shown)
     passages = [world.passages[world.passage_of[entity.id, r.keyword]] for r in relations]
-    text = "".join(f'Doc {i}(Title: "{p.title}") {p.text}\n' for i, p in enumerate(passages, start=1))
+    text = format_passages((p.title, p.text) for p in passages)
     for relation in rng.sample(relations, notes):
         told = world.entities[world.facts[entity.id, relation.keyword]]
         text += f"Note on {entity.mention} {relation.keyword}. It is {told.mention}.\n"

@@ -15,6 +15,7 @@ from data_modules.fictional_world.schema import Kind
 from data_modules.fictional_world.world import Entity, World, build_world
 from data_modules.tokenizer import train_tokenizer
 from rollout.storage import save_trajectories
+from rollout.tools.search import format_passages
 from rollout.trajectory import Task
 
 LANGUAGE_SEED_OFFSET = 1_000_003  # the articles' world: same words, other facts
@@ -140,6 +141,5 @@ class BuildWorld:
 
 def _transcript(task: Task, expert: ExpertPolicy) -> list[str]:
     """The expert's turns when every search shows exactly the gold passages."""
-    shown = "".join(f'Doc {i}(Title: "{t}") {x}\n' for i, (t, x) in enumerate(task.gold_passages, start=1))
-    information = f"\n\n<information>{shown}</information>\n\n"
+    information = f"\n\n<information>{format_passages(task.gold_passages)}</information>\n\n"
     return [information, expert.next_turn(task, information)]

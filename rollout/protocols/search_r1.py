@@ -65,18 +65,22 @@ class SearchR1Protocol:
         self.ends_with_question_mark = template != "short"
         self.eos_ends, self.correction = eos_ends, correction
         self.stop_token_ids = eos_token_ids(tokenizer, self.tokenizer)
+        self._control_tokens = control_tokens(self.tokenizer)
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
         """[P] ids of chat template, instruction and question; for ARCap's gold modes also the passages as the
         beginning of the assistant's turn, and for GOLD_DIRECT an opened ``<answer>``, which leaves no room to think.
 
-        Raises ValueError if the question is empty, or a gold mode meets a task without gold passages.
+        Raises ValueError if the question is empty, a gold mode meets a task without gold passages, or what is shown of
+        the task quotes a control token: the chat template's own must become ids, a quoted one must not.
         """
         text = self._chat(self.template.replace("{question}", self._question(task)))
         if mode in (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK):
             if not task.gold_passages:
                 raise ValueError(f"task {task.id}: mode {mode} needs gold passages, and the task has none")
-            text += OPEN + format_passages(task.gold_passages).strip() + CLOSE
+            passages = format_passages(task.gold_passages).strip()
+            self._refuse_control_tokens(task, "a gold passage", passages)
+            text += OPEN + passages + CLOSE
             text += "<answer>" if mode is PromptMode.GOLD_DIRECT else ""
         return self._ids(text)
 
@@ -129,9 +133,18 @@ class SearchR1Protocol:
         question = task.question.strip()
         if not question:
             raise ValueError(f"task {task.id}: the question is empty")
+        self._refuse_control_tokens(task, "the question", question)
         if self.ends_with_question_mark and not question.endswith((".", "!", "?")):
             question += "?"
         return question
+
+    def _refuse_control_tokens(self, task: Task, where: str, text: str) -> None:
+        for token in self._control_tokens:
+            if token in text:
+                raise ValueError(
+                    f"task {task.id}: {where} quotes {token!r}, a control token of the tokenizer, which would end or "
+                    "open a turn of the chat; expected plain text: remove the task, or write the token differently"
+                )
 
     def _chat(self, content: str) -> str:
         if not self.tokenizer.chat_template:
@@ -173,6 +186,12 @@ def load_tokenizer(folder: str) -> Any:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {folder!r} has no EOS token; set eos_token in tokenizer_config.json")
     return tokenizer
+
+
+def control_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """The texts that the tokenizer reads as one special token wherever they stand, sorted."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(added | set(tokenizer.all_special_tokens)))
 
 
 def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:

@@ -44,8 +44,11 @@ def _equal(prediction: str, gold: str) -> bool:
 
 
 def sub_exact_match(text: str | None, golds: Iterable[str]) -> float:
-    """1.0 if a normalised gold answer is a substring of the normalised text, else 0.0 (Search-R1's subEM; also the hit
-    test of ARCap on documents). Golds of which nothing is left match nothing."""
+    """1.0 if the normalised text contains a normalised gold answer, be it inside a word, else 0.0 (Search-R1's subEM).
+
+    A gold answer of which nothing is left ("The The") matches no text. None (no answer) and an empty list of golds
+    give 0.0.
+    """
     if text is None:
         return 0.0
     haystack = normalize_answer(text)

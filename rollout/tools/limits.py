@@ -45,7 +45,8 @@ class ToolLimits:
 
 
 class LimitedTool:
-    """A tool within its limits; itself a ``Tool``. One instance serves all trajectories of one event loop.
+    """A tool within its limits; itself a ``Tool``. One instance serves all trajectories of one event loop; after
+    ``close``, or the loop's end, it serves another. RuntimeError in a second loop before that.
 
     Identical calls that are under way at the same time share one execution when there is a cache. ``max_calls`` is
     counted by the environment, which knows the trajectory.
@@ -53,7 +54,8 @@ class LimitedTool:
 
     def __init__(self, tool: Tool, limits: ToolLimits) -> None:
         self.name, self.tool, self.limits = tool.name, tool, limits
-        self._free = asyncio.Semaphore(limits.concurrency)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free: asyncio.Semaphore | None = None
         self._cache = SharedCache(limits.cache_size) if limits.cache_size else None
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
@@ -75,7 +77,7 @@ class LimitedTool:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _attempt(self, arguments: dict[str, Any]) -> ToolResult:
-        async with self._free:  # the deadline counts the work, not the queue
+        async with self._places():  # the deadline counts the work, not the queue
             deadline = asyncio.timeout(self.limits.timeout_s)
             try:
                 async with deadline:
@@ -88,6 +90,15 @@ class LimitedTool:
                     raise InfrastructureError(late) from error
                 return ToolResult("The tool ran out of time.", CallOutcome.TIMEOUT, detail=late)
 
+    def _places(self) -> asyncio.Semaphore:
+        """The running loop's semaphore: one that ever had to wait is bound to its loop for good."""
+        loop = asyncio.get_running_loop()
+        if self._free is None or self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise RuntimeError(f"tool {self.name} is in use by another event loop; make one per loop, or close it")
+            self._loop, self._free = loop, asyncio.Semaphore(self.limits.concurrency)
+        return self._free
+
     def _capped(self, result: ToolResult) -> ToolResult:
         if len(result.text) <= self.limits.max_characters:
             return result
@@ -95,6 +106,8 @@ class LimitedTool:
         return dataclasses.replace(result, text=(kept + CUT_MARK)[: self.limits.max_characters])
 
     async def close(self) -> None:
+        """Close the tool; a later call may come from another event loop."""
+        self._loop = self._free = None
         await self.tool.close()
 
 

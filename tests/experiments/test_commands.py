@@ -1,6 +1,7 @@
 """The Makefile, downloads, and finding a model to use."""
 
 import gzip
+import os
 import subprocess
 
 import pytest
@@ -13,8 +14,13 @@ from experiments.runner import Request, duration
 from experiments.use import find_model
 
 
+# The tests themselves run under `make test`, whose flags and level an inner make would take over.
+OUTSIDE = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+
+
 def make(*words):
-    done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "-n", "--no-print-directory", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=OUTSIDE)
     return [line for line in done.stdout.splitlines() if "setup.sh" not in line]
 
 

@@ -1,6 +1,8 @@
 """PPO and DGPO: rewards, masks, switches, and the shared module's invariances (specs/dgpo.md section 8)."""
 
 import random
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from lightning_modules import optimisation
 from lightning_modules.batch import collate
 from lightning_modules.dgpo import DGPO
 from lightning_modules.divergences import reverse_kl
-from lightning_modules.on_policy import Scores
+from lightning_modules.on_policy import OnPolicyModule, Scores
 from lightning_modules.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.ppo import PPO
 from rollout.trajectory import Reward, StopReason
@@ -67,7 +69,7 @@ def test_a_batch_of_right_rows_is_no_nan(model_dir, teacher_dir):
     assert torch.isfinite(notes.advantages).all()
     weights, figures, _ = train(dgpo(model_dir, teacher_dir), [rows])
     assert all(torch.isfinite(v).all() for v in weights.values())
-    assert "train/kl_teacher" not in figures  # no wrong row: no figure, rather than 0
+    assert "train/kl_teacher_paid" not in figures  # no wrong row: no figure, rather than 0
     assert figures["train/em"] == 1.0
 
 
@@ -226,7 +228,9 @@ def test_logged_figures(model_dir, teacher_dir):
     assert figures["train/logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-4)
     wrong = batch.mask * torch.tensor([[1 - t.reward.total] for t in rows])
     kl = float((((student - teacher) * wrong).sum() / wrong.sum()).detach())
-    assert figures["train/kl_teacher"] == pytest.approx(kl, rel=1e-3)
+    assert figures["train/kl_teacher_paid"] == pytest.approx(kl, rel=1e-3)
+    everywhere = float((((student - teacher) * batch.mask).sum() / batch.mask.sum()).detach())
+    assert figures["train/kl_teacher"] == pytest.approx(everywhere, rel=1e-3)
     for name in ("grad_norm", "grad_norm_critic", "explained_variance", "lr", "lr_critic"):
         assert f"train/{name}" in figures
 
@@ -248,12 +252,13 @@ def test_policy_and_critic_are_clipped_apart(model_dir, monkeypatch):
 
 
 def test_separate_learning_rates_and_warmups(model_dir):
-    module, seen = PPO(str(model_dir), lr=1.0, warmup_steps=4, critic_lr=2.0, critic_warmup_steps=2), []
+    module, seen = PPO(str(model_dir), lr=1e-6, warmup_steps=4, critic_lr=2e-6, critic_warmup_steps=2), []
     module.log_dict = lambda figures, **_: seen.extend(
-        [(figures["train/lr"], figures["train/lr_critic"])] if "train/lr" in figures else []
+        [(figures["train/lr"] * 1e6, figures["train/lr_critic"] * 1e6)] if "train/lr" in figures else []
     )
-    fit(module, [[]] * 5)
-    assert seen == [(0.25, 1.0), (0.5, 2.0), (0.75, 2.0), (1.0, 2.0), (1.0, 2.0)]
+    fit(module, [make_trajectories(2)] * 5)
+    expected = [(0.25, 1.0), (0.5, 2.0), (0.75, 2.0), (1.0, 2.0), (1.0, 2.0)]
+    assert [rate for pair in seen for rate in pair] == pytest.approx([rate for pair in expected for rate in pair])
 
 
 def test_dgpo_runs_with_a_teacher_of_another_vocabulary(model_dir, teacher_dir):
@@ -297,3 +302,61 @@ def test_the_last_batch_can_be_read_token_by_token(model_dir, teacher_dir):
         assert all(figures[name][i] == 0 for i in hidden for name in ("kl", "advantages", "old_logprobs"))
         difference = figures["old_logprobs"][sampled[0]] - figures["teacher_logprobs"][sampled[0]]
         assert figures["kl"][sampled[0]] == pytest.approx(difference, abs=1e-6)
+
+
+def test_an_iteration_of_failures_moves_nothing_even_with_momentum_and_decay(model_dir, teacher_dir):
+    good = make_trajectories(4)
+    failed = [t.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None) for t in good]
+    options = {"weight_decay": 0.1, "lr": 1e-3, "warmup_steps": 5}
+    once, *_ = train(dgpo(model_dir, teacher_dir, **options), [good])
+    twice, _, trainer = train(dgpo(model_dir, teacher_dir, **options), [good, failed])
+    assert largest_difference(once, twice) == 0.0
+    assert trainer.global_step == 2
+
+
+def test_a_failure_moves_no_other_trajectory_to_another_step(model_dir, teacher_dir):
+    """Rows 0, 2 make the first step and 1, 3 the second; without row 0 the first step is row 2 alone."""
+    rows = make_trajectories(4)
+    failed = rows[0].replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None)
+    seen = []
+    module = dgpo(model_dir, teacher_dir, mini_batches=2)
+    step = module._mini_batch
+    module._mini_batch = lambda batch, notes, index, optimizer: seen.append(index) or step(batch, notes, index, optimizer)
+    fit(module, [[failed, *rows[1:]]])
+    assert seen == [[1], [0, 2]]  # rows of the batch that is left: 1, 2, 3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [({"temperature": 0.7}, "sampled at temperature 0.7"), ({"top_p": 0.9}, "top_p 0.9"), ({"top_k": 5}, "top_k 5")],
+)
+def test_a_sampler_with_another_distribution_is_refused(model_dir, teacher_dir, sampling, message):
+    from data_modules.decoding import Decoding
+
+    module = dgpo(model_dir, teacher_dir)
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(train_sampling=Decoding(**sampling)))
+    with pytest.raises(ValueError, match=message):
+        OnPolicyModule.on_fit_start(module)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(model_dir, tmp_path):
+    from transformers import AutoTokenizer
+
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.add_tokens(["<stranger>"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(ValueError, match="another tokenizer.*'<stranger>' is .* there, missing here"):
+        fit(DGPO(policy=str(model_dir), teacher=str(other)), [make_trajectories(2)])
+
+
+def test_dropout_is_off_in_policy_and_critic(model_dir):
+    from lightning_modules.policy import ValueModel, disable_dropout
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+    model[0].attention_dropout = 0.3
+    disable_dropout(model)
+    assert model[1].p == 0.0 and model[0].attention_dropout == 0.0
+    parts = [load_causal_lm(str(model_dir)), ValueModel(str(model_dir))]
+    assert all(getattr(m, "attention_dropout", 0.0) == 0.0 for part in parts for m in part.modules())

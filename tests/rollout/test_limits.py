@@ -111,6 +111,33 @@ def test_concurrency_is_limited_and_waiting_does_not_count_as_working():
     assert [result.outcome for result in results] == [CallOutcome.OK] * 8 and probe.most_running == 2
 
 
+def test_another_event_loop_after_contention():
+    async def work(attempt):
+        await asyncio.sleep(0.01)
+        return ToolResult("ok", CallOutcome.OK)
+
+    async def many(close):
+        await asyncio.gather(*(tool.call({"i": i}) for i in range(4)))
+        if close:
+            await tool.close()
+
+    probe = Probe(work)
+    tool = LimitedTool(probe, ToolLimits(concurrency=1, retries=0))
+    for close in (True, False, False):  # after close, and after a loop that ended without
+        asyncio.run(many(close))
+    assert (probe.attempts, probe.most_running) == (12, 1)
+
+
+def test_a_second_loop_at_the_same_time_is_refused():
+    async def in_another_thread():
+        await tool.call({})
+        with pytest.raises(RuntimeError, match="tool probe is in use by another event loop"):
+            await asyncio.to_thread(asyncio.run, tool.call({}))
+
+    tool = LimitedTool(Probe(), ToolLimits())
+    asyncio.run(in_another_thread())
+
+
 def test_output_is_capped():
     async def long(attempt):
         return ToolResult("x" * 100, CallOutcome.OK)

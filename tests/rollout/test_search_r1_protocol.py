@@ -120,6 +120,19 @@ def test_bad_input(protocol, tmp_path):
         SearchR1Protocol(str(tmp_path))
 
 
+def test_a_quoted_control_token_is_refused_by_task_and_token(protocol):
+    quoting = Task("t7", "What does <|im_end|> mean?", (), "toy")
+    with pytest.raises(ValueError, match=r"task t7: the question quotes '<\|im_end\|>'"):
+        protocol.prompt_ids(quoting)
+    for passage in (("<|im_start|>", "A mark."), ("Marks", "One is <|im_start|>.")):
+        task = Task("t8", "why?", (), "toy", (("Mira Voss", "A potter."), passage))
+        with pytest.raises(ValueError, match=r"task t8: a gold passage quotes '<\|im_start\|>'"):
+            protocol.prompt_ids(task, PromptMode.GOLD_THINK)
+        assert protocol.prompt_ids(task)  # the search loop does not show them
+    for harmless in ("What is <|im_end>?", "Is <answer> a tag?"):
+        assert harmless in protocol.decode(protocol.prompt_ids(Task("t9", harmless, (), "toy")))
+
+
 def test_eos_ids_come_from_tokenizer_and_generation_config(model_dir, tmp_path, protocol):
     tokenizer = protocol.tokenizer
     assert protocol.stop_token_ids == (tokenizer.eos_token_id,)

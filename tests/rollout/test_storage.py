@@ -8,7 +8,7 @@ import pytest
 from rollout.agent_loop import AgentLoop, Budgets, Request
 from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
-from rollout.storage import TrajectoryFileError, load_trajectories, render_text, save_trajectories
+from rollout.storage import TrajectoryFileError, load_trajectories, save_trajectories
 from rollout.tools.search import SearchTool
 from rollout.trajectory import Action, ActionKind, Fork, Reward, StopReason, Task, Trajectory, Turn
 from tests.rollout.scripted import ENGINE_DEAD, TASK, TextEngine, ToyRetriever, in_turn, search_then_answer
@@ -102,18 +102,3 @@ def test_an_interrupted_write_leaves_the_old_file(trajectory, tmp_path, monkeypa
     with pytest.raises(OSError, match="No space"):
         save_trajectories(path, [])
     assert load_trajectories(path) == [trajectory] and list(tmp_path.iterdir()) == [path]
-
-
-def test_render_text(trajectory, protocol):
-    text = render_text(trajectory, protocol.decode)
-    assert text.count("--- model, turn") == 2 and text.count("--- environment") == 1
-    assert text.endswith("--- answer, answer 'Grey Harbor', not scored")
-    model, environment = text.index("<search> Mira Voss birthplace"), text.index("--- environment\n<information>Doc 1")
-    assert model < environment < text.index("--- model, turn 1 (answer)\n<think> Grey Harbor")
-
-
-def test_render_text_of_a_failed_one(protocol):
-    engine = TextEngine(protocol, in_turn(ENGINE_DEAD))
-    loop = AgentLoop(engine, protocol, QuestionAnswering({}), Budgets())
-    failed = asyncio.run(loop.run(TASK, group="q1", index=0, request=Request(0, SamplingParams(20))))
-    assert render_text(failed, protocol.decode).endswith("--- infrastructure, answer None, not scored")

@@ -262,6 +262,23 @@ def test_close_ends_the_thread_and_closes_what_it_was_given(make_system, protoco
     assert system.rollout([TASK], sampling=SAMPLING, seed=0)[0].answer == "Grey Harbor"  # starts again
 
 
+def test_a_restart_under_contention_begins_at_version_0(protocol):
+    limits = ToolLimits(retries=0, concurrency=1)
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever(lambda query: 0.005))}, limits)
+    engine = StrictEngine(protocol, search_then_answer)
+    system = RolloutSystem(engine, protocol, environment, ExactMatchReward())
+    try:
+        for version in (3, 5):
+            assert system.policy_version == 0
+            system.load_weights([("a", torch.zeros(1))], version)
+            done = system.rollout(tasks(4), sampling=SAMPLING, seed=0)
+            assert [t.answer for t in done] == ["Grey Harbor"] * 4 and system.policy_version == version
+            system.close()
+        assert system.policy_version == 0
+    finally:
+        system.close()
+
+
 def test_wrong_options(make_system):
     with pytest.raises(ValueError, match="concurrency is 0"):
         make_system(concurrency=0)
