@@ -92,8 +92,3 @@ def value_loss(
 def entropy_sum(entropy_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Summed entropy in nats; subtract ``coefficient * total / count`` from a loss for an entropy bonus."""
     return masked_sum(entropy_BT, mask_BT)
-
-
-def cross_entropy(logprobs_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood of the given tokens, in nats."""
-    return masked_sum(-logprobs_BT, mask_BT)

@@ -17,14 +17,14 @@ def warmup_constant(warmup_steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, (step + 1) / max(1, warmup_steps))
 
 
-def warmup_cosine(warmup_steps: int, total_steps: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Linear warmup as above, then half a cosine from 1 down to ``floor`` at ``total_steps``."""
+def warmup_cosine(warmup_steps: int, total_steps: int) -> Callable[[int], float]:
+    """Linear warmup as above, then half a cosine from 1 down to 0 at ``total_steps``."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+        return 0.5 * (1.0 + math.cos(math.pi * done))
 
     return factor
 

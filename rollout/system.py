@@ -76,8 +76,8 @@ class RolloutSystem:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the engine samples from; 0 until the first ``load_weights``, and after ``close``,
-        since the engine then starts with its folder's weights."""
+        """Version of the weights that the engine samples from; 0 until the first ``load_weights``, and again after
+        ``close``, since the engine then starts with its folder's weights."""
         return self._policy_version
 
     @property
@@ -165,7 +165,7 @@ class RolloutSystem:
         self._policy_version = version
 
     def close(self) -> None:
-        """Close tools and engine, end the thread. Idempotent; a later use starts all again, with the folder's weights."""
+        """Close tools and engine, end the thread. Idempotent; a later use starts all again (see ``policy_version``)."""
         with self._lock:
             if self._loop is None:
                 return

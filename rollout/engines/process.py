@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.environment import child_environment
 from rollout.engines.weights import WeightFiles
 from rollout.trajectory import InfrastructureError
 
@@ -162,8 +163,8 @@ class EngineProcess:
             if self._info is not None:
                 return
             ours, theirs = socket.socketpair()
-            threads = str(self._threads)
-            environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **self._environment}
+            several = self._options.get("tensor_parallel_size", 1) > 1
+            environment = child_environment(os.environ, self._threads, several_devices=several) | self._environment
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rollout.engines.worker", str(theirs.fileno()), str(os.getpid())],

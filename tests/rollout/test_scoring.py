@@ -73,6 +73,7 @@ def test_f1(prediction, golds, expected):
         ("She was born in Grey Harbor.", ["grey harbor"], 1.0),
         ("anything", ["the", "!"], 0.0),  # an empty needle is in every haystack
         ("Grey", ["Grey Harbor"], 0.0),
+        ("Greyhounds", ["grey"], 1.0),  # also inside a word
         (None, ["x"], 0.0),
     ],
 )

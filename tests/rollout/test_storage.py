@@ -11,7 +11,7 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.storage import TrajectoryFileError, load_trajectories, save_trajectories
 from rollout.tools.search import SearchTool
 from rollout.trajectory import Action, ActionKind, Fork, Reward, StopReason, Task, Trajectory, Turn
-from tests.rollout.scripted import ENGINE_DEAD, TASK, TextEngine, ToyRetriever, in_turn, search_then_answer
+from tests.rollout.scripted import TASK, TextEngine, ToyRetriever, search_then_answer
 
 
 @pytest.fixture(scope="module")

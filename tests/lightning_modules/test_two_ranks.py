@@ -1,4 +1,4 @@
-"""Policy, critic and frozen teacher under ZeRO-3 on two CPU ranks do what one process does."""
+"""Policy, critic and frozen teacher on two CPU ranks (ZeRO-3, ZeRO-2, DDP) do what one process does."""
 
 import os
 import subprocess
@@ -9,26 +9,30 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
-WORKER = Path(__file__).with_name("zero3_worker.py")
+WORKER = Path(__file__).with_name("two_ranks_worker.py")
 
 
 @pytest.fixture(scope="module")
-def both(model_dir, teacher_dir, tmp_path_factory):
-    from tests.lightning_modules import zero3_worker
+def one(model_dir, teacher_dir):
+    from tests.lightning_modules import two_ranks_worker
 
-    out = tmp_path_factory.mktemp("zero3") / "result.pt"
-    command = [sys.executable, str(WORKER), str(out), str(model_dir), str(teacher_dir), "zero3"]
+    return two_ranks_worker.run(str(model_dir), str(teacher_dir), lambda rows: rows)
+
+
+@pytest.fixture(scope="module", params=["zero3", "zero2", "ddp"])
+def both(request, one, model_dir, teacher_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp(request.param) / "result.pt"
+    command = [sys.executable, str(WORKER), str(out), str(model_dir), str(teacher_dir), request.param]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # half of its time is imports
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=420)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    one = zero3_worker.run(str(model_dir), str(teacher_dir), lambda rows: rows)
-    return one, torch.load(out, weights_only=False)
+    return request.param, one, torch.load(out, weights_only=False)
 
 
 @pytest.mark.parametrize("algorithm", ["kd", "dgpo"])
 def test_two_ranks_equal_one_process(both, algorithm, model_dir):
-    one, two = (side[algorithm] for side in both)
-    assert two["sharded"] and not one["sharded"]
+    strategy, one, two = both[0], both[1][algorithm], both[2][algorithm]
+    assert two["sharded"] == (strategy == "zero3") and not one["sharded"]
     assert one["steps"] == two["steps"] == 1
     assert one["weights"].keys() == two["weights"].keys()
     start = start_weights(model_dir)
@@ -40,7 +44,7 @@ def test_two_ranks_equal_one_process(both, algorithm, model_dir):
 
 @pytest.mark.parametrize("algorithm", ["kd", "dgpo"])
 def test_two_ranks_log_the_same_figures(both, algorithm):
-    one, two = (side[algorithm]["figures"] for side in both)
+    one, two = (side[algorithm]["figures"] for side in both[1:])
     comparable = [k for k in one if "grad_norm" not in k]  # DeepSpeed only knows the joint norm
     assert set(comparable) <= set(two)
     for key in comparable:

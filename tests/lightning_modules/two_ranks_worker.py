@@ -1,6 +1,6 @@
-"""Started by test_zero3.py: one KD step and one DGPO iteration, on one process or sharded over two.
+"""Started by test_two_ranks.py: one KD step and one DGPO iteration, on one process or sharded over two.
 
-``python zero3_worker.py OUT MODEL TEACHER zero3|zero2|ddp``; plain SGD without clipping, which hides no wrong scale.
+``python two_ranks_worker.py OUT MODEL TEACHER zero3|zero2|ddp``; plain SGD without clipping, which hides no wrong scale.
 """
 
 import os

@@ -1,0 +1,26 @@
+"""What an engine's process is told about the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# What says to a library that it is one rank of the trainer's process group; the engine is no part of it.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def child_environment(environment: Mapping[str, str], threads: int, *, several_devices: bool = False) -> dict[str, str]:
+    """The engine's environment: its threads, no rank, and of the GPUs only that of the trainer's rank.
+
+    Without the last, the engines of all ranks would load on the first GPU. An engine over ``several_devices`` sees what
+    the trainer sees.
+    """
+    child = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
+    child |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if "LOCAL_RANK" in environment and not several_devices:
+        rank = int(environment["LOCAL_RANK"])
+        visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+        if not visible:
+            child["CUDA_VISIBLE_DEVICES"] = str(rank)
+        elif rank < len(visible):
+            child["CUDA_VISIBLE_DEVICES"] = visible[rank]
+    return child

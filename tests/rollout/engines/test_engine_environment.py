@@ -1,0 +1,32 @@
+"""Every rank's engine gets its own GPU and no part in the trainer's process group."""
+
+import pytest
+
+from rollout.engines.environment import RANK_VARIABLES, child_environment
+
+
+@pytest.mark.parametrize(
+    ("outside", "device"),
+    [
+        ({}, None),  # no ranks: nothing is narrowed
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3"),
+        ({"LOCAL_RANK": "3"}, "3"),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}, "6"),
+        ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "7"}, "7"),  # the launcher (SLURM) has narrowed it already
+        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, "GPU-aa"),
+    ],
+)
+def test_each_rank_has_its_own_device(outside, device):
+    assert child_environment(outside, 1).get("CUDA_VISIBLE_DEVICES") == device
+
+
+def test_an_engine_over_several_devices_sees_them_all():
+    outside = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert child_environment(outside, 1, several_devices=True)["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_ranks_are_forgotten_and_threads_set():
+    outside = {name: "1" for name in RANK_VARIABLES} | {"HOME": "/home/x", "OMP_NUM_THREADS": "9"}
+    child = child_environment(outside, 2)
+    assert not set(RANK_VARIABLES) & child.keys()
+    assert child["HOME"] == "/home/x" and child["OMP_NUM_THREADS"] == child["MKL_NUM_THREADS"] == "2"
