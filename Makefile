@@ -28,7 +28,7 @@ evaluate: setup ## test a checkpoint or model folder: EXP=... CKPT=path (default
 	@$(RUN) evaluate $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
 
 test: setup ## run the tests; ARGS="tests/rollout -k parse" for some of them
-	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	@PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 retriever: setup ## serve an experiment's search index by itself; PORT=8000 INDEX=folder
 	@$(RUN) retriever $(EXP) --port $(or $(PORT),8000) $(if $(INDEX),--index "$(INDEX)") $(ARGS)

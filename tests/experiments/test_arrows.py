@@ -11,7 +11,7 @@ from experiments.project import ROOT
 MIDDLE = {"lightning_modules", "data_modules", "callbacks"}
 MAY_IMPORT = {
     "experiments": {*MIDDLE, "rollout", "retrieval"},
-    **{room: {*MIDDLE, "rollout", "retrieval"} for room in MIDDLE},
+    **{room: {*MIDDLE, "rollout", "retrieval"} for room in sorted(MIDDLE)},
     "rollout": {"retrieval"},
     "retrieval": set(),
 }
@@ -19,7 +19,7 @@ PURE = ("losses", "advantages", "divergences")  # of lightning_modules: torch an
 NEVER = {
     "rollout": {"lightning", "pytorch_lightning", "deepspeed", "mlflow"},
     "retrieval": {"lightning", "pytorch_lightning", "deepspeed", "mlflow"},
-    **{room: {"jnius", "pyserini", "jnius_config"} for room in ("experiments", *MIDDLE, "rollout")},
+    **{room: {"jnius", "pyserini", "jnius_config"} for room in ("experiments", *sorted(MIDDLE), "rollout")},
 }
 TORCHLESS = (
     "errors", "project", "compose", "overrides", "registry", "keys", "graph", "store", "process", "runner", "commands",
