@@ -277,9 +277,11 @@ def _difference_table(of: dict[str, list[Run]], main: str) -> str:
         if method == main:
             continue
         pairs = [(str(run.seed), [run], [o for o in others if o.seed == run.seed]) for run in of[main]]
-        seeds = {o.seed for o in others}
-        common = [run for run in of[main] if run.seed in seeds] or of[main]  # a teacher has one seed, an ablation a few
-        pairs.append(("all", common, others))
+        seeds = {run.seed for run in of[main]} & {o.seed for o in others}  # what only one side has proves nothing
+        if seeds:
+            pairs.append(("all", *([run for run in side if run.seed in seeds] for side in (of[main], others))))
+        else:  # another seed alone, such as a teacher's
+            pairs.append(("all", of[main], others))
         rows += [_difference(f"{main} - {method}", seed, mine, same) for seed, mine, same in pairs if same]
     return _markdown(["difference", "seed", "EM", "p", "EM at T = 1", "p", "n"], rows)
 

@@ -224,3 +224,12 @@ def test_two_runs_of_one_name_are_two_lines():
     assert [list(line.get_xdata()) for line in axis.lines] == [[0, 1, 2], [0, 1, 2]]
     with pytest.raises(ValueError, match="no points for any of"):
         curves_figure(history, ["train/loss"])
+
+
+def test_only_seeds_that_both_methods_have_are_compared(outputs, tmp_path):
+    rows = [row for row in rows_of(outputs) if not (row["name"] == "dgpo" and row["seed"] == 1)]
+    assert len(rows) == 3
+    page, _ = write_results("dgpo", rows, tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| DGPO - KD")]
+    seed, everything = [line.split(" | ")[1:] for line in lines]  # KD's seed 1 is in neither
+    assert (seed[0], everything[0]) == ("0", "all") and seed[1:] == everything[1:]
