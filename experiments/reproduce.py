@@ -8,8 +8,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from experiments import overrides, runner
-from experiments.commands import store_uri
+from experiments import runner
+from experiments.commands import make_graph, store_uri
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Stage
 from experiments.runner import Request
@@ -52,10 +52,6 @@ def numbers(option: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ExperimentError(f"{option} {text}: expected numbers separated by commas, as in 0,1,2") from None
-
-
-def make_graph(request: Request) -> Graph:
-    return Graph(request.project, request.target, overrides.parse(request.arguments), request.seed)
 
 
 def make_rows(request: Request) -> list[dict[str, Any]]:
