@@ -197,7 +197,7 @@ def test_results_page_and_json(outputs, tmp_path):
 def test_results_page_holds_the_test_at_temperature_1(outputs, tmp_path):
     """KD's own test stands in for the sampled test of both: no difference there, and 0.250 in every sampled column."""
     rows = [row | {"sampled": outputs / "kd" / f"key{row['seed']}"} for row in rows_of(outputs)]
-    page, data = write_results("dgpo", rows, tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    page, data, *_ = write_results("dgpo", rows, tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
     assert all(o["sampled"]["mean"] == 0.25 and o["sampled"]["k"] == 10 for o in json.loads(data.read_text()))
     lines = page.read_text().splitlines()
     differences = [line for line in lines if line.startswith("| DGPO - KD")]
@@ -229,7 +229,7 @@ def test_two_runs_of_one_name_are_two_lines():
 def test_only_seeds_that_both_methods_have_are_compared(outputs, tmp_path):
     rows = [row for row in rows_of(outputs) if not (row["name"] == "dgpo" and row["seed"] == 1)]
     assert len(rows) == 3
-    page, _ = write_results("dgpo", rows, tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    page, *_ = write_results("dgpo", rows, tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
     lines = [line for line in page.read_text().splitlines() if line.startswith("| DGPO - KD")]
     seed, everything = [line.split(" | ")[1:] for line in lines]  # KD's seed 1 is in neither
     assert (seed[0], everything[0]) == ("0", "all") and seed[1:] == everything[1:]
