@@ -217,6 +217,8 @@ def _results_page(
         "mean over the seeds): they do not hold the variation between seeds, which the next table shows.\n",
         _method_table(of),
         "EM at T = 1: the same models with sampled instead of greedy answers, as the released code of DGPO tests.\n",
+        "## By kind of question\n\nEM, mean over seeds, greedy.\n",
+        _source_table(of),
         "## Every seed\n\nEM [95 % interval], n questions, wall-clock time of the stage itself.\n",
         _seed_table(objects),
         f"## {main.method} against the others\n\nDifference in EM over the questions that both answered, with 95 % "
@@ -249,6 +251,17 @@ def _method_table(of: dict[str, list[Run]]) -> str:
         rows.append([method, str(len(runs)), *cells])
     first, *rest = COLUMNS
     return _markdown(["method", "seeds", first, f"{first} at T = 1", *rest], rows)
+
+
+def _source_table(of: dict[str, list[Run]]) -> str:
+    """EM by data set; a method's cell is "-" where a seed was not tested on that data set."""
+    tests = {method: [read_evaluation(run.folder)["test"] for run in runs] for method, runs in of.items()}
+    keys = sorted({key for ts in tests.values() for t in ts for key in t if key.startswith("em/")})
+    rows = [
+        [method, *(figure_text(_mean_figure([t.get(key) for t in ts]), False) for key in keys)]
+        for method, ts in tests.items()
+    ]
+    return _markdown(["method", *(key.removeprefix("em/") for key in keys)], rows)
 
 
 def _mean_figure(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -43,7 +43,10 @@ def reproduce(args: argparse.Namespace, request: Request) -> None:
     if args.ablation_seeds:
         command += f" ABLATION_SEEDS={args.ablation_seeds}"
     results = request.project.root / "docs" / "results"
-    for path in write_results(request.target, rows, results, command, tracking_uri=store_uri(request.project)):
+    notes = results / f"{request.target}_notes.md"  # what a person has to say about the figures
+    text = notes.read_text() if notes.is_file() else ""
+    uri = store_uri(request.project)
+    for path in write_results(request.target, rows, results, command, tracking_uri=uri, notes=text):
         print(f"  written {request.project.relative(path)}")
 
 

@@ -34,7 +34,19 @@ def check(stage: Stage, root: Path) -> None:
     require_files([stage], root)
     where = f"experiment '{stage.name}'"
     check_classes(stage.config, where)
-    parse(stage.config, stage.arguments, where)
+    check_validation_interval(parse(stage.config, stage.arguments, where), where)
+
+
+def check_validation_interval(parsed: Any, where: str) -> None:
+    """A run that ends before its first validation is refused here; Lightning would do so after the models are loaded."""
+    interval = parsed.get("trainer.val_check_interval")
+    iterations = parsed.get("data.init_args.iterations")
+    epoch_wise = parsed.get("trainer.check_val_every_n_epoch", 1) is not None
+    if isinstance(interval, int) and isinstance(iterations, int) and epoch_wise and interval > iterations:
+        raise ExperimentError(
+            f"{where}: trainer.val_check_interval is {interval}, but the run has only {iterations} iterations "
+            f"(data.iterations); add --trainer.val_check_interval {iterations} or less"
+        )
 
 
 def check_classes(config: Config, where: str) -> None:

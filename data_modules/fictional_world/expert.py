@@ -26,8 +26,8 @@ class ExpertPolicy:
     """Text in, text out: what the expert writes next in one trajectory.
 
     The chain comes from the task's metadata: ``mentions`` (subject, then the entity each hop reaches) and
-    ``relations`` (keywords). With probability ``slip`` a hop starts with a careless query (the question's own words,
-    or the name alone); when its results do not hold the fact, the expert says so and searches again.
+    ``relations`` (keywords). With probability ``slip`` a hop starts with a broad query, mostly the name alone; when
+    its results do not hold the fact, the expert says so and searches again, now for the relation, too.
     """
 
     def __init__(self, slip: float = 0.15, seed: int = 0) -> None:
@@ -60,7 +60,7 @@ class ExpertPolicy:
         rng = random.Random(f"{self.seed}:{task.id}:{hop}")
         if rng.random() >= self.slip:
             return None
-        return rng.choice((mention, f"the {mention} found", f"what is {mention}"))
+        return rng.choices((mention, f"the {mention} found", f"what is {mention}"), weights=(5, 1, 1))[0]
 
     @staticmethod
     def _turn(thought: str, query: str) -> str:
@@ -73,7 +73,7 @@ class ExpertEngine:
     Args:
         tokenizer: Hugging Face folder of the tokenizer in which to write.
         files: question files of the fictional world (their metadata hold the chains).
-        slip: probability that a hop starts with a careless query.
+        slip: probability that a hop starts with a broad query.
         seed: of the slips.
     """
 

@@ -188,6 +188,7 @@ def test_results_page_and_json(outputs, tmp_path):
     differences = [line for line in text.splitlines() if line.startswith("| DGPO - KD")]
     assert len(differences) == 3  # seed 0, seed 1, all
     assert all("| +0.500 [" in line and "| < 0.001 | - | - | 40 |" in line for line in differences)
+    assert text.split("## By kind of question")[1].count("| DGPO |") >= 1
     method = next(line for line in text.splitlines() if line.startswith("| DGPO | 2 "))
     assert "0.750 [" in method and method.rstrip(" |").endswith("1.000")
     with pytest.raises(ValueError, match="none of the rows is a run of 'sft'"):

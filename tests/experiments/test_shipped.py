@@ -108,6 +108,7 @@ def test_whatever_is_not_shipped_is_listed_with_a_way_to_get_it(name):
         ),
         (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
         (["--model=lightning_modules.ppo.POP"], "POP"),
+        (["--data.iterations=5"], "val_check_interval is 40, but the run has only 5 iterations"),
     ],
 )
 def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
