@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from tests.lightning_modules.helpers import fit, make_trajectories, make_trajectory
 
-from lightning_modules import policy
+from lightning_modules import optimisation, policy
 from lightning_modules.cold_start_kd import ColdStartKD
 from lightning_modules.dgpo import DGPO
 from rollout.trajectory import StopReason
@@ -26,7 +26,7 @@ class SGD:
 
     def configure_optimizers(self):
         parts = [m for m in (self.policy, getattr(self, "critic", None)) if m is not None]
-        groups = [{"params": list(part.parameters()), "lr": 0.1} for part in parts]
+        groups = [group | {"lr": 0.1} for part in parts for group in optimisation.decay_groups(part, 0.01)]
         optimizer = torch.optim.SGD(groups)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)}
 
