@@ -166,7 +166,7 @@ class ZeRO3(ZeRO):
         )
 
 
-# `trainer.strategy: zero3` for whoever has imported this module
+# `trainer.strategy: zero3`: experiments/validate.py imports this module before a Trainer is made
 for _name, _class in (("zero2", ZeRO2), ("zero3", ZeRO3)):
     if _name not in StrategyRegistry:
         StrategyRegistry.register(_name, _class, description=f"DeepSpeed {_class.__name__}, CUDA or CPU ranks")
