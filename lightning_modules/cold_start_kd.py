@@ -119,7 +119,7 @@ class ColdStartKD(SupervisedModule):
         if self.taid is None:
             return
         if "taid" not in checkpoint:
-            raise ValueError("the checkpoint holds no state of TAID: it was written with another divergence; start anew")
+            raise ValueError("the checkpoint holds no state of TAID: it is of another divergence; start anew")
         vars(self.taid).update(checkpoint["taid"])
 
     def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from callbacks.files import link_atomically, recover_folder, replace_folder
 
 

@@ -89,7 +89,7 @@ def test_strategies_go_by_their_names():
     """In a process of its own: wherever lightning_modules.strategies was imported, the names are known already."""
     config = {
         "experiment": {"kind": "fit"},
-        "trainer": {"accelerator": "cpu", "logger": False, "strategy": {"class_path": "lightning_modules.strategies.ZeRO2"}},
+        "trainer": {"accelerator": "cpu", "strategy": {"class_path": "lightning_modules.strategies.ZeRO2"}},
         "model": {"class_path": "tests.experiments.toy_modules.Walk"},
         "data": {"class_path": "tests.experiments.toy_modules.Noise"},
     }
