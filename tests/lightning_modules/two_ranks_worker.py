@@ -25,9 +25,11 @@ class SGD:
     """Replaces AdamW, whose scale-free steps would hide a gradient of the wrong size."""
 
     def configure_optimizers(self):
-        parts = [m for m in (self.policy, getattr(self, "critic", None)) if m is not None]
-        groups = [group | {"lr": 0.1} for part in parts for group in optimisation.decay_groups(part, 0.01)]
-        optimizer = torch.optim.SGD(groups)
+        if hasattr(self, "critic"):
+            groups = [{"params": list(part.parameters())} for part in (self.policy, self.critic)]
+        else:
+            groups = optimisation.decay_groups(self.policy, 0.01)
+        optimizer = torch.optim.SGD(groups, lr=0.1)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)}
 
 
