@@ -180,7 +180,7 @@ def test_plain_lines_when_the_output_is_no_terminal(trainer_for, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Scripted") and "start" in lines[0]
     assert "25% iteration 1 · em 0.000 · eta" in lines[1]
-    assert "100% iteration 4 · em 0.300 · eta 0:00" in lines[-1] and len(lines) == 3
+    assert "100% iteration 4 · em 0.300 · eta 0.0 s" in lines[-1] and len(lines) == 3
 
 
 def test_a_terminal_gets_one_live_bar(trainer_for, monkeypatch):
