@@ -98,7 +98,8 @@ def test_strategies_go_by_their_names():
         f"parsed = cli({config!r}, ['--trainer.strategy', 'zero3'], 'here', instantiate=True)\n"
         "print(type(parsed.trainer.strategy).__name__, parsed.trainer.strategy.config['communication_data_type'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the parser changes the directory for a moment
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1:] == ["ZeRO3 fp32"], done.stderr
 
 
