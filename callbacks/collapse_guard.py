@@ -19,9 +19,9 @@ import lightning as L
 import torch
 
 from callbacks.common import stage_dir
-from callbacks.files import write_atomically
 from callbacks.rows import valid_action_counts
 from callbacks.throughput import is_trajectories
+from rollout.files import write_atomically
 from rollout.storage import save_trajectories
 from rollout.trajectory import Trajectory
 

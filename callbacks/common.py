@@ -1,21 +1,13 @@
-"""What several callbacks need: the stage's folder, the tokenizer, objects of all ranks, where a result came from."""
+"""What several callbacks need: the stage's folder, objects of all ranks, where the policy came from."""
 
 from __future__ import annotations
 
-import functools
-import os
-import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def stage_dir(trainer: L.Trainer) -> Path:
@@ -62,26 +54,6 @@ def policy_source(module: L.LightningModule) -> str:
             "load the policy with from_pretrained, or give the callback its `tokenizer` option"
         )
     return source
-
-
-@functools.lru_cache(maxsize=4)
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(source)
-
-
-def provenance() -> dict[str, str]:
-    """The commit and the command a result was made with, for the files that hold results."""
-    root = Path(__file__).resolve().parent.parent
-    git = ["git", "-C", str(root)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    commit = head.stdout.strip() if head.returncode == 0 else "unknown (no git repository)"
-    if head.returncode == 0:
-        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
-        commit += "+changes" if status.stdout.strip() else ""
-    command = os.environ.get("COMPACT_AGENTS_COMMAND") or shlex.join([Path(sys.executable).name, *sys.argv])
-    return {"commit": commit, "command": command}
 
 
 def is_better(value: float, best: float | None, mode: str) -> bool:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from callbacks.files import write_atomically
-from callbacks.mlflow_logger import default_tracking_uri
+from callbacks.records import default_tracking_uri
+from rollout.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

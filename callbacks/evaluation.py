@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning as L
 
-from callbacks.common import provenance, stage_dir
-from callbacks.files import write_atomically
+from callbacks.common import stage_dir
+from callbacks.records import provenance
 from callbacks.rows import AGENT, EvaluationRow, RowCollector, save_rows
 from callbacks.statistics import Interval, bootstrap_interval
+from rollout.files import write_atomically
 from rollout.trajectory import StopReason
 
 ARCAP_PREFIX = "arcap/"

@@ -13,8 +13,10 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from callbacks.common import is_better, load_tokenizer, policy_source, settle_parameters, stage_dir
-from callbacks.files import DiskFullError, is_no_room, no_room_message, recover_folder, remove, replace_folder
+from callbacks.common import is_better, policy_source, settle_parameters, stage_dir
+from callbacks.files import recover_folder, remove, replace_folder
+from rollout.files import DiskFullError, is_no_room, no_room_message
+from rollout.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 

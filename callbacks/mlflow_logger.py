@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from callbacks.files import write_atomically
+from callbacks.records import SQLITE, default_tracking_uri
+from rollout.files import write_atomically
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 RUN_ID_FILE = "mlflow_run_id"
-SQLITE = "sqlite:///"
-
-
-def default_tracking_uri(outputs: Path | None = None) -> str:
-    """``MLFLOW_TRACKING_URI`` when it is set, else an SQLite file in the outputs folder (``COMPACT_AGENTS_OUTPUTS``, or
-    ``outputs`` in the project's root)."""
-    root = Path(__file__).resolve().parent.parent
-    outputs = outputs or Path(os.environ.get("COMPACT_AGENTS_OUTPUTS", root / "outputs")).absolute()
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{outputs / 'mlflow.db'}"
 
 
 class MLflowLogger(MLFlowLogger):

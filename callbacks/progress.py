@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Optional
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 
+from callbacks.records import duration
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
@@ -39,15 +41,6 @@ def figures_line(metrics: dict[str, Any]) -> str:
                 shown.append(f"{label} {value:,.0f}" if abs(value) >= 100 else f"{label} {value:.3f}")
                 break
     return " · ".join(shown)
-
-
-def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``; ``?`` when not known."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def fraction_done(trainer: L.Trainer) -> float:

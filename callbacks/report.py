@@ -12,11 +12,11 @@ import numpy as np
 import polars as pl
 
 from callbacks.compare import compare, curves_figure, history_frame, open_store, table_text
-from callbacks.files import write_atomically
-from callbacks.mlflow_logger import RUN_ID_FILE, default_tracking_uri
-from callbacks.progress import duration
+from callbacks.mlflow_logger import RUN_ID_FILE
+from callbacks.records import default_tracking_uri, duration
 from callbacks.rows import AGENT
 from callbacks.statistics import Interval, PairedDifference, bootstrap_interval, paired_bootstrap
+from rollout.files import write_atomically
 
 __all__ = ["Run", "closing_table", "compare", "write_results"]
 

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks.common import gather_objects, is_better, stage_dir
-from callbacks.files import DiskFullError, is_no_room, link_atomically, no_room_message, remove
+from callbacks.files import link_atomically, remove
+from rollout.files import DiskFullError, is_no_room, no_room_message
 
 FOLDER = "checkpoints"
 

@@ -11,6 +11,7 @@ import lightning as L
 import polars as pl
 
 from callbacks.common import gather_lists
+from rollout.files import replacing
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match, f1, normalize_answer
 from rollout.trajectory import ActionKind, Document, ToolCall, Trajectory
@@ -112,12 +113,8 @@ SCHEMA = {
 
 
 def save_rows(path: Path, rows: Sequence[EvaluationRow]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pl.DataFrame([asdict(row) for row in rows], schema=SCHEMA).write_parquet(path)
-
-
-def load_rows(path: Path) -> list[EvaluationRow]:
-    return [EvaluationRow(**row) for row in pl.read_parquet(path).iter_rows(named=True)]
+    with replacing(path) as temporary:
+        pl.DataFrame([asdict(row) for row in rows], schema=SCHEMA).write_parquet(temporary)
 
 
 def trajectories_of(outputs: Any, hook: str) -> list[Trajectory]:

@@ -8,11 +8,12 @@ from typing import Any, Optional
 
 import lightning as L
 
-from callbacks.common import gather_lists, load_tokenizer, policy_source, stage_dir
-from callbacks.files import write_atomically
+from callbacks.common import gather_lists, policy_source, stage_dir
 from callbacks.mlflow_logger import MLflowLogger
 from callbacks.rows import AGENT, probe_of, row_of, trajectories_of
 from callbacks.trajectory_page import PageItem, render_page
+from rollout.files import write_atomically
+from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import Trajectory
 
 Annotated = tuple[Trajectory, dict[str, list[float]]]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -23,6 +22,7 @@ from data_modules.evaluation_data import as_list
 from data_modules.failures import FailureGuard
 from data_modules.loaders import fingerprint, spread
 from data_modules.seeds import run_seed
+from rollout.files import write_atomically
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match
 from rollout.sampling import derive_seed
@@ -56,6 +56,7 @@ class GenerateTrajectories:
         chunk_questions: questions per chunk: at most so much is lost by a kill.
         max_infrastructure_failures: share of a chunk that may fail for reasons that are not the model's ...
         failure_patience: ... before the stage stops, after so many such chunks in a row.
+        infrastructure_retries: how many times the questions that infrastructure failed are tried again before that.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class GenerateTrajectories:
         chunk_questions: int = 512,
         max_infrastructure_failures: float = 0.2,
         failure_patience: int = 1,
+        infrastructure_retries: int = 2,
     ) -> None:
         for name, value in (
             ("limit", limit), ("samples_per_question", samples_per_question), ("chunk_questions", chunk_questions),
@@ -81,6 +83,9 @@ class GenerateTrajectories:
         if min(gold_think, gold_direct) < 0 or gold_think + gold_direct > 1:
             raise ValueError(f"gold_think {gold_think} and gold_direct {gold_direct} are shares of one whole")
         self.rollouts = rollouts
+        if infrastructure_retries < 0:
+            raise ValueError(f"infrastructure_retries is {infrastructure_retries}; expected 0 or more")
+        self.infrastructure_retries = infrastructure_retries
         self.files = as_list("files", files)
         self.limit = limit
         self.samples_per_question = samples_per_question
@@ -92,7 +97,8 @@ class GenerateTrajectories:
         self._guard = FailureGuard(max_infrastructure_failures, failure_patience)
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Generate what is not there yet. Returns the summary: counts over all chunks, ``correct_share``,
+        """Generate what is not there yet. Returns the summary: counts over all chunks, ``lost`` (ids of the questions
+        with trajectories that infrastructure failed in every attempt; their number is ``failed``), ``correct_share``,
         ``mean_response_tokens`` (sampled tokens, of all and of the kept), ``kept/<data source>``, ``seconds``.
 
         Raises:
@@ -137,7 +143,7 @@ class GenerateTrajectories:
                     f"chunks: {theirs}, expected {ours}); remove the folder or choose another"
                 )
             return
-        _write_json(path, {"fingerprint": ours, "questions": len(tasks), "seed": seed})
+        write_atomically(path, json.dumps({"fingerprint": ours, "questions": len(tasks), "seed": seed}) + "\n")
 
     def _done(self, output_dir: Path, number: int) -> dict[str, Any]:
         """The counts of a finished chunk, {} of one that is not."""
@@ -150,14 +156,7 @@ class GenerateTrajectories:
         seed = derive_seed(run_seed(self._seed), "generate")
         trajectories: list[Trajectory] = []
         for mode, asked in self._by_mode(tasks, seed).items():
-            trajectories += self.rollouts.rollout(
-                asked,
-                n=self.samples_per_question,
-                sampling=self.sampling.params,
-                seed=seed,
-                mode=mode,
-                on_progress=progress.within_chunk,
-            )
+            trajectories += self._roll_out(asked, seed, mode, progress)
         self._guard.check(trajectories, f"generation, chunk {number + 1}", self.rollouts.failures)
         usable = [t for t in trajectories if not t.failed_by_infrastructure]
         correct = [t for t in usable if exact_match(t.answer, t.task.golden_answers)]
@@ -166,10 +165,37 @@ class GenerateTrajectories:
             save_trajectories(output_dir / "trajectories" / f"chunk-{number:05d}.parquet", kept)
         counts = (len(tasks), len(trajectories), len(trajectories) - len(usable), len(correct), len(kept))
         record: dict[str, Any] = dict(zip(COUNTS, (*counts, _sampled(usable), _sampled(kept)), strict=True))
+        record["lost"] = sorted({t.group for t in trajectories if t.failed_by_infrastructure})
+        if record["lost"]:
+            logger.warning(
+                "chunk %d: infrastructure failed %d trajectories in all of %d attempts; lost of the questions %s",
+                number + 1, record["failed"], 1 + self.infrastructure_retries, ", ".join(record["lost"]),
+            )  # fmt: skip
         record["by_source"] = Counter(t.task.data_source for t in kept)
         record["seconds"] = time.monotonic() - start
-        _write_json(output_dir / "progress" / f"chunk-{number:05d}.json", record)
+        write_atomically(output_dir / "progress" / f"chunk-{number:05d}.json", json.dumps(record, indent=2) + "\n")
         return record
+
+    def _roll_out(
+        self, tasks: list[Task], seed: int, mode: PromptMode, progress: ChunkProgress
+    ) -> list[Trajectory]:
+        """What infrastructure failed is tried again, with the seeds that it had."""
+
+        def attempt(asked: list[Task], on_progress: Callable[[int, int], None] | None = None) -> list[Trajectory]:
+            return self.rollouts.rollout(
+                asked, n=self.samples_per_question, sampling=self.sampling.params, seed=seed, mode=mode,
+                on_progress=on_progress,
+            )  # fmt: skip
+
+        trajectories = attempt(tasks, progress.within_chunk)
+        for _ in range(self.infrastructure_retries):
+            failed = {t.task.id for t in trajectories if t.failed_by_infrastructure}
+            if not failed:
+                break
+            logger.warning("infrastructure failed trajectories of %d questions; trying them again", len(failed))
+            again = {(t.group, t.index): t for t in attempt([task for task in tasks if task.id in failed])}
+            trajectories = [again[t.group, t.index] if t.failed_by_infrastructure else t for t in trajectories]
+        return trajectories
 
     def _by_mode(self, tasks: list[Task], seed: int) -> dict[PromptMode, list[Task]]:
         """How each question is put, drawn from its id; questions without gold passages are always searched for."""
@@ -195,6 +221,7 @@ class GenerateTrajectories:
         summary["correct_share"] = summary["correct"] / usable if usable else None
         summary["mean_response_tokens"] = summary["tokens_generated"] / usable if usable else None
         summary["mean_response_tokens_kept"] = summary["tokens_kept"] / summary["kept"] if summary["kept"] else None
+        summary["lost"] = [question for record in done for question in record.get("lost", [])]
         by_source = sum((Counter(record["by_source"]) for record in done), Counter())
         summary |= {f"kept/{source}": count for source, count in sorted(by_source.items())}
         summary["seconds"] = sum(record["seconds"] for record in done)
@@ -209,11 +236,3 @@ class GenerateTrajectories:
 
 def _sampled(trajectories: Sequence[Trajectory]) -> int:
     return sum(sum(t.loss_mask) for t in trajectories)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """In one step, so that a kill leaves no half-written record."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)

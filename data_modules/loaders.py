@@ -50,14 +50,17 @@ class TrainLoader:
         length: batches per pass.
         make: makes batch ``i``.
         data: ``fingerprint`` of all that decides what batch ``i`` is; a saved position is only taken over the same.
+        sampling: ``fingerprint`` of how batch ``i`` is sampled, likewise; checkpoints from before it was saved are
+            taken as they are.
     """
 
-    def __init__(self, length: int, make: Callable[[int], list[Trajectory]], data: str) -> None:
+    def __init__(self, length: int, make: Callable[[int], list[Trajectory]], data: str, sampling: str = "") -> None:
         if length < 1:
             raise ValueError(f"a train loader of {length} batches; expected at least 1")
         self._length = length
         self._make = make
         self._data = data
+        self._sampling = sampling
         self.position = 0  # batches handed out so far, over all passes
 
     def __len__(self) -> int:
@@ -70,15 +73,20 @@ class TrainLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "data": self._data}
+        return {"position": self.position, "data": self._data, "sampling": self._sampling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the position was saved over other data."""
+        """Raises ValueError when the position was saved over other data, or with another sampling."""
         if state["data"] != self._data:
             raise ValueError(
                 "the checkpoint was written over other training data: the files, their order (seed), or the batch "
                 "settings differ from this run's, so its position means nothing here. Resume with the same data "
                 "settings, or start anew"
+            )
+        if state.get("sampling", self._sampling) != self._sampling:
+            raise ValueError(
+                "the checkpoint was written with another sampling: samples_per_prompt or train_sampling differ from "
+                "this run's. Resume with the same ones, or start anew"
             )
         self.position = state["position"]
 

@@ -84,7 +84,8 @@ class RolloutDataModule(TrainingData):
             self._questions = spread(load_tasks(self.train_files), self.max_train)
             self._check_sizes()
             data = fingerprint([task.id for task in self._questions], self.prompts_per_step, self.seed)
-            self._loader = TrainLoader(self.iterations or self.steps_per_pass, self._roll_out, data)
+            sampling = fingerprint(self.samples_per_prompt, self.train_sampling)
+            self._loader = TrainLoader(self.iterations or self.steps_per_pass, self._roll_out, data, sampling)
         super().setup(stage)
         if stage == "fit":
             self.start_rollouts()

@@ -13,6 +13,7 @@ from data_modules.loaders import TrainLoader, fingerprint, permutation, spread
 from data_modules.training_data import TrainingData
 from rollout.sampling import derive_seed
 from rollout.storage import load_trajectories
+from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -204,12 +205,7 @@ class SupervisedDataModule(TrainingData):
     def _eos_id(self) -> int:
         if self.tokenizer is None:
             return self.rollouts.protocol.stop_token_ids[0]  # type: ignore[union-attr]  # checked in __init__
-        from transformers import AutoTokenizer
-
-        eos = AutoTokenizer.from_pretrained(self.tokenizer).eos_token_id
-        if eos is None:
-            raise ValueError(f"the tokenizer in {self.tokenizer} has no EOS; set append_eos: false or give another")
-        return eos
+        return load_tokenizer(self.tokenizer).eos_token_id
 
     def _batch(self, position: int) -> list[Trajectory]:
         number, index = divmod(position, self._plan.batches)  # type: ignore[union-attr]  # made in setup

@@ -55,7 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     add("list", commands.list_experiments, "list the experiments", experiment=False, overrides=False)
     train = add("train", commands.train, "make an experiment and all its stages, then show the results")
-    train.add_argument("--resume", choices=["last"], help="continue an interrupted stage (this is also the default)")
+    resume_help = "continue an interrupted stage: the default, but with a word when there is none"
+    train.add_argument("--resume", choices=["last"], help=resume_help)
     train.add_argument("--fresh", action="store_true", help="make the experiment's own stage anew, even if it is done")
     add("dry-run", commands.dry_run, "print the resolved configuration and validate it; loads no model")
     check = add("validate", commands.validate, "validate the stages that `train` would run, quietly")
@@ -103,6 +104,7 @@ def main(argv: Sequence[str]) -> int:
         arguments=tuple(overrides),
         seed=getattr(args, "seed", None),
         fresh=getattr(args, "fresh", False),
+        resume=getattr(args, "resume", None) is not None,
     )
     try:
         args.run(args, request)

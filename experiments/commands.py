@@ -16,12 +16,13 @@ from pathlib import Path
 
 import yaml
 
+from callbacks.records import default_tracking_uri
 from experiments import overrides, registry, runner
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Need, Stage, closure
-from experiments.project import Project
 from experiments.runner import Request
-from experiments.store import StageFolder, write_atomically
+from experiments.store import StageFolder
+from rollout.files import write_atomically
 
 INDEX_TASK = "retrieval.index.BuildIndex"
 
@@ -138,20 +139,15 @@ def clean(args: argparse.Namespace, request: Request) -> None:
     print(f"{removed} stage folders removed")
 
 
-def store_uri(project: Project) -> str:
-    """Where the runs are recorded: ``MLFLOW_TRACKING_URI``, else the embedded store among the outputs."""
-    return os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{project.outputs / 'mlflow.db'}")
-
-
 def compare(args: argparse.Namespace, request: Request) -> None:
     from callbacks.report import compare as compare_runs
 
-    print(compare_runs(request.project.outputs, args.names, tracking_uri=store_uri(request.project)))
+    print(compare_runs(request.project.outputs, args.names))
 
 
 def ui(args: argparse.Namespace, request: Request) -> None:
     """MLflow's own interface over the embedded store, in the foreground."""
-    store = store_uri(request.project)
+    store = default_tracking_uri(request.project.outputs)
     database = Path(store.removeprefix("sqlite:///"))
     if store.startswith("sqlite:///") and not database.is_file():
         raise ExperimentError(f"there are no runs yet ({database} does not exist): make train first")

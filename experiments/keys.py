@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.compose import Config
+from rollout.files import write_atomically
 
 KEY_VERSION = 1  # raise to make every stage anew after a change of meaning
 KEY_LENGTH = 12
@@ -120,8 +120,5 @@ class PathHasher:
         """Write the cache (atomically); nothing to do when nothing new was read."""
         if not self._changed:
             return
-        self.cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.cache.with_name(f"{self.cache.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(self._known))
-        temporary.replace(self.cache)
+        write_atomically(self.cache, json.dumps(self._known))
         self._changed = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +29,3 @@ class Project:
         """``path`` as a user in the project's root would type it."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
-    def commit(self) -> str:
-        """Hash of HEAD, with ``+changes`` when tracked files differ from it; ``unknown`` outside a repository."""
-        git = ["git", "-C", str(self.root)]
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        if head.returncode != 0:
-            return "unknown"
-        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
-        return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")

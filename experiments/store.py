@@ -23,19 +23,7 @@ from typing import Any
 import yaml
 
 from experiments.graph import Stage
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Either the old contents or the new, whatever happens in between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+from rollout.files import write_atomically
 
 
 class StageFolder:

@@ -177,6 +177,8 @@ def _lightning_cli(words: list[str], instantiate: bool) -> Any:
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI
 
+    import lightning_modules.strategies  # noqa: F401  # registers the names zero2 and zero3
+
     class ParsedOnly(LightningCLI):
         def instantiate_classes(self) -> None:
             pass

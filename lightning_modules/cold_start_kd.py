@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_modules.batch import TokenBatch
-from lightning_modules.divergences import Divergence, DivergenceName, forward_kl, make_divergence, shared_vocabulary
+from lightning_modules.divergences import (
+    Divergence,
+    DivergenceName,
+    TAIDSchedule,
+    forward_kl,
+    make_divergence,
+    shared_vocabulary,
+    taid,
+)
 from lightning_modules.policy import (
     DType,
     gathered,
@@ -36,14 +44,20 @@ class ColdStartKD(SupervisedModule):
     the smaller one before the softmax.  The true KL is logged, not the cross-entropy form.  The coefficients (1, 1)
     are the paper's; (0, 1) is the default of TAID's code, on which it builds.  No T^2 factor, as there.
 
+    TAID replaces D by the cross-entropy to a target that moves from the student to the teacher (specs/dgpo.md 1.6):
+    its own code, and DGPO's baseline, have ``ce_coef: 0``. Its t is logged as ``train/taid_t``, and is checkpointed.
+
     Args:
         policy: Hugging Face folder of the student.
         teacher: Hugging Face folder of the teacher; it must share the student's tokenizer.
         ce_coef: weight of the cross-entropy on the teacher's sampled tokens.
         kl_coef: weight of the divergence.
-        divergence: forward_kl (KD), reverse_kl, jsd (GKD), skew_forward and skew_reverse (DistiLLM), or tvd.
+        divergence: forward_kl (KD), reverse_kl, jsd (GKD), skew_forward and skew_reverse (DistiLLM), tvd, or taid.
         jsd_beta: interpolation of jsd: 0 is forward KL, 1 is reverse KL.
         skew_alpha: skew of the DistiLLM divergences.
+        taid_t_start: t of the first step; the least t rises from here to 1 linearly over the training.
+        taid_alpha: how much a step may add to t.
+        taid_beta: momentum of the relative fall of the loss.
         temperature: divides both logits before the softmax.
         teacher_dtype: type the teacher's parameters are kept in.
     """
@@ -54,9 +68,12 @@ class ColdStartKD(SupervisedModule):
         teacher: str,
         ce_coef: float = 1.0,
         kl_coef: float = 1.0,
-        divergence: DivergenceName = "forward_kl",
+        divergence: DivergenceName | Literal["taid"] = "forward_kl",
         jsd_beta: float = 0.5,
         skew_alpha: float = 0.1,
+        taid_t_start: float = 0.4,
+        taid_alpha: float = 5e-4,
+        taid_beta: float = 0.99,
         temperature: float = 1.0,
         teacher_dtype: DType = "float32",
         **kwargs,
@@ -66,7 +83,11 @@ class ColdStartKD(SupervisedModule):
             raise ValueError(f"temperature is {temperature}; expected a positive number")
         self.teacher_path = teacher
         self.ce_coef, self.kl_coef, self.temperature = ce_coef, kl_coef, temperature
-        self.divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
+        self.taid: TAIDSchedule | None = None
+        if divergence == "taid":  # the number of steps is known once training starts
+            self.taid = TAIDSchedule(1, t_start=taid_t_start, alpha=taid_alpha, beta=taid_beta)
+        else:
+            self.divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
         self.teacher_dtype: DType = teacher_dtype
         self.teacher: PreTrainedModel = None  # type: ignore[assignment]  # built in build_models
 
@@ -74,6 +95,32 @@ class ColdStartKD(SupervisedModule):
         super().build_models()
         require_same_tokenizer(self.policy_path, self.teacher_path)
         self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
+
+    def on_train_start(self) -> None:
+        if self.taid is not None:
+            self.taid.total_steps = self.trainer.estimated_stepping_batches
+
+    def after_step(self, figures: dict[str, float]) -> None:
+        if self.taid is None:
+            return
+        used = self.taid.t
+        if "train/divergence" in figures:  # not of a step without loss tokens
+            self.taid.update(figures["train/divergence"], self.trainer.global_step - 1)  # the figures of all ranks
+        figures["train/taid_t"] = used
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self.taid is not None:
+            checkpoint["taid"] = {name: getattr(self.taid, name) for name in self.taid.STATE}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ValueError if it is of another model, or lacks TAID's state where that is needed."""
+        super().on_load_checkpoint(checkpoint)
+        if self.taid is None:
+            return
+        if "taid" not in checkpoint:
+            raise ValueError("the checkpoint holds no state of TAID: it is of another divergence; start anew")
+        vars(self.taid).update(checkpoint["taid"])
 
     def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         at = positions(batch.mask)
@@ -86,7 +133,7 @@ class ColdStartKD(SupervisedModule):
             function=partial(
                 kd_columns,
                 teacher_head=teacher_head,
-                divergence=self.divergence,
+                divergence=self.divergence if self.taid is None else partial(taid, t=self.taid.t),
                 temperature=self.temperature,
             ),
             rows=(batch.input_ids[at], teacher_hidden),

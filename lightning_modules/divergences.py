@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -122,12 +122,14 @@ def tvd(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
 
 
 def taid(student_NV: Tensor, teacher_NV: Tensor, t: float) -> Tensor:
-    """TAID (arXiv 2501.16937; taid.py): forward KL to ``softmax((1 - t) stopgrad(z_S) + t z_T)``; t = 1 is plain KD.
+    """TAID (arXiv 2501.16937; taid.py): ``-sum_v p_t log p`` with ``p_t = softmax((1 - t) stopgrad(z_S) + t z_T)``.
 
-    The official loss is the cross-entropy form; this one subtracts the target's entropy, which has no gradient.
+    The cross-entropy form, unlike the other divergences: ``TAIDSchedule`` is defined by how it falls. It exceeds the
+    KL by the entropy of p_t, which has no gradient; t = 1 has the gradient of ``forward_kl``.
     """
-    target = (1.0 - t) * student_NV.detach().float() + t * teacher_NV.detach().float()
-    return forward_kl(student_NV, target)
+    z_student, z_teacher = (z.detach().float().clamp(min=LOGIT_FLOOR) for z in (student_NV, teacher_NV))
+    target = ((1.0 - t) * z_student + t * z_teacher).softmax(-1)
+    return -(target * finite_log_softmax(student_NV)).sum(-1)
 
 
 def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0.1) -> Divergence:
@@ -155,13 +157,15 @@ def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0
 
 @dataclass
 class TAIDSchedule:
-    """TAID's interpolation coefficient t, as in taid.py (specs/dgpo.md 1.6). Its fields are its whole state::
+    """TAID's interpolation coefficient t, as in taid.py (specs/dgpo.md 1.6). ``STATE`` names the fields that change::
 
         rel = (L_prev - L) / (L_prev + 1e-15)          m = beta m + (1 - beta) rel
         t   = min(t_end, max(t_start + (t_end - t_start) step / total, t + alpha sigmoid(m) (1 - t)))
     """
 
-    total_steps: int
+    STATE: ClassVar = ("t", "momentum", "previous_loss")
+
+    total_steps: float
     t_start: float = 0.4
     t_end: float = 1.0
     alpha: float = 5e-4
@@ -176,7 +180,8 @@ class TAIDSchedule:
         self.t = self.t_start if self.t < 0 else self.t
 
     def update(self, loss: float, step: int) -> float:
-        """Take the loss of the optimiser step that has just ended; the first call only remembers it."""
+        """Take the loss of the optimiser step that has just ended, the ``step``-th from 0; the first call only
+        remembers it."""
         if self.previous_loss is None:
             self.previous_loss = loss
             return self.t

@@ -92,6 +92,17 @@ def _nothing() -> None:
     pass
 
 
+def decay_groups(part: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups: matrices decay, biases and norms (fewer than two dimensions) do not
+    (specs/dgpo.md 1.3). Under ZeRO-3 a parameter is a flat piece, and its own shape is in ``ds_shape``."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in part.parameters():
+        if parameter.requires_grad:
+            groups[len(getattr(parameter, "ds_shape", parameter.shape)) >= 2].append(parameter)
+    rates = {True: weight_decay, False: 0.0}
+    return [{"params": params, "weight_decay": rates[decays]} for decays, params in groups.items() if params]
+
+
 def adamw(
     groups: list[dict[str, Any]],
     factors: list[Callable[[int], float]],

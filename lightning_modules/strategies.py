@@ -61,6 +61,7 @@ class ZeRO(DeepSpeedStrategy):
         )
         assert isinstance(self.config, dict)
         self.config["managed_gradient_accumulation"] = False
+        self.config["communication_data_type"] = "fp32"  # gradients are reduced in it, as in DGPO (specs/dgpo.md 2.3)
         self.config["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW also works with offload, without a compiler
         if stage == 3:
             self.config["zero_optimization"]["stage3_param_persistence_threshold"] = persistence_threshold
@@ -165,7 +166,7 @@ class ZeRO3(ZeRO):
         )
 
 
-# `trainer.strategy: zero3` for whoever has imported this module
+# `trainer.strategy: zero3`: experiments/validate.py imports this module before a Trainer is made
 for _name, _class in (("zero2", ZeRO2), ("zero3", ZeRO3)):
     if _name not in StrategyRegistry:
         StrategyRegistry.register(_name, _class, description=f"DeepSpeed {_class.__name__}, CUDA or CPU ranks")

@@ -30,7 +30,7 @@ class SupervisedModule(PolicyModule):
         lr: peak learning rate of AdamW.
         schedule: learning-rate schedule after the warmup.
         warmup_steps: steps of linear warmup.
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: AdamW's decoupled weight decay, of matrices only: biases and norms have none.
         betas: AdamW's betas.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
         micro_batch_tokens: tokens, padding included, that go through the model at once.
@@ -77,8 +77,8 @@ class SupervisedModule(PolicyModule):
     def configure_optimizers(self) -> Any:
         total = self.trainer.estimated_stepping_batches if self.schedule == "cosine" else 0
         factor = make_schedule(self.schedule, self.warmup_steps, int(total) if total != float("inf") else 0)
-        group = {"params": [p for p in self.policy.parameters() if p.requires_grad], "lr": self.lr}
-        return optimisation.adamw([group], [factor], betas=self.betas, weight_decay=self.weight_decay)
+        groups = [group | {"lr": self.lr} for group in optimisation.decay_groups(self.policy, self.weight_decay)]
+        return optimisation.adamw(groups, [factor] * len(groups), betas=self.betas, weight_decay=self.weight_decay)
 
     def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
         batch = collate([t for t in trajectories if not t.failed_by_infrastructure], self.device)
@@ -95,7 +95,13 @@ class SupervisedModule(PolicyModule):
                 metrics.mean(f"train/{name}", values.sum(), values.numel())
         self._step(metrics, idle=not bool(tokens > 0))
         metrics.mean("train/tokens", batch.mask.sum(), 1.0 / ranks.world_size())
-        self.log_dict(metrics.reduce(), batch_size=1)
+        figures = metrics.reduce()
+        self.after_step(figures)
+        self.log_dict(figures, batch_size=1)
+
+    def after_step(self, figures: dict[str, float]) -> None:
+        """For what moves with the training: called after every optimiser step with its figures, which are the same
+        on every rank; what is added to them is logged."""
 
     def _step(self, metrics: StepMetrics, idle: bool) -> None:
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()

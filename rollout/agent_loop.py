@@ -212,7 +212,28 @@ class AgentLoop:
             stop_token_ids=self.protocol.stop_token_ids,
             seed=derive_seed(request.seed, state.group, state.index, len(state.turns)),
         )
-        return await self.engine.generate(state.prompt_ids + state.response_ids, sampling)
+        generation = await self.engine.generate(state.prompt_ids + state.response_ids, sampling)
+        return generation if state.open_turn is None else self._cut_across_fork(state, generation)
+
+    def _cut_across_fork(self, state: RunningTrajectory, generation: Generation) -> Generation:
+        """End the turn at a stop string that began before the fork, which engines, looking at what they generate
+        only, do not see: after a fork at "</sea" the turn ends with "rch>"."""
+        window = max((len(s.encode()) for s in self.protocol.stop), default=0)  # a token is at least one byte
+        before = state.response_ids[state.turn_start :][-window:] if window else []
+        for end in range(1, min(window, len(generation.token_ids) + 1)):
+            text = self.protocol.decode([*before, *generation.token_ids[:end]])
+            found = [s for s in self.protocol.stop if s in text]
+            if found:
+                top = generation.top_logprobs
+                return dataclasses.replace(
+                    generation,
+                    token_ids=generation.token_ids[:end],
+                    logprobs=generation.logprobs[:end],
+                    finish_reason="stop",
+                    stop_string=found[0],
+                    top_logprobs=None if top is None else top[:end],
+                )
+        return generation
 
     def _parse(self, state: RunningTrajectory, generation: Generation, mode: PromptMode) -> Action:
         turn_ids = state.response_ids[state.turn_start :] + list(generation.token_ids)

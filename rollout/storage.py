@@ -7,13 +7,13 @@ reader can use them; turns, calls, reward and metadata are JSON.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from rollout.files import replacing
 from rollout.trajectory import (
     Action,
     ActionKind,
@@ -68,13 +68,8 @@ def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> N
     """
     path = Path(path)
     frame = pl.DataFrame([_to_row(t) for t in trajectories], schema=SCHEMA, orient="row")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as unfinished:
         frame.write_parquet(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def load_trajectories(path: str | Path) -> list[Trajectory]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
+
+from rollout.files import replacing
 
 
 class DatasetError(ValueError):
@@ -37,13 +38,8 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pl.DataFra
 
 def write_parquet(path: Path, frame: pl.DataFrame) -> None:
     """Written beside the target and renamed: a kill leaves the old file or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         frame.write_parquet(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def expand(paths: Sequence[str]) -> list[Path]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_modules.datasets.questions import load_tasks
 from rollout.engines.base import Generation, SamplingParams
+from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import Task
 
 if TYPE_CHECKING:
@@ -86,9 +87,7 @@ class ExpertEngine:
     async def start(self) -> None:
         if self._tokenizer is not None:
             return
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
+        self._tokenizer = load_tokenizer(self._tokenizer_path)
         for file in self._files:
             self._tasks |= {task.question: task for task in load_tasks(file)}
 

@@ -57,7 +57,9 @@ class ScriptedEngine:
         self._alive = True
 
     async def close(self) -> None:
+        """As of a real engine's process, nothing is left of the weights it was given."""
         self._alive = False
+        self.policy_version = 0
 
     def kill(self) -> None:
         """From now on the engine behaves as one whose process has died."""

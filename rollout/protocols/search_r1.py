@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.protocols.base import PromptMode
+from rollout.tokenizer import load_tokenizer
 from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
@@ -173,19 +174,6 @@ def read_template(template: str) -> str:
     if "{question}" not in text:
         raise ValueError(f"prompt template {path}: expected {{question}} where the question goes, found none")
     return text
-
-
-def load_tokenizer(folder: str) -> Any:
-    """The folder's tokenizer. Raises ValueError if there is none, or it has no EOS token."""
-    from transformers import AutoTokenizer  # takes seconds to import
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no usable tokenizer in {folder!r}; expected a Hugging Face model folder: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {folder!r} has no EOS token; set eos_token in tokenizer_config.json")
-    return tokenizer
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:

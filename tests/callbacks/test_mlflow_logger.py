@@ -19,7 +19,8 @@ from callbacks.compare import (
     runs_frame,
 )
 from callbacks.evaluation import Evaluation
-from callbacks.mlflow_logger import MLflowLogger, default_tracking_uri
+from callbacks.mlflow_logger import MLflowLogger
+from callbacks.records import default_tracking_uri
 from callbacks.report import closing_table, read_evaluation, write_results
 from callbacks.trajectory_log import TrajectoryLog
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
@@ -184,7 +185,7 @@ def test_results_page_and_json(outputs, tmp_path):
     }  # fmt: skip
     assert 0 < last["low"] < 0.75 < last["high"] < 1
     text = paths[0].read_text()
-    assert "`make reproduce EXP=dgpo`" in text and "took 4:02 together" in text
+    assert "`make reproduce EXP=dgpo`" in text and "took 4 min 02 s together" in text
     differences = [line for line in text.splitlines() if line.startswith("| DGPO - KD")]
     assert len(differences) == 3  # seed 0, seed 1, all
     assert all("| +0.500 [" in line and "| < 0.001 | - | - | 40 |" in line for line in differences)

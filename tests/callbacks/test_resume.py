@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.files import DiskFullError
 from callbacks.resume import IterationCheckpoint, find_checkpoint
+from rollout.files import DiskFullError
 
 BATCHES = 4  # an epoch
 ROWS = torch.arange(BATCHES * 2 * 3, dtype=torch.float32).reshape(-1, 3) / 10

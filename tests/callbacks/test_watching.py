@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from callbacks.collapse_guard import CollapseGuard, Drop, Explosion, action_counts
-from callbacks.progress import Progress, duration, figures_line
+from callbacks.progress import Progress, figures_line
+from callbacks.records import duration
 from callbacks.throughput import Throughput
 from rollout.storage import load_trajectories
 from rollout.trajectory import ActionKind, StopReason
@@ -168,7 +169,8 @@ def test_figures_and_durations():
     metrics = {"train/em": torch.tensor(0.25), "train/kl_teacher": 0.5, "throughput/tokens_per_s": 12345.6, "other": 1}
     assert figures_line(metrics) == "em 0.250 · kl 0.500 · tok/s 12,346"
     assert figures_line({"train/loss": 2.0, "train/kl": 0.1}) == "loss 2.000 · kl 0.100"
-    assert [duration(s) for s in (5, 65, 3723, math.nan)] == ["0:05", "1:05", "1:02:03", "?"]
+    seconds = (3.21, 250, 7500, math.nan)
+    assert [duration(s) for s in seconds] == ["3.2 s", "4 min 10 s", "2 h 05 min", "?"]
 
 
 def test_plain_lines_when_the_output_is_no_terminal(trainer_for, capsys):
@@ -178,7 +180,7 @@ def test_plain_lines_when_the_output_is_no_terminal(trainer_for, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Scripted") and "start" in lines[0]
     assert "25% iteration 1 · em 0.000 · eta" in lines[1]
-    assert "100% iteration 4 · em 0.300 · eta 0:00" in lines[-1] and len(lines) == 3
+    assert "100% iteration 4 · em 0.300 · eta 0.0 s" in lines[-1] and len(lines) == 3
 
 
 def test_a_terminal_gets_one_live_bar(trainer_for, monkeypatch):

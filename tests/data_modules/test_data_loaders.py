@@ -15,7 +15,7 @@ def test_stream_goes_on_over_passes_and_after_a_restore():
     again = TrainLoader(3, lambda i: [i], "data")
     again.load_state_dict(loader.state_dict())
     assert next(iter(again)) == [6]
-    assert again.state_dict() == {"position": 7, "data": "data"}
+    assert again.state_dict() == {"position": 7, "data": "data", "sampling": ""}
 
 
 def test_nothing_is_made_before_it_is_asked_for():

@@ -10,6 +10,7 @@ from data_modules.decoding import Decoding
 from data_modules.failures import TooManyFailuresError
 from data_modules.generate_trajectories import GenerateTrajectories
 from rollout.storage import load_trajectories
+from rollout.trajectory import InfrastructureError
 
 KINDS = ["right", "right", "wrong", "wrong", "wrong", "right", "right"]
 
@@ -34,7 +35,7 @@ def test_keeps_what_is_correct_and_reports(make_system, question_file, tmp_path)
     total = summary.pop("tokens_generated")
     assert total > sampled
     assert summary == {
-        "questions": 7, "generated": 14, "failed": 0, "correct": 8, "kept": 8, "tokens_kept": sampled,
+        "questions": 7, "generated": 14, "failed": 0, "lost": [], "correct": 8, "kept": 8, "tokens_kept": sampled,
         "correct_share": 8 / 14, "mean_response_tokens": total / 14, "mean_response_tokens_kept": sampled / 8,
         "kept/made_up": 8,
     }  # fmt: skip
@@ -47,9 +48,36 @@ def test_keeps_what_is_correct_and_reports(make_system, question_file, tmp_path)
 
 def test_keep_all_keeps_wrong_answers_but_no_failures(make_system, question_file, tmp_path):
     files = [question_file("train", ["right", "wrong", "right", "right", "right", "broken"])]
-    summary = GenerateTrajectories(make_system(), files, keep="all", seed=0).run(tmp_path / "out")
+    system = make_system()
+    summary = GenerateTrajectories(system, files, keep="all", seed=0).run(tmp_path / "out")
     assert [t.group for t in generated(tmp_path / "out")] == ["q0", "q1", "q2", "q3", "q4"]
-    assert (summary["failed"], summary["correct"], summary["kept"]) == (1, 4, 5)
+    assert (summary["failed"], summary["correct"], summary["kept"], summary["lost"]) == (1, 4, 5, ["q5"])
+    assert sorted(system.engine.asked(r.token_ids)[0] for r in system.engine.requests) == [0, 1, 2, 3, 4, 5, 5, 5]
+
+
+def test_what_a_hiccup_failed_is_tried_again(make_system, question_file, tmp_path):
+    files = [question_file("train", ["right", "right", "wrong"])]
+    untroubled, troubled = make_system(), make_system()
+    inner, failed = troubled.engine._script, set()
+
+    def hiccup(ids, sampling):
+        """The first three requests with an odd seed fail, once."""
+        if sampling.seed not in failed and len(failed) < 3 and sampling.seed % 2:
+            failed.add(sampling.seed)
+            raise InfrastructureError("the retriever at http://nowhere does not answer")
+        return inner(ids, sampling)
+
+    troubled.engine._script = hiccup
+    summaries = [
+        GenerateTrajectories(system, files, samples_per_question=4, keep="all", seed=1).run(tmp_path / name)
+        for name, system in (("untroubled", untroubled), ("troubled", troubled))
+    ]
+    assert failed and [s.pop("seconds") > 0 for s in summaries] == [True, True]
+    assert summaries[0] == summaries[1] and summaries[1]["failed"] == 0
+    expected, found = (
+        [t.replace(seconds=0.0) for t in generated(tmp_path / name)] for name in ("untroubled", "troubled")
+    )
+    assert found == expected
 
 
 def test_chunks_do_not_change_what_is_sampled(make_system, question_file, tmp_path):

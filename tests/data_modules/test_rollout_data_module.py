@@ -142,6 +142,19 @@ def test_a_checkpoint_of_other_data_is_refused(make_data):
             other.load_state_dict(data.state_dict())
 
 
+def test_a_checkpoint_of_another_sampling_is_refused_but_not_one_from_before_it_was_saved(make_data):
+    data = make_data()
+    data.setup("fit")
+    state = data.state_dict()
+    for other in (make_data(samples_per_prompt=3), make_data(train_sampling=Decoding(temperature=0.7))):
+        other.setup("fit")
+        with pytest.raises(ValueError, match="samples_per_prompt or train_sampling differ"):
+            other.load_state_dict(state)
+        older = {"train": {name: value for name, value in state["train"].items() if name != "sampling"}}
+        other.load_state_dict(older | {"train": older["train"] | {"position": 2}})
+        assert other.state_dict()["train"]["position"] == 2
+
+
 def test_two_ranks_together_do_what_one_does(make_data):
     def first_batches(rank, world):
         data = make_data(prompts_per_step=4)

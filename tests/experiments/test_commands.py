@@ -10,7 +10,7 @@ from experiments.cli import split_overrides
 from experiments.download import assemble
 from experiments.errors import ExperimentError
 from experiments.project import ROOT
-from experiments.runner import Request, duration
+from experiments.runner import Request
 from experiments.use import find_model
 
 
@@ -82,8 +82,3 @@ def test_only_models_are_taken_for_models(workshop, tmp_path):
 def test_commands_are_named_as_they_were_typed(workshop):
     request = Request(workshop.project, "x", ("--model.kl_coef", "0.01"), 3)
     assert request.command(extra="RESUME=last") == 'make train EXP=x SEED=3 ARGS="--model.kl_coef 0.01" RESUME=last'
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(3.21, "3.2 s"), (250, "4 min 10 s"), (7500, "2 h 05 min")])
-def test_durations(seconds, text):
-    assert duration(seconds) == text

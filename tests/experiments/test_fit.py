@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
+from experiments.project import ROOT
 from experiments.store import StageFolder
 
 FIT = """
@@ -78,7 +81,26 @@ def test_a_run_stopped_and_killed_ends_with_the_weights_of_an_uninterrupted_one(
     _, store, _, last = fitted
     assert last.returncode == 0 and "continuing from" in last.stdout, last.stdout + last.stderr
     assert json.loads((store.path / "steps.json").read_text()) == 12
+    assert "nothing to continue" not in last.stdout
     assert torch.equal(torch.load(store.path / "final.pt")["walk"], uninterrupted_walk())
+
+
+def test_strategies_go_by_their_names():
+    """In a process of its own: wherever lightning_modules.strategies was imported, the names are known already."""
+    config = {
+        "experiment": {"kind": "fit"},
+        "trainer": {"accelerator": "cpu", "strategy": {"class_path": "lightning_modules.strategies.ZeRO2"}},
+        "model": {"class_path": "tests.experiments.toy_modules.Walk"},
+        "data": {"class_path": "tests.experiments.toy_modules.Noise"},
+    }
+    code = (
+        "from experiments.validate import cli\n"
+        f"parsed = cli({config!r}, ['--trainer.strategy', 'zero3'], 'here', instantiate=True)\n"
+        "print(type(parsed.trainer.strategy).__name__, parsed.trainer.strategy.config['communication_data_type'])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the parser changes the directory for a moment
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines()[-1:] == ["ZeRO3 fp32"], done.stderr
 
 
 def test_the_result_holds_what_was_tested(fitted):

@@ -24,8 +24,9 @@ def chain(workshop):
 
 def test_stages_are_made_once_and_reused(chain):
     workshop, journal = chain
-    first = workshop.run("train", "b")
+    first = workshop.run("train", "b", "--resume", "last")
     assert first.returncode == 0, first.stderr
+    assert "RESUME=last: nothing to continue" in first.stdout
     assert runs(journal) == ["a", "b"]
     stage = workshop.graph("b").target()
     assert (stage.folder / "note.txt").read_text() == "AB"

@@ -8,10 +8,8 @@ import sys
 import threading
 import time
 
-import pytest
-
 from experiments.project import ROOT
-from experiments.store import StageFolder, write_atomically
+from experiments.store import StageFolder
 
 HOLD = """
 import sys, time
@@ -27,19 +25,6 @@ def hold_lock(folder):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "locked\n"
     return holder
-
-
-def test_a_write_that_fails_leaves_the_old_contents_and_nothing_else(tmp_path, monkeypatch):
-    target = tmp_path / "result.json"
-    write_atomically(target, "old")
-
-    def no_room(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_room)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(target, "new")
-    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):

@@ -53,11 +53,3 @@ def test_direct_construction_records_the_same_hyperparameters():
     from lightning_modules.dgpo import DGPO
 
     assert DGPO("p", "t", kl_coef=0.5, lr=0.1).hparams["kl_coef"] == 0.5
-
-
-def test_strategies_are_registered_by_name():
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    import lightning_modules.strategies  # noqa: F401
-
-    assert {"zero2", "zero3"} <= set(StrategyRegistry.available_strategies())

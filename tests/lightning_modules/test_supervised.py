@@ -1,5 +1,7 @@
 """SFT and cold-start distillation as trained by Lightning."""
 
+import math
+
 import pytest
 import torch
 
@@ -100,6 +102,48 @@ def test_every_divergence_brings_the_student_closer(model_dir, teacher_dir, dive
     assert seen[-1]["train/kl"] < seen[0]["train/kl"]
 
 
+def test_taid_by_hand(model_dir, teacher_dir):
+    options = {"ce_coef": 0.0, "schedule": "constant", "lr": 1e-3, "taid_t_start": 0.2, "taid_alpha": 0.9}
+    module = ColdStartKD(str(model_dir), str(teacher_dir), divergence="taid", taid_beta=0.5, **options)
+    rows, seen = make_trajectories(4), []
+    module.log_dict = lambda figures, **_: seen.append(figures)
+    fit(module, [rows] * 4)
+    loss = [figures["train/divergence"] for figures in seen]
+    assert loss[0] == pytest.approx(plain_taid(model_dir, teacher_dir, rows, t=0.2), rel=1e-4)
+    assert [figures["train/loss"] for figures in seen] == pytest.approx(loss)
+    t, momentum, expected = 0.2, 0.0, [0.2, 0.2]  # the first loss is only remembered
+    for step in (1, 2):
+        momentum = 0.5 * momentum + 0.5 * (loss[step - 1] - loss[step]) / loss[step - 1]
+        t = max(0.2 + 0.8 * step / 4, t + 0.9 / (1 + math.exp(-momentum)) * (1 - t))
+        expected.append(t)
+    assert [figures["train/taid_t"] for figures in seen] == pytest.approx(expected)
+    assert expected[2] > 0.5  # above the linear floor: the adaptive part has its say
+
+
+def plain_taid(model_dir, teacher_dir, rows, t):
+    """The loss over all sampled tokens, one trajectory at a time."""
+    student, teacher = (load_causal_lm(str(d)) for d in (model_dir, teacher_dir))
+    losses = []
+    for row in rows:
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        with torch.no_grad():
+            z_s, z_t = (m(input_ids=ids).logits[0] for m in (student, teacher))
+        token_losses = -(((1 - t) * z_s + t * z_t).softmax(-1) * z_s.log_softmax(-1)).sum(-1)
+        at = [len(row.prompt_ids) + offset - 1 for offset, on in enumerate(row.loss_mask) if on]
+        losses += token_losses[at].tolist()
+    return sum(losses) / len(losses)
+
+
+def test_only_matrices_decay(model_dir):
+    module = SFT(str(model_dir), schedule="constant", lr=0.1, weight_decay=0.5)
+    module.token_losses = lambda batch: {"loss": sum(p.sum() for p in module.policy.parameters())[None] * 0}
+    weights, *_ = train(module)
+    start = dict(named_weights(load_causal_lm(str(model_dir))))
+    for name, before in start.items():
+        assert torch.allclose(weights[name], before * (0.95 if before.dim() >= 2 else 1.0)), name
+    assert {w.dim() for w in start.values()} == {1, 2}
+
+
 def test_cosine_goes_down_to_zero_over_the_run(model_dir):
     module, seen = SFT(str(model_dir), lr=1.0, warmup_steps=2), []
     module.log_dict = lambda figures, **_: seen.append(figures["train/lr"])
@@ -121,11 +165,12 @@ class Rows(torch.utils.data.IterableDataset):
         return iter(self.batches[self.done :])
 
 
-def test_checkpoint_has_no_teacher_and_resumes_exactly(model_dir, teacher_dir, tmp_path):
+@pytest.mark.parametrize("divergence", ["forward_kl", "taid"])
+def test_checkpoint_has_no_teacher_and_resumes_exactly(model_dir, teacher_dir, tmp_path, divergence):
     rows = [make_trajectories(4, seed=s) for s in range(4)]
 
-    def make():
-        return ColdStartKD(str(model_dir), str(teacher_dir), warmup_steps=2)
+    def make():  # alpha: so large that t is above its linear floor, which needs no state
+        return ColdStartKD(str(model_dir), str(teacher_dir), warmup_steps=2, divergence=divergence, taid_alpha=0.9)
 
     whole, *_ = train(make(), rows)
     first, path = make(), tmp_path / "half.ckpt"

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from tests.lightning_modules.helpers import fit, make_trajectories, make_trajectory
 
-from lightning_modules import policy
+from lightning_modules import optimisation, policy
 from lightning_modules.cold_start_kd import ColdStartKD
 from lightning_modules.dgpo import DGPO
 from rollout.trajectory import StopReason
@@ -25,9 +25,11 @@ class SGD:
     """Replaces AdamW, whose scale-free steps would hide a gradient of the wrong size."""
 
     def configure_optimizers(self):
-        parts = [m for m in (self.policy, getattr(self, "critic", None)) if m is not None]
-        groups = [{"params": list(part.parameters()), "lr": 0.1} for part in parts]
-        optimizer = torch.optim.SGD(groups)
+        if hasattr(self, "critic"):
+            groups = [{"params": list(part.parameters())} for part in (self.policy, self.critic)]
+        else:
+            groups = optimisation.decay_groups(self.policy, 0.01)
+        optimizer = torch.optim.SGD(groups, lr=0.1)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)}
 
 

@@ -280,6 +280,23 @@ def test_fork_inside_a_turn_continues_it(protocol):
     assert child.answer == "Oldfield"
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_fork_inside_a_stop_string_still_stops(protocol, whole):
+    """The engine sees "rch> ..." and no stop string; with ``whole`` another one follows, at which it does stop."""
+    opening = protocol.tokenizer.encode("<think> birthplace </think>\n<search> Mira Voss </sea")
+    ending = protocol.tokenizer.encode("rch>")
+    loop = make_loop(protocol, in_turn([*opening, *ending], "<answer> Grey Harbor </answer>"))
+    parent = run(loop)
+    assert parent.turns[0].end == len(opening) + len(ending) and parent.turns[0].finish_reason == "stop"
+    rest = protocol.tokenizer.encode("\n<search> Oldfield </search>" if whole else " and so on")
+    loop.engine.script = in_turn([*ending, *rest], "<answer> Oldfield </answer>")
+    child = run(loop, index=1, start=parent, at=len(opening))
+    assert child.turns[0] == parent.turns[0] and child.calls[0].request == parent.calls[0].request
+    end = parent.turns[0].observation_end
+    assert child.response_ids[:end] == parent.response_ids[:end] and child.loss_mask[:end] == parent.loss_mask[:end]
+    assert child.answer == "Oldfield"
+
+
 def test_fork_inside_a_turn_survives_a_dead_engine(protocol):
     loop = make_loop(protocol, search_then_answer)
     parent = run(loop)

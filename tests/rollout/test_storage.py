@@ -99,6 +99,6 @@ def test_an_interrupted_write_leaves_the_old_file(trajectory, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="no room"):
         save_trajectories(path, [])
     assert load_trajectories(path) == [trajectory] and list(tmp_path.iterdir()) == [path]

@@ -69,6 +69,8 @@ def test_latency_concurrency_weights_and_death():
         engine.kill()
         with pytest.raises(InfrastructureError):
             await waiting
+        await engine.close()
+        assert engine.policy_version == 0
         failing = ScriptedEngine([RuntimeError("scripted")])
         await failing.start()
         with pytest.raises(RuntimeError, match="scripted"):
