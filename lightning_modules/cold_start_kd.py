@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_modules.batch import TokenBatch
 from lightning_modules.divergences import Divergence, DivergenceName, forward_kl, make_divergence, shared_vocabulary
@@ -22,9 +21,6 @@ from lightning_modules.policy import (
 )
 from lightning_modules.sft import ce_columns
 from lightning_modules.supervised import SupervisedModule
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class ColdStartKD(SupervisedModule):
@@ -68,7 +64,7 @@ class ColdStartKD(SupervisedModule):
         self.ce_coef, self.kl_coef, self.temperature = ce_coef, kl_coef, temperature
         self.divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
         self.teacher_dtype: DType = teacher_dtype
-        self.teacher: PreTrainedModel = None  # type: ignore[assignment]  # built in build_models
+        self.teacher: nn.Module = None  # type: ignore[assignment]  # built in build_models
 
     def build_models(self) -> None:
         super().build_models()
