@@ -17,19 +17,21 @@ def import_torchmetrics() -> None:
     """
     if "torchmetrics" in sys.modules:
         return
-    from lightning_utilities.core.imports import RequirementCache
+    from lightning_utilities.core import imports
     from packaging.requirements import Requirement
 
-    check = RequirementCache._check_available
+    cache = imports.RequirementCache
+    check, available = cache._check_available, imports.package_available
 
-    def check_or_deny(self: RequirementCache) -> None:
+    def check_or_deny(self: imports.RequirementCache) -> None:
         if self.requirement and Requirement(self.requirement).name in UNUSED:
             self.available, self.message = False, f"{self.requirement}: left out by {__name__}"
         else:
             check(self)
 
-    RequirementCache._check_available = check_or_deny
+    cache._check_available = check_or_deny
+    imports.package_available = lambda name: name not in UNUSED and available(name)
     try:
         import torchmetrics  # noqa: F401
     finally:
-        RequirementCache._check_available = check
+        cache._check_available, imports.package_available = check, available
