@@ -6,10 +6,11 @@ RUN := $(PY) -m experiments
 SEED_FLAG := $(if $(SEED),--seed $(SEED))
 RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 FRESH_FLAG := $(if $(FRESH),--fresh)
+BENCHMARKS := retrieval engines rollouts chunked_logprobs
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate test retriever compare ui export experiments dry-run ask download reproduce status clean
+.PHONY: help setup train evaluate test retriever compare ui export experiments dry-run ask download reproduce benchmark status clean
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
@@ -30,7 +31,7 @@ evaluate: setup ## test a checkpoint or model folder: EXP=... CKPT=path (default
 test: setup ## run the tests; ARGS="tests/rollout -k parse" for some of them
 	@PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
-retriever: setup ## serve an experiment's search index by itself; PORT=8000 INDEX=folder
+retriever: setup ## serve an experiment's search index by itself; PORT=8000 INDEX=folder ARGS="--threads 8 --host 0.0.0.0 --gpu"
 	@$(RUN) retriever $(EXP) --port $(or $(PORT),8000) $(if $(INDEX),--index "$(INDEX)") $(ARGS)
 
 compare: setup ## a table of runs and a page with curves; EXPS="dgpo_tiny ppo_tiny" for some
@@ -56,6 +57,10 @@ download: setup ## fetch the weights and data that an experiment needs
 
 reproduce: setup ## three seeds of an experiment and its ablations, then docs/results/EXP.md; SEEDS=0,1,2 ABLATION_SEEDS=0
 	@$(RUN) reproduce $(EXP) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(ABLATION_SEEDS),--ablation-seeds $(ABLATION_SEEDS)) $(ARGS)
+
+benchmark: setup ## run all benchmarks, one after the other; prints rows for docs/results/benchmarks.md
+	@for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name --markdown || exit 1; done
+	@echo "The rows above belong into docs/results/benchmarks.md"
 
 status: setup ## which stages of an experiment are done, and where they lie
 	@$(RUN) status $(EXP) $(SEED_FLAG) $(ARGS)

@@ -1,6 +1,6 @@
 """Peak memory of chunked log-probs, entropy and forward KL against the naive form, at a real vocabulary.
 
-``python benchmarks/chunked_logprobs.py [--tokens 1024] [--hidden 256] [--vocabulary 151936] [--chunk 32]``
+``python -m benchmarks.chunked_logprobs [--tokens 1024] [--hidden 256] [--vocabulary 151936] [--chunk 32]``
 
 Each form runs forward and backward in a process of its own, and what is reported is the growth of its peak resident
 memory over what it held before the computation (weights and hidden states), the seconds, and a checksum of the
@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks import page
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("naive", "chunked")
@@ -82,7 +84,7 @@ def compare(tokens: int, hidden: int, vocabulary: int, chunk: int) -> dict[str, 
     results = {}
     for form in NAMES:
         numbers = [str(x) for x in (tokens, hidden, vocabulary, chunk)]
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", form, *numbers]
+        command = [sys.executable, "-m", "benchmarks.chunked_logprobs", "--child", form, *numbers]
         # Freed blocks go back to the system at once, so that the peak counts live tensors, not a fragmented heap.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1048576"}
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -99,14 +101,18 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--chunk", type=int, default=32, help="tokens whose logits exist at once")
-    sizes = parser.parse_args()
-    results = compare(**vars(sizes))
-    for form, r in results.items():
-        print(f"{form:8} peak +{r['peak_bytes'] / 2**20:8.0f} MiB   {r['seconds']:6.1f} s   KL {r['kl']:.5f}")
+    page.add_option(parser)
+    sizes = vars(parser.parse_args())
+    markdown = sizes.pop("markdown")
+    results = compare(**sizes)
+    figures = [
+        f"{form}: peak +{r['peak_bytes'] / 2**20:.0f} MiB, {r['seconds']:.1f} s, KL {r['kl']:.5f}"
+        for form, r in results.items()
+    ]
     ratio = results["naive"]["peak_bytes"] / results["chunked"]["peak_bytes"]
     difference = abs(results["naive"]["gradient"] / results["chunked"]["gradient"] - 1)
-    print(f"{sizes.tokens} tokens, vocabulary {sizes.vocabulary}: naive / chunked = {ratio:.1f} in peak memory,")
-    print(f"gradient norms differ by {difference:.1e} relative")
+    figures.append(f"naive / chunked: {ratio:.1f} in peak memory; gradient norms differ by {difference:.1e} relative")
+    print(page.rows(figures) if markdown else "\n".join(figures))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import page
 from rollout.engines.base import SamplingParams
 from rollout.engines.transformers_engine import TransformersEngine
 from rollout.engines.vllm_engine import VLLMEngine
@@ -128,11 +129,22 @@ def run_generate(folder: Path, starts, observations) -> Result:
     return Result("transformers generate", seconds, cpu, sampled, len(starts), 0)
 
 
+def figure(r: Result, base: Result) -> str:
+    """Rates per processor second of the generating process; ``ratio``: trajectories, to those of ``base``."""
+    ratio = (r.trajectories / r.cpu_seconds) / (base.trajectories / base.cpu_seconds)
+    return (
+        f"{r.name}: {r.seconds:.2f} s, {r.cpu_seconds:.2f} CPU s, {r.sampled / r.cpu_seconds:.0f} tokens per CPU s, "
+        f"{r.trajectories / r.cpu_seconds:.1f} trajectories per CPU s, ratio {ratio:.2f}, "
+        f"{r.spared} prefix tokens spared"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4, help="trajectories per prompt")
     parser.add_argument("--skip-vllm", action="store_true")
+    page.add_option(parser)
     options = parser.parse_args()
     starts, observations = load(options.prompts, options.samples)
     with tempfile.TemporaryDirectory() as folder:
@@ -143,15 +155,11 @@ def main() -> None:
         if not options.skip_vllm and importlib.util.find_spec("vllm") is not None:
             engine = VLLMEngine(folder, max_length=MAX_LENGTH, max_num_seqs=len(starts))
             results.append(asyncio.run(run_engine("VLLMEngine", engine, starts, observations)))
-    base = results[0]
-    print(f"{len(starts)} trajectories, {TURNS} turns, 1 thread, load average {os.getloadavg()[0]:.1f}")
-    heads = ("seconds", "CPU s", "tokens/CPU s", "trajectories/CPU s", "ratio", "prefix tokens spared")
-    print(f"{'engine':<24}" + "".join(f"{head:>{len(head) + 2}}" for head in heads))
-    for r in results:
-        ratio = (r.trajectories / r.cpu_seconds) / (base.trajectories / base.cpu_seconds)
-        cells = (f"{r.seconds:.2f}", f"{r.cpu_seconds:.2f}", f"{r.sampled / r.cpu_seconds:.0f}")
-        cells += (f"{r.trajectories / r.cpu_seconds:.1f}", f"{ratio:.2f}", str(r.spared))
-        print(f"{r.name:<24}" + "".join(f"{c:>{len(h) + 2}}" for c, h in zip(cells, heads, strict=True)))
+    if options.markdown:
+        print(page.rows(figure(r, results[0]) for r in results))
+    else:
+        print(f"{len(starts)} trajectories, {TURNS} turns, 1 thread, load average {os.getloadavg()[0]:.1f}")
+        print("\n".join(figure(r, results[0]) for r in results))
 
 
 if __name__ == "__main__":

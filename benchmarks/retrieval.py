@@ -1,9 +1,9 @@
 """Queries per second of the merging server against Search-R1's way: one query after another inside a request.
 
-``python benchmarks/retrieval.py`` makes a corpus, builds its BM25 index, starts the server, and asks the same queries
+``python -m benchmarks.retrieval`` makes a corpus, builds its BM25 index, starts the server, and asks the same queries
 in two ways at the same concurrency.  *merged* is our server as it is: whatever waits becomes one call of Lucene.
 *per query* is the same server over the same index, where each call of Lucene takes a single query, as in Search-R1's
-``retrieval_server.py``.  Both run in turn, several times, on the same machine under the same load; the table gives
+``retrieval_server.py``.  Both run in turn, several times, on the same machine under the same load; printed are
 the medians and their ratio.
 """
 
@@ -16,16 +16,14 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from retrieval.client import RetrieverClient  # noqa: E402
-from retrieval.index import BuildIndex  # noqa: E402
-from retrieval.process import RetrieverProcess  # noqa: E402
+from benchmarks import page
+from retrieval.client import RetrieverClient
+from retrieval.index import BuildIndex
+from retrieval.process import RetrieverProcess
 
 
 def write_corpus(path: Path, passages: int, seed: int = 0) -> list[str]:
@@ -96,6 +94,12 @@ def compare(index: str, queries: list[str], *, threads: int, repeats: int) -> li
             process.close()
 
 
+def figure(row: dict) -> str:
+    size, flight, merged, single, ratio = row.values()
+    shape = f"{size} queries per request, {flight} at once"
+    return f"{shape}: merged {merged:.0f}/s, per query {single:.0f}/s, ratio {ratio:.2f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passages", type=int, default=20_000)
@@ -103,6 +107,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="Java threads of the merging server")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the rows here too")
+    page.add_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         words = write_corpus(Path(folder) / "corpus.jsonl", options.passages)
@@ -111,11 +116,11 @@ def main() -> None:
         queries = [" ".join(draw.choices(words[:2000], k=8)) for _ in range(options.queries)]
         rows = compare(built["index"], queries, threads=options.threads, repeats=options.repeats)
     load = os.getloadavg()[0]
-    print(f"{options.passages} passages, indexed in {built['seconds']} s; load {load:.1f}, {os.cpu_count()} cores")
-    print("| queries per request | requests in flight | merged, q/s | per query, q/s | ratio |\n|---|---|---|---|---|")
-    for row in rows:
-        size, flight, merged, single, ratio = row.values()
-        print(f"| {size} | {flight} | {merged:.0f} | {single:.0f} | {ratio:.2f} |")
+    if options.markdown:
+        print(page.rows(map(figure, rows)))
+    else:
+        print(f"{options.passages} passages, indexed in {built['seconds']} s; load {load:.1f}, {os.cpu_count()} cores")
+        print("\n".join(map(figure, rows)))
     if options.json:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         options.json.write_text(json.dumps({"rows": rows, "load": load, "commit": commit}, indent=1))

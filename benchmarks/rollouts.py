@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page
 from rollout.agent_loop import AgentLoop, Budgets, Request
 from rollout.engines.base import Engine, SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
@@ -197,6 +198,13 @@ async def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, flo
         await engine.close()
 
 
+def figure(row: dict[str, float]) -> str:
+    return (
+        f"search takes {row['median_ms']:.0f} ms (median): agent loop {row['agent_loop']:.2f} trajectories/s, "
+        f"barrier per turn {row['barrier']:.2f}/s, ratio {row['ratio']:.2f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
@@ -204,13 +212,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    page.add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(run(arguments, Path(folder)))
-    print(f"{arguments.engine}, {arguments.trajectories} trajectories of {arguments.turns} searches, 1 thread")
-    print("search latency (median)   agent loop   barrier per turn   ratio")
-    for row in rows:
-        print(f"{row['median_ms']:20.0f} ms {row['agent_loop']:10.2f}/s {row['barrier']:16.2f}/s {row['ratio']:8.2f}")
+    if arguments.markdown:
+        print(page.rows(map(figure, rows)))
+    else:
+        print(f"{arguments.engine}, {arguments.trajectories} trajectories of {arguments.turns} searches, 1 thread")
+        print("\n".join(map(figure, rows)))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import Any, Optional, Union
 
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.records import SQLITE, default_tracking_uri
 from rollout.files import write_atomically
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 RUN_ID_FILE = "mlflow_run_id"
 
@@ -77,7 +74,7 @@ class MLflowLogger(MLFlowLogger):
         return path.read_text().strip() if path is not None and path.exists() else None
 
     @property
-    def experiment(self) -> MlflowClient:
+    def experiment(self) -> Any:  # jsonargparse would import mlflow (1 s) if its class were named here
         """The MlflowClient; the first use creates or continues the run."""
         if rank_zero_only.rank != 0 or self._initialized:
             return super().experiment

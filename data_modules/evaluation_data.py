@@ -116,13 +116,15 @@ class EvaluationData(L.LightningDataModule):
     # --- Lightning's hooks --------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Read the question files this stage needs and start the rollout system if there is anything to roll out.
+        """Read the question files this stage needs (fit: the test's too, to check them) and start the rollout system
+        if there is anything to roll out.
 
         Raises:
             DatasetError: a file is missing or wrong, or a gold probe finds no question with gold passages.
         """
         splits: dict[str, tuple[Split, ...]] = {"fit": ("val",), "validate": ("val",), "test": ("test",)}
-        for split in splits.get(stage, ()):
+        # A fit is followed by its test, whose files and probes had better be found wrong now than after days.
+        for split in ("val", "test") if stage == "fit" else splits.get(stage, ()):
             if self.files[split] and split not in self._tasks:
                 self._tasks[split] = spread(load_tasks(self.files[split]), self.limits[split])
                 for mode in self._probes(split):

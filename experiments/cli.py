@@ -81,7 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve = add("retriever", commands.retriever, "serve the search index that an experiment stands on")
     serve.add_argument("--index", help="index folder; default: the one the experiment has built")
     serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--topk", type=int, default=3)
+    for option in commands.SERVER_OPTIONS:
+        serve.add_argument(f"--{option}", help="as `python -m retrieval.server` takes it")
+    serve.add_argument("--gpu", action="store_true", help="exact vectors on all GPUs, as 16-bit floats")
     clean = add("clean", commands.clean, "remove unfinished stages", experiment=False, overrides=False)
     clean.add_argument("--all", action="store_true", help="remove everything under outputs/")
     stage = add("stage", commands.run_stage, "run one prepared stage folder", experiment=False, overrides=False)

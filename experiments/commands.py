@@ -25,6 +25,7 @@ from experiments.store import StageFolder
 from rollout.files import write_atomically
 
 INDEX_TASK = "retrieval.index.BuildIndex"
+SERVER_OPTIONS = ("topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap")  # handed through
 
 
 def make_graph(request: Request) -> Graph:
@@ -180,10 +181,18 @@ def retriever(args: argparse.Namespace, request: Request) -> None:
         index = str(runner.folder_of(request.project, stages[0]) / "index")
     require_free_port(args.port, "make retriever PORT=8001")
     command = [sys.executable, "-m", "retrieval.server", "--index", index, "--port", str(args.port)]
-    print(f"search over {index}: POST http://127.0.0.1:{args.port}/retrieve (Ctrl-C ends it)", flush=True)
-    code = subprocess.run([*command, "--topk", str(args.topk)], cwd=request.project.root, check=False).returncode
+    where = f"http://{args.host or '127.0.0.1'}:{args.port}"
+    print(f"search over {index}: POST {where}/retrieve (Ctrl-C ends it)", flush=True)
+    code = subprocess.run([*command, *server_options(args)], cwd=request.project.root, check=False).returncode
     if code not in (0, -2, 130):
         raise runner.StageFailed(f"the search server ended with exit code {code}", 1)
+
+
+def server_options(args: argparse.Namespace) -> list[str]:
+    """What was given of the server's own options, as its arguments; the server checks them."""
+    given = {name: getattr(args, name.replace("-", "_")) for name in SERVER_OPTIONS}
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
+    return [*words, "--gpu"] if args.gpu else words
 
 
 def reproduce(args: argparse.Namespace, request: Request) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.records import commit, duration
+from experiments import retrievers
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Stage, closure, require_files
 from experiments.process import run_child
@@ -163,7 +164,12 @@ def make_stage(stage: Stage, request: Request, *, fresh: bool, checkpoint: Path 
             "checkpoint": str(checkpoint.absolute()) if checkpoint else None,
         }
         # Tasks find what an earlier attempt at the very same configuration has left, and may go on from there.
-        store.prepare(stage, about, keep=resume or (stage.kind == "task" and not fresh))
+        keep = resume or (stage.kind == "task" and not fresh)
+        about["retrievers"] = retrievers.describe(stage.config, stage.name)
+        for other in closure([stage]) if keep else closure(stage.upstream):
+            earlier = StageFolder(other.folder).about().get("retrievers") or {}
+            retrievers.require_same(other.name, earlier, about["retrievers"])
+        store.prepare(stage, about, keep=keep)
         try:
             _run(stage, store, request, resume)
         finally:
@@ -216,6 +222,7 @@ def _result(stage: Stage, store: StageFolder, request: Request, seconds: float) 
         "commit": commit(),
         "command": request.command(),
         "upstream": {s.name: s.key for s in stage.upstream},
+        "retrievers": store.about()["retrievers"],
         "host": {"machine": platform.platform(), "cores": os.cpu_count()},
         "versions": _versions(),
         "test": json.loads(evaluation.read_text()).get("test") if evaluation.is_file() else None,

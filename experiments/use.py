@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollout.engines.base import Generation
     from rollout.running_trajectory import RunningTrajectory
     from rollout.sampling import GroupRunner
-    from rollout.trajectory import Trajectory
+    from rollout.trajectory import Task, Trajectory
 
 EVALUATE_ONLY = "lightning_modules.policy_module.EvaluateOnly"
 
@@ -133,13 +133,14 @@ def ask(graph: Graph, request: Request, question: str | None, temperature: float
     console.print(f"[dim]loading {request.project.relative(model)} and its search engine ...[/dim]")
     system = build_rollouts(rollouts)
     system.sampler = WatchedSampler(console, system.protocol)
+    example = example_task(config) if getattr(system.protocol, "template", None) == "dataset" else None
     try:
         system.start()
         if question is not None:
-            answer(system, console, question, temperature, request.seed or 0)
+            answer(system, console, asked_task(question, example), temperature, request.seed or 0)
             return
         while text := console.input("\n[bold]question[/bold] (empty to end): ").strip():
-            answer(system, console, text, temperature, request.seed or 0)
+            answer(system, console, asked_task(text, example), temperature, request.seed or 0)
     except EOFError:
         pass  # the end of a piped list of questions
     finally:
@@ -157,13 +158,36 @@ def build_rollouts(config: Config) -> Any:
     return parser.instantiate_classes(parser.parse_object({"rollouts": config})).rollouts
 
 
-def answer(system: Any, console: Console, question: str, temperature: float, seed: int) -> None:
-    from data_modules.decoding import Decoding
+def example_task(config: Config) -> Task:
+    """The first question of the experiment's files, whose prompt shows how a question is put."""
+    from data_modules.datasets.questions import load_tasks
+
+    arguments = (config.get("data") or config["task"])["init_args"]
+    files = [path for key in ("test_files", "val_files", "train_files", "files") for path in arguments.get(key) or ()]
+    if not files:
+        raise ExperimentError("the prompt template is 'dataset', and the experiment names no question file to show one")
+    return load_tasks(files[0])[0]
+
+
+def asked_task(question: str, example: Task | None) -> Task:
+    """The question as a task; where the data set words the prompts, in the prompt of ``example``."""
     from rollout.trajectory import Task
 
-    if not question.strip():
+    text = question.strip()
+    if not text:
         raise ExperimentError('the question is empty: make ask Q="Who wrote ...?"')
-    task = Task(id="asked", question=question.strip(), golden_answers=(), data_source="asked")
+    prompt = ()
+    if example is not None:
+        text += "" if text.endswith("?") else "?"
+        prompt = tuple((role, content.replace(example.question, text)) for role, content in example.prompt)
+        if prompt == example.prompt and text != example.question:
+            raise ExperimentError(f"the prompt of task {example.id} does not hold its question; no place for another")
+    return Task(id="asked", question=text, golden_answers=(), data_source="asked", prompt=prompt)
+
+
+def answer(system: Any, console: Console, task: Task, temperature: float, seed: int) -> None:
+    from data_modules.decoding import Decoding
+
     [trajectory] = system.rollout([task], n=1, sampling=Decoding(temperature=temperature).params, seed=seed)
     if trajectory.failed_by_infrastructure:
         raise ExperimentError(f"the search engine or the model failed: {'; '.join(system.failures)}")

@@ -21,6 +21,7 @@ import yaml
 from experiments.compose import Config
 from experiments.errors import ExperimentError, nearest
 from experiments.graph import Stage, require_files
+from experiments.lean import import_torchmetrics
 
 CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 
@@ -117,6 +118,7 @@ def check_names(value: Any, path: str, where: str) -> None:
 
 
 def _check_trainer_keys(trainer: Config, where: str) -> None:
+    import_torchmetrics()
     from lightning.pytorch import Trainer
 
     valid = argument_names(Trainer) or []
@@ -174,6 +176,7 @@ def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bo
 
 
 def _lightning_cli(words: list[str], instantiate: bool) -> Any:
+    import_torchmetrics()
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_modules.batch import TokenBatch
 from lightning_modules.divergences import (
@@ -30,9 +30,6 @@ from lightning_modules.policy import (
 )
 from lightning_modules.sft import ce_columns
 from lightning_modules.supervised import SupervisedModule
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class ColdStartKD(SupervisedModule):
@@ -89,7 +86,7 @@ class ColdStartKD(SupervisedModule):
         else:
             self.divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
         self.teacher_dtype: DType = teacher_dtype
-        self.teacher: PreTrainedModel = None  # type: ignore[assignment]  # built in build_models
+        self.teacher: nn.Module = None  # type: ignore[assignment]  # built in build_models
 
     def build_models(self) -> None:
         super().build_models()

@@ -26,8 +26,6 @@ from lightning_modules.schedules import warmup_constant
 from rollout.trajectory import StopReason
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rollout.trajectory import Trajectory
 
 
@@ -114,7 +112,7 @@ class OnPolicyModule(PolicyModule):
         self.mini_batches, self.epochs, self.temperature = mini_batches, epochs, temperature
         self.micro_batch_tokens, self.logits_chunk = micro_batch_tokens, logits_chunk
         self.teacher_dtype: DType = teacher_dtype
-        self.teacher: PreTrainedModel | None = None  # built in build_models
+        self.teacher: nn.Module | None = None  # built in build_models
         self.critic: ValueModel | None = None
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
         self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors] | None = None
@@ -199,7 +197,7 @@ class OnPolicyModule(PolicyModule):
         if self._last is None:
             return []
         trajectories, batch, scores, notes = self._last
-        figures = tensors_BT(scores) | tensors_BT(notes)
+        figures = tensors_BT(notes) | tensors_BT(scores)  # the page underlines by the first: PPO's advantages
         if scores.teacher_logprobs is not None:
             figures["kl"] = (scores.old_logprobs - scores.teacher_logprobs) * batch.mask
         spans = [slice(int(a), int(b)) for a, b in zip(batch.prompt_lengths, batch.lengths, strict=True)]
@@ -217,7 +215,7 @@ class OnPolicyModule(PolicyModule):
         values = self._score(batch, self.critic) if self.critic is not None else None
         return Scores(old, teacher, values)
 
-    def score_logprobs(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    def score_logprobs(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """Log-probs [B, T] of the batch's own tokens under any model."""
         return self._score(batch, lambda micro: self._token_stats(model, micro).logprobs)
 
@@ -230,7 +228,7 @@ class OnPolicyModule(PolicyModule):
                     out[torch.as_tensor(group, device=out.device), :length] = values
         return out
 
-    def _token_stats(self, model: PreTrainedModel, micro: TokenBatch) -> TokenStats:
+    def _token_stats(self, model: nn.Module, micro: TokenBatch) -> TokenStats:
         return token_logprobs(model, micro, self.logits_chunk, self.temperature)
 
     def _groups(self, batch: TokenBatch, index: Sequence[int]) -> list[tuple[list[int], int]]:

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_modules.policy import DType, Zero3Notice, load_causal_lm, named_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rollout.trajectory import Trajectory
 
 FROZEN = ("teacher.",)  # submodules that never change: left out of checkpoints, loaded from their folder again
@@ -47,7 +45,7 @@ class PolicyModule(L.LightningModule):
         self.dtype_name: DType = dtype
         self.attention = attention
         self.gradient_checkpointing = gradient_checkpointing
-        self.policy: PreTrainedModel = None  # type: ignore[assignment]  # built in configure_model
+        self.policy: nn.Module = None  # type: ignore[assignment]  # built in configure_model
 
     # ------------------------------------------------------------------ building
     def configure_model(self) -> None:

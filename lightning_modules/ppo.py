@@ -24,6 +24,7 @@ class PPONotes(RowTensors):
     """What PPO's loss needs besides the tokens; [B, T] float32."""
 
     advantages: Tensor  # whitened; 0 where mask is 0
+    rewards: Tensor  # outcome minus the KL if that is paid as a reward; the loss does not read it, people do
     returns: Tensor  # targets of the critic
     old_logprobs: Tensor
     old_values: Tensor
@@ -112,6 +113,7 @@ class PPO(OnPolicyModule):
         in_loss = self.kl_in == "loss" and kl_mask is not None
         return PPONotes(
             advantages=whiten(advantages, steps, ranks.sum_over_ranks),
+            rewards=rewards,
             returns=returns,
             old_logprobs=scores.old_logprobs,
             old_values=scores.values,

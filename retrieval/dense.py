@@ -78,6 +78,31 @@ def _read(path: Path) -> faiss.Index:
         raise IndexFolderError(f"{path}: Faiss cannot open it ({error}); build the index anew") from error
 
 
+def require_gpus() -> None:
+    """Raises IndexFolderError unless this Faiss can search on GPUs and sees one."""
+    if not hasattr(faiss, "StandardGpuResources"):
+        raise IndexFolderError(
+            f"the vectors should lie on GPUs, but faiss {faiss.__version__} was built without GPU support; install a "
+            "build with it (pip uninstall faiss-cpu; pip install faiss-gpu-cu12), or leave gpu out to search on the CPU"
+        )
+    if faiss.get_num_gpus() == 0:
+        raise IndexFolderError("the vectors should lie on GPUs, but Faiss sees none; leave gpu out for the CPU")
+
+
+def _to_gpus(index: faiss.Index) -> faiss.Index:
+    """Shared out over all GPUs as 16-bit floats (Search-R1's retrieval_server.py): half the bytes, exact search."""
+    options = faiss.GpuMultipleClonerOptions()
+    options.useFloat16 = options.shard = True
+    try:
+        return faiss.index_cpu_to_all_gpus(index, co=options)
+    except RuntimeError as error:
+        needed = index.ntotal * index.d * 2 / 1e9
+        raise IndexFolderError(
+            f"the vectors could not be moved to {faiss.get_num_gpus()} GPUs ({error}); they need {needed:.1f} GB there "
+            "in all: take more GPUs, or leave gpu out to search on the CPU"
+        ) from error
+
+
 class DenseSearcher:
     """Encodes the queries of a batch together and searches a Faiss index. One thread only."""
 
@@ -89,8 +114,12 @@ class DenseSearcher:
         ef_search: int | None = None,
         threads: int = 1,
         device: str = "auto",
+        gpu: bool = False,
     ) -> None:
-        """Raises IndexFolderError when index or encoder cannot be opened, or do not fit each other."""
+        """Raises IndexFolderError when index or encoder cannot be opened, or do not fit each other, or, with ``gpu``,
+        when the vectors cannot be moved to the GPUs."""
+        if gpu:
+            require_gpus()
         faiss.omp_set_num_threads(threads)
         faiss.cvar.distance_compute_blas_threshold = _BLAS_THRESHOLD
         self._index = _read(path)
@@ -100,6 +129,8 @@ class DenseSearcher:
                 f"encoder {encoder.model} gives vectors of {self._encoder.dimension} numbers, {path} holds vectors of "
                 f"{self._index.d}; give the encoder that the index was built with"
             )
+        if gpu:
+            self._index = _to_gpus(self._index)
         self._ef_search = ef_search
 
     def __len__(self) -> int:

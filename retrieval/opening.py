@@ -22,14 +22,19 @@ class SearchSettings:
     java_heap: str | None = None  # BM25: memory of the JVM (1g)
     encoder: str | None = None  # dense: where the encoder lies now (where it lay when the index was built)
     device: str | None = None  # dense: where the encoder runs (auto: a GPU if there is one)
+    gpu: bool | None = None  # dense_flat: vectors and encoder on the GPUs (the vectors in memory, on the CPU)
 
     def check(self, indexes: list[IndexMetadata]) -> None:
         """ValueError when a setting would have no effect on these indexes."""
-        kinds = {"bm25" if metadata.kind == "bm25" else "dense" for metadata in indexes}
-        for kind, names in {"bm25": ("k1", "b", "java_heap"), "dense": ("encoder", "device")}.items():
+        kinds = {metadata.kind for metadata in indexes}
+        kinds |= {"dense"} if kinds - {"bm25"} else set()
+        names_of = {"bm25": ("k1", "b", "java_heap"), "dense": ("encoder", "device"), "dense_flat": ("gpu",)}
+        for kind, names in names_of.items():
             given = [name for name in names if getattr(self, name) is not None]
             if given and kind not in kinds:
                 raise ValueError(f"{', '.join(given)}: for {kind} indexes only, and there is none; leave it out")
+        if self.gpu and not (self.device or "cuda").startswith("cuda"):
+            raise ValueError(f"gpu puts the encoder on a GPU too; found device {self.device!r}: leave one of them out")
 
     def for_bm25(self) -> dict[str, Any]:
         """Arguments of ``BM25Searcher`` that are not left to their defaults."""
@@ -84,9 +89,10 @@ def _open(folder: Path, metadata: IndexMetadata, settings: SearchSettings) -> Se
         values = dict(metadata.settings["encoder"])
         values["model"] = settings.encoder or values["model"]
         ef_search = metadata.settings["hnsw"]["ef_search"] if "hnsw" in metadata.settings else None
+        gpu = bool(settings.gpu) and metadata.kind == "dense_flat"
         searcher = DenseSearcher(
-            folder / "faiss.index", EncoderConfig(**values),
-            ef_search=ef_search, threads=settings.threads, device=settings.device or "auto",
+            folder / "faiss.index", EncoderConfig(**values), ef_search=ef_search, threads=settings.threads,
+            device=settings.device or ("cuda" if gpu else "auto"), gpu=gpu,
         )  # fmt: skip
     if len(searcher) != metadata.passages:
         raise IndexFolderError(

@@ -34,7 +34,7 @@ class RetrieverProcess:
         topk: passages per query where ``search`` is not told.
         threads: for Lucene, torch and Faiss inside the server.
         corpus: if given, the file that the index must have been built from.
-        k1, b, java_heap, encoder, device: see ``retrieval.opening.SearchSettings``.
+        k1, b, java_heap, encoder, device, gpu: see ``retrieval.opening.SearchSettings``.
         log: file for the server's output; by default a temporary one, removed after a clean end.
         start_timeout: seconds until the server must listen (a large dense index takes minutes to load).
         timeout, retries, backoff, max_connections: see ``RetrieverClient``.
@@ -52,6 +52,7 @@ class RetrieverProcess:
         java_heap: str | None = None,
         encoder: str | None = None,
         device: str | None = None,
+        gpu: bool = False,
         log: str | None = None,
         start_timeout: float = 120,
         timeout: float = 10,
@@ -63,7 +64,7 @@ class RetrieverProcess:
             raise ValueError(f"expected topk, threads >= 1 and port 0..65535; found {topk}, {threads}, {port}")
         self.indexes = [index] if isinstance(index, str) else list(index)
         self.topk, self.port, self.corpus, self.log, self.start_timeout = topk, port, corpus, log, start_timeout
-        self.settings = SearchSettings(threads, k1, b, java_heap, encoder, device)
+        self.settings = SearchSettings(threads, k1, b, java_heap, encoder, device, gpu or None)
         self._client_options = {
             "timeout": timeout, "retries": retries, "backoff": backoff, "max_connections": max_connections,
         }  # fmt: skip
@@ -139,7 +140,8 @@ class RetrieverProcess:
             "--b": self.settings.b, "--java-heap": self.settings.java_heap, "--encoder": self.settings.encoder,
             "--device": self.settings.device, "--parent": os.getpid(), "--ready-fd": ready_fd,
         }  # fmt: skip
-        return command + [str(part) for pair in options.items() if pair[1] is not None for part in pair]
+        command += [str(part) for pair in options.items() if pair[1] is not None for part in pair]
+        return [*command, "--gpu"] if self.settings.gpu else command
 
     def _launch(self) -> str:
         self._log_path = self._make_log()

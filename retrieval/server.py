@@ -144,7 +144,7 @@ def _leave_with_parent(parent: int, interval: float = 0.5) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m retrieval.server", description="Serve passages over HTTP.")
     parser.add_argument("--index", nargs="+", required=True, help="index folder; several are fused (hybrid)")
     parser.add_argument("--corpus", help="fail unless the index was built from this file")
@@ -157,8 +157,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--java-heap", help="memory of the JVM (1g)")
     parser.add_argument("--encoder", help="folder of the encoder, if it moved since the index was built")
     parser.add_argument("--device", help="where the encoder runs (auto)")
+    parser.add_argument("--gpu", action="store_true", default=None, help="exact vectors on all GPUs, as 16-bit floats")
     parser.add_argument("--parent", type=int, help="end when the process with this id, our parent, ends")
     parser.add_argument("--ready-fd", type=int, help="write one JSON line (url, port, pid) here when ready")
+    return parser
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = build_parser()
     options = parser.parse_args(arguments)
     if options.topk < 1 or options.threads < 1:
         parser.error(f"--topk and --threads must be at least 1; found {options.topk} and {options.threads}")
@@ -172,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.parent is not None:
         _leave_with_parent(options.parent)
     settings = SearchSettings(
-        options.threads, options.k1, options.b, options.java_heap, options.encoder, options.device
+        options.threads, options.k1, options.b, options.java_heap, options.encoder, options.device, options.gpu
     )
     try:
         settings.check(check_indexes(options.index, options.corpus))

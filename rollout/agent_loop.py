@@ -135,7 +135,7 @@ class AgentLoop:
         opening = await environment.reset()
         if start is None:
             # An environment with an opening observation puts it in the place of the question.
-            task = state.task if opening is None else dataclasses.replace(state.task, question=opening)
+            task = state.task if opening is None else dataclasses.replace(state.task, question=opening, prompt=())
             state.prompt_ids = self.protocol.prompt_ids(task, mode)
             return
         state.continue_from(start, at)

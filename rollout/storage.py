@@ -37,6 +37,7 @@ SCHEMA: dict[str, Any] = {
     "data_source": pl.String,
     "gold_passages": pl.List(pl.Struct({"title": pl.String, "text": pl.String})),
     "metadata": pl.String,  # JSON
+    "prompt": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),  # not in files of before it was recorded
     "prompt_ids": pl.List(pl.Int32),  # [P]
     "response_ids": pl.List(pl.Int32),  # [L]
     "loss_mask": pl.List(pl.Int8),  # [L]
@@ -54,6 +55,7 @@ SCHEMA: dict[str, Any] = {
     "seconds": pl.Float64,
     "tokens_computed": pl.Int64,
 }
+LATER_COLUMNS = ("prompt",)  # files without them can be read
 
 
 class TrajectoryFileError(ValueError):
@@ -84,12 +86,14 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
         frame = pl.read_parquet(path)
     except pl.exceptions.PolarsError as error:
         raise TrajectoryFileError(f"{path} is not a readable parquet file: {error}") from error
-    missing = [name for name in SCHEMA if name not in frame.columns]
+    later = [pl.lit([], dtype=SCHEMA[name]).alias(name) for name in LATER_COLUMNS if name not in frame.columns]
+    missing = [name for name in SCHEMA if name not in (*frame.columns, *LATER_COLUMNS)]
     if missing:
         raise TrajectoryFileError(
             f"{path} holds no saved trajectories: column(s) {', '.join(missing)} missing; "
             f"found {', '.join(frame.columns)}"
         )
+    frame = frame.with_columns(later)
     for name, wanted in SCHEMA.items():
         if frame.schema[name] != wanted:
             raise TrajectoryFileError(f"{path}: column {name} is {frame.schema[name]}; expected {wanted}")
@@ -111,6 +115,7 @@ def _to_row(t: Trajectory) -> tuple[Any, ...]:
         t.task.data_source,
         [{"title": title, "text": text} for title, text in t.task.gold_passages],
         _json(t.task.metadata, f"{where}: metadata"),
+        [{"role": role, "content": content} for role, content in t.task.prompt],
         list(t.prompt_ids),
         list(t.response_ids),
         list(t.loss_mask),
@@ -140,6 +145,7 @@ def _from_row(row: dict[str, Any]) -> Trajectory:
             data_source=row["data_source"],
             gold_passages=tuple((passage["title"], passage["text"]) for passage in row["gold_passages"]),
             metadata=json.loads(row["metadata"]),
+            prompt=tuple((message["role"], message["content"]) for message in row["prompt"]),
         ),
         prompt_ids=tuple(row["prompt_ids"]),
         response_ids=tuple(row["response_ids"]),

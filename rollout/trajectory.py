@@ -66,6 +66,7 @@ class Task:
     data_source: str  # e.g. "nq", "fictional_1hop"; metrics are reported by it
     gold_passages: tuple[tuple[str, str], ...] = ()  # (title, text) per hop, in order; for ARCap's probes
     metadata: dict[str, Any] = field(default_factory=dict)  # e.g. {"hops": 2, "split": "unseen"}
+    prompt: tuple[tuple[str, str], ...] = ()  # (role, content): the data set's own wording, for ``template: dataset``
 
 
 @dataclass(frozen=True, slots=True)

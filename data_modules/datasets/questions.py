@@ -6,7 +6,7 @@ Columns (Search-R1 scripts/data_process/qa_search_train_merge.py)::
     question        string                          missing: the prompt's text after "Question:"
     golden_answers  list[string]                    missing or null: reward_model.ground_truth.target
     data_source     string
-    prompt          list[struct{role, content}]
+    prompt          list[struct{role, content}]     shown to the model only with ``template: dataset``
     ability         string
     reward_model    struct{style, ground_truth: struct{target: list[string]}}
     extra_info      struct{split, index}            gives the id where ``id`` is missing
@@ -73,25 +73,25 @@ def write_tasks(path: str | Path, tasks: Iterable[Task], render: Callable[[Task]
 
     Args:
         path: target; replaced in one step.
-        render: text of the ``prompt`` column's user turn. Our rollouts build their prompts from ``question`` and do
-            not read it; programs made for Search-R1's files do. Default: ``Question: <question>``.
+        render: text of the ``prompt`` column's user turn for tasks without a prompt of their own. Default:
+            ``Question: <question>``.
 
     Raises:
         ValueError: metadata that JSON cannot hold.
     """
     render = render or (lambda task: f"{QUESTION_MARKER} {task.question}\n")
-    rows = [_row(task, index, render(task)) for index, task in enumerate(tasks)]
+    rows = [_row(task, index, task.prompt or (("user", render(task)),)) for index, task in enumerate(tasks)]
     write_parquet(Path(path), pl.DataFrame(rows, schema=SCHEMA, orient="row"))
 
 
-def _row(task: Task, index: int, content: str) -> dict[str, Any]:
+def _row(task: Task, index: int, prompt: Sequence[tuple[str, str]]) -> dict[str, Any]:
     answers = list(task.golden_answers)
     return {
         "id": task.id,
         "data_source": task.data_source,
         "question": task.question,
         "golden_answers": answers,
-        "prompt": [{"role": "user", "content": content}],
+        "prompt": [{"role": role, "content": content} for role, content in prompt],
         "ability": "fact-reasoning",
         "reward_model": {"style": "rule", "ground_truth": {"target": answers}},
         "extra_info": {"split": str(task.metadata.get("split", "")), "index": index},
@@ -136,10 +136,11 @@ class _QuestionFile:
     def tasks(self) -> list[Task]:
         columns = (
             self._ids(), self._questions(), self._answers(), self._data_sources(), self._passages(), self._metadata(),
+            self._prompts(),
         )  # fmt: skip
         return [
-            Task(identity, question, tuple(answers), source, passages, metadata)
-            for identity, question, answers, source, passages, metadata in zip(*columns, strict=True)
+            Task(identity, question, tuple(answers), source, passages, metadata, prompt)
+            for identity, question, answers, source, passages, metadata, prompt in zip(*columns, strict=True)
         ]
 
     # --- columns --------------------------------------------------------------------------------------------------
@@ -220,6 +221,17 @@ class _QuestionFile:
         wrong = pl.Series([m is None for m in parsed], dtype=pl.Boolean)
         self._refuse_rows(wrong, "metadata that is not a JSON object")
         return [m or {} for m in parsed]
+
+    def _prompts(self) -> list[tuple[tuple[str, str], ...]]:
+        """Messages as (role, content); () where there are none, or the column holds something else: only the prompt
+        template ``dataset`` needs them, and says so."""
+        column = self._optional("prompt")
+        if column is None or not _is_records("role", "content")(column.dtype):
+            return [()] * self._frame.height
+        rows = column.to_list()
+        broken = [any(m is None or not m["role"] or m["content"] is None for m in row or []) for row in rows]
+        self._refuse_rows(pl.Series(broken, dtype=pl.Boolean), "a prompt message without role or content")
+        return [tuple((m["role"], m["content"]) for m in row or []) for row in rows]
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
 # The meaning of Search-R1's instruction in our own words. Checkpoints trained on the published wording need exactly
-# that wording: put it in a file and give its path as ``template``.
+# that wording: Search-R1's question files carry it, ``template: dataset`` takes it from there.
 INSTRUCTION = (
     "Your task is to answer the question at the end. Each time you receive new information, begin by reasoning about "
     "it between <think> and </think>. When your reasoning shows that you lack knowledge, call the search engine by "
@@ -29,6 +29,7 @@ INSTRUCTION = (
     "Question: {question}\n"
 )
 TEMPLATES = {"search_r1": INSTRUCTION, "short": "Question: {question}"}
+DATASET = "dataset"
 
 CORRECTION = (
     "\nThat was neither a search nor an answer. To search, I must write the query between <search> and </search>. To "
@@ -46,7 +47,8 @@ class SearchR1Protocol:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt; without a chat template
             the prompt is the bare text.
         template: ``search_r1`` (the full instruction, in our words), ``short`` ("Question: ...", for tiny models that
-            were trained on it), a file with your own text, or the text itself. Must hold ``{question}``.
+            were trained on it), a file with your own text, or the text itself. Must hold ``{question}``. Or
+            ``dataset``: the messages of the task's own ``prompt``, word by word.
         eos_ends: what a turn means that ends with EOS without an action. False: it is invalid, the model reads the
             correction and the trajectory goes on (as in Search-R1). True: the trajectory ends there.
         correction: what the model reads after an invalid turn.
@@ -62,7 +64,7 @@ class SearchR1Protocol:
         self, tokenizer: str, template: str = "search_r1", eos_ends: bool = False, correction: str = CORRECTION
     ) -> None:
         self.tokenizer = load_tokenizer(tokenizer)
-        self.template = read_template(template)
+        self.template = DATASET if template == DATASET else read_template(template)
         self.ends_with_question_mark = template != "short"
         self.eos_ends, self.correction = eos_ends, correction
         self.stop_token_ids = eos_token_ids(tokenizer, self.tokenizer)
@@ -72,10 +74,11 @@ class SearchR1Protocol:
         """[P] ids of chat template, instruction and question; for ARCap's gold modes also the passages as the
         beginning of the assistant's turn, and for GOLD_DIRECT an opened ``<answer>``, which leaves no room to think.
 
-        Raises ValueError if the question is empty, a gold mode meets a task without gold passages, or what is shown of
-        the task quotes a control token: the chat template's own must become ids, a quoted one must not.
+        Raises ValueError if the question is empty, a gold mode meets a task without gold passages, the template is
+        ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token: the chat
+        template's own must become ids, a quoted one must not.
         """
-        text = self._chat(self.template.replace("{question}", self._question(task)))
+        text = self._chat(self._messages(task))
         if mode in (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK):
             if not task.gold_passages:
                 raise ValueError(f"task {task.id}: mode {mode} needs gold passages, and the task has none")
@@ -130,6 +133,21 @@ class SearchR1Protocol:
         # Where one token spans the opening tag and the first letters of the text, the tag may need more than its own.
         return (head + tail, True) if self.decode(head).startswith("\n\n" + OPEN) else ([], True)
 
+    def _messages(self, task: Task) -> list[dict[str, str]]:
+        if self.template != DATASET:
+            return [{"role": "user", "content": self.template.replace("{question}", self._question(task))}]
+        roles = [role for role, _ in task.prompt]
+        if not roles or roles[-1] != "user" or (len(roles) > 1 and not self.tokenizer.chat_template):
+            expected = "messages that end with the user's" if self.tokenizer.chat_template else "one user message"
+            raise ValueError(
+                f"task {task.id}: the prompt template is 'dataset', which takes the task's own prompt; expected "
+                f"{expected}, found {'those of ' + ', '.join(roles) if roles else 'none'}. Take question files with a "
+                "column 'prompt', a list of {role, content} (Search-R1's have it), or another template: search_r1"
+            )
+        for _, content in task.prompt:
+            self._refuse_control_tokens(task, "the prompt", content)
+        return [{"role": role, "content": content} for role, content in task.prompt]
+
     def _question(self, task: Task) -> str:
         question = task.question.strip()
         if not question:
@@ -147,10 +165,9 @@ class SearchR1Protocol:
                     "open a turn of the chat; expected plain text: remove the task, or write the token differently"
                 )
 
-    def _chat(self, content: str) -> str:
+    def _chat(self, messages: list[dict[str, str]]) -> str:
         if not self.tokenizer.chat_template:
-            return content
-        messages = [{"role": "user", "content": content}]
+            return messages[0]["content"]
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
     def _ids(self, text: str, plain: bool = False) -> list[int]:
@@ -167,8 +184,8 @@ def read_template(template: str) -> str:
     path = Path(template)
     if not path.is_file():
         raise ValueError(
-            f"prompt template {template!r} is neither one of {sorted(TEMPLATES)}, nor a file, nor a text that holds "
-            "{question}"
+            f"prompt template {template!r} is neither one of {sorted([*TEMPLATES, DATASET])}, nor a file, nor a text "
+            "that holds {question}"
         )
     text = path.read_text(encoding="utf-8")
     if "{question}" not in text:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import polars as pl
 import pytest
@@ -46,7 +47,11 @@ def released(tmp_path):
 
 def test_written_tasks_come_back_equal(tmp_path):
     write_tasks(tmp_path / "sub" / "t.parquet", TASKS)
-    assert load_tasks(tmp_path / "sub" / "t.parquet") == TASKS
+    loaded = load_tasks(tmp_path / "sub" / "t.parquet")
+    assert loaded[0].prompt == (("user", "Question: Who wrote Silent Harbor?\n"),)
+    assert [replace(task, prompt=()) for task in loaded] == TASKS
+    write_tasks(tmp_path / "again.parquet", loaded, render=lambda task: "unused: they have prompts")
+    assert load_tasks(tmp_path / "again.parquet") == loaded
 
 
 def test_written_file_has_the_released_schema(tmp_path, released):
@@ -63,7 +68,18 @@ def test_written_file_has_the_released_schema(tmp_path, released):
 
 def test_released_schema_is_read(released):
     tasks = load_tasks(released())
-    assert tasks[1] == Task("train_1", "who was number 1?", ("Person 1", "P. 1"), "nq")
+    wording = "Answer ... <answer> Beijing </answer>. Question: who was number 1?\n"
+    expected = Task("train_1", "who was number 1?", ("Person 1", "P. 1"), "nq", prompt=(("user", wording),))
+    assert tasks[1] == expected
+
+
+def test_a_data_set_without_prompts_gives_tasks_without(released):
+    assert {task.prompt for task in load_tasks(released(drop=["prompt"]))} == {()}
+    as_text = [search_r1_row(0, prompt="Answer this: who was number 0?")]
+    assert load_tasks(released(as_text))[0].prompt == ()
+    broken = [search_r1_row(0), search_r1_row(1, prompt=[{"role": "user", "content": None}])]
+    with pytest.raises(DatasetError, match="1 of 2 rows with a prompt message without role or content: row 1"):
+        load_tasks(released(broken))
 
 
 def test_answers_come_from_reward_model_where_golden_answers_are_missing_or_null(released):

@@ -329,6 +329,11 @@ def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_d
     pl.read_parquet(path).drop("gold_passages").write_parquet(path)
     with pytest.raises(DatasetError, match="probe 'gold_direct' needs questions with gold passages, but none of the 2"):
         make_data(test_files=[path], probes=["gold_direct"]).setup("test")
+    training = make_data(test_files=[path], probes=["gold_direct"])
+    with pytest.raises(DatasetError, match="probe 'gold_direct' needs questions with gold passages"):
+        training.setup("fit")  # not when the test comes, after the training
+    assert not training._running, "refused before the engine starts"
+    make_data(test_files=[path], probes=["closed_book"]).setup("test")
 
 
 @pytest.mark.parametrize(

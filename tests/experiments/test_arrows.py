@@ -1,11 +1,13 @@
 """The direction of the arrows: experiments -> lightning_modules, data_modules, callbacks -> rollout -> retrieval."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from experiments.lean import UNUSED
 from experiments.project import ROOT
 
 MIDDLE = {"lightning_modules", "data_modules", "callbacks"}
@@ -25,6 +27,7 @@ TORCHLESS = (
     "errors", "project", "compose", "overrides", "registry", "keys", "graph", "store", "process", "runner", "commands",
     "download", "cli",
 )  # fmt: skip
+LATER = {"mlflow", "sklearn", "pandas", "vllm", "deepspeed"}  # loaded when a training needs them, never to validate one
 HEAVY = {"torch", "lightning", "transformers", "vllm", "deepspeed", "mlflow", "polars", "numpy"}
 
 
@@ -92,3 +95,13 @@ def test_the_scan_sees_what_it_should(tmp_path):
     )
     assert imports(bad) == {"typing", "lightning.pytorch", "callbacks.report"}
     assert imports(bad, top_level_only=True) == {"typing"}
+
+
+def test_a_dry_run_loads_nothing_that_only_a_training_needs():
+    """What costs seconds at every start: each by itself is nearly a second of processor time."""
+    code = (
+        "import sys; from experiments.cli import main; code = main(['dry-run', 'dgpo_tiny']); "
+        f"print(code, sorted({UNUSED | LATER!r} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout[-500:] + done.stderr[-500:]

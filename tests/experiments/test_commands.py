@@ -3,15 +3,19 @@
 import gzip
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 
-from experiments.cli import split_overrides
+from experiments.cli import build_parser, split_overrides
+from experiments.commands import SERVER_OPTIONS, server_options
 from experiments.download import assemble
 from experiments.errors import ExperimentError
 from experiments.project import ROOT
 from experiments.runner import Request
-from experiments.use import find_model
+from experiments.use import asked_task, find_model
+from retrieval import server
+from rollout.trajectory import Task
 
 
 # The tests themselves run under `make test`, whose flags and level an inner make would take over.
@@ -33,6 +37,7 @@ def make(*words):
         (["evaluate", "CKPT=a b.ckpt"], 'evaluate dgpo_tiny --checkpoint "a b.ckpt"'),
         (["ask", "Q=Who wrote it?"], 'ask dgpo_tiny --question "$Q"'),
         (["dry-run", "EXP=x"], "dry-run x"),
+        (["retriever", "EXP=x", "ARGS=--threads 8 --gpu"], "retriever x --port 8000 --threads 8 --gpu"),
         (["reproduce", "SEEDS=0,1"], "reproduce dgpo_tiny --seeds 0,1"),
         (["ui", "PORT=5001"], "ui --port 5001"),
         (["clean", "ALL=1"], "clean --all"),
@@ -48,6 +53,19 @@ def test_make_alone_prints_help_and_sets_nothing_up():
     for target in ("setup", "train", "evaluate", "test", "retriever", "compare", "ui", "export", "experiments", "ask"):
         assert f"  {target} " in done.stdout
     assert "setting up" not in done.stdout
+
+
+def test_retriever_hands_through_every_option_of_the_server():
+    taken_by_us = {"index", "port", "gpu"}
+    between_processes = {"parent", "ready_fd", "help"}
+    theirs = {action.dest for action in server.build_parser()._actions} - between_processes
+    assert {name.replace("-", "_") for name in SERVER_OPTIONS} | taken_by_us == theirs
+    words = "--host 0.0.0.0 --threads 8 --device cpu --topk 5 --k1 1.2 --java-heap 2g --gpu".split()
+    ours, overrides = split_overrides(["retriever", "x", *words])
+    assert not overrides
+    passed = server.parse_arguments(["--index", "i", *server_options(build_parser().parse_args(ours))])
+    assert (passed.host, passed.threads, passed.device, passed.topk) == ("0.0.0.0", 8, "cpu", 5)
+    assert (passed.k1, passed.java_heap, passed.gpu, passed.b) == (1.2, "2g", True, None)
 
 
 def test_overrides_are_told_from_our_own_options():
@@ -77,6 +95,16 @@ def test_only_models_are_taken_for_models(workshop, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     assert find_model(request, str(tmp_path)) == tmp_path / "model"
+
+
+def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():
+    assert asked_task(" who? ", None) == Task("asked", "who?", (), "asked")
+    example = Task("q1", "where is it?", (), "nq", prompt=(("user", "Think. Question: where is it?\n"),))
+    assert asked_task("who was she", example).prompt == (("user", "Think. Question: who was she?\n"),)
+    with pytest.raises(ExperimentError, match="q1 does not hold its question"):
+        asked_task("who?", replace(example, prompt=(("user", "Think."),)))
+    with pytest.raises(ExperimentError, match="the question is empty"):
+        asked_task("  ", None)
 
 
 def test_commands_are_named_as_they_were_typed(workshop):

@@ -77,6 +77,7 @@ def test_the_paper_run_has_the_values_of_the_specification():
     rollouts = data["rollouts"]["init_args"]
     assert (rollouts["max_turns"], rollouts["max_turn_tokens"], rollouts["max_observation_tokens"]) == (4, 500, 500)
     assert rollouts["max_response_tokens"] == 4096
+    assert rollouts["protocol"]["init_args"]["template"] == "dataset", "Search-R1's wording, as the teacher knows it"
     assert rollouts["environment"]["init_args"]["tools"]["search"]["init_args"]["topk"] == 3
 
 

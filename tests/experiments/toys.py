@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from retrieval.client import RetrieverClient
+
 
 class Note:
     """A task that writes what it was given, and appends a line to the file TOY_JOURNAL each time it runs.
@@ -18,9 +20,17 @@ class Note:
         source: folder of another note, copied into this one.
         seconds: how long it takes.
         fault: ``value``, ``disk``, ``port`` or ``bug``: the error it ends with.
+        retriever: a search server, which it does not ask.
     """
 
-    def __init__(self, text: str = "", source: str | None = None, seconds: float = 0, fault: str = "") -> None:
+    def __init__(
+        self,
+        text: str = "",
+        source: str | None = None,
+        seconds: float = 0,
+        fault: str = "",
+        retriever: RetrieverClient | None = None,
+    ) -> None:
         self.text, self.source, self.seconds, self.fault = text, source, seconds, fault
 
     def run(self, output_dir: Path) -> dict[str, Any]:

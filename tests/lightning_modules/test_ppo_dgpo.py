@@ -294,7 +294,8 @@ def test_the_last_batch_can_be_read_token_by_token(model_dir, teacher_dir):
     annotated = module.last_annotated
     assert [t for t, _ in annotated] == trajectories
     for t, figures in annotated:
-        assert {"advantages", "returns", "old_logprobs", "old_values", "teacher_logprobs", "kl"} <= figures.keys()
+        assert next(iter(figures)) == "advantages", "what the page underlines by"
+        assert {"rewards", "advantages", "returns", "old_logprobs", "old_values", "teacher_logprobs", "kl"} <= figures.keys()
         assert all(len(values) == len(t.response_ids) for values in figures.values())
         sampled = [i for i, m in enumerate(t.loss_mask) if m]
         hidden = [i for i, m in enumerate(t.loss_mask) if not m]
@@ -302,6 +303,8 @@ def test_the_last_batch_can_be_read_token_by_token(model_dir, teacher_dir):
         assert all(figures[name][i] == 0 for i in hidden for name in ("kl", "advantages", "old_logprobs"))
         difference = figures["old_logprobs"][sampled[0]] - figures["teacher_logprobs"][sampled[0]]
         assert figures["kl"][sampled[0]] == pytest.approx(difference, abs=1e-6)
+        paid = sum(figures["kl"]) if t.reward.total == 0 else 0.0  # DGPO: wrong rows pay for their distance
+        assert sum(figures["rewards"]) == pytest.approx(t.reward.total - module.kl_coef * paid, abs=1e-5)
 
 
 def test_an_iteration_of_failures_moves_nothing_even_with_momentum_and_decay(model_dir, teacher_dir):

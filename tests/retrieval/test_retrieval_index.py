@@ -160,6 +160,14 @@ def test_options_that_do_not_go_together_are_refused(options, what):
 def test_search_settings_without_effect_are_refused(bm25_index):
     with pytest.raises(ValueError, match="device: for dense indexes only"):
         SearchSettings(device="cpu").check([read_metadata(bm25_index)])
+    bm25 = read_metadata(bm25_index)
+    for kind in ("bm25", "dense_hnsw"):
+        with pytest.raises(ValueError, match="gpu: for dense_flat indexes only"):
+            SearchSettings(gpu=True).check([dataclasses.replace(bm25, kind=kind)])
+    flat = dataclasses.replace(bm25, kind="dense_flat")
+    with pytest.raises(ValueError, match="found device 'cpu'"):
+        SearchSettings(gpu=True, device="cpu").check([flat])
+    SearchSettings(gpu=True, device="cuda:0").check([bm25, flat])
 
 
 def test_configurable_from_yaml():

@@ -105,6 +105,33 @@ def test_template_from_a_file_or_as_text(model_dir, tmp_path):
             SearchR1Protocol(str(model_dir), template=wrong)
 
 
+def test_template_dataset_shows_the_tasks_own_messages_word_by_word(model_dir):
+    protocol = SearchR1Protocol(str(model_dir), template="dataset")
+    prompt = (("system", "Be brief."), ("user", " Answer {question} Question: who was Mira Voss \n"))
+    task = Task("t", "who was Mira Voss", (), "toy", (("Mira Voss", "A potter."),), prompt=prompt)
+    head = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in prompt)
+    ids = protocol.prompt_ids(task)
+    assert protocol.decode(ids) == head + "<|im_start|>assistant\n"
+    assert protocol.decode(protocol.prompt_ids(task, PromptMode.GOLD_DIRECT)).endswith(
+        '<information>Doc 1(Title: "Mira Voss") A potter.</information>\n\n<answer>'
+    )
+    protocol.tokenizer.chat_template = None
+    bare = Task("t", "why?", (), "toy", prompt=prompt[1:])
+    assert protocol.decode(protocol.prompt_ids(bare)) == prompt[1][1]
+    with pytest.raises(ValueError, match="task t: .*expected one user message, found those of system, user"):
+        protocol.prompt_ids(task)
+
+
+def test_template_dataset_refuses_a_task_without_a_usable_prompt(model_dir):
+    protocol = SearchR1Protocol(str(model_dir), template="dataset")
+    with pytest.raises(ValueError, match=r"task t1: .*'dataset'.*found none\. Take .* a column 'prompt'"):
+        protocol.prompt_ids(Task("t1", "why?", (), "toy"))
+    with pytest.raises(ValueError, match="end with the user's, found those of user, assistant"):
+        protocol.prompt_ids(Task("t1", "why?", (), "toy", prompt=(("user", "why?"), ("assistant", "so"))))
+    with pytest.raises(ValueError, match="task t1: the prompt quotes"):
+        protocol.prompt_ids(Task("t1", "why?", (), "toy", prompt=(("user", "why <|im_end|>?"),)))
+
+
 def test_without_chat_template_the_prompt_is_bare_text(model_dir):
     protocol = SearchR1Protocol(str(model_dir), template="short")
     protocol.tokenizer.chat_template = None

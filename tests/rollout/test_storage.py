@@ -29,7 +29,8 @@ def trajectory(protocol):
 
 def variants(trajectory):
     """Everything that can be None, empty or odd."""
-    odd = Task("q/2", 'Who "was" Ωμέγα\n?', (), "toy", (), {"hops": 2, "nested": {"list": [1, 2.5, None, "ü"]}})
+    nested = {"hops": 2, "nested": {"list": [1, 2.5, None, "ü"]}}
+    odd = Task("q/2", 'Who "was" Ωμέγα\n?', (), "toy", (), nested, (("system", ""), ("user", "Answer:\nΩ?")))
     n = len(trajectory.response_ids)
     precise = tuple(-(0.1 + 0.2) / 3 - 1e-17 * i if m else 0.0 for i, m in enumerate(trajectory.loss_mask))
     unfinished = Turn(0, 2, Action(ActionKind.INVALID, error="no tag"), "length", 7, 2)
@@ -50,6 +51,12 @@ def test_round_trip_is_exact(trajectory, tmp_path):
     save_trajectories(path, [])  # replaces
     assert load_trajectories(path) == []
     assert [p.name for p in path.parent.iterdir()] == ["trajectories.parquet"]
+
+
+def test_files_of_before_prompts_were_recorded_are_read(trajectory, tmp_path):
+    save_trajectories(tmp_path / "t.parquet", [trajectory])
+    pl.read_parquet(tmp_path / "t.parquet").drop("prompt").write_parquet(tmp_path / "old.parquet")
+    assert load_trajectories(tmp_path / "old.parquet") == [trajectory]
 
 
 def test_columns_are_typed_for_other_readers(trajectory, tmp_path):

@@ -1,0 +1,68 @@
+"""Each benchmark runs at a tiny size and prints rows that fit the page. How fast it was is nobody's concern here."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from experiments.project import ROOT
+
+N = r"[0-9]+(\.[0-9]+)?"
+ENGINE = rf"{N} s, {N} CPU s, [0-9]+ tokens per CPU s, {N} trajectories per CPU s"
+SHAPES = {
+    "retrieval": (
+        "--passages 50 --queries 8 --repeats 1",
+        [
+            rf"{size} queries per request, {flight} at once: merged {N}/s, per query {N}/s, ratio {N}"
+            for size, flight in ((1, 1), (1, 64), (64, 1), (64, 4))
+        ],
+    ),
+    "engines": (
+        "--prompts 1 --samples 2 --skip-vllm",
+        [
+            rf"transformers generate: {ENGINE}, ratio 1\.00, 0 prefix tokens spared",
+            rf"TransformersEngine: {ENGINE}, ratio {N}, [1-9][0-9]* prefix tokens spared",
+        ],
+    ),
+    "rollouts": (
+        "--trajectories 2 --turns 1 --repeats 1",
+        [
+            rf"search takes {ms} ms \(median\): agent loop {N} trajectories/s, barrier per turn {N}/s, ratio {N}"
+            for ms in (0, 50, 200)
+        ],
+    ),
+    "chunked_logprobs": (
+        "--tokens 64 --hidden 64 --vocabulary 20000 --chunk 8",
+        [
+            rf"naive: peak \+{N} MiB, {N} s, KL {N}",
+            rf"chunked: peak \+{N} MiB, {N} s, KL {N}",
+            rf"naive / chunked: {N} in peak memory; gradient norms differ by 0\.0e\+00 relative"
+            rf"|naive / chunked: {N} in peak memory; gradient norms differ by [0-9.]+e-(0[4-9]|1[0-9]) relative",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_prints_rows_for_the_page(name):
+    words, figures = SHAPES[name]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *words.split(), "--markdown"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(rows) == len(figures), done.stdout
+    for row, figure in zip(rows, figures, strict=True):
+        _, shown, machine, found, _ = (cell.strip() for cell in row.split("|"))
+        assert shown == f"`python -m benchmarks.{name} {words}`"
+        assert re.fullmatch(r".+, [0-9]+ cores, load [0-9.]+, commit [0-9a-f]{7,}", machine)
+        assert re.fullmatch(figure, found), found
+    if name == "chunked_logprobs":
+        naive, chunked = (float(re.search("KL ([0-9.]+)", row).group(1)) for row in rows[:2])
+        assert naive == pytest.approx(chunked, rel=1e-3), "both forms compute the same divergence"
+
+
+def test_make_benchmark_runs_every_script():
+    done = subprocess.run(["make", "-n", "benchmark"], cwd=ROOT, capture_output=True, text=True, check=True)
+    named = set(re.search(r"for name in ([a-z_ ]+);", done.stdout).group(1).split())
+    assert named == SHAPES.keys() == {p.stem for p in (ROOT / "benchmarks").glob("*.py")} - {"page"}
