@@ -23,6 +23,7 @@ CURVES = (
     "train/response_tokens", "train/grad_norm", "train/logprob_gap", "throughput/tokens_per_s",
 )  # fmt: skip
 HISTORY_SCHEMA = {"run_id": pl.String, "run": pl.String, "metric": pl.String, "step": pl.Int64, "value": pl.Float64}
+MAX_SIDE_BY_SIDE = 5  # runs whose parameters fit beside each other in a terminal
 
 
 class NoRunsError(LookupError):
@@ -170,12 +171,12 @@ def compare(
     """
     client = open_store(tracking_uri or default_tracking_uri(Path(outputs)))
     frame = runs_frame(client, experiment, names)
-    table = comparison(frame, metrics)
+    figures, params = comparison(frame, metrics)
     history = history_frame(client, dict(zip(frame["run_id"], _labels(frame), strict=True)), metrics)
     drawing = svg(curves_figure(history, metrics)) if len(history) else ""
     page = Path(outputs) / "compare.html"
-    write_atomically(page, _page(experiment, table, drawing))
-    return f"{_text(table)}curves: {page}"
+    write_atomically(page, _page(experiment, pl.concat([figures, params], how="horizontal"), drawing))
+    return f"{_text(figures, params)}curves: {page}"
 
 
 def _labels(frame: pl.DataFrame) -> list[str]:
@@ -185,12 +186,12 @@ def _labels(frame: pl.DataFrame) -> list[str]:
     return [f"{name} {run_id[:6]}" if names.count(name) > 1 else name for name, run_id in pairs]
 
 
-def comparison(frame: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
-    """The columns worth reading: name, status, seconds, the last value of each metric, the parameters that differ."""
-    measured = [f"metrics.{m}" for m in metrics if f"metrics.{m}" in frame.columns]
-    params = differing_params(frame)
-    names = {c: c.removeprefix("metrics.").removeprefix("params.") for c in measured + params}
-    return frame.with_columns(run=pl.Series(_labels(frame))).select("run", "status", "seconds", *names).rename(names)
+def comparison(frame: pl.DataFrame, metrics: Sequence[str]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The columns worth reading: name, status, seconds and the last value of each metric; the parameters that differ."""
+    measured = {f"metrics.{m}": m for m in metrics if f"metrics.{m}" in frame.columns}
+    params = {c: c.removeprefix("params.") for c in differing_params(frame)}
+    figures = frame.with_columns(run=pl.Series(_labels(frame))).select("run", "status", "seconds", *measured)
+    return figures.rename(measured), frame.select(*params).rename(params)
 
 
 def _cell(value: Any) -> str:
@@ -199,15 +200,23 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _text(table: pl.DataFrame) -> str:
+def _text(figures: pl.DataFrame, params: pl.DataFrame) -> str:
+    """Figures with a run per line; parameters with a run per column, for as many runs as fit side by side."""
     from rich.table import Table
 
     shown = Table(title="runs")
-    for name in table.columns:
+    for name in figures.columns:
         shown.add_column(name, overflow="fold")
-    for row in table.iter_rows():
+    for row in figures.iter_rows():
         shown.add_row(*(_cell(v) for v in row))
-    return table_text(shown)
+    if not params.width or len(figures) > MAX_SIDE_BY_SIDE:
+        return table_text(shown) + ("the parameters that differ are on the page\n" if params.width else "")
+    turned = Table(title="parameters that differ")
+    for name in ("", *figures["run"]):
+        turned.add_column(name, overflow="fold")
+    for name in params.columns:
+        turned.add_row(name, *(_cell(v) for v in params[name]))
+    return table_text(shown) + table_text(turned)
 
 
 def table_text(table: Any) -> str:

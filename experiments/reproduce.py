@@ -39,9 +39,10 @@ def reproduce(args: argparse.Namespace, request: Request) -> None:
             rows += make_rows(dataclasses.replace(seeded, target=name))
     from callbacks.report import write_results  # late: it imports torch, which would sit here for hours
 
-    command = request.command("reproduce", f"SEEDS={args.seeds}")
+    variables = [f"SEEDS={args.seeds}"]
     if args.ablation_seeds:
-        command += f" ABLATION_SEEDS={args.ablation_seeds}"
+        variables.append(f"ABLATION_SEEDS={args.ablation_seeds}")
+    command = dataclasses.replace(request, verb="reproduce", variables=tuple(variables)).command()
     results = request.project.root / "docs" / "results"
     notes = results / f"{request.target}_notes.md"  # what a person has to say about the figures
     text = notes.read_text() if notes.is_file() else ""

@@ -45,15 +45,21 @@ class Request:
     seed: int | None
     fresh: bool = False
     resume: bool = False  # asked for; stages that can be continued are so or so
+    verb: str = "train"  # the make target
+    variables: tuple[str, ...] = ()  # further make variables, as CKPT=path
 
-    def command(self, verb: str = "train", extra: str = "") -> str:
+    def command(self, *extra: str) -> str:
         """The make command that does this."""
-        words = ["make", verb, f"EXP={self.target}"]
+        words = ["make", self.verb, f"EXP={self.target}", *self.variables]
         if self.seed is not None:
             words.append(f"SEED={self.seed}")
         if self.arguments:
             words.append(f'ARGS="{" ".join(self.arguments)}"')
-        return " ".join([*words, *([extra] if extra else [])])
+        return " ".join([*words, *extra])
+
+    def again(self) -> str:
+        """The make command that goes on after a failure; only training has anything to go on from."""
+        return self.command(*(["RESUME=last"] if self.verb == "train" else []))
 
     def flags(self) -> list[str]:
         """The same as arguments of ``python -m experiments``."""
@@ -192,7 +198,7 @@ def _run(stage: Stage, store: StageFolder, request: Request, resume: bool) -> No
         command, cwd=request.project.root, env=environment, log=store.log_path, on_interrupt=on_interrupt
     )
     if child.interrupted or child.returncode == INTERRUPTED:
-        raise StageFailed(f"{stage.name} was stopped. To continue: {request.command(extra='RESUME=last')}", INTERRUPTED)
+        raise StageFailed(f"{stage.name} was stopped. To continue: {request.again()}", INTERRUPTED)
     if child.returncode == REFUSED:
         if not resume:
             shutil.rmtree(stage.folder)
@@ -203,7 +209,7 @@ def _run(stage: Stage, store: StageFolder, request: Request, resume: bool) -> No
         hint = " (killed from outside, perhaps for lack of memory)" if child.returncode == -9 else ""
         again = "continue" if store.checkpoint.exists() else "try again"
         raise StageFailed(
-            f"{stage.name} failed: {how}{hint}. Its log: {log}. To {again}: {request.command(extra='RESUME=last')}", 1
+            f"{stage.name} failed: {how}{hint}. Its log: {log}. To {again}: {request.again()}", 1
         )
 
 

@@ -66,6 +66,7 @@ def evaluate(graph: Graph, request: Request, checkpoint: str | None) -> None:
     if target.kind == "task":
         raise ExperimentError(f"'{target.name}' is of kind task: there is no model to evaluate")
     path = find_model(request, checkpoint)
+    request = replace(request, verb="evaluate", variables=(f"CKPT={checkpoint}",) if checkpoint else ())
     stage = evaluation_stage(target, path, graph)
     for upstream in target.upstream:
         runner.folder_of(request.project, upstream)  # the world, the index: made by train

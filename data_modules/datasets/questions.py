@@ -249,7 +249,7 @@ class _QuestionFile:
         found = self._frame.columns
         near = difflib.get_close_matches(name, [c for c in found if c not in SCHEMA], n=1, cutoff=0.5)
         instead = f" (nor {substitute}, which would do instead)" if substitute else ""
-        hint = f"; did you mean to call column '{near[0]}' so?" if near else ""
+        hint = f"; did you mean to call column '{near[0]}' so?" if near else "."
         return DatasetError(f"{self._path}: no column '{name}'{instead}{hint} The file has: {', '.join(found)}")
 
     def _expect(

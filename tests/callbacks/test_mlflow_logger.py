@@ -139,6 +139,7 @@ def test_default_store(monkeypatch, tmp_path):
 def test_compare_prints_a_table_and_writes_a_page_that_stands_alone(outputs):
     text = compare(outputs, ["kd", "dgpo"], experiment="tests")
     assert all(f"{method}-seed{seed}" in text for method in METHODS for seed in (0, 1)) and "0.75" in text
+    assert "parameters that differ" not in text, "all four runs have the same"
     page = (outputs / "compare.html").read_text()
     assert text.rstrip().endswith("compare.html")
     assert "<svg" in page and "train/loss" in page and page.count("kd-seed0") >= 2

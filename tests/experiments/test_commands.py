@@ -109,4 +109,6 @@ def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():
 
 def test_commands_are_named_as_they_were_typed(workshop):
     request = Request(workshop.project, "x", ("--model.kl_coef", "0.01"), 3)
-    assert request.command(extra="RESUME=last") == 'make train EXP=x SEED=3 ARGS="--model.kl_coef 0.01" RESUME=last'
+    assert request.again() == 'make train EXP=x SEED=3 ARGS="--model.kl_coef 0.01" RESUME=last'
+    evaluation = replace(request, arguments=(), verb="evaluate", variables=("CKPT=a.ckpt",))
+    assert evaluation.again() == "make evaluate EXP=x CKPT=a.ckpt SEED=3", "a test has nothing to go on from"
