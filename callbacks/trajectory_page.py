@@ -68,7 +68,8 @@ def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedToke
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>\n<h1>{escape(title)}</h1>\n{LEGEND}\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>\n"
+        f"<h1>{escape(title)}</h1>\n{_legend(items)}\n"
         f"<nav><ol>{contents}</ol></nav>\n{articles}\n</body></html>\n"
     )
 
@@ -164,11 +165,18 @@ def _tokens(
     return "".join(spans)
 
 
-LEGEND = (
-    '<p class="legend"><span class="p">prompt</span> <span class="m">model (sampled, trained)</span> '
-    '<span class="o">observation (not trained)</span> · underline: first signal, '
-    '<span class="m pos">positive</span> <span class="m neg">negative</span> · hover a token for its figures</p>'
-)
+def _legend(items: Sequence[PageItem]) -> str:
+    first = next((next(iter(item.signals)) for item in items if item.signals), None)
+    underline = (
+        f'underline: {escape(first)}, <span class="m pos">positive</span> <span class="m neg">negative</span> · '
+        if first
+        else ""
+    )
+    return (
+        '<p class="legend"><span class="p">prompt</span> <span class="m">model (sampled, trained)</span> '
+        f'<span class="o">observation (not trained)</span> · {underline}hover a token for its figures</p>'
+    )
+
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1b1b1f;--line:#d5d5dc;--p:#ececf1;--m:#dbe9ff;--o:#fff0d1;--good:#158a3c;

@@ -89,7 +89,9 @@ def test_page_shows_every_token_with_role_text_and_figures(tokenizer):
     trajectory = written(tokenizer, TEXT)
     length = len(trajectory.response_ids)
     signals = {"advantage": [0.5 - 0.1 * i for i in range(length)], "kl": [0.01] * length}
-    page = Page(render_page("a <title>", [PageItem(trajectory, "best: EM 1", signals)], tokenizer))
+    html = render_page("a <title>", [PageItem(trajectory, "best: EM 1", signals)], tokenizer)
+    assert "underline: advantage," in html
+    page = Page(html)
     assert page.fetched == [] and page.headings == ["best: EM 1"]
     text = {role: "".join(t for r, _, t in page.tokens if r == role) for role in "pmo"}
     assert text["p"] == "<|im_start|>user\nWhere?"
