@@ -23,6 +23,7 @@ CURVES = (
     "train/response_tokens", "train/grad_norm", "train/logprob_gap", "throughput/tokens_per_s",
 )  # fmt: skip
 HISTORY_SCHEMA = {"run_id": pl.String, "run": pl.String, "metric": pl.String, "step": pl.Int64, "value": pl.Float64}
+MANY_POINTS = 30  # from here on a curve is smoothed
 MAX_SIDE_BY_SIDE = 5  # runs whose parameters fit beside each other in a terminal
 
 
@@ -125,16 +126,22 @@ def curves_figure(history: pl.DataFrame, metrics: Sequence[str] | None = None, c
     figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained", facecolor="white")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     runs = history["run_id"].unique(maintain_order=True).to_list()  # two runs may have one name
+    lines: dict[str, Any] = {}  # run -> one line of it, for the legend
     for axis, metric in zip(axes, shown, strict=False):
         of_metric = history.filter(pl.col("metric") == metric)
         for (run_id, run), points in of_metric.group_by(["run_id", "run"], maintain_order=True):
-            marker = "o" if len(points) < 30 else None
-            color = f"C{runs.index(run_id) % 10}"
-            axis.plot(points["step"], points["value"], marker=marker, ms=3, lw=1.4, color=color, label=run)
+            place = runs.index(run_id)
+            style = {"color": f"C{place % 10}", "linestyle": ("-", "--", ":")[place // 10 % 3]}
+            values = points["value"]
+            if len(points) >= MANY_POINTS:  # a line through a mean of neighbours, and faintly what it is the mean of
+                axis.plot(points["step"], values, lw=0.6, alpha=0.2, color=style["color"])
+                values = values.rolling_mean(MANY_POINTS // 3, min_samples=1, center=True)
+            marker = "o" if len(points) < MANY_POINTS else None
+            (lines[run_id],) = axis.plot(points["step"], values, marker=marker, ms=3, lw=1.4, label=run, **style)
         axis.set_title(metric, fontsize=10)
         axis.set_xlabel("iteration", fontsize=9)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=4, fontsize=8)
     for axis in axes[len(shown) :]:
         axis.set_visible(False)
     return figure

@@ -323,6 +323,9 @@ def _write_curves(path: Path, runs: Sequence[Run], tracking_uri: str) -> bool:
     history = history_frame(open_store(tracking_uri), ids, RESULT_CURVES) if ids else pl.DataFrame()
     if not len(history):
         return False
+    learning = history.filter(pl.col("metric") == "train/em")["run_id"].unique()
+    if len(learning):  # iterations of supervised learning are another measure of time
+        history = history.filter(pl.col("run_id").is_in(learning.implode()))
     path.parent.mkdir(parents=True, exist_ok=True)
     curves_figure(history, RESULT_CURVES).savefig(path, dpi=110)
     return True
