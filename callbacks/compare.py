@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from callbacks.records import default_tracking_uri
+from callbacks.records import SQLITE, default_tracking_uri
 from rollout.files import write_atomically
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class NoRunsError(LookupError):
 
 def open_store(tracking_uri: str) -> MlflowClient:
     """Raises FileNotFoundError for an SQLite store that does not exist (MLflow would create an empty one)."""
-    path = Path(tracking_uri.removeprefix("sqlite:///"))
-    if tracking_uri.startswith("sqlite:///") and not path.exists():
+    path = Path(tracking_uri.removeprefix(SQLITE))
+    if tracking_uri.startswith(SQLITE) and not path.exists():
         raise FileNotFoundError(f"no MLflow store at {path}; train something first (make train), or give another URI")
     from mlflow import MlflowClient
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,6 +18,8 @@ from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import Trajectory
 
 Annotated = tuple[Trajectory, dict[str, list[float]]]
+
+_tokenizer = lru_cache(maxsize=4)(load_tokenizer)  # a page is written every few iterations
 
 
 def rank_key(trajectory: Trajectory) -> tuple[float, float, int, str, int]:
@@ -124,7 +127,7 @@ class TrajectoryLog(L.Callback):
         items = [
             PageItem(t, f"{kind}: EM {row_of(t).em:g}, {t.stop_reason.value}", signals) for kind, (t, signals) in chosen
         ]
-        tokenizer = load_tokenizer(self.tokenizer or policy_source(module))
+        tokenizer = _tokenizer(self.tokenizer or policy_source(module))
         path = stage_dir(trainer) / "trajectories" / f"{name}.html"
         write_atomically(path, render_page(f"{stage_dir(trainer).parent.name}: {title}", items, tokenizer))
         for logger in trainer.loggers:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from callbacks.records import default_tracking_uri
+from callbacks.records import SQLITE, default_tracking_uri
 from experiments import overrides, registry, runner
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Need, Stage, closure
@@ -149,8 +149,8 @@ def compare(args: argparse.Namespace, request: Request) -> None:
 def ui(args: argparse.Namespace, request: Request) -> None:
     """MLflow's own interface over the embedded store, in the foreground."""
     store = default_tracking_uri(request.project.outputs)
-    database = Path(store.removeprefix("sqlite:///"))
-    if store.startswith("sqlite:///") and not database.is_file():
+    database = Path(store.removeprefix(SQLITE))
+    if store.startswith(SQLITE) and not database.is_file():
         raise ExperimentError(f"there are no runs yet ({database} does not exist): make train first")
     require_free_port(args.port, "make ui PORT=5001")
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

@@ -28,4 +28,3 @@ class Project:
     def relative(self, path: Path) -> str:
         """``path`` as a user in the project's root would type it."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
-

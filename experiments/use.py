@@ -126,6 +126,8 @@ def ask(graph: Graph, request: Request, question: str | None, temperature: float
     """Roll out questions with the experiment's model, each turn printed as soon as it is there."""
     from rich.console import Console
 
+    from rollout.protocols.search_r1 import DATASET
+
     config = copy.deepcopy(graph.target().config)
     model = find_model(request, None)
     rollouts = rollouts_of(config)
@@ -134,7 +136,7 @@ def ask(graph: Graph, request: Request, question: str | None, temperature: float
     console.print(f"[dim]loading {request.project.relative(model)} and its search engine ...[/dim]")
     system = build_rollouts(rollouts)
     system.sampler = WatchedSampler(console, system.protocol)
-    example = example_task(config) if getattr(system.protocol, "template", None) == "dataset" else None
+    example = example_task(config) if getattr(system.protocol, "template", None) == DATASET else None
     try:
         system.start()
         if question is not None:

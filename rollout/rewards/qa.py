@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.rewards.scoring import sub_exact_match, exact_match, f1
+from rollout.rewards.scoring import exact_match, f1, sub_exact_match
 from rollout.trajectory import Reward, Trajectory
 
 
