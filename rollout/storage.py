@@ -193,6 +193,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "policy_version": turn.policy_version,
         "observation_end": turn.observation_end,
         "observation_truncated": turn.observation_truncated,
+        "entropy": turn.entropy,
     }
 
 

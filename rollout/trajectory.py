@@ -128,6 +128,9 @@ class Turn:
     policy_version: int
     observation_end: int  # == end when nothing followed; observation is [end, observation_end)
     observation_truncated: bool = False
+    # Mean entropy (nats) of the distributions its first tokens were drawn from, one figure per turn; None where the
+    # engine was not asked for top log-probs. See rollout.entropy.
+    entropy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
