@@ -126,7 +126,7 @@ def ask(graph: Graph, request: Request, question: str | None, temperature: float
     """Roll out questions with the experiment's model, each turn printed as soon as it is there."""
     from rich.console import Console
 
-    from rollout.protocols.search_r1 import DATASET
+    from rollout.protocols.text import DATASET
 
     config = copy.deepcopy(graph.target().config)
     model = find_model(request, None)

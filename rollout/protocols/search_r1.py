@@ -7,14 +7,12 @@ never its closing tag; EOS and empty queries are decided, not accidental.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rollout.protocols.base import PromptMode
-from rollout.tokenizer import load_tokenizer
+from rollout.protocols.text import DATASET, TextProtocol
 from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
@@ -29,7 +27,6 @@ INSTRUCTION = (
     "Question: {question}\n"
 )
 TEMPLATES = {"search_r1": INSTRUCTION, "short": "Question: {question}"}
-DATASET = "dataset"
 
 CORRECTION = (
     "\nThat was neither a search nor an answer. To search, I must write the query between <search> and </search>. To "
@@ -40,7 +37,7 @@ OPEN, CLOSE = "<information>", "</information>\n\n"
 _TAG = re.compile(r"<(/?)(search|answer)>")
 
 
-class SearchR1Protocol:
+class SearchR1Protocol(TextProtocol):
     """Prompts, actions and observations of Search-R1 with the tokenizer of one model.
 
     Args:
@@ -63,12 +60,10 @@ class SearchR1Protocol:
     def __init__(
         self, tokenizer: str, template: str = "search_r1", eos_ends: bool = False, correction: str = CORRECTION
     ) -> None:
-        self.tokenizer = load_tokenizer(tokenizer)
+        super().__init__(tokenizer, eos_ends)
         self.template = DATASET if template == DATASET else read_template(template)
         self.ends_with_question_mark = template != "short"
-        self.eos_ends, self.correction = eos_ends, correction
-        self.stop_token_ids = eos_token_ids(tokenizer, self.tokenizer)
-        self._control_tokens = control_tokens(self.tokenizer)
+        self.correction = correction
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
         """[P] ids of chat template, instruction and question; for ARCap's gold modes also the passages as the
@@ -87,10 +82,6 @@ class SearchR1Protocol:
             text += OPEN + passages + CLOSE
             text += "<answer>" if mode is PromptMode.GOLD_DIRECT else ""
         return self._ids(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled ids, special tokens kept."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The first complete action in the text of one turn.
@@ -121,58 +112,19 @@ class SearchR1Protocol:
         if action.kind is ActionKind.INVALID:
             ids = self._ids(self.correction, plain=True)
             return (ids, False) if len(ids) <= budget else ([], True)
-        body = "\n\n" + OPEN + "\n".join(result.text.strip() for result in results)
-        ids = self._ids(body + CLOSE, plain=True)
-        if len(ids) <= budget:
-            return ids, False
-        tail = self._ids(CLOSE, plain=True)
-        head = self._ids(body, plain=True)[: max(budget - len(tail), 0)]
-        for _ in range(3):  # a character has at most four bytes, so at most three tokens of a broken one are left
-            if head and self.decode(head[-4:]).endswith("\ufffd"):
-                head.pop()
-        # Where one token spans the opening tag and the first letters of the text, the tag may need more than its own.
-        return (head + tail, True) if self.decode(head).startswith("\n\n" + OPEN) else ([], True)
+        body = "\n".join(result.text.strip() for result in results)
+        return self._block("\n\n" + OPEN, body, CLOSE, budget)
 
     def _messages(self, task: Task) -> list[dict[str, str]]:
-        if self.template != DATASET:
-            return [{"role": "user", "content": self.template.replace("{question}", self._question(task))}]
-        roles = [role for role, _ in task.prompt]
-        if not roles or roles[-1] != "user" or (len(roles) > 1 and not self.tokenizer.chat_template):
-            expected = "messages that end with the user's" if self.tokenizer.chat_template else "one user message"
-            raise ValueError(
-                f"task {task.id}: the prompt template is 'dataset', which takes the task's own prompt; expected "
-                f"{expected}, found {'those of ' + ', '.join(roles) if roles else 'none'}. Take question files with a "
-                "column 'prompt', a list of {role, content} (Search-R1's have it), or another template: search_r1"
-            )
-        for _, content in task.prompt:
-            self._refuse_control_tokens(task, "the prompt", content)
-        return [{"role": role, "content": content} for role, content in task.prompt]
+        if self.template == DATASET:
+            return self._dataset_messages(task, otherwise="search_r1")
+        return [{"role": "user", "content": self.template.replace("{question}", self._question(task))}]
 
     def _question(self, task: Task) -> str:
-        question = task.question.strip()
-        if not question:
-            raise ValueError(f"task {task.id}: the question is empty")
-        self._refuse_control_tokens(task, "the question", question)
+        question = super()._question(task)
         if self.ends_with_question_mark and not question.endswith((".", "!", "?")):
             question += "?"
         return question
-
-    def _refuse_control_tokens(self, task: Task, where: str, text: str) -> None:
-        for token in self._control_tokens:
-            if token in text:
-                raise ValueError(
-                    f"task {task.id}: {where} quotes {token!r}, a control token of the tokenizer, which would end or "
-                    "open a turn of the chat; expected plain text: remove the task, or write the token differently"
-                )
-
-    def _chat(self, messages: list[dict[str, str]]) -> str:
-        if not self.tokenizer.chat_template:
-            return messages[0]["content"]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-    def _ids(self, text: str, plain: bool = False) -> list[int]:
-        """``plain``: control tokens written in the text (a passage that quotes ``<|im_end|>``) become ordinary text."""
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"]
 
 
 def read_template(template: str) -> str:
@@ -191,19 +143,3 @@ def read_template(template: str) -> str:
     if "{question}" not in text:
         raise ValueError(f"prompt template {path}: expected {{question}} where the question goes, found none")
     return text
-
-
-def control_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """The texts that the tokenizer reads as one special token wherever they stand, sorted."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted(added | set(tokenizer.all_special_tokens)))
-
-
-def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's EOS and those of generation_config.json (Qwen lists two), without repetition."""
-    ids = [tokenizer.eos_token_id]
-    config = Path(folder) / "generation_config.json"
-    if config.is_file():
-        listed = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
-        ids += listed if isinstance(listed, list) else [listed]
-    return tuple(dict.fromkeys(i for i in ids if i is not None))

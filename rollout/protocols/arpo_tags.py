@@ -1,0 +1,129 @@
+"""ARPO's protocol: <think>, <search>, <python>, <result>, <answer> as plain text in one assistant turn.
+
+Source of the format: RUC-NLPIR/ARPO (specs/arpo.md sections 1.4 and 5). Mended here: a call is read from its own turn
+only, never from the prompt, whose example holds tags, too; results are tokenised without special tokens; one that is
+too long loses its own text, never its closing tag; a call limit ends the trajectory without an EOS that nobody sampled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.protocols.base import PromptMode
+from rollout.protocols.boxed import last_boxed
+from rollout.protocols.text import DATASET, TextProtocol
+from rollout.tools.search import format_passages
+from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
+
+# The meaning of ARPO's system prompt in our own words. Checkpoints trained on the published wording need exactly that
+# wording: ARPO's question files carry it, ``system: dataset`` takes it from there.
+SYSTEM = (
+    "You solve questions step by step and may use two tools as often as you need them: a Wikipedia search engine and a "
+    "Python interpreter. Think between <think> and </think> first. To search, write <search> your query </search>; to "
+    "compute, write <python> your program </python>. What the tool returns will follow between <result> and </result>; "
+    "then think again. Close with <answer> The final answer is \\[ \\boxed{your answer} \\] </answer>, the answer itself "
+    "in LaTeX within \\boxed{}. For example: <think> I need the year of the fire first. </think> <search> year of the "
+    "great fire of London </search> <result> The Great Fire of London was in 1666. </result> <think> Now the sum of its "
+    "digits. </think> <python> print(sum(map(int, str(1666)))) </python> <result> 19 </result> <think> That is it. "
+    "</think> <answer> The final answer is \\[ \\boxed{19} \\] </answer>"
+)
+SYSTEMS = {"arpo": SYSTEM, "none": ""}
+
+OPEN, CLOSE = " <result>\n", "\n</result>"
+CORRECTION = (
+    "Nothing was called. Write <search> a query </search>, or <python> a program </python>, or close with "
+    "<answer> \\boxed{the answer} </answer>."
+)
+ARGUMENT = {"search": "query", "python": "code"}  # by tool: the name of what stands between its tags
+_CLOSING = re.compile(rf"</({'|'.join(ARGUMENT)})>")
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+class ARPOProtocol(TextProtocol):
+    """Prompts, actions and results of ARPO with the tokenizer of one model.
+
+    A turn ends at ``</search>``, at ``</python>`` or with EOS. Its answer is the last ``\\boxed{}`` in the last
+    ``<answer>`` block (the whole block where nothing is boxed), and ends the trajectory when the turn calls no tool.
+
+    Args:
+        tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt.
+        system: ``arpo`` (the full instruction, in our words), ``none`` (for tiny models trained without), a file with
+            your own text, or ``dataset``: the messages of the task's own ``prompt``, word by word. The user's turn is
+            the bare question.
+        eos_ends: whether a turn that ends with EOS and holds neither call nor answer ends the trajectory (as released);
+            else the model reads the correction.
+        correction: the result of a turn without a call.
+
+    Raises:
+        ValueError: if the system text is neither a name nor a file, or the folder holds no tokenizer or one without
+            EOS.
+    """
+
+    stop = ("</search>", "</python>")
+
+    def __init__(
+        self, tokenizer: str, system: str = "arpo", eos_ends: bool = True, correction: str = CORRECTION
+    ) -> None:
+        super().__init__(tokenizer, eos_ends)
+        self.template = DATASET if system == DATASET else read_system(system)
+        self.correction = correction
+
+    def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
+        """[P] ids of chat template, system text and question; for ARCap's gold modes also the passages as a result at
+        the beginning of the assistant's turn, and for GOLD_DIRECT an opened ``<answer>``, which leaves no room to think.
+
+        Raises ValueError if the question is empty, a gold mode meets a task without gold passages, the system text is
+        ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token.
+        """
+        text = self._chat(self._messages(task))
+        if mode in (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK):
+            if not task.gold_passages:
+                raise ValueError(f"task {task.id}: mode {mode} needs gold passages, and the task has none")
+            passages = format_passages(task.gold_passages).strip()
+            self._refuse_control_tokens(task, "a gold passage", passages)
+            text += OPEN + passages + CLOSE + ("<answer>" if mode is PromptMode.GOLD_DIRECT else "")
+        return self._ids(text)
+
+    def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
+        """The action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends there), else
+        its answer.
+
+        The content of a call is what follows its last opening tag, so that tags which the model merely mentions are not
+        read as content. An empty call is a CALL (the tool refuses it), an empty answer is an ANSWER (it scores 0).
+        """
+        closing = _CLOSING.search(text)
+        if closing is not None:
+            name = closing[1]
+            _, opening, content = text[: closing.start()].rpartition(f"<{name}>")
+            if opening:
+                return Action(ActionKind.CALL, (ToolRequest(name, {ARGUMENT[name]: content.strip()}),))
+            return Action(ActionKind.INVALID, error=f"</{name}> without <{name}>")
+        answers = _ANSWER.findall(f"<answer>{text}" if mode is PromptMode.GOLD_DIRECT else text)
+        if answers:
+            boxed = last_boxed(answers[-1])
+            return Action(ActionKind.ANSWER, answer=(answers[-1] if boxed is None else boxed).strip())
+        return Action(ActionKind.INVALID, error="neither a call nor a complete answer")
+
+    def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
+        """Ids of the ``<result>`` block, and whether text was cut; after an INVALID action it holds the correction.
+        What does not fit loses the end of the text; the tags stay. ``([], True)`` if not even they fit."""
+        texts = [self.correction] if action.kind is ActionKind.INVALID else [result.text.strip() for result in results]
+        return self._block(OPEN, "\n".join(texts), CLOSE, budget)
+
+    def _messages(self, task: Task) -> list[dict[str, str]]:
+        if self.template == DATASET:
+            return self._dataset_messages(task, otherwise="arpo")
+        system = [{"role": "system", "content": self.template}] if self.template else []
+        return [*system, {"role": "user", "content": self._question(task)}]
+
+
+def read_system(system: str) -> str:
+    """The text behind a built-in name or a file path. Raises ValueError if it is neither."""
+    if system in SYSTEMS:
+        return SYSTEMS[system]
+    path = Path(system)
+    if not path.is_file():
+        raise ValueError(f"system text {system!r} is neither one of {sorted([*SYSTEMS, DATASET])}, nor a file")
+    return path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,106 @@
+"""What protocols share whose calls are plain text between tags: the chat template, ids and text, blocks that are cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import Task
+
+DATASET = "dataset"  # a template's name: the messages of the task's own ``prompt``, word by word
+
+
+class TextProtocol:
+    """Base of the tag protocols. Subclasses say how a task becomes messages, and how text becomes actions.
+
+    Args:
+        tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt; without a chat template
+            the prompt is the bare text.
+        eos_ends: what a turn means that ends with EOS without an action. False: it is invalid, and the model reads the
+            correction. True: the trajectory ends there.
+
+    Raises:
+        ValueError: if the folder holds no tokenizer or one without EOS.
+    """
+
+    def __init__(self, tokenizer: str, eos_ends: bool) -> None:
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.eos_ends = eos_ends
+        self.stop_token_ids = eos_token_ids(tokenizer, self.tokenizer)
+        self._control_tokens = control_tokens(self.tokenizer)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled ids, special tokens kept."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _dataset_messages(self, task: Task, otherwise: str) -> list[dict[str, str]]:
+        """The task's own prompt, checked; ``otherwise``: the template to take if there is none."""
+        roles = [role for role, _ in task.prompt]
+        if not roles or roles[-1] != "user" or (len(roles) > 1 and not self.tokenizer.chat_template):
+            expected = "messages that end with the user's" if self.tokenizer.chat_template else "one user message"
+            raise ValueError(
+                f"task {task.id}: the prompt template is 'dataset', which takes the task's own prompt; expected "
+                f"{expected}, found {'those of ' + ', '.join(roles) if roles else 'none'}. Take question files with a "
+                f"column 'prompt', a list of {{role, content}} (the published ones have it), or another template: "
+                f"{otherwise}"
+            )
+        for _, content in task.prompt:
+            self._refuse_control_tokens(task, "the prompt", content)
+        return [{"role": role, "content": content} for role, content in task.prompt]
+
+    def _question(self, task: Task) -> str:
+        question = task.question.strip()
+        if not question:
+            raise ValueError(f"task {task.id}: the question is empty")
+        self._refuse_control_tokens(task, "the question", question)
+        return question
+
+    def _refuse_control_tokens(self, task: Task, where: str, text: str) -> None:
+        for token in self._control_tokens:
+            if token in text:
+                raise ValueError(
+                    f"task {task.id}: {where} quotes {token!r}, a control token of the tokenizer, which would end or "
+                    "open a turn of the chat; expected plain text: remove the task, or write the token differently"
+                )
+
+    def _chat(self, messages: list[dict[str, str]]) -> str:
+        if not self.tokenizer.chat_template:
+            return "\n".join(message["content"] for message in messages)
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def _ids(self, text: str, plain: bool = False) -> list[int]:
+        """``plain``: control tokens written in the text (a passage that quotes ``<|im_end|>``) become ordinary text."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"]
+
+    def _block(self, opening: str, body: str, closing: str, budget: int) -> tuple[list[int], bool]:
+        """Ids of ``opening + body + closing`` within ``budget``, and whether text was cut: what does not fit loses the
+        end of the body, the tags stay. ``([], True)`` if not even they fit."""
+        ids = self._ids(opening + body + closing, plain=True)
+        if len(ids) <= budget:
+            return ids, False
+        tail = self._ids(closing, plain=True)
+        head = self._ids(opening + body, plain=True)[: max(budget - len(tail), 0)]
+        for _ in range(3):  # a character has at most four bytes, so at most three tokens of a broken one are left
+            if head and self.decode(head[-4:]).endswith("\ufffd"):
+                head.pop()
+        # Where one token spans the opening tag and the first letters of the text, the tag may need more than its own.
+        return (head + tail, True) if self.decode(head).startswith(opening) else ([], True)
+
+
+def control_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """The texts that the tokenizer reads as one special token wherever they stand, sorted."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(added | set(tokenizer.all_special_tokens)))
+
+
+def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's EOS and those of generation_config.json (Qwen lists two), without repetition."""
+    ids = [tokenizer.eos_token_id]
+    config = Path(folder) / "generation_config.json"
+    if config.is_file():
+        listed = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
+        ids += listed if isinstance(listed, list) else [listed]
+    return tuple(dict.fromkeys(i for i in ids if i is not None))

@@ -1,0 +1,130 @@
+"""ARPO's text format: prompts, the parser's table, results within a budget."""
+
+import pytest
+
+from rollout.protocols.arpo_tags import CORRECTION, ARPOProtocol
+from rollout.protocols.base import PromptMode
+from rollout.protocols.boxed import last_boxed
+from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
+from tests.rollout.scripted import TASK
+
+CALL = Action(ActionKind.CALL, (ToolRequest("python", {"code": "1"}),))
+
+
+@pytest.fixture(scope="module")
+def arpo(model_dir):
+    return ARPOProtocol(str(model_dir), system="none")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a</think> <search> Mira Voss </search>", ("search", {"query": "Mira Voss"})),
+        ("<python>\nprint(1)\nprint(2)\n</python>", ("python", {"code": "print(1)\nprint(2)"})),
+        ("<python> x = '<search>' </python>\n", ("python", {"code": "x = '<search>'"})),
+        ("<think> I could write <search> a </think> <search> b </search>", ("search", {"query": "b"})),
+        ("<search></search>", ("search", {"query": ""})),
+        # the answer of a turn that calls a tool is not final
+        (r"<answer> \boxed{7} </answer> <search> q </search>", ("search", {"query": "q"})),
+        # a closing tag without its opening one; what follows the first closing tag is not there in a rollout
+        ("well </search>", "</search> without <search>"),
+        ("<python> 1 </search>", "</search> without <search>"),
+        # answers
+        (r"<answer> The final answer is \[ \boxed{12} \] </answer><|im_end|>", "= 12"),
+        (r"<answer>\boxed{\frac{1}{2}}</answer>", r"= \frac{1}{2}"),
+        (r"<answer>\boxed{1}, no: \boxed{2}</answer>", "= 2"),
+        ("<answer> Grey Harbor </answer>", "= Grey Harbor"),
+        (r"<answer> \boxed{1 </answer>", r"= \boxed{1"),
+        ("<answer></answer>", "= "),
+        (r"<answer> \boxed{1} </answer> <answer> \boxed{2} </answer>", "= 2"),
+        (r"<think>in <answer> I box</think><answer>\boxed{3}</answer>", "= 3"),
+        # neither
+        ("I do not know.<|im_end|>", "neither"),
+        (r"<answer> \boxed{1}", "neither"),
+        (r"\boxed{1}", "neither"),
+    ],
+)
+def test_parser_table(arpo, text, expected):
+    action = arpo.parse(text)
+    if isinstance(expected, tuple):
+        assert action == Action(ActionKind.CALL, (ToolRequest(*expected),))
+    elif expected.startswith("= "):
+        assert action == Action(ActionKind.ANSWER, answer=expected[2:])
+    else:
+        assert action.kind is ActionKind.INVALID and expected in action.error and not action.calls
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{a}", "a"),
+        (r"\boxed {a b}", "a b"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{{x}+{y}} end", "{x}+{y}"),
+        (r"\boxed 7$", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\fbox{1}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+def test_a_result_is_wrapped_as_published(arpo):
+    ids, cut = arpo.observation_ids(CALL, [ToolResult("19\n", CallOutcome.OK)], 100)
+    assert arpo.decode(ids) == " <result>\n19\n</result>" and not cut
+    ids, cut = arpo.observation_ids(Action(ActionKind.INVALID, error="?"), [], 200)
+    assert arpo.decode(ids) == f" <result>\n{CORRECTION}\n</result>" and not cut
+
+
+def test_a_long_result_keeps_its_tags_at_every_budget(arpo):
+    result = ToolResult("é1 " * 60, CallOutcome.OK)
+    whole = len(arpo.observation_ids(CALL, [result], 10_000)[0])
+    shortest = None
+    for budget in range(whole + 1):
+        ids, cut = arpo.observation_ids(CALL, [result], budget)
+        assert len(ids) <= budget
+        if ids:
+            shortest = shortest or budget
+            text = arpo.decode(ids)
+            assert text.startswith(" <result>\n") and text.endswith("\n</result>") and "\ufffd" not in text
+            assert cut == (budget < whole)
+    assert shortest is not None and shortest < 40
+
+
+def test_a_quoted_control_token_in_a_result_stays_text(arpo):
+    ids, _ = arpo.observation_ids(CALL, [ToolResult("<|im_end|>", CallOutcome.OK)], 200)
+    assert not set(ids) & set(arpo.stop_token_ids)
+
+
+def test_prompts(model_dir, arpo):
+    question = TASK.question
+    assert arpo.decode(arpo.prompt_ids(TASK)) == f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    instructed = ARPOProtocol(str(model_dir))
+    text = instructed.decode(instructed.prompt_ids(TASK))
+    assert text.startswith("<|im_start|>system\n") and r"\boxed{}" in text and "\b" not in text
+    published = ARPOProtocol(str(model_dir), system="dataset")
+    messages = (("system", "Use tools."), ("user", "Who?"))
+    asked = published.decode(published.prompt_ids(Task("1", "?", ("a",), "s", prompt=messages)))
+    assert "system\nUse tools." in asked and "user\nWho?" in asked
+
+
+def test_gold_passages_come_as_a_result(arpo):
+    task = Task("1", "Who?", ("a",), "s", gold_passages=(("T", "x"),))
+    text = arpo.decode(arpo.prompt_ids(task, PromptMode.GOLD_DIRECT))
+    assert text.endswith("</result><answer>") and 'Doc 1(Title: "T") x' in text
+    assert arpo.parse(r" \boxed{4} </answer>", PromptMode.GOLD_DIRECT).answer == "4"
+
+
+def test_wrong_settings(model_dir, arpo, tmp_path):
+    with pytest.raises(ValueError, match="neither one of .*arpo.*none"):
+        ARPOProtocol(str(model_dir), system="apro")
+    with pytest.raises(ValueError, match="question is empty"):
+        arpo.prompt_ids(Task("1", " ", ("a",), "s"))
+    with pytest.raises(ValueError, match="another template: arpo"):
+        ARPOProtocol(str(model_dir), system="dataset").prompt_ids(TASK)
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    mine = ARPOProtocol(str(model_dir), system=str(tmp_path / "system.txt"))
+    assert "Be brief." in mine.decode(mine.prompt_ids(TASK))
