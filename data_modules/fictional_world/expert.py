@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from data_modules.datasets.questions import load_tasks
 from rollout.engines.base import Generation, SamplingParams
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 _INFORMATION = re.compile(r"<information>(.*?)</information>", re.DOTALL)
-_QUESTION = re.compile(r"Question: (.*?)<\|im_end\|>", re.DOTALL)
 
 
 class ExpertPolicy:
@@ -78,9 +77,12 @@ class ExpertEngine:
         seed: of the slips.
     """
 
+    QUESTION: ClassVar[re.Pattern[str]] = re.compile(r"Question: (.*?)<\|im_end\|>", re.DOTALL)
+    Policy: ClassVar[Any] = ExpertPolicy  # (slip, seed) -> an object with next_turn(task, transcript)
+
     def __init__(self, tokenizer: str, files: list[str], slip: float = 0.15, seed: int = 0) -> None:
         self._tokenizer_path, self._files = tokenizer, files
-        self._policy = ExpertPolicy(slip, seed)
+        self._policy = self.Policy(slip, seed)
         self._tokenizer: Any = None
         self._tasks: dict[str, Task] = {}
 
@@ -93,7 +95,7 @@ class ExpertEngine:
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        match = _QUESTION.search(text)
+        match = self.QUESTION.search(text)
         task = self._tasks.get(match.group(1).strip()) if match else None
         if task is None:
             raise ValueError(f"the expert knows only the questions of {self._files}; it was asked: {text[:200]!r}")

@@ -1,0 +1,164 @@
+"""Questions that need both tools: look numbers up, then compute."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from data_modules.fictional_world.numbers import QUANTITIES_OF, NumberWorld
+from data_modules.fictional_world.questions import WRAPPERS
+from data_modules.fictional_world.schema import RELATIONS_OF
+from data_modules.fictional_world.world import Entity
+from rollout.trajectory import Task
+
+# What can be asked of one number (with a constant k) and of two: formula in Python, wordings.
+ONE_NUMBER: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("{a} * {k}", ("What is {k} times {np}?", "Multiply {np} by {k}.")),
+    ("{a} % {k}", ("What is left when {np} is divided by {k}?", "Give {np} modulo {k}.")),
+)
+TWO_NUMBERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("{a} * {b}", ("What is {np} times {np2}?", "Multiply {np} by {np2}.")),
+    ("{a} + {b}", ("Add {np} and {np2}.", "What is the sum of {np} and {np2}?")),
+    ("abs({a} - {b})", ("By how much do {np} and {np2} differ?", "Compare {np} and {np2}: what is the gap?")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One fact that has to be looked up."""
+
+    entity: Entity
+    keyword: str
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question's meaning: facts to look up in order, then a formula over them."""
+
+    family: str
+    steps: tuple[Step, ...]
+    code: str  # Python, the numbers filled in; "" where nothing is computed
+    answers: tuple[str, ...]
+    question: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.family, tuple((s.entity.id, s.keyword) for s in self.steps), self.code
+
+
+def _noun(entity: Entity) -> str:
+    return f"the {entity.mention}" if entity.qualifier else entity.mention
+
+
+def _number(world: NumberWorld, entity: Entity, rng: random.Random) -> tuple[Step, str]:
+    quantity = rng.choice(QUANTITIES_OF[entity.kind])
+    step = Step(entity, quantity.keyword, world.told(entity, quantity.keyword))
+    return step, rng.choice(quantity.phrases)
+
+
+def _computed(family: str, steps: tuple[Step, ...], code: str, question: str) -> Problem:
+    value = eval(code, {"__builtins__": {}, "abs": abs})  # our own formula, our own numbers
+    return Problem(family, steps, code, (str(value),), question)
+
+
+def _one(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Problem:
+    entity = rng.choice(subjects)
+    step, phrase = _number(world, entity, rng)
+    return _with_one_number("one", (step,), phrase.format(x=_noun(entity)), rng)
+
+
+def _hop(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Problem:
+    """The number of an entity that has to be found first."""
+    subject = rng.choice(subjects)
+    relation = rng.choice(RELATIONS_OF[subject.kind])
+    found = world.entities[world.world.facts[subject.id, relation.keyword]]
+    step, phrase = _number(world, found, rng)
+    words = phrase.format(x=rng.choice(relation.phrases).format(x=_noun(subject)))
+    return _with_one_number("hop", (Step(subject, relation.keyword, found.mention), step), words, rng)
+
+
+def _with_one_number(family: str, steps: tuple[Step, ...], words: str, rng: random.Random) -> Problem:
+    formula, wordings = rng.choice(ONE_NUMBER)
+    k = rng.randint(12, 99)
+    question = rng.choice(wordings).format(np=words, k=k)
+    return _computed(family, steps, formula.format(a=steps[-1].told, k=k), question[0].upper() + question[1:])
+
+
+def _two(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Problem:
+    first, second = rng.sample(subjects, 2)
+    (a, phrase), (b, phrase2) = _number(world, first, rng), _number(world, second, rng)
+    formula, wordings = rng.choice(TWO_NUMBERS)
+    words = {"np": phrase.format(x=_noun(first)), "np2": phrase2.format(x=_noun(second))}
+    return _computed("two", (a, b), formula.format(a=a.told, b=b.told), rng.choice(wordings).format(**words))
+
+
+def _lookup(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Problem:
+    """Needs no computing."""
+    entity = rng.choice(subjects)
+    step, phrase = _number(world, entity, rng)
+    question = rng.choice(WRAPPERS).format(np=phrase.format(x=_noun(entity)))
+    return Problem("lookup", (step,), "", (step.told,), question)
+
+
+def _compute(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Problem:
+    """Needs no search."""
+    formula, wordings = rng.choice(ONE_NUMBER)
+    a, k = rng.randint(100, 999), rng.randint(12, 99)
+    return _computed("compute", (), formula.format(a=a, k=k), rng.choice(wordings).format(np=a, k=k))
+
+
+FAMILIES: dict[str, Callable[[NumberWorld, list[Entity], random.Random], Problem]] = {
+    "one": _one,
+    "two": _two,
+    "hop": _hop,
+    "lookup": _lookup,
+    "compute": _compute,
+}
+
+
+def draw_problems(
+    world: NumberWorld,
+    subjects: list[Entity],
+    count: int,
+    shares: dict[str, float],
+    rng: random.Random,
+    taken: set[object],
+    avoid: frozenset[int] = frozenset(),
+) -> list[Problem]:
+    """``count`` problems, families drawn by ``shares``, none whose key or question is in ``taken`` (which grows), and
+    none that looks up a fact of an entity in ``avoid``.
+
+    Raises:
+        ValueError: the world holds too few.
+    """
+    problems: list[Problem] = []
+    for _ in range(50 * count + 1000):
+        if len(problems) == count:
+            return problems
+        family = rng.choices(list(shares), weights=list(shares.values()))[0]
+        problem = FAMILIES[family](world, subjects, rng)
+        seen = problem.key in taken or problem.question in taken
+        if seen or any(step.entity.id in avoid for step in problem.steps):
+            continue
+        taken.update((problem.key, problem.question))
+        problems.append(problem)
+    raise ValueError(f"fictional world: could not find {count} different problems; ask for fewer or more entities")
+
+
+def as_task(world: NumberWorld, problem: Problem, task_id: str, split: str) -> Task:
+    passages = [world.passages[world.passage_of[step.entity.id, step.keyword]] for step in problem.steps]
+    return Task(
+        id=task_id,
+        question=problem.question,
+        golden_answers=problem.answers,
+        data_source=f"tools_{problem.family}",
+        gold_passages=tuple((p.title, p.text) for p in passages),
+        metadata={
+            "split": split,
+            "family": problem.family,
+            "steps": [[step.entity.mention, step.keyword, step.told] for step in problem.steps],
+            "code": problem.code,
+        },
+    )

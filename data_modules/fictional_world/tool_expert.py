@@ -1,0 +1,77 @@
+"""An expert that searches and computes: the source of the demonstrations of the world with numbers."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from data_modules.fictional_world.expert import ExpertEngine
+from rollout.trajectory import Task
+
+_RESULT = re.compile(r" <result>\n(.*?)\n</result>", re.DOTALL)
+_COMPUTED = re.compile(r"</python> <result>\n(.*?)\n</result>", re.DOTALL)
+
+
+class ToolExpertPolicy:
+    """Text in, text out, in ARPO's format: what the expert writes next in one trajectory.
+
+    The task's metadata say what is to be looked up (``steps``: mention, keyword, what the passage tells) and computed
+    (``code``). It has two habits that cost calls. With probability ``slip`` a search starts with the bare name, and
+    when the result does not hold the fact, the expert says so and searches for the keyword, too. With the same
+    probability its first program keeps the result to itself, and a second one has to print it.
+    """
+
+    def __init__(self, slip: float = 0.15, seed: int = 0) -> None:
+        if not 0 <= slip < 1:
+            raise ValueError(f"slip is a probability below 1, got {slip}")
+        self.slip, self.seed = slip, seed
+
+    def next_turn(self, task: Task, transcript: str) -> str:
+        """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
+        steps, code = task.metadata["steps"], task.metadata["code"]
+        facts = [f"The {keyword} of {mention} is {told}." for mention, keyword, told in steps]
+        results, computed = _RESULT.findall(transcript), _COMPUTED.findall(transcript)
+        known = 0  # steps whose fact has been read, in order
+        while known < len(facts) and any(facts[known] in result for result in results):
+            known += 1
+        answer = task.golden_answers[0]
+        if known == len(facts) and (not code or answer in (text.strip() for text in computed)):
+            return f"<think>It is {answer}.</think> <answer> \\boxed{{{answer}}} </answer>"
+        if known == len(facts):
+            return self._compute(task, code, steps, bool(computed))
+        mention, keyword, _ = steps[known]
+        if not results:
+            thought = f"First {', then '.join(keyword for _, keyword, _ in steps)}."
+        elif known and facts[known - 1] in results[-1]:
+            thought = f"It is {steps[known - 1][2]}. Next {keyword}."
+        else:  # the last search brought nothing new: it was careless
+            return self._search(f"Not found. Search {keyword}.", f"{mention} {keyword}")
+        return self._search(thought, mention if self._careless(task, known) else f"{mention} {keyword}")
+
+    def _compute(self, task: Task, code: str, steps: list[list[str]], again: bool) -> str:
+        if again:
+            return f"<think>Not shown. Print it.</think> <python> print({code}) </python>"
+        thought = f"It is {steps[-1][2]}. Compute." if steps else "Compute."
+        program = f"x = {code}" if self._careless(task, len(steps)) else f"print({code})"
+        return f"<think>{thought}</think> <python> {program} </python>"
+
+    def _careless(self, task: Task, step: int) -> bool:
+        return random.Random(f"{self.seed}:{task.id}:{step}").random() < self.slip
+
+    @staticmethod
+    def _search(thought: str, query: str) -> str:
+        return f"<think>{thought}</think> <search> {query} </search>"
+
+
+class ToolExpertEngine(ExpertEngine):
+    """`Engine` over `ToolExpertPolicy`.
+
+    Args:
+        tokenizer: Hugging Face folder of the tokenizer in which to write.
+        files: question files of the world with numbers (their metadata hold the steps).
+        slip: probability of a careless search or program.
+        seed: of the slips.
+    """
+
+    QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+    Policy = ToolExpertPolicy

@@ -1,0 +1,150 @@
+"""The first stage of the tiny tool experiments: write the world with numbers to disk."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from data_modules.datasets.questions import write_tasks
+from data_modules.fictional_world.articles import as_trajectory
+from data_modules.fictional_world.build import LANGUAGE_SEED_OFFSET
+from data_modules.fictional_world.numbers import QUANTITIES_OF, NumberWorld, build_number_world
+from data_modules.fictional_world.problems import FAMILIES, as_task, draw_problems
+from data_modules.fictional_world.schema import RELATIONS_OF, Kind
+from data_modules.fictional_world.tool_expert import ToolExpertPolicy
+from data_modules.fictional_world.world import Entity
+from data_modules.tokenizer import train_tokenizer
+from rollout.storage import save_trajectories
+from rollout.tools.search import format_passages
+from rollout.trajectory import Task
+
+SHARES = {"one": 0.35, "two": 0.3, "hop": 0.25, "lookup": 0.05, "compute": 0.05}
+
+
+class BuildToolWorld:
+    """Make an invented world with numbers: corpus, questions that need search and Python, tokenizer, articles.
+    Deterministic.
+
+    Args:
+        seed: of everything.
+        entities: number of entities; the corpus has seven passages for each.
+        train: training questions.
+        val: validation questions.
+        test: test questions about entities that training asks about too.
+        test_unseen: test questions about entities that training never asks about nor passes through.
+        demonstrations: questions for the expert, disjoint from all others, about the training entities.
+        shares: weights of the families of questions: ``one`` number looked up, ``two`` numbers, a number behind a
+            ``hop``, all three computed with; ``lookup`` alone, ``compute`` alone. Default: SHARES.
+        unseen_share: share of the entities kept away from training questions.
+        vocab_size: of the tokenizer.
+        articles: sequences of plain text about another world, to teach a model the language.
+        article_tokens: length of each.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        entities: int = 1500,
+        train: int = 3000,
+        val: int = 100,
+        test: int = 300,
+        test_unseen: int = 200,
+        demonstrations: int = 3000,
+        shares: Optional[dict[str, float]] = None,
+        unseen_share: float = 0.15,
+        vocab_size: int = 1536,
+        articles: int = 6000,
+        article_tokens: int = 160,
+    ) -> None:
+        if entities < 20:
+            raise ValueError(f"a world of {entities} entities is too small to ask about; give at least 20")
+        self.shares = SHARES if shares is None else shares
+        if unknown := sorted(set(self.shares) - set(FAMILIES)):
+            raise ValueError(f"shares names {', '.join(unknown)}; the families are {', '.join(FAMILIES)}")
+        self.seed, self.entities = seed, entities
+        self.sizes = {"demonstrations": demonstrations, "train": train, "val": val, "test": test}
+        self.test_unseen, self.unseen_share = test_unseen, unseen_share
+        self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        """Write ``corpus.jsonl``, ``{demonstrations,train,val,test}.parquet``, ``tokenizer/``, ``articles.parquet``."""
+        world = build_number_world(self.entities, self.seed)
+        with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
+            for passage in world.passages:
+                file.write(json.dumps({"id": passage.id, "contents": passage.contents}) + "\n")
+        splits = self._questions(world)
+        for name, tasks in splits.items():
+            write_tasks(output_dir / f"{name}.parquet", tasks)
+        other = build_number_world(self.entities, self.seed + LANGUAGE_SEED_OFFSET)
+        tokenizer = train_tokenizer(self._texts(world, other, splits["demonstrations"]), self.vocab_size)
+        tokenizer.save_pretrained(output_dir / "tokenizer")
+        sequences = self._sequences(other, tokenizer)
+        save_trajectories(
+            output_dir / "articles.parquet",
+            [as_trajectory(ids, n, tokenizer.pad_token_id) for n, ids in enumerate(sequences)],
+        )
+        return {"passages": len(world.passages), "vocabulary": len(tokenizer)} | {k: len(v) for k, v in splits.items()}
+
+    def _questions(self, world: NumberWorld) -> dict[str, list[Task]]:
+        """Disjoint splits. The unseen part of the test split is about entities that training never touches."""
+        rng = random.Random(f"problems:{self.seed}")
+        unseen: set[int] = set()
+        for kind in Kind:
+            members = [e.id for e in world.entities if e.kind is kind]
+            unseen.update(rng.sample(members, round(self.unseen_share * len(members))))
+        seen = [e for e in world.entities if e.id not in unseen]
+        strangers = [e for e in world.entities if e.id in unseen]
+        taken: set[object] = set()
+
+        def split(name: str, subjects: list[Entity], count: int, avoid: set[int]) -> list[Task]:
+            problems = draw_problems(world, subjects, count, self.shares, rng, taken, frozenset(avoid))
+            return [as_task(world, problem, f"{name}-{i}", name) for i, problem in enumerate(problems)]
+
+        splits = {name: split(name, seen, count, unseen) for name, count in self.sizes.items()}
+        splits["test"] += split("test_unseen", strangers, self.test_unseen, set())
+        return splits
+
+    def _sequences(self, world: NumberWorld, tokenizer: Any) -> Iterator[list[int]]:
+        """Articles of linked entities, one after the other, cut to size."""
+        rng = random.Random(f"articles:{self.seed}")
+        for _ in range(self.articles):
+            entity, ids = rng.choice(world.entities), []
+            while len(ids) < self.article_tokens:
+                ids += tokenizer(article(world, entity, rng), add_special_tokens=False).input_ids
+                follow = rng.choice(RELATIONS_OF[entity.kind])
+                entity = world.entities[world.world.facts[entity.id, follow.keyword]]
+            yield ids[: self.article_tokens]
+
+    def _texts(self, world: NumberWorld, other: NumberWorld, demonstrations: list[Task]) -> list[str]:
+        """What the tokenizer is trained on: articles, passages, questions, and how an agent writes."""
+        rng = random.Random(f"texts:{self.seed}")
+        expert = ToolExpertPolicy(slip=0.5, seed=self.seed)
+        texts = [article(other, entity, rng) for entity in other.entities]
+        texts += [passage.contents for passage in world.passages]
+        for task in demonstrations[:2000]:
+            texts += [task.question, *_transcript(task, expert)]
+        return texts
+
+
+def article(world: NumberWorld, entity: Entity, rng: random.Random, shown: int = 3) -> str:
+    """Passages about one entity, as search results are printed, then notes that restate some of them, and a receipt
+    whose number is written twice: to go on after "It is" a model has to find what is meant, and copy it."""
+    relations, quantities = RELATIONS_OF[entity.kind], QUANTITIES_OF[entity.kind]
+    keywords = rng.sample([fact.keyword for fact in (*relations, *quantities)], shown)
+    passages = [world.passages[world.passage_of[entity.id, keyword]] for keyword in keywords]
+    text = format_passages((p.title, p.text) for p in passages)
+    for keyword in rng.sample(keywords, 2):
+        text += f"Note on {entity.mention} {keyword}. It is {world.told(entity, keyword)}.\n"
+    receipt = rng.randint(0, 10 ** rng.randint(1, 6))
+    return text + f"Receipt {receipt}. It is {receipt}.\n"
+
+
+def _transcript(task: Task, expert: ToolExpertPolicy) -> list[str]:
+    """The expert's turns when one search shows exactly the gold passages."""
+    found = f" <result>\n{format_passages(task.gold_passages)}\n</result>"
+    computed = f"</python> <result>\n{task.golden_answers[0]}\n</result>"
+    transcripts = ("", found, found + computed)
+    return [found, *(expert.next_turn(task, transcript) for transcript in transcripts)]
