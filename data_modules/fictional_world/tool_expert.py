@@ -40,12 +40,12 @@ class ToolExpertPolicy:
         if known == len(facts):
             return self._compute(task, code, steps, bool(computed))
         mention, keyword, _ = steps[known]
-        if not results:
-            thought = f"First {', then '.join(keyword for _, keyword, _ in steps)}."
-        elif known and facts[known - 1] in results[-1]:
-            thought = f"It is {steps[known - 1][2]}. Next {keyword}."
-        else:  # the last search brought nothing new: it was careless
+        if f"<search> {mention} </search>" in transcript:  # it was careless, and did not bring the fact
             return self._search(f"Not found. Search {keyword}.", f"{mention} {keyword}")
+        if not known:
+            thought = f"First {', then '.join(keyword for _, keyword, _ in steps)}."
+        else:
+            thought = f"It is {steps[known - 1][2]}. Next {keyword}."
         return self._search(thought, mention if self._careless(task, known) else f"{mention} {keyword}")
 
     def _compute(self, task: Task, code: str, steps: list[list[str]], again: bool) -> str:
