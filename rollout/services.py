@@ -100,16 +100,12 @@ class LoopSession:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a service said, with the key cut out."""
+    """What a service said. The body is as it came: a key such as "EMPTY" may well be a word of it."""
 
     status: int
     body: str
-    headers: Mapping[str, str]
-
-    @property
-    def excerpt(self) -> str:
-        """The beginning of the body, for messages."""
-        return " ".join(self.body[:_EXCERPT].split()) or "(an empty body)"
+    excerpt: str  # the beginning of the body, for messages: without the key
+    headers: Mapping[str, str]  # without the key
 
 
 async def post_json(
@@ -128,8 +124,10 @@ async def post_json(
         async with asyncio.timeout(timeout_s):
             async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
                 content = await response.read()
+                text = content.decode("utf-8", "replace")
+                excerpt = " ".join(key.redact(text)[:_EXCERPT].split()) or "(an empty body)"
                 seen = {name: key.redact(value) for name, value in response.headers.items()}
-                return Answer(response.status, key.redact(content.decode("utf-8", "replace")), seen)
+                return Answer(response.status, text, excerpt, seen)
     except TimeoutError:
         failure = f"{url}: no answer within {timeout_s:g} s"
     except (aiohttp.ClientError, OSError) as error:

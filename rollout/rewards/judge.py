@@ -40,7 +40,8 @@ _RETRY_TEMPERATURE = 0.7  # at 0 an unreadable reply would come again
 _THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 _VERDICT_LINE = re.compile(r"(?:[a-z ]{0,20}: *)?(correct|incorrect)")
 _NAMES_THE_REFERENCE = re.compile(r"\bcorrect(?:ed)? (?:answer|option|response|solution|result|value|one)s?\b")
-_NEGATIVE = re.compile(r"\bincorrect(?:ly)?\b|\bwrong(?:ly)?\b|(?:\bnot\b|\bcannot\b|n['’]t\b)[^.;\n]{0,30}?\bcorrect\b")
+_NEGATION = r"(?:\bnot\b|\bcannot\b|n['’]t\b)[^.;\n]{0,30}?\bcorrect(?:ly)?\b"
+_NEGATIVE = re.compile(r"\bincorrect(?:ly)?\b|\bwrong(?:ly)?\b|" + _NEGATION)
 _POSITIVE = re.compile(r"\bcorrect(?:ly)?\b")
 
 

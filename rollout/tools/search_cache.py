@@ -29,7 +29,6 @@ _PATIENCE_S = 30.0  # wait for another process's write
 _TABLE = """CREATE TABLE IF NOT EXISTS searches (
     query TEXT NOT NULL UNIQUE, text TEXT NOT NULL CHECK (text <> ''), documents TEXT)"""
 _ADD = "INSERT INTO searches VALUES (?, ?, ?) ON CONFLICT (query) "
-_BAD_TEXT = "entry {query!r} is {found}; expected a text, as in {{query: text}}"
 
 
 class SearchCacheError(InfrastructureError):
@@ -91,8 +90,9 @@ class SearchCache:
     # -- anywhere ---------------------------------------------------------------------------------------------------
 
     def lookup(self, query: str) -> CachedSearch | None:
+        asked = "SELECT text, documents FROM searches WHERE query = ?"
         with self._database() as database:
-            row = database.execute("SELECT text, documents FROM searches WHERE query = ?", (cache_key(query),)).fetchone()
+            row = database.execute(asked, (cache_key(query),)).fetchone()
         if row is None:
             return None
         text, documents = row
@@ -161,8 +161,8 @@ class SearchCache:
 
     def _explain(self, error: sqlite3.Error) -> str:
         damaged = type(error) is sqlite3.DatabaseError  # "not a database", "malformed"; its subclasses are other things
-        advice = "; the file is damaged: move it away, and import a search_cache.json if you have one" if damaged else ""
-        return f"search cache {self.path}: {error}{advice}"
+        advice = "; the file is damaged: move it away, and import a search_cache.json if you have one"
+        return f"search cache {self.path}: {error}" + (advice if damaged else "")
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -211,7 +211,7 @@ def read_published(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: found {type(found).__name__}; expected one JSON object, {{query: text}}")
     for query, text in found.items():
         if not isinstance(text, str):
-            raise ValueError(f"{path}: " + _BAD_TEXT.format(query=query, found=type(text).__name__))
+            raise ValueError(f"{path}: entry {query!r} is {type(text).__name__}; expected a text")
     return found
 
 

@@ -114,7 +114,8 @@ class BrightDataSearch:
         try:
             return parse_organic(answer.body, self.max_results, self.result_length)
         except ValueError as error:
-            raise InfrastructureError(f"{self.url}: {error}{_said_in_headers(answer)}") from error
+            failure = self.key.redact(f"{self.url}: {error}") + _said_in_headers(answer)
+        raise InfrastructureError(failure)  # not chained: the error may quote a body that holds the key
 
     def _explain(self, answer: Answer) -> str:
         message = f"{self.url}: status {answer.status}: {answer.excerpt}{_said_in_headers(answer)}"

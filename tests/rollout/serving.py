@@ -64,6 +64,33 @@ async def serving(answer: Callable[[Any], Any | Awaitable[Any]] | list[Any]):
 
 
 @asynccontextmanager
+async def site(pages, host="127.0.0.1"):
+    """A server of pages: path to a response (sent once) or an async handler. Gives its address and what it was
+    asked for."""
+    asked = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        page = pages[request.path]
+        return await page(request) if callable(page) else page
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+    await runner.setup()
+    tcp = web.TCPSite(runner, host, 0)
+    await tcp.start()
+    try:
+        yield f"http://{host}:{tcp._server.sockets[0].getsockname()[1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+def response(body, kind="text/html", **options):
+    return web.Response(body=body if isinstance(body, bytes) else body.encode(), content_type=kind, **options)
+
+
+@asynccontextmanager
 async def raw_server(content: bytes):
     """A server that answers every connection with these bytes and closes it."""
 

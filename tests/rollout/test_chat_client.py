@@ -50,6 +50,13 @@ def test_what_is_sent(monkeypatch):
     assert "Authorization" not in served.headers[0]
 
 
+def test_a_key_that_is_a_word_is_left_in_replies_and_cut_out_of_messages(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "EMPTY")  # what vLLM's users send
+    assert asking([reply("an EMPTY room")], api_key_variable="JUDGE_KEY")[0] == ["an EMPTY room"]
+    error, _ = asking([(401, "no such key: EMPTY")], api_key_variable="JUDGE_KEY")
+    assert str(error).endswith("status 401: no such key: ***")
+
+
 @pytest.mark.parametrize("url", ["/v1", "/v1/", "/v1/chat/completions"])
 def test_addresses(url):
     assert ChatClient(["http://a" + url], "m").urls == ["http://a/v1/chat/completions"]
