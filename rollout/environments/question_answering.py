@@ -29,6 +29,11 @@ class QuestionAnswering:
         tools: by the name under which the protocol asks for them.
         limits: of every tool that ``tool_limits`` does not name.
         tool_limits: limits of single tools, by name.
+        max_calls: executed calls per trajectory over all tools together (ARPO's call_limit); further ones are REFUSED.
+            None: no limit but those of the tools.
+
+    Raises:
+        ValueError: ``tool_limits`` names a tool that is not there, or ``max_calls`` is negative.
     """
 
     def __init__(
@@ -36,14 +41,18 @@ class QuestionAnswering:
         tools: dict[str, Tool],
         limits: ToolLimits = ToolLimits(),
         tool_limits: dict[str, ToolLimits] | None = None,
+        max_calls: int | None = None,
     ) -> None:
         tool_limits = tool_limits or {}
         if unknown := sorted(set(tool_limits) - set(tools)):
             raise ValueError(f"tool_limits names {unknown}, but the tools are {sorted(tools)}")
+        if max_calls is not None and max_calls < 0:
+            raise ValueError(f"max_calls is {max_calls}; expected 0 or more, or null for no limit")
+        self.max_calls = max_calls
         self.tools = {name: LimitedTool(tool, tool_limits.get(name, limits)) for name, tool in tools.items()}
 
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
-        return QuestionAnsweringEnvironment(self.tools, tools_enabled)
+        return QuestionAnsweringEnvironment(self.tools, tools_enabled, self.max_calls)
 
     async def close(self) -> None:
         """Close the tools."""
@@ -55,8 +64,8 @@ class QuestionAnsweringEnvironment:
     """Runs the calls of one action at once. A call that a service failed comes back with outcome INFRASTRUCTURE, so
     that the trajectory's record keeps it and its latency; the agent loop ends the trajectory there."""
 
-    def __init__(self, tools: dict[str, LimitedTool], tools_enabled: bool) -> None:
-        self._tools, self._enabled = tools, tools_enabled
+    def __init__(self, tools: dict[str, LimitedTool], tools_enabled: bool, max_calls: int | None = None) -> None:
+        self._tools, self._enabled, self._max_calls = tools, tools_enabled, max_calls
         self._used: Counter[str] = Counter()
 
     async def reset(self) -> str | None:
@@ -84,6 +93,8 @@ class QuestionAnsweringEnvironment:
             why = f"There is no tool named {request.name}."
         elif tool.limits.max_calls is not None and self._used[request.name] >= tool.limits.max_calls:
             why = f"No further call of {request.name} is allowed (limit: {tool.limits.max_calls})."
+        elif self._max_calls is not None and self._used.total() >= self._max_calls:
+            why = f"No further tool call is allowed (limit: {self._max_calls})."
         else:
             self._used[request.name] += 1
             return None

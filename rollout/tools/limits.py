@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.retries import pause_before_retry
 from rollout.tools.base import Tool
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 
@@ -28,7 +29,7 @@ class ToolLimits:
     timeout_s: float = 60.0  # per attempt; the call is cancelled, not abandoned
     timeout_is_infrastructure: bool = True  # False for tools that run the model's own code: then it is a TIMEOUT result
     retries: int = 1  # further attempts, after InfrastructureError only
-    backoff_s: float = 0.5  # pause before the first retry, doubled for each further one
+    backoff_s: float = 0.5  # pause before the first retry, doubled for each further one, times 0.5 to 1.5 at random
     concurrency: int = 64  # attempts running at once, over all trajectories
     max_characters: int = 20_000  # of the text that the model reads
     cache_size: int = 0  # results kept, least recently used dropped; only for tools without side effects
@@ -68,7 +69,7 @@ class LimitedTool:
     async def _attempts(self, arguments: dict[str, Any]) -> ToolResult:
         for attempt in range(self.limits.retries + 1):
             if attempt:
-                await asyncio.sleep(self.limits.backoff_s * 2 ** (attempt - 1))
+                await asyncio.sleep(pause_before_retry(attempt, self.limits.backoff_s))
             try:
                 return self._capped(await self._attempt(arguments))
             except InfrastructureError:
@@ -112,7 +113,8 @@ class LimitedTool:
 
 
 class SharedCache:
-    """Least-recently-used results by key, with one execution for simultaneous requests of the same key.
+    """Least-recently-used results by key, with one execution for simultaneous requests of the same key. With size 0
+    nothing is kept, and simultaneous requests still share.
 
     Only OK and EMPTY results are kept: errors may heal. Cancelling one of several waiters does not disturb the
     others; cancelling the last one cancels the execution.

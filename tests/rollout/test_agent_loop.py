@@ -19,9 +19,10 @@ from tests.rollout.scripted import ENGINE_DEAD, EOS, TASK, TextEngine, ToyRetrie
 SAMPLING = SamplingParams(max_new_tokens=500)
 
 
-def make_loop(protocol, script, retriever=None, limits=ToolLimits(retries=0), **budgets):
+def make_loop(protocol, script, retriever=None, limits=ToolLimits(retries=0), max_calls=None, **budgets):
     engine = TextEngine(protocol, script)
-    environment = QuestionAnswering({"search": SearchTool(retriever or ToyRetriever(), topk=2)}, limits)
+    tools = {"search": SearchTool(retriever or ToyRetriever(), topk=2)}
+    environment = QuestionAnswering(tools, limits, max_calls=max_calls)
     return AgentLoop(engine, protocol, environment, Budgets(**budgets))
 
 
@@ -248,9 +249,10 @@ def test_cancelling_cancels_the_tool_and_closes_the_environment(protocol):
     assert time.monotonic() - began < 10 and retriever.cancelled == ["Mira Voss birthplace"] and closed == ["q1"]
 
 
-def test_fork_after_an_observation_repeats_no_call(protocol):
+@pytest.mark.parametrize("limit", [{"limits": ToolLimits(max_calls=1, retries=0)}, {"max_calls": 1}])
+def test_fork_after_an_observation_repeats_no_call(protocol, limit):
     retriever = ToyRetriever()
-    loop = make_loop(protocol, search_then_answer, retriever, limits=ToolLimits(max_calls=1))
+    loop = make_loop(protocol, search_then_answer, retriever, **limit)
     parent = run(loop)
     at = parent.turns[1].start
     loop.engine.script = in_turn("<search> Mira </search>", "<answer> Oldfield </answer>")

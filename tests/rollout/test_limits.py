@@ -1,6 +1,7 @@
 """Limits around tools: deadlines that cancel, retries, the queue, the cap, the shared cache."""
 
 import asyncio
+import random
 
 import pytest
 
@@ -11,6 +12,7 @@ from rollout.trajectory import (
     ActionKind,
     CallOutcome,
     InfrastructureError,
+    ToolCall,
     ToolRequest,
     ToolResult,
 )
@@ -83,7 +85,7 @@ def test_retries_after_infrastructure_errors_only():
     assert probe.attempts == 1
 
 
-def test_back_off_doubles(monkeypatch):
+def test_back_off_doubles_with_jitter(monkeypatch):
     pauses = []
 
     async def sleep(seconds):
@@ -93,9 +95,14 @@ def test_back_off_doubles(monkeypatch):
         raise InfrastructureError("down")
 
     monkeypatch.setattr("rollout.tools.limits.asyncio.sleep", sleep)
-    with pytest.raises(InfrastructureError):
-        asyncio.run(LimitedTool(Probe(down), ToolLimits(retries=3, backoff_s=0.5)).call({}))
-    assert pauses == [0.5, 1.0, 2.0]
+    state = random.getstate()
+    for _ in range(50):
+        with pytest.raises(InfrastructureError):
+            asyncio.run(LimitedTool(Probe(down), ToolLimits(retries=3, backoff_s=0.5)).call({}))
+    assert random.getstate() == state  # the run's own draws are not moved
+    for retry, base in enumerate((0.5, 1.0, 2.0)):
+        factors = [pause / base for pause in pauses[retry::3]]
+        assert 0.5 <= min(factors) < 0.8 and 1.2 < max(factors) <= 1.5
 
 
 def test_concurrency_is_limited_and_waiting_does_not_count_as_working():
@@ -223,6 +230,60 @@ def test_several_calls_of_one_turn_run_at_once_and_are_counted_in_order():
         assert [latency > 0 for latency in step.latencies_s] == [True, False, True, False]
 
     asyncio.run(scenario())
+
+
+def test_calls_of_all_tools_together_are_limited():
+    """Two tools, three calls in all; an unknown tool, and a call that the tool itself declines, use none of them."""
+
+    async def declines(attempt):
+        return ToolResult("no", CallOutcome.REFUSED if attempt == 1 else CallOutcome.OK)
+
+    async def scenario():
+        factory = QuestionAnswering({"a": Probe(), "b": Probe(declines)}, ToolLimits(max_calls=2), max_calls=3)
+        environment = factory(TASK)
+        outcomes = []
+        for name in ("b", "unknown", "a", "a", "a", "b", "b"):
+            step = await environment.step(Action(ActionKind.CALL, (ToolRequest(name, {}),)))
+            outcomes.append(step.results[0])
+        ok, refused = CallOutcome.OK, CallOutcome.REFUSED
+        assert [result.outcome for result in outcomes] == [refused, refused, ok, ok, refused, ok, refused]
+        assert outcomes[4].text == "No further call of a is allowed (limit: 2)."
+        assert outcomes[6].text == "No further tool call is allowed (limit: 3)."
+
+    asyncio.run(scenario())
+
+
+def test_calls_of_one_turn_are_refused_beyond_the_limit_of_all_tools():
+    async def scenario():
+        environment = QuestionAnswering({"a": Probe(), "b": Probe()}, max_calls=2)(TASK)
+        requests = tuple(ToolRequest(name, {}) for name in ("a", "b", "a", "b"))
+        step = await environment.step(Action(ActionKind.CALL, requests))
+        assert [result.outcome for result in step.results] == [CallOutcome.OK] * 2 + [CallOutcome.REFUSED] * 2
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_goes_on_counting_where_its_parent_was():
+    """The parent executed two calls before the fork, and was refused one; the child has one left."""
+
+    def happened(name, outcome):
+        return ToolCall(0, ToolRequest(name, {}), ToolResult("x", outcome), 0.1)
+
+    calls = [happened("a", CallOutcome.OK), happened("b", CallOutcome.TIMEOUT), happened("a", CallOutcome.REFUSED)]
+
+    async def scenario():
+        child = QuestionAnswering({"a": Probe(), "b": Probe()}, max_calls=3)(TASK)
+        await child.resume((), calls)
+        requests = tuple(ToolRequest(name, {}) for name in ("b", "a"))
+        step = await child.step(Action(ActionKind.CALL, requests))
+        assert [result.outcome for result in step.results] == [CallOutcome.OK, CallOutcome.REFUSED]
+
+    asyncio.run(scenario())
+
+
+def test_an_impossible_limit_of_all_tools():
+    with pytest.raises(ValueError, match="max_calls is -1"):
+        QuestionAnswering({}, max_calls=-1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,211 @@
+"""Web search through Bright Data's SERP API, as ARPO trains and evaluates with it (verl/workers/rollout/tools/
+search_tool.py of RUC-NLPIR/ARPO)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from typing import Any
+from urllib.parse import urlencode
+
+from rollout.services import Answer, ApiKey, LoopSession, post_json
+from rollout.tools.limits import SharedCache
+from rollout.tools.search import EMPTY_QUERY
+from rollout.tools.search_cache import SearchCache, cache_key
+from rollout.trajectory import CallOutcome, Document, InfrastructureError, ToolResult
+
+NOTHING_FOUND = "No search results found."  # as published: it stands in their cache file too
+_HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
+_KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
+_HAN_PER_WORD = 2  # most words of modern Chinese have two characters
+
+
+class BrightDataSearch:
+    """``{"query": str}`` to one line "Page i: ..." per hit: the distinct, non-empty descriptions in Bing's order.
+
+    The hits come as documents too: id is the link, text the description, score 1 / rank. Bing is asked in Chinese for
+    Chinese queries, else in English. Equal queries at the same time share one request.
+
+    Outcomes: OK; EMPTY when nothing is found; REFUSED for an empty query, ERROR for a missing one, as ``SearchTool``.
+    Everything else (another status than 200, no answer, no JSON) raises InfrastructureError; a ``LimitedTool`` around
+    it tries again, so nothing is repeated here.
+
+    Args:
+        zone: a SERP zone of the Bright Data account. A Web Unlocker zone gets status 403 or failed searches.
+        api_key_variable: name of the environment variable that holds the key.
+        location: country of the searcher, two letters.
+        max_results: hits shown.
+        result_length: characters of each description shown.
+        requests_per_second: pace over all trajectories of this process; None for no limit. Waiting counts towards the
+            limits of a ``LimitedTool`` around it; results from the cache do not wait.
+        timeout: seconds for one request.
+        cache: an SQLite file (see ``search_cache``) for results of this and later runs. Keyed by query alone, as the
+            published one: use one file per location, ``max_results`` and ``result_length``. None: no such file.
+        needs_links: ask again for what the cache knows without links (imported results), for ``BrowsingSearch``.
+        url: of the service.
+
+    Raises:
+        ValueError: an impossible option, or no key: on construction, with a cache at the first query that it lacks.
+        SearchCacheError: on construction, if the cache cannot be used.
+    """
+
+    name = "search"
+
+    def __init__(
+        self,
+        zone: str = "serp_api1",
+        api_key_variable: str = "BRIGHT_DATA_API_KEY",
+        location: str = "cn",
+        max_results: int = 10,
+        result_length: int = 1000,
+        requests_per_second: float | None = None,
+        timeout: float = 60.0,
+        cache: str | None = None,
+        needs_links: bool = False,
+        url: str = "https://api.brightdata.com/request",
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {url!r}; expected http://... or https://...")
+        if max_results < 1 or result_length < 1:
+            raise ValueError(f"expected max_results and result_length >= 1; found {max_results}, {result_length}")
+        if timeout <= 0 or (requests_per_second is not None and requests_per_second <= 0):
+            raise ValueError(f"expected timeout and requests_per_second > 0; found {timeout}, {requests_per_second}")
+        self.zone, self.location, self.url, self.timeout = zone, location, url, timeout
+        self.max_results, self.result_length, self.needs_links = max_results, result_length, needs_links
+        self.key = ApiKey(api_key_variable, "Bright Data's search")
+        self.cache = None if cache is None else SearchCache(cache)
+        if self.cache is None:
+            self.key.headers()  # raises without a key; a cache may hold all that is asked
+        self._pace = None if requests_per_second is None else Pace(requests_per_second)
+        self._session = LoopSession("BrightDataSearch")
+        self._running = SharedCache(0)
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        query = arguments.get("query")
+        if not isinstance(query, str):
+            message = f"search expects a text as its query; found {type(query).__name__}"
+            return ToolResult(message, CallOutcome.ERROR, detail=message)
+        query = cache_key(query)
+        if not query.strip():
+            return ToolResult(EMPTY_QUERY, CallOutcome.REFUSED, detail="empty query")
+        return await self._running.get(query, lambda: self._search(query))
+
+    async def _search(self, query: str) -> ToolResult:
+        if self.cache is not None:
+            known = await self.cache.get(query)
+            if known is not None and not (self.needs_links and known.documents is None):
+                return _as_result(known.text, known.documents or ())
+        if self._pace is not None:
+            await self._pace.wait()
+        documents = await self._ask(query)
+        text = format_pages(documents)
+        if self.cache is not None:
+            await self.cache.put(query, text, documents)
+        return _as_result(text, documents)
+
+    async def _ask(self, query: str) -> tuple[Document, ...]:
+        payload = {"zone": self.zone, "url": bing_url(query, self.location), "format": "raw"}
+        session, _ = self._session.open()
+        answer = await post_json(session, self.url, payload, self.key, self.timeout)
+        if answer.status != 200:
+            raise InfrastructureError(self._explain(answer))
+        try:
+            return parse_organic(answer.body, self.max_results, self.result_length)
+        except ValueError as error:
+            failure = self.key.redact(f"{self.url}: {error}") + _said_in_headers(answer)
+        raise InfrastructureError(failure)  # not chained: the error may quote a body that holds the key
+
+    def _explain(self, answer: Answer) -> str:
+        message = f"{self.url}: status {answer.status}: {answer.excerpt}{_said_in_headers(answer)}"
+        if answer.status in (401, 403):
+            message += (
+                f". Likely causes: the zone {self.zone!r} is a Web Unlocker zone and not a SERP zone, or the key in "
+                f"{self.key.variable} is not valid for it"
+            )
+        return message
+
+    async def close(self) -> None:
+        """Close connections and the cache's file; a later call opens them again."""
+        await self._session.close()
+        if self.cache is not None:
+            await asyncio.to_thread(self.cache.close)
+
+
+def _as_result(text: str, documents: tuple[Document, ...]) -> ToolResult:
+    return ToolResult(text, CallOutcome.EMPTY if text == NOTHING_FOUND else CallOutcome.OK, documents)
+
+
+def _said_in_headers(answer: Answer) -> str:
+    """Bright Data explains failures in headers (docs.brightdata.com, "Debugging SERP API")."""
+    said = [v for k, v in answer.headers.items() if k.lower() in ("x-brd-error", "x-brd-error-code")]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def is_chinese(query: str) -> bool:
+    """Whether at least half of the words are Chinese, at two Han characters a word. Kana or Hangul: it is not.
+
+    The published code asks a language identifier; for the two languages that matter here scripts tell as much.
+    """
+    if _KANA_OR_HANGUL.search(query):
+        return False
+    han = len(_HAN.findall(query))
+    others = len([word for word in _HAN.sub(" ", query).split() if any(map(str.isalpha, word))])
+    return han > 0 and han / _HAN_PER_WORD >= others
+
+
+def bing_url(query: str, location: str) -> str:
+    market, language = ("zh-CN", "zh") if is_chinese(query) else ("en-US", "en")
+    asked = {"q": query, "mkt": market, "setLang": language, "brd_json": 1, "cc": location}
+    return "https://www.bing.com/search?" + urlencode(asked)
+
+
+def parse_organic(body: str, max_results: int, result_length: int) -> tuple[Document, ...]:
+    """The hits of an answer: ``{"general": ..., "organic": [{"description", "title", "link", ...}, ...]}``, where a
+    page without hits may have no "organic". Raises ValueError for any other shape."""
+    try:
+        page = json.loads(body)
+    except ValueError:
+        raise ValueError(f"expected JSON; found {body[:80]!r}") from None
+    if not isinstance(page, dict) or not ("organic" in page or "general" in page):
+        raise ValueError(f'expected {{"general": ..., "organic": [...]}}; found {body[:80]!r}')
+    hits = page.get("organic") or []
+    if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
+        raise ValueError(f'expected a list of objects as "organic"; found {str(hits)[:80]}')
+    distinct: dict[str, dict[str, Any]] = {}
+    for hit in hits:
+        description = hit.get("description")
+        if isinstance(description, str) and description.strip():
+            distinct.setdefault(description, hit)
+    return tuple(
+        Document(_text(hit.get("link")), _text(hit.get("title")), description[:result_length], 1 / rank)
+        for rank, (description, hit) in enumerate(list(distinct.items())[:max_results], start=1)
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def format_pages(documents: tuple[Document, ...]) -> str:
+    """As the published tool shows hits.
+
+    >>> format_pages((Document("", "", "A potter.", 1.0), Document("", "", "A harbor.", 0.5)))
+    'Page 1: A potter.\\nPage 2: A harbor.'
+    """
+    return "\n".join(f"Page {i}: {d.text}" for i, d in enumerate(documents, start=1)) or NOTHING_FOUND
+
+
+class Pace:
+    """At most so many starts per second, evenly spaced."""
+
+    def __init__(self, per_second: float) -> None:
+        self._gap_s, self._next = 1 / per_second, 0.0
+
+    async def wait(self) -> None:
+        now = time.monotonic()
+        start = max(now, self._next)
+        self._next = start + self._gap_s
+        if start > now:
+            await asyncio.sleep(start - now)

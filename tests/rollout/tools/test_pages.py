@@ -1,0 +1,222 @@
+"""Fetching pages from a local server, and what must not be fetched."""
+
+import asyncio
+import gzip
+import re
+import tracemalloc
+
+import pytest
+from aiohttp import web
+
+from rollout.tools.pages import Page, PageFetcher, is_public
+from tests.rollout.serving import response, site
+
+
+def fetch(page, **options):
+    """The page "/p" of a server that has it."""
+
+    async def main():
+        async with site(page if isinstance(page, dict) else {"/p": page}) as (url, _):
+            fetcher = PageFetcher(**({"allow_private_addresses": True} | options))
+            try:
+                return await fetcher.fetch(url + "/p")
+            finally:
+                await fetcher.close()
+
+    return asyncio.run(main())
+
+
+def test_html_and_plain_text():
+    page = fetch(response("<title>T</title><p>one<script>x</script> &amp; two", charset="utf-8"))
+    assert (page.text, page.error) == ("T\none & two", None)
+    assert fetch(response("a < b\n  <p>", "text/plain")).text == "a < b\n  <p>"
+    assert fetch(response("x" * 50), max_characters=7).text == "x" * 7
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "text"),
+    [
+        ("é".encode("latin-1"), "iso-8859-1", "é"),
+        ("<meta charset=gb2312>红楼梦".encode("gb2312"), None, "红楼梦"),
+        (b'<meta content="text/html; charset=Shift_JIS">' + "東京".encode("shift_jis"), None, "東京"),
+        ("\ufeffé".encode(), None, "é"),
+        (b"caf\xe9", None, "caf\ufffd"),
+        ("é".encode(), "no-such-charset", "é"),
+        ("é".encode(), "punycode", "é"),
+        ("é".encode(), "rot13", "é"),
+    ],
+)
+def test_charsets(body, header, text):
+    assert fetch(response(body, charset=header)).text == text
+
+
+@pytest.mark.parametrize(
+    ("page", "error"),
+    [
+        (web.Response(status=404, text="no"), "status 404"),
+        (response(b"%PDF-1.7", "application/pdf"), "a PDF file: not read, there is no library for it here"),
+        (response(b"\x89PNG", "image/png"), r"not a text \(image/png\)"),
+        (response("<p></p>"), "no text in it"),
+    ],
+)
+def test_pages_that_are_no_text(page, error):
+    page = fetch(page)
+    assert page.text == "" and re.fullmatch(error, page.error)
+
+
+def test_a_page_without_end_is_cut_and_a_silent_one_given_up():
+    async def endless(request):
+        answer = web.StreamResponse(headers={"Content-Type": "text/plain"})
+        await answer.prepare(request)
+        while True:
+            await answer.write(b"x" * 10_000)
+
+    async def silent(request):
+        await asyncio.Event().wait()
+
+    assert fetch(endless, max_bytes=100_000, max_characters=10**9).text == "x" * 100_000
+    assert fetch(silent, timeout=0.1).error == "no page within 0.1 s"
+
+
+def test_a_compressed_bomb_is_not_unpacked():
+    bomb = gzip.compress(b"x" * 100_000_000, compresslevel=1)
+    tracemalloc.start()
+    try:
+        page = fetch(response(bomb, "text/plain", headers={"Content-Encoding": "gzip"}), max_bytes=50_000)
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+    assert page.text == "x" * 20_000
+
+
+def test_addresses_that_are_none():
+    async def main():
+        fetcher = PageFetcher(allow_private_addresses=True)
+        addresses = ("file:///etc/passwd", "ftp://e.org/x", "data:text/html,x", "javascript:x", "/etc/passwd", "",
+                     "http://", "http://[", "http://a b/", "http://127.0.0.1:1/", "http://127.0.0.1:99999/",
+                     "http://" + "a" * 300 + ".org/", "http://\ud83d.org/", "http://no-such-host.invalid/")  # fmt: skip
+        pages = await asyncio.gather(*(fetcher.fetch(address) for address in addresses))
+        await fetcher.close()
+        return pages
+
+    pages = asyncio.run(main())
+    assert [page.text for page in pages] == [""] * len(pages) and all(page.error for page in pages)
+    assert {page.error for page in pages[:6]} == {"not an http or https address"}
+
+
+def test_redirects_are_followed_but_not_for_ever_nor_to_files():
+    def to(place):
+        async def redirect(request):
+            return web.Response(status=302, headers={"Location": place})
+
+        return redirect
+
+    pages = {"/q": response("there"), "/loop": to("/loop")}
+    assert fetch(pages | {"/p": to("/q")}).text == "there"
+    assert "TooManyRedirects" in fetch(pages | {"/p": to("/loop")}).error
+    assert "NonHttpUrlRedirect" in fetch(pages | {"/p": to("file:///etc/passwd")}).error
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "0", "[::1]", "[::ffff:127.0.0.1]",
+     "[::ffff:7f00:1]", "user:pass@127.0.0.1"],
+)  # fmt: skip
+def test_the_own_machine_is_not_asked_by_default(host):
+    async def main():
+        async with site({"/p": response("secret")}) as (url, asked):
+            fetcher = PageFetcher()
+            page = await fetcher.fetch(f"http://{host}:{url.rpartition(':')[2]}/p")
+            await fetcher.close()
+            return page, asked
+
+    page, asked = asyncio.run(main())
+    assert page.text == "" and asked == [] and page.error
+
+
+def test_a_refusal_is_said_to_be_one():
+    async def main():
+        fetcher = PageFetcher()
+        page = await fetcher.fetch("http://localhost:1/")
+        await fetcher.close()
+        return page
+
+    page = asyncio.run(main())
+    assert page.error.startswith("refused: ") and page.error.endswith("is not an address of the public internet")
+
+
+def test_a_redirect_into_the_own_network_is_refused(monkeypatch):
+    """127.0.0.2 plays the public server here."""
+    monkeypatch.setattr("rollout.tools.pages.is_public", lambda address: address == "127.0.0.2")
+
+    async def main():
+        async with site({"/secret": response("secret")}) as (inside, asked):
+            away = web.Response(status=302, headers={"Location": inside + "/secret"})
+            pages = {"/ok": response("public"), "/p": away}
+            async with site(pages, "127.0.0.2") as (outside, _):
+                fetcher = PageFetcher()
+                found = [await fetcher.fetch(outside + path) for path in ("/ok", "/p")]
+                await fetcher.close()
+                return found, asked
+
+    (ok, refused), asked = asyncio.run(main())
+    assert ok.text == "public" and asked == []
+    assert refused == Page(refused.url, "", "refused: 127.0.0.1 is not an address of the public internet")
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1:248:1893:25c8:1946", True),
+        ("127.0.0.1", False),
+        ("10.1.2.3", False),
+        ("172.16.0.1", False),
+        ("192.168.1.1", False),
+        ("100.64.0.1", False),
+        ("169.254.169.254", False),  # where clouds keep credentials
+        ("0.0.0.0", False),
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
+        ("::", False),
+        ("::1", False),
+        ("fe80::1%eth0", False),
+        ("fc00::1", False),
+        ("ff0e::1", False),
+        ("::ffff:10.0.0.1", False),
+        ("::ffff:93.184.216.34", True),
+        ("2002:7f00:1::", False),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::5db8:d822", True),
+        ("localhost", False),
+    ],
+)
+def test_public_addresses(address, public):
+    assert is_public(address) is public
+
+
+def test_few_pages_at_once():
+    running, most = 0, 0
+
+    async def page(request):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return response("x")
+
+    async def main():
+        async with site({"/p": page}) as (url, _):
+            fetcher = PageFetcher(concurrency=3, allow_private_addresses=True)
+            pages = await asyncio.gather(*(fetcher.fetch(url + "/p") for _ in range(9)))
+            await fetcher.close()
+            return [page.text for page in pages]
+
+    assert asyncio.run(main()) == ["x"] * 9 and most == 3
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"max_characters": 0}, {"max_bytes": 0}, {"concurrency": 0}])
+def test_impossible_options(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        PageFetcher(**wrong)
