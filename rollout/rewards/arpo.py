@@ -17,6 +17,7 @@ from rollout.trajectory import ActionKind, CallOutcome, Reward, Task, Trajectory
 
 BOTH_TOOLS = frozenset({"search", "python"})
 BAD_FORMAT = -1.0
+EMPTY_RESULT = " <result></result>"  # what the fixed format rule reads in place of a tool result
 MATH_SOURCES = frozenset({"aime24", "aime25", "math500", "gsm8k", "math"})  # where a task says no "ability"
 
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -169,7 +170,7 @@ class ArpoReward:
         for turn in trajectory.turns:
             texts.append(self._decode(trajectory.response_ids[turn.start : turn.end]))
             if turn.action.kind is ActionKind.CALL and turn.observation_end > turn.end:
-                texts.append(" <result></result>")
+                texts.append(EMPTY_RESULT)
         return "".join(texts)
 
     def _decode(self, ids: Sequence[int]) -> str:
