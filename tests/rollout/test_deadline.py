@@ -69,7 +69,9 @@ def test_failures_of_the_function_and_of_its_process(pool):
     with pytest.raises(WorkerDied, match="exit code -9"):
         pool.call("die", timeout_s=LONG)
     assert pool.call("pid", timeout_s=LONG) != pid
-    os.kill(pool.pids[0], signal.SIGKILL)  # while idle
+    [idle] = pool.pids
+    os.kill(idle, signal.SIGKILL)
+    assert gone(idle)
     assert pool.call("value", 1, timeout_s=LONG) == 1
 
 
