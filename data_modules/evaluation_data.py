@@ -42,7 +42,7 @@ class EvaluationData(L.LightningDataModule):
     Args:
         rollouts: rolls questions out; None only if there are no val_files and no test_files.
         val_files: question files (see datasets/questions.py) of validation.
-        test_files: question files of the test.
+        test_files: of the test; also evaluation sets by name, as "gsm8k:data/gsm8k.jsonl".
         eval_sampling: decoding of validation, test and probes; greedy unless said otherwise.
         eval_batch: questions per batch on each rank; changes speed only.
         max_val: use at most so many validation questions, evenly spaced over the files.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_modules.datasets.references import split_reference
 from experiments import overrides as cli_overrides
 from experiments.compose import Config, resolve
 from experiments.errors import ExperimentError, nearest
@@ -190,11 +191,12 @@ def missing_files(stage: Stage, root: Path) -> list[str]:
     lines = []
     for section in ("model", "data", "task"):
         for where, text in strings(stage.config.get(section), section):
-            path = root / text
+            path = root / split_reference(text)[1]  # "gsm8k:data/gsm8k.jsonl" names a file too
             if not text.endswith(FILE_SUFFIXES) or path.exists() or any(path.is_relative_to(m) for m in made):
                 continue
             if any(path.is_relative_to(need) for need in listed):
                 continue
-            siblings = [str(Path(text).parent / p.name) for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            prefix = text[: len(text) - len(path.name)]
+            siblings = [prefix + p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
             lines.append(f"{where}: no file '{text}'{nearest(text, siblings)}")
     return lines

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_modules.datasets.references import split_reference
 from experiments.compose import Config
 from rollout.files import write_atomically
 
@@ -80,8 +81,10 @@ def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: C
             return {str(k): walk(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [walk(v) for v in value]
-        if isinstance(value, str) and is_input(value, root):
-            return "sha256:" + hash_path(root / value)
+        if isinstance(value, str):
+            benchmark, path = split_reference(value)
+            if is_input(path, root):
+                return (f"{benchmark}:" if benchmark else "") + "sha256:" + hash_path(root / path)
         return value
 
     body = {"version": KEY_VERSION, "config": walk(semantic(config)), "arguments": list(arguments)}

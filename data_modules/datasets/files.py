@@ -1,14 +1,19 @@
-"""Parquet at rest: reading with one kind of error, writing in one step."""
+"""Data files at rest: reading with one kind of error, writing in one step."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
 from rollout.files import replacing
+
+
+SHOWN_ROWS = 5  # of those an error message is about
 
 
 class DatasetError(ValueError):
@@ -20,11 +25,70 @@ def require_file(path: Path) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        raise DatasetError(f"{path} is a folder, expected a parquet file")
-    names = sorted(p.name for p in path.parent.glob("*.parquet")) if path.parent.is_dir() else []
+        raise DatasetError(f"{path} is a folder, expected a file")
+    suffix = path.suffix or ".parquet"
+    names = sorted(p.name for p in path.parent.glob(f"*{suffix}")) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else f"; the folder has: {', '.join(names[:8]) or 'no parquet file'}"
+    found = ", ".join(names[:8]) or f"no {suffix[1:]} file"
+    hint = f"; did you mean '{near[0]}'?" if near else f"; the folder has: {found}"
     raise DatasetError(f"no such file: {path}{hint}")
+
+
+def shown(rows: Sequence[int]) -> str:
+    """The first few numbers, for a message."""
+    rest = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
+    return ", ".join(str(row) for row in rows[:SHOWN_ROWS]) + rest
+
+
+def refuse_rows(path: Path, total: int, rows: Sequence[int], fault: str) -> None:
+    """Raises DatasetError, naming ``rows`` (counted from 0, of ``total``), if there are any."""
+    if rows:
+        raise DatasetError(
+            f"{path}: {len(rows)} of {total} rows with {fault}: row {shown(rows)} (counted from 0); correct or remove "
+            "them"
+        )
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .parquet, .jsonl (an object per line; empty lines are skipped) or .json file (a list of objects).
+
+    Raises:
+        DatasetError: no such file, another ending, a file that is not what its ending says, or one without rows.
+    """
+    require_file(path)
+    if path.suffix == ".parquet":
+        rows = read_parquet(path).to_dicts()
+    elif path.suffix in (".json", ".jsonl"):
+        rows = _read_json(path)
+    else:
+        raise DatasetError(f"{path} ends in '{path.suffix}'; expected .jsonl, .json or .parquet")
+    refuse_rows(path, len(rows), [i for i, row in enumerate(rows) if not isinstance(row, dict)], "no JSON object")
+    if not rows:
+        raise DatasetError(f"{path}: the file has no rows")
+    return rows
+
+
+def _read_json(path: Path) -> list[Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # with or without the byte order mark
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} is not UTF-8 text ({error}); write or fetch it again") from error
+    if path.suffix == ".json":
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{path} cannot be read as JSON ({error}); write or fetch it again") from error
+        if not isinstance(rows, list):
+            raise DatasetError(f"{path} holds a JSON {type(rows).__name__}, expected a list of objects")
+        return rows
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DatasetError(f"{path}, line {number}: not JSON ({error}); write or fetch it again") from error
+    return rows
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pl.DataFrame:

@@ -3,24 +3,31 @@
 Columns (Search-R1 scripts/data_process/qa_search_train_merge.py)::
 
     id              string
-    question        string                          missing: the prompt's text after "Question:"
+    question        string                          missing: extra_info.question, else the prompt's (see below)
     golden_answers  list[string]                    missing or null: reward_model.ground_truth.target
     data_source     string
     prompt          list[struct{role, content}]     shown to the model only with ``template: dataset``
-    ability         string
+    ability         string                          "math" and "qa" are kept as metadata["ability"]
     reward_model    struct{style, ground_truth: struct{target: list[string]}}
     extra_info      struct{split, index}            gives the id where ``id`` is missing
 
 and two optional ones of ours: ``gold_passages`` list[struct{title, text}], one per hop in order, and ``metadata``, a
 JSON object as a string or a struct (of a struct only the plain fields are kept: released HotpotQA files carry all
 ten paragraphs of a question there).
+
+ARPO's RL files (specs/arpo.md section 5) are read too. They differ in ``reward_model.ground_truth``, which is the one
+gold answer itself, and hold the question in ``extra_info.question`` and as the bare user turn after a system message;
+of a prompt without a system message the question is what follows "Question:". Their system prompt was written with
+a backspace where "\\b" of "\\boxed" was meant; that is mended, and logged.
+
+Beside such files ``load_tasks`` takes the evaluation sets of ``benchmarks.py``, as ``name:path``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,26 +35,12 @@ from typing import Any
 
 import polars as pl
 
-from data_modules.datasets.files import DatasetError, read_parquet, write_parquet
+from data_modules.datasets.benchmarks import load_benchmark
+from data_modules.datasets.files import DatasetError, shown, write_parquet
+from data_modules.datasets.question_file import QUESTION_MARKER, SCHEMA, QuestionFile
 from rollout.trajectory import Task
 
-QUESTION_MARKER = "Question:"
-SHOWN_ROWS = 5  # of those an error message is about
-
-STRINGS = pl.List(pl.String)
-SCHEMA = {
-    "id": pl.String,
-    "data_source": pl.String,
-    "question": pl.String,
-    "golden_answers": STRINGS,
-    "prompt": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),
-    "ability": pl.String,
-    "reward_model": pl.Struct({"style": pl.String, "ground_truth": pl.Struct({"target": STRINGS})}),
-    "extra_info": pl.Struct({"split": pl.String, "index": pl.Int64}),
-    "gold_passages": pl.List(pl.Struct({"title": pl.String, "text": pl.String})),
-    "metadata": pl.String,
-}
-
+_NAMED = re.compile(r"(\w+):(.+)")  # also of a misspelt name, so that the message is about the name
 
 def load_tasks(path: str | Path | Sequence[str | Path]) -> list[Task]:
     """Read one or several question files, in order.
@@ -56,16 +49,24 @@ def load_tasks(path: str | Path | Sequence[str | Path]) -> list[Task]:
     source), it becomes ``<data_source>/<id>``. Rows, in messages, are counted from 0.
 
     Args:
-        path: a parquet file, or several.
+        path: a parquet file, or several; ``name:path`` for an evaluation set, as "gsm8k:data/gsm8k.jsonl".
 
     Raises:
         DatasetError: no such file, not a parquet file, a column is missing or has the wrong type, a row has no
-            question, no gold answer, no data source or no id, or an id occurs twice in one data source.
+            question, no gold answer, no data source or no id, or an id occurs twice in one data source; for an
+            evaluation set what ``load_benchmark`` raises.
     """
-    paths = [Path(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
+    paths = [str(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
     if not paths:
         raise DatasetError("no question file given; expected at least one parquet file")
-    return _unique([task for p in paths for task in _QuestionFile(p).tasks()], paths)
+    return _unique([task for p in paths for task in _load(p)], paths)
+
+
+def _load(path: str) -> list[Task]:
+    named = _NAMED.fullmatch(path)
+    if named and not Path(path).exists():
+        return load_benchmark(*named.groups())
+    return QuestionFile(Path(path)).tasks()
 
 
 def write_tasks(path: str | Path, tasks: Iterable[Task], render: Callable[[Task], str] | None = None) -> None:
@@ -92,7 +93,7 @@ def _row(task: Task, index: int, prompt: Sequence[tuple[str, str]]) -> dict[str,
         "question": task.question,
         "golden_answers": answers,
         "prompt": [{"role": role, "content": content} for role, content in prompt],
-        "ability": "fact-reasoning",
+        "ability": task.metadata.get("ability", "fact-reasoning"),
         "reward_model": {"style": "rule", "ground_truth": {"target": answers}},
         "extra_info": {"split": str(task.metadata.get("split", "")), "index": index},
         "gold_passages": [{"title": title, "text": text} for title, text in task.gold_passages],
@@ -100,7 +101,7 @@ def _row(task: Task, index: int, prompt: Sequence[tuple[str, str]]) -> dict[str,
     }
 
 
-def _unique(tasks: list[Task], paths: Sequence[Path]) -> list[Task]:
+def _unique(tasks: list[Task], paths: Sequence[str]) -> list[Task]:
     counts = Counter(task.id for task in tasks)
     if len(counts) == len(tasks):
         return tasks
@@ -111,200 +112,9 @@ def _unique(tasks: list[Task], paths: Sequence[Path]) -> list[Task]:
     twice = [name for name, count in Counter(task.id for task in renamed).items() if count > 1]
     if twice:
         rows = [i for i, task in enumerate(renamed) if task.id == twice[0]]
-        where = ", ".join(str(p) for p in paths)
+        where = ", ".join(paths)
         raise DatasetError(
             f"{where}: {len(twice)} ids occur more than once in one data source, for example {twice[0]!r} in rows "
-            f"{_shown(rows)} (of all files together); make the ids unique"
+            f"{shown(rows)} (of all files together); make the ids unique"
         )
     return renamed
-
-
-def _shown(rows: Sequence[int]) -> str:
-    rest = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
-    return ", ".join(str(row) for row in rows[:SHOWN_ROWS]) + rest
-
-
-class _QuestionFile:
-    """One file, checked column by column, so that a message can say which rows are wrong."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._frame = read_parquet(path)
-        if self._frame.is_empty():
-            raise DatasetError(f"{path}: the file has no rows")
-
-    def tasks(self) -> list[Task]:
-        columns = (
-            self._ids(), self._questions(), self._answers(), self._data_sources(), self._passages(), self._metadata(),
-            self._prompts(),
-        )  # fmt: skip
-        return [
-            Task(identity, question, tuple(answers), source, passages, metadata, prompt)
-            for identity, question, answers, source, passages, metadata, prompt in zip(*columns, strict=True)
-        ]
-
-    # --- columns --------------------------------------------------------------------------------------------------
-
-    def _data_sources(self) -> list[str]:
-        return self._text("data_source", self._require("data_source"), "no data source")
-
-    def _ids(self) -> list[str]:
-        if "id" in self._frame.columns:
-            values = self._frame["id"]
-            if values.dtype.is_integer():
-                values = values.cast(pl.String)
-            return self._text("id", values, "no id")
-        info = self._optional("extra_info")
-        if info is None:
-            raise self._missing("id", "extra_info {split, index}")
-        fields = [self._field(info, "extra_info", name) for name in ("split", "index")]
-        self._refuse_rows(fields[0].is_null() | fields[1].is_null(), "no id (extra_info has no split or no index)")
-        return [f"{split}_{index}" for split, index in zip(*fields, strict=True)]
-
-    def _questions(self) -> list[str]:
-        if "question" in self._frame.columns:
-            return self._text("question", self._frame["question"], "an empty question")
-        prompt = self._optional("prompt")
-        if prompt is None:
-            raise self._missing("question", f"the prompt's text after {QUESTION_MARKER!r}")
-        self._expect(prompt, "prompt", "a list of {role, content}", _is_records("role", "content"))
-        contents = [
-            next((turn["content"] for turn in reversed(turns or []) if turn["role"] == "user"), None)
-            for turns in prompt.to_list()
-        ]
-        texts = pl.Series([(text or "").partition(QUESTION_MARKER)[2] for text in contents], dtype=pl.String)
-        return self._text("prompt", texts, f"no text after {QUESTION_MARKER!r} in the prompt's last user turn")
-
-    def _answers(self) -> list[list[str]]:
-        given, target = self._optional("golden_answers"), self._target()
-        if given is None and target is None:
-            raise self._missing("golden_answers", "reward_model.ground_truth.target")
-        found = [
-            self._expect(s, name, "a list of strings", _is_strings).to_list()
-            for s, name in ((given, "golden_answers"), (target, "reward_model.ground_truth.target"))
-            if s is not None
-        ]
-        answers = [
-            next((kept for kept in (_non_empty(values) for values in candidates) if kept), [])
-            for candidates in zip(*found, strict=True)
-        ]
-        self._refuse_rows(pl.Series([not kept for kept in answers], dtype=pl.Boolean), "no gold answer")
-        return answers
-
-    def _target(self) -> pl.Series | None:
-        model = self._optional("reward_model")
-        if model is None:
-            return None
-        truth = self._field(model, "reward_model", "ground_truth")
-        return self._field(truth, "reward_model.ground_truth", "target")
-
-    def _passages(self) -> list[tuple[tuple[str, str], ...]]:
-        column = self._optional("gold_passages")
-        if column is None:
-            return [()] * self._frame.height
-        self._expect(column, "gold_passages", "a list of {title, text}", _is_records("title", "text"))
-        rows = column.to_list()
-        broken = [any(p is None or p["title"] is None or not p["text"] for p in row or []) for row in rows]
-        self._refuse_rows(pl.Series(broken, dtype=pl.Boolean), "a gold passage without title or text")
-        return [tuple((p["title"], p["text"]) for p in row or []) for row in rows]
-
-    def _metadata(self) -> list[dict[str, Any]]:
-        column = self._optional("metadata")
-        if column is None:
-            return [{} for _ in range(self._frame.height)]
-        self._expect(column, "metadata", "a JSON string or a struct", lambda d: isinstance(d, (pl.String, pl.Struct)))
-        if isinstance(column.dtype, pl.Struct):
-            plain = [f.name for f in column.dtype.fields if not f.dtype.is_nested()]
-            rows = column.to_list()
-            return [{name: row[name] for name in plain if row[name] is not None} if row else {} for row in rows]
-        parsed = [_json_object(text) for text in column.to_list()]
-        wrong = pl.Series([m is None for m in parsed], dtype=pl.Boolean)
-        self._refuse_rows(wrong, "metadata that is not a JSON object")
-        return [m or {} for m in parsed]
-
-    def _prompts(self) -> list[tuple[tuple[str, str], ...]]:
-        """Messages as (role, content); () where there are none, or the column holds something else: only the prompt
-        template ``dataset`` needs them, and says so."""
-        column = self._optional("prompt")
-        if column is None or not _is_records("role", "content")(column.dtype):
-            return [()] * self._frame.height
-        rows = column.to_list()
-        broken = [any(m is None or not m["role"] or m["content"] is None for m in row or []) for row in rows]
-        self._refuse_rows(pl.Series(broken, dtype=pl.Boolean), "a prompt message without role or content")
-        return [tuple((m["role"], m["content"]) for m in row or []) for row in rows]
-
-    # --- checks ---------------------------------------------------------------------------------------------------
-
-    def _optional(self, name: str) -> pl.Series | None:
-        """The column; None if there is none, or nothing in it."""
-        missing = name not in self._frame.columns or self._frame.schema[name] == pl.Null
-        return None if missing else self._frame[name]
-
-    def _require(self, name: str) -> pl.Series:
-        if name not in self._frame.columns:
-            raise self._missing(name)
-        return self._frame[name]
-
-    def _missing(self, name: str, substitute: str | None = None) -> DatasetError:
-        found = self._frame.columns
-        near = difflib.get_close_matches(name, [c for c in found if c not in SCHEMA], n=1, cutoff=0.5)
-        instead = f" (nor {substitute}, which would do instead)" if substitute else ""
-        hint = f"; did you mean to call column '{near[0]}' so?" if near else "."
-        return DatasetError(f"{self._path}: no column '{name}'{instead}{hint} The file has: {', '.join(found)}")
-
-    def _expect(
-        self, series: pl.Series, name: str, expected: str, fits: Callable[[pl.DataType], bool]
-    ) -> pl.Series:
-        if not fits(series.dtype):
-            raise DatasetError(f"{self._path}: column '{name}' is {series.dtype}, expected {expected}")
-        return series
-
-    def _field(self, series: pl.Series, name: str, field: str) -> pl.Series:
-        fields = {f.name for f in series.dtype.fields} if isinstance(series.dtype, pl.Struct) else None
-        if fields is None or field not in fields:
-            raise DatasetError(f"{self._path}: column '{name}' is {series.dtype}, expected a struct with '{field}'")
-        return series.struct.field(field)
-
-    def _text(self, name: str, values: pl.Series, fault: str) -> list[str]:
-        self._expect(values, name, "String", lambda d: d == pl.String)
-        stripped = values.str.strip_chars()
-        self._refuse_rows(stripped.is_null() | (stripped == ""), fault)
-        return stripped.to_list()
-
-    def _refuse_rows(self, wrong: pl.Series, fault: str) -> None:
-        rows = wrong.fill_null(True).arg_true().to_list()
-        if rows:
-            raise DatasetError(
-                f"{self._path}: {len(rows)} of {self._frame.height} rows with {fault}: row {_shown(rows)} (counted "
-                "from 0); correct or remove them"
-            )
-
-
-def _is_strings(dtype: pl.DataType) -> bool:
-    return isinstance(dtype, pl.List) and dtype.inner in (pl.String, pl.Null)  # Null: every list is empty
-
-
-def _is_records(*names: str) -> Callable[[pl.DataType], bool]:
-    """Whether a type is a list of structs that have these fields, as strings."""
-
-    def fits(dtype: pl.DataType) -> bool:
-        if not isinstance(dtype, pl.List) or not isinstance(dtype.inner, pl.Struct):
-            return dtype == pl.List(pl.Null)  # every list is empty
-        return set(names) <= {f.name for f in dtype.inner.fields if f.dtype == pl.String}
-
-    return fits
-
-
-def _non_empty(values: Iterable[str | None] | None) -> list[str]:
-    return [value for value in values if value and value.strip()] if values is not None else []
-
-
-def _json_object(text: str | None) -> dict[str, Any] | None:
-    """The object, {} for null, None for anything that is not a JSON object."""
-    if text is None or not text.strip():
-        return {}
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) else None

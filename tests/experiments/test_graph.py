@@ -153,3 +153,22 @@ def test_malformed_needs(workshop):
     workshop.task("x", about="needs: {weights: {path: a, hwo: b}}")
     with pytest.raises(ExperimentError, match="needs.weights: unknown key 'hwo'; did you mean 'how'"):
         workshop.graph("x").target()
+
+
+def test_evaluation_sets_by_name_are_files_too(workshop, tmp_path):
+    (tmp_path / "gsm8k.jsonl").write_text("one")
+    workshop.task("x", f"text: 'gsm8k:{tmp_path}/gsm8k.jsonl'")
+    key = workshop.graph("x").target().key
+    assert missing_files(workshop.graph("x").target(), workshop.project.root) == []
+    (tmp_path / "gsm8k.jsonl").write_text("another")
+    assert workshop.graph("x").target().key != key, "the file's content is part of the key"
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "gsm8k.jsonl").write_text("one")
+    workshop.task("x", f"text: 'gsm8k:{tmp_path}/moved/gsm8k.jsonl'")
+    assert workshop.graph("x").target().key == key, "where it lies is not"
+    workshop.task("x", f"text: 'math:{tmp_path}/moved/gsm8k.jsonl'")
+    assert workshop.graph("x").target().key != key, "read as another set it is another input"
+    workshop.task("x", f"text: 'gsm8k:{tmp_path}/gsm8.jsonl'")
+    [line] = missing_files(workshop.graph("x").target(), workshop.project.root)
+    wrong, right = f"gsm8k:{tmp_path}/gsm8.jsonl", f"gsm8k:{tmp_path}/gsm8k.jsonl"
+    assert line == f"task.init_args.text: no file '{wrong}'; did you mean '{right}'?"

@@ -1,0 +1,33 @@
+"""Evaluation sets by name, as ``name:path``. Imports nothing: configurations are checked without a data library."""
+
+from __future__ import annotations
+
+# Name -> the published field of the question (specs/arpo.md section 7; the answer's is "answer" in all of them).
+BENCHMARKS = {
+    "aime24": "question",
+    "aime25": "problem",
+    "math500": "question",
+    "gsm8k": "question",
+    "math": "problem",
+    "webwalker": "question",
+    "hotpotqa": "question",
+    "2wiki": "question",
+    "bamboogle": "question",
+    "musique": "question",
+    "hle": "question",
+    "gaia": "Question",
+    "simpleqa": "question",
+    "xbench": "question",
+}
+
+
+def split_reference(text: str) -> tuple[str | None, str]:
+    """(name, path) of "gsm8k:data/gsm8k.jsonl"; (None, the text) of anything without a benchmark's name before a colon.
+
+    >>> split_reference("gsm8k:data/gsm8k.jsonl")
+    ('gsm8k', 'data/gsm8k.jsonl')
+    >>> split_reference("data/train.parquet")
+    (None, 'data/train.parquet')
+    """
+    name, colon, path = text.partition(":")
+    return (name, path) if colon and path and name in BENCHMARKS else (None, text)

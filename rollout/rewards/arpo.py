@@ -1,0 +1,187 @@
+r"""The reward of ARPO (arXiv 2507.19849; specs/arpo.md section 4), as released and mended.
+
+Source of the rule: RUC-NLPIR/ARPO, verl/utils/reward_score/deep_research.py. A response is worth -1 if its format is
+bad, 0 if its answer shares nothing with the gold answer, else its accuracy, plus a bonus for using both tools.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
+from rollout.rewards.scoring import exact_match, f1, normalize_answer
+from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import ActionKind, CallOutcome, Reward, Task, Trajectory
+
+BOTH_TOOLS = frozenset({"search", "python"})
+BAD_FORMAT = -1.0
+EMPTY_RESULT = " <result></result>"  # what the fixed format rule reads in place of a tool result
+MATH_SOURCES = frozenset({"aime24", "aime25", "math500", "gsm8k", "math"})  # where a task says no "ability"
+
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed``: of its braces, matched, or for ``\boxed 8`` what follows up to the end of the
+    formula or the line. None if there is none, or its brace is never closed.
+
+    >>> boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    _, found, rest = text.rpartition("\\boxed")
+    rest = rest.lstrip(" ")
+    if not found or not rest:
+        return None
+    if not rest.startswith("{"):
+        return _END_OF_MATH.split(rest, maxsplit=1)[0].strip()
+    depth = 0
+    for brace in _BRACE.finditer(rest):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return rest[1 : brace.start()].strip()
+    return None
+
+
+def format_error(text: str) -> str | None:
+    """Why a response breaks the released format rule; None if it keeps it.
+
+    The rule: as many <think> as </think>, at least one; one <answer> and after it one </answer>; scanning from the
+    start, every <search> is followed by </search>, <result> and </result> in this order, and likewise, in a scan of
+    its own, every <python>; the answer holds a box whose content can be read.
+    """
+    opened, closed = text.count("<think>"), text.count("</think>")
+    if opened != closed or not opened:
+        return f"{opened} <think> and {closed} </think>; expected as many of both, at least one"
+    opened, closed = text.count("<answer>"), text.count("</answer>")
+    if (opened, closed) != (1, 1):
+        return f"{opened} <answer> and {closed} </answer>; expected one of each"
+    if text.index("<answer>") > text.index("</answer>"):
+        return "</answer> stands before <answer>"
+    for tool in sorted(BOTH_TOOLS):
+        if _has_open_block(text, tool):
+            return f"a <{tool}> without </{tool}> and a <result> block after it"
+    answer = answer_text(text)
+    if "\\boxed{" not in answer or "}" not in answer:
+        return "no \\boxed{} in the answer"
+    return None if boxed(answer) is not None else "the answer's \\boxed{ is never closed"
+
+
+def _has_open_block(text: str, tool: str) -> bool:
+    position = 0
+    while (start := text.find(f"<{tool}>", position)) >= 0:
+        # The released code takes the first tag of each kind after the opening one, and then compares their places.
+        end, result = text.find(f"</{tool}>", start), text.find("<result>", start)
+        position = text.find("</result>", result) if result >= 0 else -1
+        if not start < end < result < position:
+            return True
+    return False
+
+
+def answer_text(text: str) -> str:
+    """Between the first <answer> and the first </answer>; "" where they are missing or crossed."""
+    return text.partition("<answer>")[2].partition("</answer>")[0]
+
+
+def as_published(text: str, golds: Sequence[str], bonus: float = 0.1) -> Reward:
+    r"""The released reward of a whole response, tool results included, with all it does wrong.
+
+    One rule for mathematics and questions: token F1, in which "-5" is "5", "12" is "1/2", and "\frac{1}{2}" is not
+    "0.5". The bonus is given for the texts "</search>" and "</python>" anywhere. A gold answer of which nothing is left
+    after normalisation ("A") is never met.
+
+    Returns:
+        total in {-1} and [0, 1 + bonus]; parts f1, format and both_tools (as this rule sees them).
+    """
+    both = all(f"</{tool}>" in text for tool in BOTH_TOOLS)
+    if format_error(text) is not None:
+        return Reward(BAD_FORMAT, {"f1": 0.0, "format": 0.0, "both_tools": float(both)})
+    score = f1(boxed(answer_text(text)), [gold for gold in golds if normalize_answer(gold)])
+    total = score + bonus * both if score > 0 else 0.0
+    return Reward(total, {"f1": score, "format": 1.0, "both_tools": float(both)})
+
+
+def is_math(task: Task) -> bool:
+    """By the task's ``ability`` ("math", "qa"); where it has none, by its data source (``MATH_SOURCES``)."""
+    ability = task.metadata.get("ability")
+    return ability == "math" if ability else task.data_source in MATH_SOURCES
+
+
+class ArpoReward:
+    """-1 for a bad format, 0 for a wrong answer, else accuracy plus the bonus for two tools.
+
+    ``fixed`` scores the answer that the protocol parsed: mathematics by math-verify (1 or 0), questions by F1. Its
+    format rule reads sampled text only, with an empty result block where a call was answered, so that no tool result
+    can break or forge it, and the bonus is for calls: one of each tool that was executed and returned something.
+    ``as_published`` is the function of that name.
+
+    Parts: em, f1, math (of mathematical tasks only), format (1: kept), both_tools, answered; each in [0, 1]. In
+    ``as_published`` f1, format and both_tools are what that rule sees, em and math what the parsed answer deserves.
+
+    Args:
+        tokenizer: Hugging Face folder, to read the response.
+        variant: see above.
+        bonus: for the use of both tools (the paper's r_M).
+        math_timeout_s: see ``mathematics.math_equal``.
+
+    Raises:
+        ValueError: no tokenizer in the folder, a variant that is none, or a negative bonus.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        variant: Literal["fixed", "as_published"] = "fixed",
+        bonus: float = 0.1,
+        math_timeout_s: float = DEADLINE_SECONDS,
+    ) -> None:
+        if variant not in ("fixed", "as_published"):
+            raise ValueError(f"variant is {variant!r}; expected 'fixed' or 'as_published'")
+        if bonus < 0 or math_timeout_s <= 0:
+            raise ValueError(f"bonus is {bonus}, math_timeout_s {math_timeout_s}; expected >= 0 and > 0")
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.variant, self.bonus, self.math_timeout_s = variant, bonus, math_timeout_s
+
+    def score(self, trajectory: Trajectory) -> Reward:
+        golds, answer = trajectory.task.golden_answers, trajectory.answer
+        parts = {"em": exact_match(answer, golds), "f1": f1(answer, golds), "answered": float(answer is not None)}
+        if is_math(trajectory.task):
+            parts["math"] = float(math_equal(answer, golds, self.math_timeout_s))
+        if self.variant == "as_published":
+            published = as_published(self._response(trajectory), golds, self.bonus)
+            return Reward(published.total, parts | published.parts)
+        parts["format"] = float(format_error(self._sampled(trajectory)) is None)
+        parts["both_tools"] = float(used_both_tools(trajectory))
+        if not parts["format"]:
+            return Reward(BAD_FORMAT, parts)
+        accuracy = parts.get("math", parts["f1"])
+        return Reward(accuracy + self.bonus * parts["both_tools"] if accuracy > 0 else 0.0, parts)
+
+    def _response(self, trajectory: Trajectory) -> str:
+        """The whole response up to its first EOS."""
+        ids, eos = trajectory.response_ids, self.tokenizer.eos_token_id
+        return self._decode(ids[: ids.index(eos)] if eos in ids else ids)
+
+    def _sampled(self, trajectory: Trajectory) -> str:
+        """What the model wrote, with an empty result block where one of its calls was answered."""
+        texts = []
+        for turn in trajectory.turns:
+            texts.append(self._decode(trajectory.response_ids[turn.start : turn.end]))
+            if turn.action.kind is ActionKind.CALL and turn.observation_end > turn.end:
+                texts.append(EMPTY_RESULT)
+        return "".join(texts)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def used_both_tools(trajectory: Trajectory) -> bool:
+    """Whether each tool was executed at least once with outcome OK and a text that is not empty."""
+    useful = {
+        call.request.name
+        for call in trajectory.calls
+        if call.result.outcome is CallOutcome.OK and call.result.text.strip()
+    }
+    return useful >= BOTH_TOOLS
