@@ -23,8 +23,9 @@ from data_modules.datasets.files import DatasetError
 from data_modules.datasets.traces import MalformedTrace, Trace, cut, read_traces
 from data_modules.evaluation_data import as_list
 from data_modules.loaders import spread
-from rollout.protocols.search_r1 import control_tokens
-from rollout.rewards.arpo import EMPTY_RESULT, answer_text, boxed, format_error
+from rollout.protocols.boxed import boxed
+from rollout.protocols.text import control_tokens
+from rollout.rewards.arpo import EMPTY_RESULT, answer_text, format_error
 from rollout.storage import save_trajectories
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import (

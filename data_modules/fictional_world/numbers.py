@@ -45,7 +45,7 @@ class NumberWorld:
     """A world, its numbers, and one passage for each fact of either sort."""
 
     world: World
-    numbers: dict[tuple[int, str], int]  # (entity id, keyword) -> 100 .. 999
+    numbers: dict[tuple[int, str], int]  # (entity id, keyword) -> 11 .. 99
     passages: tuple[Passage, ...]  # ids 0 .. N-1 in order
     passage_of: dict[tuple[int, str], int]  # fact -> index into passages
 
@@ -70,7 +70,7 @@ def build_number_world(entities: int, seed: int) -> NumberWorld:
     world = build_world(entities, seed)
     rng = random.Random(f"numbers:{seed}")
     numbers = {
-        (entity.id, quantity.keyword): rng.randint(100, 999)
+        (entity.id, quantity.keyword): rng.randint(11, 99)
         for entity in world.entities
         for quantity in QUANTITIES_OF[entity.kind]
     }

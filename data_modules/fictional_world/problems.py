@@ -15,12 +15,11 @@ from rollout.trajectory import Task
 # What can be asked of one number (with a constant k) and of two: formula in Python, wordings.
 ONE_NUMBER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{a} * {k}", ("What is {k} times {np}?", "Multiply {np} by {k}.")),
-    ("{a} % {k}", ("What is left when {np} is divided by {k}?", "Give {np} modulo {k}.")),
+    ("{a} ** 2 + {k}", ("What is the square of {np} plus {k}?", "Square {np} and add {k}.")),
 )
 TWO_NUMBERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{a} * {b}", ("What is {np} times {np2}?", "Multiply {np} by {np2}.")),
-    ("{a} + {b}", ("Add {np} and {np2}.", "What is the sum of {np} and {np2}?")),
-    ("abs({a} - {b})", ("By how much do {np} and {np2} differ?", "Compare {np} and {np2}: what is the gap?")),
+    ("{a} ** 2 + {b} ** 2", ("Add the squares of {np} and {np2}.", "Sum up the squares of {np} and {np2}.")),
 )
 
 
@@ -59,7 +58,7 @@ def _number(world: NumberWorld, entity: Entity, rng: random.Random) -> tuple[Ste
 
 
 def _computed(family: str, steps: tuple[Step, ...], code: str, question: str) -> Problem:
-    value = eval(code, {"__builtins__": {}, "abs": abs})  # our own formula, our own numbers
+    value = eval(code, {"__builtins__": {}})  # our own formula, our own numbers
     return Problem(family, steps, code, (str(value),), question)
 
 
@@ -81,7 +80,7 @@ def _hop(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Prob
 
 def _with_one_number(family: str, steps: tuple[Step, ...], words: str, rng: random.Random) -> Problem:
     formula, wordings = rng.choice(ONE_NUMBER)
-    k = rng.randint(12, 99)
+    k = rng.randint(11, 99)
     question = rng.choice(wordings).format(np=words, k=k)
     return _computed(family, steps, formula.format(a=steps[-1].told, k=k), question[0].upper() + question[1:])
 
@@ -105,7 +104,7 @@ def _lookup(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> P
 def _compute(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Problem:
     """Needs no search."""
     formula, wordings = rng.choice(ONE_NUMBER)
-    a, k = rng.randint(100, 999), rng.randint(12, 99)
+    a, k = rng.randint(11, 99), rng.randint(11, 99)
     return _computed("compute", (), formula.format(a=a, k=k), rng.choice(wordings).format(np=a, k=k))
 
 

@@ -79,7 +79,7 @@ class BuildToolWorld:
         for name, tasks in splits.items():
             write_tasks(output_dir / f"{name}.parquet", tasks)
         other = build_number_world(self.entities, self.seed + LANGUAGE_SEED_OFFSET)
-        tokenizer = train_tokenizer(self._texts(world, other, splits["demonstrations"]), self.vocab_size)
+        tokenizer = train_tokenizer(self._texts(world, other, splits["demonstrations"]), self.vocab_size, digits=2)
         tokenizer.save_pretrained(output_dir / "tokenizer")
         sequences = self._sequences(other, tokenizer)
         save_trajectories(
@@ -138,7 +138,7 @@ def article(world: NumberWorld, entity: Entity, rng: random.Random, shown: int =
     text = format_passages((p.title, p.text) for p in passages)
     for keyword in rng.sample(keywords, 2):
         text += f"Note on {entity.mention} {keyword}. It is {world.told(entity, keyword)}.\n"
-    receipt = rng.randint(0, 10 ** rng.randint(1, 6))
+    receipt = rng.randint(0, 10_000)
     return text + f"Receipt {receipt}. It is {receipt}.\n"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.protocols.base import PromptMode
-from rollout.protocols.boxed import last_boxed
+from rollout.protocols.boxed import boxed
 from rollout.protocols.text import DATASET, TextProtocol
 from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
@@ -102,8 +102,8 @@ class ARPOProtocol(TextProtocol):
             return Action(ActionKind.INVALID, error=f"</{name}> without <{name}>")
         answers = _ANSWER.findall(f"<answer>{text}" if mode is PromptMode.GOLD_DIRECT else text)
         if answers:
-            boxed = last_boxed(answers[-1])
-            return Action(ActionKind.ANSWER, answer=(answers[-1] if boxed is None else boxed).strip())
+            content = boxed(answers[-1])
+            return Action(ActionKind.ANSWER, answer=(answers[-1] if content is None else content).strip())
         return Action(ActionKind.INVALID, error="neither a call nor a complete answer")
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:

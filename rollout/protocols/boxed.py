@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import re
 
-_BOXED = re.compile(r"\\boxed\s*(?P<brace>\{)|\\boxed +(?P<word>[^\s$\\{}]+)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` (braces matched) or ``\boxed word``; None without a complete one.
+def boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed``: of its braces, matched, or for ``\boxed 8`` what follows up to the end of the
+    formula or the line. None if there is none, or its brace is never closed.
 
-    >>> last_boxed(r"so \boxed{1} and \boxed{\frac{1}{2}}"), last_boxed(r"\boxed 7 apples"), last_boxed(r"\boxed{1")
-    ('\\frac{1}{2}', '7', None)
+    >>> boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
     """
-    for match in reversed(list(_BOXED.finditer(text))):
-        if match["word"]:
-            return match["word"]
-        end = _closing_brace(text, match.end())
-        if end is not None:
-            return text[match.end() : end].strip()
-    return None
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    """Where the brace opened just before ``start`` is closed. Escaped braces count as text."""
-    depth, position = 1, start
-    while position < len(text):
-        if text[position] == "\\":
-            position += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    _, found, rest = text.rpartition("\\boxed")
+    rest = rest.lstrip(" ")
+    if not found or not rest:
+        return None
+    if not rest.startswith("{"):
+        return _END_OF_MATH.split(rest, maxsplit=1)[0].strip()
+    depth = 0
+    for brace in _BRACE.finditer(rest):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0:
-            return position
-        position += 1
+            return rest[1 : brace.start()].strip()
     return None

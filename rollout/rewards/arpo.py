@@ -6,10 +6,10 @@ bad, 0 if its answer shares nothing with the gold answer, else its accuracy, plu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Literal
 
+from rollout.protocols.boxed import boxed
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.rewards.scoring import exact_match, f1, normalize_answer
 from rollout.tokenizer import load_tokenizer
@@ -19,30 +19,6 @@ BOTH_TOOLS = frozenset({"search", "python"})
 BAD_FORMAT = -1.0
 EMPTY_RESULT = " <result></result>"  # what the fixed format rule reads in place of a tool result
 MATH_SOURCES = frozenset({"aime24", "aime25", "math500", "gsm8k", "math"})  # where a task says no "ability"
-
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
-
-
-def boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed``: of its braces, matched, or for ``\boxed 8`` what follows up to the end of the
-    formula or the line. None if there is none, or its brace is never closed.
-
-    >>> boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
-    '\\frac{1}{2}'
-    """
-    _, found, rest = text.rpartition("\\boxed")
-    rest = rest.lstrip(" ")
-    if not found or not rest:
-        return None
-    if not rest.startswith("{"):
-        return _END_OF_MATH.split(rest, maxsplit=1)[0].strip()
-    depth = 0
-    for brace in _BRACE.finditer(rest):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return rest[1 : brace.start()].strip()
-    return None
 
 
 def format_error(text: str) -> str | None:

@@ -4,7 +4,7 @@ import pytest
 
 from rollout.protocols.arpo_tags import CORRECTION, ARPOProtocol
 from rollout.protocols.base import PromptMode
-from rollout.protocols.boxed import last_boxed
+from rollout.protocols.boxed import boxed
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
 from tests.rollout.scripted import TASK
 
@@ -63,13 +63,13 @@ def test_parser_table(arpo, text, expected):
         (r"\boxed{{x}+{y}} end", "{x}+{y}"),
         (r"\boxed 7$", "7"),
         (r"\boxed{}", ""),
-        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{1} then \boxed{2", None),
         (r"\fbox{1}", None),
         ("", None),
     ],
 )
-def test_last_boxed(text, content):
-    assert last_boxed(text) == content
+def test_boxed(text, content):
+    assert boxed(text) == content
 
 
 def test_a_result_is_wrapped_as_published(arpo):

@@ -2,7 +2,8 @@ r"""ARPO's reward. Every figure is worked out by hand from specs/arpo.md section
 
 import pytest
 
-from rollout.rewards.arpo import ArpoReward, as_published, boxed, format_error
+from rollout.protocols.boxed import boxed
+from rollout.rewards.arpo import ArpoReward, as_published, format_error
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import (
     Action, ActionKind, CallOutcome, StopReason, Task, ToolCall, ToolRequest, ToolResult, Trajectory, Turn,
