@@ -28,6 +28,12 @@ class RolloutDataModule(TrainingData):
 
     Trajectories that failed by infrastructure are passed on (for the log; the on-policy module leaves them out).
 
+    With ``dynamic_sampling`` (DAPO, arXiv 2503.14476) a group whose rewards are all equal, of which a group-relative
+    algorithm learns nothing, is thrown away and its place offered to another prompt, up to so many times; if none of
+    them does better, the first group stays, so that batches keep their size. The prompts offered to place s of
+    iteration i depend on (seed, i, s) alone: a resumed run offers the same, and so does any number of ranks, each of
+    which fills its own places. ``discarded_groups`` counts what was thrown away.
+
     Args:
         rollouts: rolls the questions out.
         train_files: question files (see datasets/questions.py).
@@ -37,11 +43,13 @@ class RolloutDataModule(TrainingData):
             training here, ``trainer.max_epochs: 1`` ends it, and ``val_check_interval`` counts iterations.
         train_sampling: decoding while training.
         max_train: use at most so many questions, evenly spaced over the files.
+        dynamic_sampling: at most so many rounds of further prompts per iteration; None for none. Needs
+            ``prompts_per_step * (1 + dynamic_sampling)`` questions.
         failure_patience: consecutive iterations above ``max_infrastructure_failures`` after which training stops.
         evaluation: see ``EvaluationData``.
 
     Raises (on ``setup``):
-        DatasetError: a file is missing or wrong, or holds fewer questions than one step needs.
+        DatasetError: a file is missing or wrong, or holds fewer questions than one step may need.
         ValueError: prompts_per_step cannot be shared by the ranks.
     """
 
@@ -54,22 +62,31 @@ class RolloutDataModule(TrainingData):
         iterations: Optional[int] = None,
         train_sampling: Decoding = Decoding(),
         max_train: Optional[int] = None,
+        dynamic_sampling: Optional[int] = None,
         failure_patience: int = 3,
         **evaluation: Any,
     ) -> None:
         super().__init__(rollouts=rollouts, **evaluation)
         for name, value in (
             ("prompts_per_step", prompts_per_step), ("samples_per_prompt", samples_per_prompt),
-            ("iterations", iterations), ("max_train", max_train),
+            ("iterations", iterations), ("max_train", max_train), ("dynamic_sampling", dynamic_sampling),
         ):  # fmt: skip
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
+        if dynamic_sampling is not None and samples_per_prompt < 2:
+            raise ValueError(
+                f"dynamic_sampling is {dynamic_sampling}, but samples_per_prompt is {samples_per_prompt}: the rewards of "
+                "a group of one never differ; sample more per prompt or leave dynamic_sampling out"
+            )
         self.train_files = as_list("train_files", train_files)
         self.prompts_per_step = prompts_per_step
         self.samples_per_prompt = samples_per_prompt
         self.iterations = iterations
         self.train_sampling = train_sampling
         self.max_train = max_train
+        self.dynamic_sampling = dynamic_sampling
+        # Of the last iteration, on this rank: (groups thrown away, groups rolled out); None without dynamic sampling.
+        self.discarded_groups: Optional[tuple[int, int]] = None
         self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
         self._questions: list[Task] = []
         self._order: tuple[int, list[int]] = (-1, [])  # (pass, its permutation)
@@ -84,7 +101,8 @@ class RolloutDataModule(TrainingData):
             self._questions = spread(load_tasks(self.train_files), self.max_train)
             self._check_sizes()
             data = fingerprint([task.id for task in self._questions], self.prompts_per_step, self.seed)
-            sampling = fingerprint(self.samples_per_prompt, self.train_sampling)
+            further = () if self.dynamic_sampling is None else (self.dynamic_sampling,)
+            sampling = fingerprint(self.samples_per_prompt, self.train_sampling, *further)
             self._loader = TrainLoader(self.iterations or self.steps_per_pass, self._roll_out, data, sampling)
         super().setup(stage)
         if stage == "fit":
@@ -97,20 +115,36 @@ class RolloutDataModule(TrainingData):
 
     def prompts(self, iteration: int) -> list[Task]:
         """The questions of iteration ``iteration`` (from 0), over all ranks. Pure: the same whenever it is called."""
+        return [self._questions[i] for i in self._indices(iteration)]
+
+    def further_prompts(self, iteration: int, attempt: int) -> list[Task]:
+        """What dynamic sampling offers in its round ``attempt`` (from 0), one question per place of the iteration, over
+        all ranks; none of them stands in the iteration or in another of its rounds. Pure, as ``prompts``."""
+        own = set(self._indices(iteration))
+        order = permutation(len(self._questions), derive_seed(self.seed, "further", iteration))
+        others = [i for i in order if i not in own]
+        return [self._questions[i] for i in others[attempt * self.prompts_per_step :][: self.prompts_per_step]]
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _indices(self, iteration: int) -> list[int]:
         number, step = divmod(iteration, self.steps_per_pass)
         if self._order[0] != number:
             seed = derive_seed(self.seed, "order", number)
             self._order = (number, permutation(len(self._questions), seed))
-        chosen = self._order[1][step * self.prompts_per_step : (step + 1) * self.prompts_per_step]
-        return [self._questions[i] for i in chosen]
-
-    # ------------------------------------------------------------------------------------------------------------
+        return self._order[1][step * self.prompts_per_step : (step + 1) * self.prompts_per_step]
 
     def _check_sizes(self) -> None:
+        files, needed = ", ".join(self.train_files), self.prompts_per_step * (1 + (self.dynamic_sampling or 0))
         if len(self._questions) < self.prompts_per_step:
             raise DatasetError(
-                f"{', '.join(self.train_files)}: {len(self._questions)} questions, but one step takes "
+                f"{files}: {len(self._questions)} questions, but one step takes "
                 f"prompts_per_step = {self.prompts_per_step} different ones; lower it or give more questions"
+            )
+        if len(self._questions) < needed:
+            raise DatasetError(
+                f"{files}: {len(self._questions)} questions, but one step with dynamic_sampling = "
+                f"{self.dynamic_sampling} may take {needed} different ones; lower it or prompts_per_step"
             )
         if self.prompts_per_step % self.world_size:
             raise ValueError(
@@ -122,11 +156,33 @@ class RolloutDataModule(TrainingData):
         # A block per rank: the module deals rows to optimiser steps by place, and blocks keep that the same on any
         # number of ranks whose share is a multiple of the steps.
         share = self.prompts_per_step // self.world_size
+        first = self.rank * share
+        kept = self._groups(self.prompts(iteration)[first : first + share], iteration)
+        everything = list(kept)
+        for attempt in range(self.dynamic_sampling or 0):
+            constant = [place for place, group in enumerate(kept) if not differs(group)]
+            if not constant:
+                break
+            offered = self.further_prompts(iteration, attempt)
+            groups = self._groups([offered[first + place] for place in constant], iteration)
+            everything += groups
+            for place, group in zip(constant, groups, strict=True):
+                kept[place] = group if differs(group) else kept[place]
+        if self.dynamic_sampling is not None:
+            self.discarded_groups = (len(everything) - len(kept), len(everything))
+        rolled_out = [t for group in everything for t in group]
+        self._guard.check(rolled_out, f"training iteration {iteration + 1}", self.rollouts.failures)
+        return [t for group in kept for t in group]
+
+    def _groups(self, tasks: list[Task], iteration: int) -> list[list[Trajectory]]:
+        """Roll out a group per question. One seed for the whole iteration: requests derive theirs from the group."""
+        n = self.samples_per_prompt
         trajectories = self.rollouts.rollout(  # type: ignore[union-attr]  # required here
-            self.prompts(iteration)[self.rank * share : (self.rank + 1) * share],
-            n=self.samples_per_prompt,
-            sampling=self.train_sampling.params,
-            seed=derive_seed(self.seed, "train", iteration),
+            tasks, n=n, sampling=self.train_sampling.params, seed=derive_seed(self.seed, "train", iteration)
         )
-        self._guard.check(trajectories, f"training iteration {iteration + 1}", self.rollouts.failures)
-        return trajectories
+        return [trajectories[i : i + n] for i in range(0, len(trajectories), n)]
+
+
+def differs(group: Sequence[Trajectory]) -> bool:
+    """Whether the rewards of a group, failures left out, are not all the same."""
+    return len({t.reward.total for t in group if t.reward is not None and not t.failed_by_infrastructure}) > 1

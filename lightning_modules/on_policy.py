@@ -36,6 +36,7 @@ class Scores(RowTensors):
     old_logprobs: Tensor  # the policy that is about to be updated, where batch.mask is 1
     teacher_logprobs: Tensor | None = None  # the frozen teacher (or reference), where batch.mask is 1
     values: Tensor | None = None  # the critic, at every position
+    entropy: Tensor | None = None  # nats, of the policy that is about to be updated, where batch.mask is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,24 +209,30 @@ class OnPolicyModule(PolicyModule):
 
     def score(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Scores:
         """Run the declared models over the batch without gradient, micro-batch by micro-batch."""
-        old = self.score_logprobs(self.policy, batch)
+
+        def policy_stats(micro: TokenBatch) -> Tensor:
+            stats = self._token_stats(self.policy, micro)
+            return torch.stack([stats.logprobs, stats.entropy])
+
+        old, entropy = self._score(batch, policy_stats, leading=(2,))
         teacher = None
         if self.teacher is not None:
             teacher = self.score_logprobs(self.teacher, self.teacher_batch(trajectories, batch))
         values = self._score(batch, self.critic) if self.critic is not None else None
-        return Scores(old, teacher, values)
+        return Scores(old, teacher, values, entropy)
 
     def score_logprobs(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """Log-probs [B, T] of the batch's own tokens under any model."""
         return self._score(batch, lambda micro: self._token_stats(model, micro).logprobs)
 
-    def _score(self, batch: TokenBatch, function: Any) -> Tensor:
-        out = torch.zeros_like(batch.mask)
+    def _score(self, batch: TokenBatch, function: Any, leading: tuple[int, ...] = ()) -> Tensor:
+        """[*leading, B, T] from a function that gives [*leading, b, t] for a micro-batch."""
+        out = batch.mask.new_zeros((*leading, *batch.mask.shape))
         with torch.no_grad():
             for group, length in self._groups(batch, range(len(batch.lengths))):
                 values = function(batch.rows(group, length))
                 if group:
-                    out[torch.as_tensor(group, device=out.device), :length] = values
+                    out[..., torch.as_tensor(group, device=out.device), :length] = values
         return out
 
     def _token_stats(self, model: nn.Module, micro: TokenBatch) -> TokenStats:

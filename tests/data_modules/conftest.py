@@ -38,7 +38,8 @@ def make_system(protocol):
         number, kind = asked(ids)
         if kind == "broken":
             return InfrastructureError("the retriever at http://nowhere does not answer")
-        return f"<answer> answer {number} </answer>" if kind == "right" else "<answer> no idea </answer>"
+        right = kind == "right" or (kind == "mixed" and sampling.seed % 2 == 0)
+        return f"<answer> answer {number} </answer>" if right else "<answer> no idea </answer>"
 
     def make(latency: float = 0.0) -> RolloutSystem:
         engine = ScriptedEngine(script, protocol.tokenizer, latency)

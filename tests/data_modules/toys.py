@@ -9,8 +9,8 @@ from rollout.trajectory import Task
 
 
 def make_task(number: int, kind: str = "right", source: str = "made_up") -> Task:
-    """The scripted engine answers "answer <number>" to ``right`` questions and nonsense to ``wrong`` ones; a ``broken``
-    one fails by infrastructure."""
+    """The scripted engine answers "answer <number>" to ``right`` questions and nonsense to ``wrong`` ones, either by
+    the seed of the request to ``mixed`` ones; a ``broken`` one fails by infrastructure."""
     return Task(
         id=f"q{number}",
         question=f"Question {number} {kind}",

@@ -17,7 +17,8 @@ MAY_IMPORT = {
     "rollout": {"retrieval"},
     "retrieval": set(),
 }
-PURE = ("losses", "advantages", "divergences")  # of lightning_modules: torch and each other, nothing else
+# Of lightning_modules: torch and each other, nothing else.
+PURE = ("losses", "advantages", "group_advantages", "divergences")
 NEVER = {
     "rollout": {"lightning", "pytorch_lightning", "deepspeed", "mlflow"},
     "retrieval": {"lightning", "pytorch_lightning", "deepspeed", "mlflow"},

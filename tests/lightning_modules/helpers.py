@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
+from rollout.trajectory import Action, ActionKind, Fork, Reward, StopReason, Task, Trajectory, Turn
 
 VOCABULARY = 400
 
@@ -45,6 +45,29 @@ def make_trajectory(
 def make_trajectories(n: int, seed: int = 0, em: Sequence[float] | None = None) -> list[Trajectory]:
     rng = random.Random(seed)
     return [make_trajectory(rng, i, em[i] if em is not None else float(i % 2)) for i in range(n)]
+
+
+def make_group(
+    rng: random.Random, name: str, rewards: Sequence[float], forks: Mapping[int, tuple[int, int]] | None = None
+) -> list[Trajectory]:
+    """A group of one prompt. ``forks``: by child, its parent and how many turns (with observations) it takes over."""
+    spans: list[list[int]] = []
+    made: list[Trajectory] = []
+    for index, reward in enumerate(rewards):
+        parent, turns = (forks or {}).get(index, (None, 0))
+        kept = [] if parent is None else spans[parent][: 2 * turns]
+        at = sum(kept)
+        spans.append([*kept, *(rng.randint(1, 4 + i % 2) for i in range(5))])
+        t = make_trajectory(rng, index, reward, spans[-1])
+        changes: dict[str, Any] = {"group": name, "index": index}
+        if made:
+            changes["prompt_ids"] = made[0].prompt_ids
+        if parent is not None:
+            changes["fork"] = Fork(parent, at)
+            for field in ("response_ids", "logprobs"):
+                changes[field] = getattr(made[parent], field)[:at] + getattr(t, field)[at:]
+        made.append(t.replace(**changes))
+    return made
 
 
 def fit(module: Any, batches: Any, ckpt_path: Any = None, **options: Any) -> Any:

@@ -28,6 +28,9 @@ def test_dgpo_takes_its_own_its_parents_and_the_shared_arguments():
         ("cold_start_kd.ColdStartKD", {"policy": "p", "teacher": "t", "divergence": "jsd", "micro_batch_tokens": 512}),
         ("ppo.PPO", {"policy": "p", "reference": "r", "critic_lr": 1e-4}),
         ("policy_module.EvaluateOnly", {"policy": "p"}),
+        ("grpo.GRPO", {"policy": "p", "reference": "r", "kl_coef": 0.1, "advantage": "global", "mini_batches": 8}),
+        ("arpo.ARPO", {"policy": "p", "attribution": "hard", "aggregation": "sequence_mean", "importance_cap": 2.0}),
+        ("aepo.AEPO", {"policy": "p", "entropy_weight": 0.1, "attribution": "hard", "clip_high": 0.28, "lr": 1e-5}),
     ],
 )
 def test_every_module_is_configurable(class_path, arguments):
@@ -42,6 +45,10 @@ def test_every_module_is_configurable(class_path, arguments):
         ("dgpo.DGPO", {"policy": "p", "teacher": "t", "kl_coeff": 1.0}, "kl_coeff"),
         ("dgpo.DGPO", {"policy": "p", "teacher": "t", "kl_in": "both"}, "kl_in"),
         ("cold_start_kd.ColdStartKD", {"policy": "p"}, "teacher"),
+        ("grpo.GRPO", {"policy": "p", "critic": "p"}, "critic"),  # nothing would train it
+        ("arpo.ARPO", {"policy": "p", "teacher": "t"}, "teacher"),  # is called reference here
+        ("arpo.ARPO", {"policy": "p", "advantage": "population"}, "advantage"),
+        ("aepo.AEPO", {"policy": "p", "attribution": "both"}, "attribution"),
     ],
 )
 def test_mistakes_are_named(class_path, arguments, named):

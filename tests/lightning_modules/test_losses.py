@@ -74,3 +74,57 @@ def test_empty_mask_gives_a_zero_tied_to_the_graph():
     total.backward()
     assert (total.item(), count.item()) == (0.0, 0.0)
     assert new.grad[0].tolist() == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------------- AEPO's clip, and means over sequences
+def test_clip_balanced_keeps_the_value_and_changes_the_gradient():
+    """Ratios below, inside and above 0.8 .. 1.3, each with A = +2 and A = -2: the table of specs/arpo.md 3."""
+    ratios = [0.5, 0.5, 1.1, 1.1, 2.0, 2.0]
+    advantages = [2.0, -2.0] * 3
+    factors = [0.5, 0.0, 1.1, 1.1, 1.3, 2.0]  # gradient of the objective / A
+    new, old, signs, mask = tensors([math.log(r) for r in ratios], [0.0] * 6, advantages, [1.0] * 6)
+    new.requires_grad_()
+    balanced, count = losses.clip_balanced_loss(new, old, signs, mask, 0.2, 0.3)
+    ordinary, _ = losses.ppo_clip_loss(new, old, signs, mask, 0.2, 0.3)
+    assert balanced.item() == pytest.approx(ordinary.item(), rel=1e-12)
+    assert count.item() == 6
+    (gradient,) = torch.autograd.grad(balanced, new)
+    assert gradient[0].tolist() == pytest.approx([-f * a for f, a in zip(factors, advantages, strict=True)])
+    (clipped,) = torch.autograd.grad(ordinary, new)
+    assert clipped[0, 4] == 0.0, "the one entry in which they differ"
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_clip_balanced_against_a_slow_form(dual_clip):
+    """Random tokens; the gradient written down case by case, the value by the definition of the ordinary clip."""
+    generator = torch.Generator().manual_seed(0)
+    new, old, advantages = (torch.randn(4, 50, generator=generator, dtype=torch.float64) for _ in range(3))
+    new.requires_grad_()
+    low, high, total, gradient = 0.2, 0.28, 0.0, torch.zeros_like(new)
+    for i in range(4):
+        for t in range(50):
+            a, r = float(advantages[i, t]), math.exp(float(new.detach()[i, t] - old[i, t]))
+            value = min(r * a, min(max(r, 1 - low), 1 + high) * a)
+            factor = 1 + high if a > 0 and r > 1 + high else 0.0 if a < 0 and r < 1 - low else r
+            if dual_clip is not None and a < 0 and value < dual_clip * a:
+                value, factor = dual_clip * a, 0.0
+            total, gradient[i, t] = total - value, -factor * a
+    loss, _ = losses.clip_balanced_loss(new, old, advantages, torch.ones_like(new), low, high, dual_clip)
+    loss.backward()
+    assert loss.item() == pytest.approx(total, rel=1e-9)
+    assert torch.allclose(new.grad, gradient, atol=1e-9)
+    with pytest.raises(ValueError, match="dual_clip is 0.5"):
+        losses.clip_balanced_loss(new, old, advantages, torch.ones_like(new), dual_clip=0.5)
+
+
+def test_aggregations_by_hand():
+    """Sequences of 1, 3 and no model tokens."""
+    mask = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]])
+    values = torch.tensor([[9.0, 4.0, 9.0, 9.0], [1.0, 9.0, 2.0, 3.0], [9.0] * 4])
+    tokens, sequences = (losses.aggregation_weights(mask, name) for name in ("token_mean", "sequence_mean"))
+    total, count = losses.masked_sum(values, tokens)
+    assert (total.item(), count.item()) == (10.0, 4.0)
+    total, count = losses.masked_sum(values, sequences)
+    assert (total.item(), count.item()) == pytest.approx((4.0 + 2.0, 2.0))
+    with pytest.raises(ValueError, match="unknown aggregation 'mean'; expected token_mean or sequence_mean"):
+        losses.aggregation_weights(mask, "mean")

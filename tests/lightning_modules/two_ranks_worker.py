@@ -1,4 +1,4 @@
-"""Started by test_two_ranks.py: one KD step and one DGPO iteration, on one process or sharded over two.
+"""Started by test_two_ranks.py: one step of KD, one iteration each of DGPO, GRPO and AEPO, on one process or on two.
 
 ``python two_ranks_worker.py OUT MODEL TEACHER zero3|zero2|ddp``; plain SGD without clipping, which hides no wrong scale.
 """
@@ -11,11 +11,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from tests.lightning_modules.helpers import fit, make_trajectories, make_trajectory
+from tests.lightning_modules.helpers import fit, make_group, make_trajectories, make_trajectory
 
 from lightning_modules import optimisation, policy
+from lightning_modules.aepo import AEPO
 from lightning_modules.cold_start_kd import ColdStartKD
 from lightning_modules.dgpo import DGPO
+from lightning_modules.grpo import GRPO
 from rollout.trajectory import StopReason
 
 torch.set_num_threads(1)
@@ -25,8 +27,8 @@ class SGD:
     """Replaces AdamW, whose scale-free steps would hide a gradient of the wrong size."""
 
     def configure_optimizers(self):
-        if hasattr(self, "critic"):
-            groups = [{"params": list(part.parameters())} for part in (self.policy, self.critic)]
+        if hasattr(self, "trained_parts"):
+            groups = [{"params": list(part.parameters())} for part in self.trained_parts().values()]
         else:
             groups = optimisation.decay_groups(self.policy, 0.01)
         optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -41,24 +43,44 @@ class DGPOWithSGD(SGD, DGPO):
     pass
 
 
+class GRPOWithSGD(SGD, GRPO):
+    pass
+
+
+class AEPOWithSGD(SGD, AEPO):
+    pass
+
+
 def batch():
     """Eight trajectories of unequal lengths; the last one failed by infrastructure, so the second rank has less."""
     rows = make_trajectories(7, seed=3)
     return [*rows, make_trajectory(random.Random(9), 7, stop_reason=StopReason.INFRASTRUCTURE)]
 
 
+def groups():
+    """Two groups of four, one per rank, with branches; the last trajectory of the second failed."""
+    rng = random.Random(4)
+    first = make_group(rng, "q1", [1, 0, 0, 1], {2: (0, 1), 3: (2, 2)})
+    *second, last = make_group(rng, "q2", [0.5, 0, 1, 0], {1: (0, 1)})
+    return [*first, *second, last.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None)]
+
+
 def modules(model: str, teacher: str):
     common = {"max_grad_norm": 0.0, "micro_batch_tokens": 25, "logits_chunk": 4}
-    yield "kd", KDWithSGD(model, teacher, schedule="constant", **common)
-    yield "dgpo", DGPOWithSGD(model, teacher, kl_coef=0.1, mini_batches=2, entropy_coef=0.01, **common)
+    on_policy = {"mini_batches": 2, "entropy_coef": 0.01, **common}
+    yield "kd", batch, KDWithSGD(model, teacher, schedule="constant", **common)
+    yield "dgpo", batch, DGPOWithSGD(model, teacher, kl_coef=0.1, **on_policy)
+    grouped = {"reference": teacher, "kl_coef": 0.1, "epochs": 2, **on_policy}
+    yield "grpo", groups, GRPOWithSGD(model, aggregation="sequence_mean", advantage="global", **grouped)
+    yield "aepo", groups, AEPOWithSGD(model, attribution="hard", **grouped)
 
 
 def run(model: str, teacher: str, share, **options) -> dict:
     """Train each module on ``share(rows)`` and return figures and weights (whole, on every rank)."""
     result = {}
-    for name, module in modules(model, teacher):
+    for name, rows, module in modules(model, teacher):
         settings = {k: v() if k == "strategy" else v for k, v in options.items()}  # a strategy serves one Trainer
-        trainer = fit(module, [share(batch())], **settings)
+        trainer = fit(module, [share(rows())], **settings)
         weights = {f"policy.{k}": v.clone() for k, v in module.policy_weights()}
         if name == "dgpo":
             weights |= {f"critic.{k}": v.clone() for k, v in policy.named_weights(module.critic)}
