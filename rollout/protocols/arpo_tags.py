@@ -36,6 +36,7 @@ CORRECTION = (
     "Nothing was called. Write <search> a query </search>, or <python> a program </python>, or close with "
     "<answer> \\boxed{the answer} </answer>."
 )
+BROKEN_BOX = "\x08oxed"  # in the published files: "\\b" was read as a backspace
 ARGUMENT = {"search": "query", "python": "code"}  # by tool: the name of what stands between its tags
 _CLOSING = re.compile(rf"</({'|'.join(ARGUMENT)})>")
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -50,8 +51,9 @@ class ARPOProtocol(TextProtocol):
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt.
         system: ``arpo`` (the full instruction, in our words), ``none`` (for tiny models trained without), a file with
-            your own text, or ``dataset``: the messages of the task's own ``prompt``, word by word. The user's turn is
-            the bare question.
+            your own text, or a question file (.parquet) whose first row's system message is taken, for questions that
+            bring no prompt of their own. The user's turn is the bare question. Or ``dataset``: the messages of the
+            task's own ``prompt``, word by word.
         eos_ends: whether a turn that ends with EOS and holds neither call nor answer ends the trajectory (as released);
             else the model reads the correction.
         correction: the result of a turn without a call.
@@ -120,10 +122,22 @@ class ARPOProtocol(TextProtocol):
 
 
 def read_system(system: str) -> str:
-    """The text behind a built-in name or a file path. Raises ValueError if it is neither."""
+    """The text behind a built-in name or a file path. Raises ValueError if it is neither, or a question file without a
+    system message."""
     if system in SYSTEMS:
         return SYSTEMS[system]
     path = Path(system)
     if not path.is_file():
         raise ValueError(f"system text {system!r} is neither one of {sorted([*SYSTEMS, DATASET])}, nor a file")
-    return path.read_text(encoding="utf-8").strip()
+    if path.suffix != ".parquet":
+        return path.read_text(encoding="utf-8").strip()
+    import polars as pl
+
+    frame = pl.scan_parquet(path).head(1)
+    if "prompt" not in frame.collect_schema():
+        raise ValueError(f"{path}: expected a column 'prompt' with a system message, found none")
+    messages = frame.select("prompt").collect().item().to_list()
+    for message in messages:
+        if message["role"] == "system":
+            return message["content"].replace(BROKEN_BOX, "\\boxed")
+    raise ValueError(f"{path}: the prompt of the first row holds no system message; take another system text")

@@ -128,3 +128,16 @@ def test_wrong_settings(model_dir, arpo, tmp_path):
     (tmp_path / "system.txt").write_text("Be brief.\n")
     mine = ARPOProtocol(str(model_dir), system=str(tmp_path / "system.txt"))
     assert "Be brief." in mine.decode(mine.prompt_ids(TASK))
+
+
+def test_system_message_of_a_question_file(model_dir, tmp_path):
+    """Benchmark questions bring no prompt; they are asked as the training file asks, its backspace mended."""
+    import polars as pl
+
+    rows = [[{"role": "system", "content": "Put it in \x08oxed{}."}, {"role": "user", "content": "Who?"}]]
+    pl.DataFrame({"prompt": rows}).write_parquet(tmp_path / "train.parquet")
+    protocol = ARPOProtocol(str(model_dir), system=str(tmp_path / "train.parquet"))
+    assert "system\nPut it in \\boxed{}.<|im_end|>" in protocol.decode(protocol.prompt_ids(TASK))
+    pl.DataFrame({"prompt": [rows[0][1:]]}).write_parquet(tmp_path / "bare.parquet")
+    with pytest.raises(ValueError, match="no system message"):
+        ARPOProtocol(str(model_dir), system=str(tmp_path / "bare.parquet"))
