@@ -1,5 +1,7 @@
 """Programs that want out: each is contained, nobody else is harmed, nothing is left, and the model reads why."""
 
+import asyncio
+import json
 import os
 import re
 import socket
@@ -147,19 +149,13 @@ def test_closing_leaves_no_process_and_no_file(make_bench):
     monitor = bench.monitor
     running = bench.loop.create_task(bench.tool.call({"code": "while True: pass"}))
     while not running.done() and len(descendants(monitor)) < 2:
-        bench.do(_pause())
+        bench.do(asyncio.sleep(0.01))
     everyone = [monitor, *descendants(monitor)]
     bench.do(bench.sandbox.close())
     with pytest.raises(RuntimeError, match="closed"):
         bench.do(running)
     assert not [pid for pid in everyone if os.path.exists(f"/proc/{pid}")]
     assert stages() <= before
-
-
-async def _pause():
-    import asyncio
-
-    await asyncio.sleep(0.01)
 
 
 def test_nothing_outlives_a_trainer_that_is_killed():
@@ -185,6 +181,31 @@ def _alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")]
+NEVER = (
+    "fork vfork clone clone3 execve execveat ptrace process_vm_readv process_vm_writev prctl unshare setns mount umount2 "
+    "pivot_root chroot socket connect bind sendmsg recvmsg bpf io_uring_setup io_uring_enter keyctl add_key "
+    "perf_event_open userfaultfd memfd_create shmget mknod mknodat setuid setresuid capset seccomp tkill pidfd_open "
+    "rt_sigqueueinfo rt_tgsigqueueinfo timer_create inotify_init1 setpriority sched_setaffinity setrlimit kexec_load"
+)
+
+
+def test_the_numbers_of_system_calls_are_the_kernels():
+    header = next((path for path in HEADERS if path.exists()), None)
+    if header is None:
+        pytest.skip("the kernel's headers are not installed")
+    real = {n: int(v) for n, v in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())}
+    code = "import json, sys; sys.path.insert(0, sys.argv[1]); import seccomp; print(json.dumps(seccomp.allowed()))"
+    folder = ROOT / "rollout/tools/python/inside"
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    allowed = json.loads(done.stdout)
+    assert {name: real[name] for name in allowed} == allowed
+    assert not {real[name] for name in NEVER.split()} & set(allowed.values())
+    conditional = {"ioctl": 16, "sendto": 44, "socketpair": 53, "kill": 62, "fcntl": 72, "tgkill": 234}
+    conditional |= {"prlimit64": 302, "clone": 56, "clone3": 435}
+    assert {name: real[name] for name in conditional} == conditional
 
 
 def test_outcomes_are_the_models_doing():
