@@ -32,6 +32,14 @@ SHAPES = {
             for ms in (0, 50, 200)
         ],
     ),
+    "sandbox": (
+        "--programs 2 --pause-ms 0 --at-once 1 2",
+        [
+            rf"{n} at once: warm pool {N} ms \(ratio {N}\), forked when asked {N} ms \(ratio {N}\), "
+            rf"sandbox per program {N} ms \(ratio {N}\), unprotected process {N} ms"
+            for n in (1, 2)
+        ],
+    ),
     "chunked_logprobs": (
         "--tokens 64 --hidden 64 --vocabulary 20000 --chunk 8",
         [

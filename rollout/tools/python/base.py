@@ -1,0 +1,57 @@
+"""The seam between the Python tool and what runs the programs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+MAX_PROGRAM_BYTES = 60_000
+LEFT_OUT = "\n[... output left out ...]\n"
+TOO_LONG = f"The program is longer than {MAX_PROGRAM_BYTES} bytes and was not run."
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?", re.DOTALL)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+class RunStatus(StrEnum):
+    FINISHED = "finished"  # exit code 0
+    FAILED = "failed"  # an exception, another exit code, or stopped for using too much
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How one program ended."""
+
+    status: RunStatus
+    output: str  # stdout and stderr, as a terminal would show them; of a failed program the traceback comes last
+    notice: str = ""  # why it was stopped, in a sentence for the model
+
+
+class Runner(Protocol):
+    async def run(self, code: str) -> Run:
+        """Run one program from beginning to end. InfrastructureError when the runner itself fails, never for what the
+        program does. Cancelling stops the program."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def readable(text: str) -> str:
+    """Without terminal escapes, control and invisible characters, and carriage returns.
+
+    >>> readable("\\x1b[31mred\\x1b[0m\\r\\n50%\\r100%\\x00")
+    'red\\n50%\\n100%'
+    """
+    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return _CONTROLS.sub("", text)
+
+
+def middle_cut(text: str, limit: int) -> str:
+    """At most about ``limit`` characters: the beginning and, since errors come last, a fifth for the end."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 5
+    return f"{text[: limit - tail]}{LEFT_OUT}{text[-tail:]}"

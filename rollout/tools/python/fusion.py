@@ -1,0 +1,122 @@
+"""Programs run by a SandboxFusion service (bytedance/SandboxFusion, sandbox/server/sandbox_api.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from rollout.tools.python.base import MAX_PROGRAM_BYTES, TOO_LONG, Run, RunStatus, middle_cut, readable
+from rollout.trajectory import InfrastructureError
+
+DRIVER = Path(__file__).parent / "inside" / "program.py"
+
+
+class SandboxFusion:
+    """A ``Runner`` over ``POST {url}/run_code``. The service decides how well programs are confined; it needs Python
+    3.9 or newer. The program is sent inside the one that the local sandbox runs too, so that the last expression is
+    printed and errors are short.
+
+    One event loop at a time; a new loop gets new connections.
+
+    Args:
+        url: such as ``http://127.0.0.1:8080``, with or without ``/run_code``.
+        timeout_s: seconds per program; keep it, and ``grace_s``, below that of ``ToolLimits``.
+        grace_s: further seconds for the service's own work, queueing included; after them it has failed.
+        memory_mb: of a program; null for the service's own limit.
+        max_output: characters of output that are kept, from the beginning and the end.
+        max_connections: requests in flight at once.
+
+    Raises:
+        ValueError: on construction, for an impossible value.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 10.0,
+        grace_s: float = 10.0,
+        memory_mb: int | None = None,
+        max_output: int = 10_000,
+        max_connections: int = 64,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f'SandboxFusion: expected a url "http://host:port"; found {url!r}')
+        no_memory = memory_mb is not None and memory_mb < 1
+        if timeout_s <= 0 or grace_s < 0 or max_output < 100 or max_connections < 1 or no_memory:
+            raise ValueError(
+                "SandboxFusion: expected timeout_s > 0, grace_s >= 0, max_output >= 100, max_connections >= 1, "
+                f"memory_mb >= 1 or null; found {timeout_s}, {grace_s}, {max_output}, {max_connections}, {memory_mb}"
+            )
+        self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
+        self.timeout_s, self.grace_s, self.max_output = timeout_s, grace_s, max_output
+        self.max_connections = max_connections
+        self._memory = {} if memory_mb is None else {"memory_limit_MB": memory_mb}
+        self._driver = DRIVER.read_text()
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, code: str) -> Run:
+        """InfrastructureError if the service is not there, is late, says SandboxError, or answers nonsense."""
+        data = code.encode("utf-8", "replace")
+        if len(data) > MAX_PROGRAM_BYTES:
+            return Run(RunStatus.FAILED, "", TOO_LONG)
+        text = f"{self._driver}\n\nfresh_streams()\nos._exit(execute({data!r}.decode()))\n"
+        body = {"code": text, "language": "python", "run_timeout": self.timeout_s, **self._memory}
+        try:
+            async with asyncio.timeout(self.timeout_s + self.grace_s):
+                async with self._connections().post(self.url, json=body) as response:
+                    content = await response.read()
+        except TimeoutError as error:
+            late = f"no answer within {self.timeout_s + self.grace_s:g} s"
+            raise InfrastructureError(f"{self.url}: {late}; is the service overloaded?") from error
+        except (aiohttp.ClientError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise InfrastructureError(f"{self.url}: {why}; is the service running?") from error
+        if response.status != 200:
+            said = content[:200].decode("utf-8", "replace")
+            raise InfrastructureError(f"{self.url}: status {response.status}: {said}")
+        try:
+            return self._judge(orjson.loads(content))
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise InfrastructureError(
+                f"{self.url}: expected SandboxFusion's run_code answer, found {content[:200]!r}"
+            ) from error
+
+    def _judge(self, answer: dict[str, Any]) -> Run:
+        if answer["status"] == "SandboxError":
+            raise InfrastructureError(f"{self.url}: SandboxError: {str(answer.get('message'))[:300]}")
+        result = answer["run_result"]
+        text = (result.get("stdout") or "") + (result.get("stderr") or "")
+        output = middle_cut(readable(text), self.max_output)
+        if result["status"] == "TimeLimitExceeded":
+            notice = f"The program did not finish within {self.timeout_s:g} s and was stopped."
+            return Run(RunStatus.TIMEOUT, output, notice)
+        if result["status"] != "Finished" or not isinstance(result["return_code"], int):
+            raise InfrastructureError(f"{self.url}: the run ended as {result['status']!r}, {text[-200:]!r}")
+        code = result["return_code"]
+        if not code:
+            return Run(RunStatus.FINISHED, output)
+        killed = f"The program was killed by signal {-code}."
+        silent = f"The program ended with exit code {code} and printed nothing."
+        return Run(RunStatus.FAILED, output, killed if code < 0 else "" if output.strip() else silent)
+
+    def _connections(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            if self._session is not None and not self._loop.is_closed():
+                raise RuntimeError("a SandboxFusion serves one event loop at a time; make one per loop")
+            connector = aiohttp.TCPConnector(limit=self.max_connections)
+            # aiohttp's own deadline is off: ours covers the whole request
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._loop = loop
+        return self._session
+
+    async def close(self) -> None:
+        """Close the connections; a later program opens new ones."""
+        if self._session is not None and self._loop is asyncio.get_running_loop():
+            await self._session.close()
+        self._session = self._loop = None

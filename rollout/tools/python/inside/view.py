@@ -1,0 +1,71 @@
+"""What a program can see of the file system: the standard library, and the packages that were asked for, read-only.
+
+Two ways. ``mounts``: a new root with nothing else in it, and an empty folder of limited size at /tmp, different for
+every program and gone with it. ``landlock``, where mounting is not allowed: the old root stays, but opening anything
+else fails (names and sizes remain visible), and nothing can be written.
+"""
+
+import ctypes
+import os
+import sys
+
+import linux
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+OTHERS = ("/usr/share/zoneinfo",)
+STDLIB = os.path.dirname(os.__file__)
+NOT_OURS = ("site-packages", "dist-packages")  # of the interpreter's own; the tool's packages come by name
+# not loaded beforehand: for tests, for terminals, or loaded by nobody
+SKIPPED = tuple("_test _xx xx _ctypes_test _tkinter _curses readline nis ossaudiodev _dbm _gdbm".split())
+COMMON = (
+    "math cmath random itertools functools collections fractions decimal statistics datetime time calendar json re "
+    "string textwrap heapq bisect operator copy typing dataclasses enum numbers pprint contextlib traceback linecache"
+)
+
+
+def preload(packages: list[str]) -> None:
+    """Load every extension module of the standard library, so that no shared library is needed later; what programs
+    import most; and ``packages``. ImportError for the latter only."""
+    try:
+        ctypes.CDLL("libgcc_s.so.1")  # the C library loads it when a thread ends
+    except OSError:
+        pass
+    for folder in [path for path in sys.path if path.endswith("lib-dynload") and os.path.isdir(path)]:
+        for name in sorted(os.listdir(folder)):
+            module, ending = name.partition(".")[::2]
+            if ending.endswith("so") and not module.startswith(SKIPPED):
+                try:
+                    __import__(module)
+                except Exception:  # built for a library that this machine lacks: programs do without as well
+                    pass
+    for name in (*COMMON.split(), *packages):
+        __import__(name)
+
+
+def mounted(stage: str, packages: list[str]) -> None:
+    """Make the new root in the empty folder ``stage``, and enter it. In a mount namespace of one's own."""
+    linux.mount(None, "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("sandbox", stage, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
+    os.mkdir(f"{stage}/tmp")
+    for path in (STDLIB, *OTHERS, *packages, *DEVICES):
+        if os.path.exists(path):
+            linux.bind(path, stage + path)
+    for name in NOT_OURS:
+        if os.path.isdir(f"{STDLIB}/{name}") and not any(p.startswith(f"{STDLIB}/{name}") for p in packages):
+            linux.mount("none", f"{stage}{STDLIB}/{name}", "tmpfs", linux.MS_RDONLY, "size=4k,mode=755")
+    linux.enter_root(stage)
+
+
+def ruled(packages: list[str]) -> int:
+    """Landlock rules to the same end; a descriptor. OSError where the kernel has none."""
+    own = [f"{STDLIB}/{name}" for name in os.listdir(STDLIB) if name not in NOT_OURS]
+    paths = [path for path in (*own, *OTHERS, *packages) if os.path.exists(path)]
+    return linux.landlock_rules(paths, [STDLIB], [path for path in DEVICES if os.path.exists(path)])
+
+
+def temporary_folder(megabytes: int) -> None:
+    """An empty /tmp of this process's own, in memory."""
+    linux.unshare(linux.CLONE_NEWNS)
+    options = f"size={megabytes}m,nr_inodes=4096,mode=1777"
+    linux.mount("tmp", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, options)
+    os.chdir("/tmp")

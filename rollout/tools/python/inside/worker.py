@@ -1,0 +1,122 @@
+"""One process for one program: it confines itself, says so, waits for the program, runs it, and is gone."""
+
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+
+import linux
+import program
+import seccomp
+import view
+
+USERS = 10_000  # ids per server
+# the first bytes of the output, before anything foreign runs: every protection is in place; the program was read
+READY, STARTED = b"R", b"S"
+OURS = ("linux", "prepare", "program", "seccomp", "view", "worker")  # modules that no program needs to find
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What the server has prepared, and the limits."""
+
+    view: str  # "mounts", "landlock" or "none"
+    rules: int  # Landlock's descriptor, -1 if none
+    seccomp: bool
+    takes_uids: bool  # the server is root and may become the users below
+    first_uid: int  # a range of ids that nobody else has
+    memory_mb: int
+    disk_mb: int
+    threads: int
+    cpu_s: int
+
+
+def run(c: Confinement, source_fd: int, output_fd: int) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        os.dup2(source_fd, 0)
+        os.dup2(output_fd, 1)
+        os.dup2(output_fd, 2)
+        confine(c)
+        os.write(1, READY)
+        source = _read_all()
+        null = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        program.fresh_streams()
+        execute = program.execute
+        for name in OURS:
+            sys.modules.pop(name, None)
+        os.write(1, STARTED)
+        code = execute(source.decode("utf-8", "replace"))
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
+    finally:
+        os._exit(code)
+
+
+def _read_all() -> bytes:
+    parts = []
+    while part := os.read(0, 1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def confine(c: Confinement) -> None:
+    """Ends with the seccomp filter: from then on most of what came before is forbidden."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    os.closerange(3, max(c.rules, 3))
+    os.closerange(max(c.rules, 2) + 1, 1 << 20)
+    if c.view == "mounts":
+        view.temporary_folder(c.disk_mb)
+    else:
+        os.chdir("/")
+    own_count = _own_identity(c)
+    _limits(c, own_count)
+    linux.drop_privileges()
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # no core file, and no core handler outside
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if c.rules >= 0:
+        linux.landlock_enter(c.rules)
+        os.close(c.rules)
+    if c.seccomp:
+        seccomp.enter(os.getpid(), threads=own_count, metadata=c.view == "mounts")
+
+
+def _own_identity(c: Confinement) -> bool:
+    """A user id that no other process has, or a user namespace: either has its own count of tasks. False if neither is
+    to be had: then there can be no limit on threads, and so no threads."""
+    if c.takes_uids:
+        uid = c.first_uid + os.getpid() % USERS
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        return True
+    try:
+        linux.unshare(linux.CLONE_NEWUSER)
+    except OSError:
+        return False
+    return True
+
+
+def _limits(c: Confinement, own_count: bool) -> None:
+    megabyte = 1 << 20
+    limits = {
+        resource.RLIMIT_AS: c.memory_mb * megabyte,
+        resource.RLIMIT_CPU: c.cpu_s,
+        resource.RLIMIT_FSIZE: c.disk_mb * megabyte,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_STACK: 8 * megabyte,
+    }
+    if own_count:
+        limits[resource.RLIMIT_NPROC] = c.threads + 1
+    for which, value in limits.items():
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))

@@ -1,0 +1,165 @@
+"""Model-written programs on this machine, each in a confined process of its own. See docs/sandbox.md."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import signal
+from typing import Any
+
+from rollout.tools.python import probe
+from rollout.tools.python.base import MAX_PROGRAM_BYTES, TOO_LONG, Run, RunStatus, middle_cut, readable
+from rollout.tools.python.connection import SERVER, START_S, SandboxServer
+from rollout.tools.python.packages import package_paths
+from rollout.tools.python.probe import Protection
+from rollout.trajectory import InfrastructureError
+
+MECHANISMS = ("namespaces", "landlock", "seccomp")
+
+logger = logging.getLogger(__name__)
+
+
+class UnprotectedError(RuntimeError):
+    """The machine does not offer an essential protection, so no program is run."""
+
+
+class LocalSandbox:
+    """A ``Runner`` over a small fork server with warm interpreters, each used for one program and one only.
+
+    The server starts with the first program, or with ``start``. One event loop at a time; a new loop gets a new server.
+
+    Args:
+        timeout_s: seconds of wall time per program; keep it below that of ``ToolLimits``.
+        memory_mb: address space of a program, the interpreter's own included. Times ``ToolLimits.concurrency`` is what
+            may be needed at once.
+        disk_mb: its temporary folder, which lies in memory too.
+        threads: it may have beside its first one.
+        max_output: characters of output that are kept, from the beginning and the end.
+        warm: interpreters that wait, ready; 0 makes each when it is asked for.
+        packages: import names of installed packages that programs may import, such as sympy; with all they require.
+        mechanisms: of the kernel, to be used if they are there.
+        allow_unprotected: run programs even if an essential protection is missing.
+
+    Raises:
+        ValueError: on construction, if a limit is impossible, a package is missing, or this is not Linux.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 10.0,
+        memory_mb: int = 512,
+        disk_mb: int = 16,
+        threads: int = 16,
+        max_output: int = 10_000,
+        warm: int = 2,
+        packages: tuple[str, ...] = (),
+        mechanisms: tuple[str, ...] = MECHANISMS,
+        allow_unprotected: bool = False,
+    ) -> None:
+        least = {"memory_mb": 64, "disk_mb": 1, "threads": 0, "max_output": 100, "warm": 0}
+        given = {"memory_mb": memory_mb, "disk_mb": disk_mb, "threads": threads, "max_output": max_output, "warm": warm}
+        for name, value in given.items():
+            if value < least[name]:
+                raise ValueError(f"sandbox: {name} is {value}; expected at least {least[name]}")
+        if timeout_s <= 0:
+            raise ValueError(f"sandbox: timeout_s is {timeout_s}; expected more than 0 seconds")
+        if unknown := set(mechanisms) - set(MECHANISMS):
+            raise ValueError(f"sandbox: mechanisms {sorted(unknown)} are unknown; expected some of {MECHANISMS}")
+        if platform.system() != "Linux":
+            raise ValueError("the local sandbox needs Linux; use rollout.tools.python.fusion.SandboxFusion")
+        self.timeout_s, self.max_output, self.allow_unprotected = timeout_s, max_output, allow_unprotected
+        paths, search = package_paths(tuple(packages))
+        self._options = {
+            "memory_mb": memory_mb,
+            "disk_mb": disk_mb,
+            "threads": threads,
+            "cpu_s": int(timeout_s) + 2,
+            "warm": warm,
+            "kept": 4 * max_output,  # bytes
+            "mechanisms": list(mechanisms),
+            "packages": list(packages),
+            "paths": paths,
+            "search": search,
+        }
+        self._server: SandboxServer | None = None
+        self._starting: asyncio.Lock | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._protections: tuple[Protection, ...] = ()
+
+    def protections(self) -> tuple[Protection, ...]:
+        """What was found active at the last start, and what was not and why. Empty before it."""
+        return self._protections
+
+    async def start(self) -> None:
+        """Start the server and try it. InfrastructureError if it does not come up; UnprotectedError if it is not
+        tight."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise RuntimeError("the sandbox is in use by another event loop; make one per loop, or close it")
+            if self._server is not None:
+                self._server.kill()
+            self._loop, self._starting, self._server = loop, asyncio.Lock(), None
+        async with self._starting:
+            if self._server is not None and self._server.failure is None:
+                return
+            server = await SandboxServer.start(self._options)
+            try:
+                protections = await self._probe(server)
+            except BaseException:
+                server.kill()
+                raise
+            self._server, first, self._protections = server, not self._protections, protections
+            if first:
+                logger.info("programs of the model are confined. %s", probe.describe(protections))
+
+    async def _probe(self, server: SandboxServer) -> tuple[Protection, ...]:
+        options = self._options
+        text = probe.program(str(SERVER), os.getpid(), options["memory_mb"], options["threads"])
+        answer = await server.ask(text, START_S)
+        found = probe.judge(answer["output"], server.report["mechanisms"])
+        if missing := [p for p in found if p.essential and not p.active]:
+            reasons = [f"{name}: {why}" for name, why in server.report["failures"].items()]
+            if answer["code"]:
+                reasons.append(f"the probe ended with {answer['output'][-300:]!r}")
+            said = f"{probe.describe(missing)}. {'; '.join(reasons)}"
+            if not self.allow_unprotected:
+                raise UnprotectedError(
+                    f"this machine cannot confine foreign programs. {said}. Use SandboxFusion, run where namespaces or "
+                    "Landlock, and seccomp, are allowed, or accept the risk with allow_unprotected: true"
+                )
+            logger.warning("model-written programs run UNPROTECTED. %s", said)
+        return found
+
+    async def run(self, code: str) -> Run:
+        if len(code.encode("utf-8", "replace")) > MAX_PROGRAM_BYTES:
+            return Run(RunStatus.FAILED, "", TOO_LONG)
+        await self.start()
+        return self._judge(await self._server.ask(code, self.timeout_s))
+
+    def _judge(self, answer: dict[str, Any]) -> Run:
+        output = middle_cut(readable(answer["output"]), self.max_output)
+        status, code = answer["status"], answer["code"]
+        if status == "broken":
+            raise InfrastructureError(f"the sandbox could not prepare a process: {answer['output'][:300]}")
+        if status == "timeout" or code == -signal.SIGXCPU:
+            notice = f"The program did not finish within {self.timeout_s:g} s and was stopped."
+            return Run(RunStatus.TIMEOUT, output, notice)
+        if status == "flood":
+            return Run(RunStatus.FAILED, output, "The program printed far too much and was stopped.")
+        if code == -signal.SIGKILL:
+            return Run(RunStatus.FAILED, output, "The program was killed: it used too much memory or processor time.")
+        if code < 0:
+            return Run(RunStatus.FAILED, output, f"The program was ended by the signal {signal.Signals(-code).name}.")
+        if code:
+            notice = "" if output.strip() else f"The program ended with exit code {code} and printed nothing."
+            return Run(RunStatus.FAILED, output, notice)
+        return Run(RunStatus.FINISHED, output)
+
+    async def close(self) -> None:
+        """End the server and every program; a later run starts it again."""
+        server, self._server, self._loop = self._server, None, None
+        if server is not None:
+            await server.close()

@@ -1,0 +1,122 @@
+"""Is the sandbox tight? A program that tries each forbidden thing inside it, and the list of what it found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NAMES = {  # protection: essential?
+    "network": True,
+    "file reads": True,
+    "file writes": True,
+    "other processes": True,
+    "process tree": True,
+    "memory": True,
+    "privileges": True,
+    "environment": True,
+    "descriptors": True,
+    "threads": False,
+    "temporary folder": False,
+}
+
+PROGRAM = """
+import ctypes, errno, json, mmap, os, socket, tempfile, threading
+found = {}
+libc = ctypes.CDLL(None, use_errno=True)
+
+def allowed(function, *arguments):
+    try:
+        function(*arguments)
+    except (OSError, MemoryError, RuntimeError):
+        return False
+    return True
+
+def child():
+    if not os.fork():
+        os._exit(0)
+
+def try_all(name, cases):
+    worked = [label for label, function, *arguments in cases if allowed(function, *arguments)]
+    found[name] = "possible: " + ", ".join(worked) if worked else ""
+
+def call(name, *arguments):
+    if getattr(libc, name)(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), name)
+
+try_all("network", [(f.name, socket.socket, f) for f in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)])
+paths = [CANARY, "/etc/passwd", "/proc/self/environ", "/proc/%d/environ" % TRAINER, "/proc/1/cmdline"]
+try_all("file reads", [(path, open, path) for path in paths])
+MARK = "/.probe-%d" % TRAINER
+folders = [os.path.dirname(CANARY), "/", "/var/tmp", "/dev/shm", "/home", "/root", os.path.dirname(os.__file__)]
+try_all("file writes", [(f, lambda f=f: os.close(os.open(f + MARK, os.O_CREAT | os.O_WRONLY))) for f in folders])
+for folder in folders:
+    allowed(os.unlink, folder + MARK)
+try_all("other processes", [("signal %d" % pid, os.kill, pid, 0) for pid in (TRAINER, os.getppid(), 1, -1)])
+try_all("process tree", [("fork", child)])
+too_much = (LIMIT_MB + 64) << 20
+try_all("memory", [("heap", bytearray, too_much), ("map", mmap.mmap, -1, too_much)])
+mount = "mount", call, "mount", b"x", b"/", b"tmpfs", 0, None
+unshare = "unshare", call, "unshare", 0x10000000
+try_all("privileges", [mount, unshare, ("uid 0", call, "setresuid", 0, 0, 0), ("chroot", call, "chroot", b"/")])
+found["environment"] = " ".join(os.environ)
+found["descriptors"] = " ".join(str(fd) for fd in range(3, 1024) if allowed(os.fstat, fd))
+started, gate = [], threading.Event()
+for _ in range(THREADS + 8):
+    thread = threading.Thread(target=gate.wait, daemon=True)
+    if not allowed(thread.start):
+        break
+    started.append(thread)
+found["threads"] = "%d started" % len(started) if len(started) >= THREADS + 8 else ""
+gate.set()
+found["temporary folder"] = "" if allowed(lambda: tempfile.TemporaryFile().close()) else "nothing can be written"
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """One line of what stands between a program and the machine."""
+
+    name: str
+    active: bool
+    essential: bool
+    how: str  # what provides it, or what was found open
+
+
+def program(canary: str, trainer: int, limit_mb: int, threads: int) -> str:
+    """``canary``: a file that exists outside and must not be readable inside."""
+    values = f"CANARY, TRAINER, LIMIT_MB, THREADS = {canary!r}, {trainer}, {limit_mb}, {threads}\n"
+    return values + PROGRAM
+
+
+def judge(output: str, mechanisms: list[str]) -> tuple[Protection, ...]:
+    """What the probe printed, beside what the server could arrange. A probe that did not finish found nothing tight."""
+    try:
+        found = json.loads(output.splitlines()[-1])
+    except (ValueError, IndexError):
+        found = {}
+    providers = {
+        "network": ("net", "seccomp"),
+        "file reads": ("mounts", "landlock"),
+        "file writes": ("mounts", "landlock"),
+        "other processes": ("pid", "seccomp", "landlock"),
+        "process tree": ("seccomp", "pid"),
+        "memory": ("limits",),
+        "privileges": ("seccomp", "capabilities"),
+        "environment": ("emptied",),
+        "descriptors": ("closed",),
+        "threads": ("limits", "seccomp"),
+        "temporary folder": ("mounts",),
+    }
+    there = {*mechanisms, "limits", "capabilities", "emptied", "closed"}
+    lines = []
+    for name, essential in NAMES.items():
+        hole = found.get(name, "not probed")
+        by = ", ".join(provider for provider in providers[name] if provider in there)
+        lines.append(Protection(name, not hole, essential, hole or by))
+    return tuple(lines)
+
+
+def describe(protections: Iterable[Protection]) -> str:
+    return "; ".join(f"{p.name}: {p.how if p.active else f'NOT protected ({p.how})'}" for p in protections)
