@@ -12,10 +12,11 @@ from data_modules.fictional_world.schema import RELATIONS_OF
 from data_modules.fictional_world.world import Entity
 from rollout.trajectory import Task
 
-# What can be asked of one number (with a constant k) and of two: formula in Python, wordings.
+# What can be asked of one number and of two: formula in Python, wordings. No wording names a constant of its formula: a
+# tiny model copies the numbers it has just read well, and others badly.
 ONE_NUMBER: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("{a} * {k}", ("What is {k} times {np}?", "Multiply {np} by {k}.")),
-    ("{a} ** 2 + {k}", ("What is the square of {np} plus {k}?", "Square {np} and add {k}.")),
+    ("{a} ** 2", ("What is the square of {np}?", "Square {np}.")),
+    ("{a} * 12", ("What is a dozen times {np}?", "Multiply {np} by a dozen.")),
 )
 TWO_NUMBERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{a} * {b}", ("What is {np} times {np2}?", "Multiply {np} by {np2}.")),
@@ -80,9 +81,7 @@ def _hop(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Prob
 
 def _with_one_number(family: str, steps: tuple[Step, ...], words: str, rng: random.Random) -> Problem:
     formula, wordings = rng.choice(ONE_NUMBER)
-    k = rng.randint(11, 99)
-    question = rng.choice(wordings).format(np=words, k=k)
-    return _computed(family, steps, formula.format(a=steps[-1].told, k=k), question[0].upper() + question[1:])
+    return _computed(family, steps, formula.format(a=steps[-1].told), rng.choice(wordings).format(np=words))
 
 
 def _two(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Problem:
@@ -103,9 +102,9 @@ def _lookup(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> P
 
 def _compute(world: NumberWorld, subjects: list[Entity], rng: random.Random) -> Problem:
     """Needs no search."""
-    formula, wordings = rng.choice(ONE_NUMBER)
-    a, k = rng.randint(11, 99), rng.randint(11, 99)
-    return _computed("compute", (), formula.format(a=a, k=k), rng.choice(wordings).format(np=a, k=k))
+    formula, wordings = rng.choice(TWO_NUMBERS)
+    a, b = rng.randint(11, 99), rng.randint(11, 99)
+    return _computed("compute", (), formula.format(a=a, b=b), rng.choice(wordings).format(np=a, np2=b))
 
 
 FAMILIES: dict[str, Callable[[NumberWorld, list[Entity], random.Random], Problem]] = {

@@ -40,18 +40,19 @@ class ToolExpertPolicy:
         if known == len(facts):
             return self._compute(task, code, steps, bool(computed))
         mention, keyword, _ = steps[known]
+        kept = _kept(steps[:known])
         if f"<search> {mention} </search>" in transcript:  # it was careless, and did not bring the fact
-            return self._search(f"Not found. Search {keyword}.", f"{mention} {keyword}")
+            return self._search(f"Not found.{kept} Search {keyword}.", f"{mention} {keyword}")
         if not known:
             thought = f"First {', then '.join(keyword for _, keyword, _ in steps)}."
         else:
-            thought = f"It is {steps[known - 1][2]}. Next {keyword}."
+            thought = f"It is {steps[known - 1][2]}.{kept} Next {keyword}."
         return self._search(thought, mention if self._careless(task, known) else f"{mention} {keyword}")
 
     def _compute(self, task: Task, code: str, steps: list[list[str]], again: bool) -> str:
         if again:
             return f"<think>Not shown. Print it.</think> <python> print({code}) </python>"
-        thought = f"It is {steps[-1][2]}. Compute." if steps else "Compute."
+        thought = f"It is {steps[-1][2]}.{_kept(steps[:-1])} Compute." if steps else "Compute."
         program = f"x = {code}" if self._careless(task, len(steps)) else f"print({code})"
         return f"<think>{thought}</think> <python> {program} </python>"
 
@@ -61,6 +62,11 @@ class ToolExpertPolicy:
     @staticmethod
     def _search(thought: str, query: str) -> str:
         return f"<think>{thought}</think> <search> {query} </search>"
+
+
+def _kept(steps: list[list[str]]) -> str:
+    """Numbers found earlier are said again, so that what is needed next always stands near."""
+    return "".join(f" Keep {told}." for _, _, told in steps if told.isdigit())
 
 
 class ToolExpertEngine(ExpertEngine):
