@@ -12,7 +12,7 @@ from experiments.validate import check, condense
 
 PROJECT = Project()
 NAMES = registry.names(PROJECT)
-PAPER = [n for n in NAMES if "qwen" in n]
+PAPER = [n for n in NAMES if "qwen" in n or "llama" in n]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,6 +80,59 @@ def test_the_paper_run_has_the_values_of_the_specification():
     assert rollouts["max_response_tokens"] == 4096
     assert rollouts["protocol"]["init_args"]["template"] == "dataset", "Search-R1's wording, as the teacher knows it"
     assert rollouts["environment"]["init_args"]["tools"]["search"]["init_args"]["topk"] == 3
+
+
+ARPO_RUNS = {  # specs/arpo.md 1.1: n, N, call limit, response tokens, prompts per step
+    "qwen2.5_3b": (16, 8, 3, 4096, 128),
+    "qwen2.5_7b": (16, 8, 3, 4096, 128),
+    "llama3.1_8b": (16, 8, 3, 4096, 128),
+    "qwen3_8b": (16, 8, 6, 10000, 128),
+    "qwen3_14b": (12, 6, 6, 6192, 64),
+}
+
+
+@pytest.mark.parametrize("model", ARPO_RUNS)
+@pytest.mark.parametrize("algorithm", ["grpo", "arpo", "aepo"])
+def test_arpos_runs_have_the_values_of_the_specification(algorithm, model):
+    samples, roots, calls, tokens, prompts = ARPO_RUNS[model]
+    config = Graph(PROJECT, f"{algorithm}_{model}").target().config
+    learner, data = config["model"]["init_args"], config["data"]["init_args"]
+    expected = {
+        "lr": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0,
+        "kl_coef": 0.0, "entropy_coef": 0.0, "temperature": 1.0, "mini_batches": 8, "epochs": 1, "warmup_steps": 0,
+    }  # fmt: skip
+    assert {k: learner[k] for k in expected} == expected
+    assert config["model"]["class_path"].rpartition(".")[2].lower() == algorithm
+    assert learner["policy"].split("/")[-3] == f"sft_arpo_{model}"
+    assert (data["samples_per_prompt"], data["prompts_per_step"]) == (samples, prompts)
+    rollouts = data["rollouts"]["init_args"]
+    assert (rollouts["max_turns"], rollouts["max_response_tokens"]) == (calls, tokens)
+    sampler = rollouts.get("sampler")
+    if algorithm == "grpo":
+        assert sampler is None
+        return
+    chosen = {"initial_rollouts": roots, "beam_size": 2, "branch_probability": 0.5, "entropy_weight": 0.2}
+    assert {k: sampler["init_args"][k] for k in chosen} == chosen
+
+
+def test_the_tiny_runs_of_arpo_differ_in_their_sampler_only():
+    def parts(name):
+        config = Graph(PROJECT, name).target().config
+        data = dict(config["data"]["init_args"])
+        rollouts = dict(data.pop("rollouts")["init_args"])
+        sampler = rollouts.pop("sampler", None)
+        return config["model"]["init_args"], data, rollouts, sampler
+
+    learner, data, rollouts, sampler = parts("arpo_tiny")
+    for name, change in [
+        ("grpo_tiny", None),
+        ("arpo_tiny_random", {"entropy_weight": 0.0}),
+        ("arpo_tiny_as_published", {"variant": "as_published"}),
+    ]:
+        others = parts(name)
+        assert others[:3] == (learner, data, rollouts), name
+        expected = None if change is None else {**sampler, "init_args": {**sampler["init_args"], **change}}
+        assert others[3] == expected, name
 
 
 def test_paths_given_on_the_command_line_reach_every_stage():
