@@ -116,8 +116,8 @@ class AgentLoop:
         """Roll out one trajectory; with ``start``, a branch that shares its first ``at`` response tokens.
 
         The callbacks of ``request.watch`` are awaited as it runs. ``key`` is what seeds are derived from, by default
-        the index. A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; any other exception
-        is a bug or a wrong configuration and is raised.
+        the index. A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; any other
+        exception is a bug or a wrong configuration and is raised.
         """
         began = time.monotonic()
         state = RunningTrajectory(task, group, index, key=index if key is None else key)

@@ -117,11 +117,11 @@ class AEPOSampler(BranchingSampler):
     known. A fork's probability is ARPO's times max(0, 1 - consecutive_penalty * l), where l counts the forks at the
     results just before on the trajectory's own path, its source's included.
 
-    ``as_published``: m = int(n s) + 1, from 1 to n; the probe is sampled besides the n and thrown away, and its H_root is
-    that of its first turn (the released code draws 50 tokens anew). A trajectory forks where clip((U + w dH) f, 0, 1) >=
-    tau with a uniform U, that is with probability 1 - tau / f + w dH; f = max(0, 1 - consecutive_penalty * l), where l
-    counts the rounds in a row in which the group grew by forks or new roots. The released scripts switch
-    pre-monitoring off.
+    ``as_published``: m = int(n s) + 1, from 1 to n; the probe is sampled besides the n and thrown away, and its H_root
+    is that of its first turn (the released code draws 50 tokens anew). A trajectory forks where
+    clip((U + w dH) f, 0, 1) >= tau with a uniform U, that is with probability 1 - tau / f + w dH, where
+    f = max(0, 1 - consecutive_penalty * l) and l counts the rounds in a row in which the group grew by forks or new
+    roots. The released scripts switch pre-monitoring off.
 
     Args:
         initial_rollouts: as in ``BranchingSampler``; without pre-monitoring only.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rollout.engines.base import Generation
 from rollout.running_trajectory import RunningTrajectory
 from rollout.sampling import GroupRunner, Watch, derive_seed
-from rollout.trajectory import Trajectory
+from rollout.trajectory import ActionKind, Trajectory
 
 if TYPE_CHECKING:
     from rollout.branching import BranchingSampler
@@ -129,8 +129,8 @@ class FreeTree(Tree):
 
 
 class LockStepTree(Tree):
-    """The variant ``as_published``: rounds of one turn each, as vllm_rollout_with_tools.py takes them (shared/specs/arpo.md
-    1.4), within one prompt's group.
+    """The variant ``as_published``: rounds of one turn each, within one prompt's group, in the order of the released
+    vllm_rollout_with_tools.py (shared/specs/arpo.md 1.4).
 
     The released code takes its rounds over the whole batch, which changes when things happen and not what happens. Not
     taken over: the store of initial entropies that is keyed by place in the batch and never cleared, so that from the
@@ -170,7 +170,7 @@ class LockStepTree(Tree):
         arrived = sorted(self._waiting.items())
         self._waiting = {}
         for index, (state, released) in arrived:
-            if self.room:
+            if self.room and state.turns[-1].action.kind is ActionKind.CALL:  # else the model was corrected
                 self._consider(state, self._latest[index] - self._first[index])
             released.set_result(None)
         if not arrived and self.room:

@@ -120,7 +120,8 @@ class RunningTrajectory:
 
     def finish(self, stop_reason: StopReason, seconds: float) -> Trajectory:
         if self.open_turn is not None:  # the engine failed before the turn was complete
-            self._close_turn(self.open_turn, Action(ActionKind.INVALID, error="the turn was never completed"), "length", -1)
+            action = Action(ActionKind.INVALID, error="the turn was never completed")
+            self._close_turn(self.open_turn, action, "length", -1)
         reward = self.environment_reward
         return Trajectory(
             task=self.task,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,9 +38,9 @@ class ScriptedEngine:
     ``load_weights`` records names and shapes in ``weights``.
 
     Time is simulated: a request waits for one of ``slots``, then takes ``latency`` seconds (a number or a function of
-    the token ids), ``prefill_s`` for each given token that is in no cache and ``decode_s`` for each sampled one, whatever
-    else is computed meanwhile, as in a batch that is not full. ``requests``, ``peak_concurrency`` (requests that asked at
-    once) and ``busy_s`` (seconds in which at least one slot was taken) are records.
+    the token ids), ``prefill_s`` for each given token that is in no cache and ``decode_s`` for each sampled one,
+    whatever else is computed meanwhile, as in a batch that is not full. ``requests``, ``peak_concurrency`` (requests
+    that asked at once) and ``busy_s`` (seconds in which at least one slot was taken) are records.
     """
 
     def __init__(
@@ -175,14 +176,18 @@ class ScriptedEngine:
     def _cut(self, ids: tuple[int, ...], sampling: SamplingParams) -> tuple[tuple[int, ...], str, str | None]:
         """End where a real engine would have. A reply that runs out without any stop counts as "length"."""
         ids = ids[: sampling.max_new_tokens]
-        for end in range(1, len(ids) + 1):
-            if ids[end - 1] in sampling.stop_token_ids:
-                return ids[:end], "eos", None
-            text = self._tokenizer.decode(ids[:end]) if sampling.stop and self._tokenizer is not None else ""
-            found = [s for s in sampling.stop if s in text]
-            if found:
-                return ids[:end], "stop", found[0]
-        return ids, "length", None
+        eos = next((i for i, token in enumerate(ids, start=1) if token in sampling.stop_token_ids), None)
+        ids = ids[:eos]
+        if sampling.stop and self._tokenizer is not None:
+
+            def found(end: int) -> list[str]:
+                text = self._tokenizer.decode(ids[:end])
+                return [s for s in sampling.stop if s in text]
+
+            if found(len(ids)):
+                end = bisect.bisect_left(range(len(ids)), True, key=lambda end: bool(found(end)))
+                return ids[:end], "stop", found(end)[0]
+        return ids, "length" if eos is None else "eos", None
 
     def _remember(self, given: tuple[int, ...], sampled: tuple[int, ...]) -> int:
         """How many of the given ids an earlier request had computed; the last one is always computed anew, and the
