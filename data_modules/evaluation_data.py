@@ -16,7 +16,7 @@ from data_modules.failures import FailureGuard
 from data_modules.loaders import EvaluationLoader, spread
 from data_modules.seeds import run_seed
 from rollout.protocols.base import PromptMode
-from rollout.sampling import derive_seed
+from rollout.sampling import IndependentSampler, derive_seed
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
 
@@ -197,6 +197,7 @@ class EvaluationData(L.LightningDataModule):
                 sampling=self.eval_sampling.params,
                 seed=derive_seed(self.seed, split, mode.value),
                 mode=mode,
+                sampler=IndependentSampler(),  # whatever the training's sampler does with a group
             )
         self._eval_guard.check(trajectories, f"{split} ({mode.value})", self.rollouts.failures)
         return trajectories

@@ -211,6 +211,8 @@ class WatchedSampler:
     protocol: Any
 
     async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:
+        from rollout.sampling import Watch
+
         shown = 0
 
         def show(trajectory: RunningTrajectory | Trajectory) -> None:
@@ -226,7 +228,7 @@ class WatchedSampler:
         async def on_turn(running: RunningTrajectory, generation: Generation) -> None:
             show(running)
 
-        trajectory = await group.run(0, on_turn=on_turn)
+        trajectory = await group.run(0, watch=Watch(on_turn=on_turn))
         show(trajectory)
         self.console.print()
         return [trajectory]

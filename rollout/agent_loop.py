@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.environments.base import Environment, EnvironmentFactory, StepResult
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.running_trajectory import RunningTrajectory
-from rollout.sampling import derive_seed
+from rollout.sampling import Watch
 from rollout.trajectory import (
     Action,
     ActionKind,
@@ -31,6 +31,7 @@ from rollout.trajectory import (
     Trajectory,
     Turn,
 )
+from rollout.turn_generation import TurnGenerator
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,6 @@ class Budgets:
         return room if self.max_length is None else min(room, self.max_length - prompt - response)
 
 
-OnTurn = Callable[[RunningTrajectory, Generation], Awaitable[None]]
-
-
 @runtime_checkable
 class Resumable(Protocol):
     """An environment in which a branch can start: it can be brought to where its parent was."""
@@ -81,16 +79,27 @@ class Request:
     seed: int
     sampling: SamplingParams
     mode: PromptMode = PromptMode.AGENT
-    on_turn: OnTurn | None = None
+    watch: Watch = Watch()
 
 
 class AgentLoop:
-    """Runs trajectories on one engine. ``run`` may be called any number of times at once."""
+    """Runs trajectories on one engine. ``run`` may be called any number of times at once.
+
+    With ``entropy_tokens`` > 0 every turn records the entropy of so many first tokens (``Turn.entropy``), also where
+    the sampler asks for none.
+    """
 
     def __init__(
-        self, engine: Engine, protocol: ChatProtocol, environment: EnvironmentFactory, budgets: Budgets
+        self,
+        engine: Engine,
+        protocol: ChatProtocol,
+        environment: EnvironmentFactory,
+        budgets: Budgets,
+        entropy_tokens: int = 0,
+        top_logprobs: int = 10,
     ) -> None:
         self.engine, self.protocol, self.environment, self.budgets = engine, protocol, environment, budgets
+        self._turns = TurnGenerator(engine, protocol, entropy_tokens, top_logprobs)
         self.failures: deque[str] = deque(maxlen=20)  # the latest reasons of failures by infrastructure
 
     async def run(
@@ -102,15 +111,16 @@ class AgentLoop:
         request: Request,
         start: Trajectory | RunningTrajectory | None = None,
         at: int = 0,
+        key: int | str | None = None,
     ) -> Trajectory:
         """Roll out one trajectory; with ``start``, a branch that shares its first ``at`` response tokens.
 
-        ``request.on_turn`` is awaited after every sampled turn, before its calls run; a sampler may fork there.
-        A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; any other exception
-        is a bug or a wrong configuration and is raised.
+        The callbacks of ``request.watch`` are awaited as it runs. ``key`` is what seeds are derived from, by default
+        the index. A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; any other
+        exception is a bug or a wrong configuration and is raised.
         """
         began = time.monotonic()
-        state = RunningTrajectory(task, group, index)
+        state = RunningTrajectory(task, group, index, key=index if key is None else key)
         try:
             environment = self.environment(task, tools_enabled=request.mode is PromptMode.AGENT)
             try:
@@ -146,12 +156,14 @@ class AgentLoop:
 
     async def _play(self, state: RunningTrajectory, environment: Environment, request: Request) -> StopReason:
         max_turns = 0 if request.mode is PromptMode.GOLD_DIRECT else self.budgets.max_turns
+        watch = request.watch
         while self._room(state) > 0:
+            state.last_turn = len(state.turns) + (0 if self.budgets.final_turn else 1) >= max_turns
             generation = await self._generate(state, request)
             action = self._parse(state, generation, request.mode)
             state.add_turn(generation, action)
-            if request.on_turn is not None:
-                await request.on_turn(state, generation)
+            if watch.on_turn is not None:
+                await watch.on_turn(state, generation)
             ending = self._ending(state, action, max_turns)
             if ending not in (None, StopReason.ANSWER):
                 refused = ToolResult("", CallOutcome.REFUSED, detail=f"the trajectory ended here: {ending}")
@@ -161,6 +173,8 @@ class AgentLoop:
             stopped = self._take(state, step, action, max_turns)
             if stopped is not None:
                 return stopped
+            if watch.on_result is not None:
+                await watch.on_result(state)
         return StopReason.LENGTH
 
     def _ending(self, state: RunningTrajectory, action: Action, max_turns: int) -> StopReason | None:
@@ -205,35 +219,8 @@ class AgentLoop:
     async def _generate(self, state: RunningTrajectory, request: Request) -> Generation:
         in_turn = len(state.response_ids) - state.turn_start
         allowed = min(self.budgets.max_turn_tokens, request.sampling.max_new_tokens) - in_turn
-        sampling = dataclasses.replace(
-            request.sampling,
-            max_new_tokens=max(min(allowed, self._room(state)), 1),
-            stop=self.protocol.stop,
-            stop_token_ids=self.protocol.stop_token_ids,
-            seed=derive_seed(request.seed, state.group, state.index, len(state.turns)),
-        )
-        generation = await self.engine.generate(state.prompt_ids + state.response_ids, sampling)
-        return generation if state.open_turn is None else self._cut_across_fork(state, generation)
-
-    def _cut_across_fork(self, state: RunningTrajectory, generation: Generation) -> Generation:
-        """End the turn at a stop string that began before the fork, which engines, looking at what they generate
-        only, do not see: after a fork at "</sea" the turn ends with "rch>"."""
-        window = max((len(s.encode()) for s in self.protocol.stop), default=0)  # a token is at least one byte
-        before = state.response_ids[state.turn_start :][-window:] if window else []
-        for end in range(1, min(window, len(generation.token_ids) + 1)):
-            text = self.protocol.decode([*before, *generation.token_ids[:end]])
-            found = [s for s in self.protocol.stop if s in text]
-            if found:
-                top = generation.top_logprobs
-                return dataclasses.replace(
-                    generation,
-                    token_ids=generation.token_ids[:end],
-                    logprobs=generation.logprobs[:end],
-                    finish_reason="stop",
-                    stop_string=found[0],
-                    top_logprobs=None if top is None else top[:end],
-                )
-        return generation
+        allowed = max(min(allowed, self._room(state)), 1)
+        return await self._turns.generate(state, request.sampling, request.seed, request.watch, allowed)
 
     def _parse(self, state: RunningTrajectory, generation: Generation, mode: PromptMode) -> Action:
         turn_ids = state.response_ids[state.turn_start :] + list(generation.token_ids)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollout.engines.base import Generation
 
 
 def top_entropy(top: Mapping[int, float]) -> float:
@@ -28,3 +33,23 @@ def opening_entropy(tops: Sequence[Mapping[int, float]] | None, first: int) -> f
         return None
     taken = [top_entropy(top) for top in tops[:first]]
     return sum(taken) / len(taken)
+
+
+def published_entropy(generation: Generation, first: int, vocabulary: int) -> float:
+    """The figure ARPO's released code calls entropy (vllm_rollout_with_tools.py, 172-177 and 283-305).
+
+    The sum over the first ``first`` positions of -p ln p over the most likely tokens and the sampled one, not
+    renormalised, divided by the logarithm of the vocabulary's size. Not within [0, 1]: 20 uniform positions over ten
+    tokens give 3.86 for 151,665 tokens. 0 for an empty generation.
+
+    Raises:
+        ValueError: the engine was not asked for top log-probs.
+    """
+    if generation.top_logprobs is None:
+        raise ValueError("the engine returned no top log-probs; entropy needs them (SamplingParams.top_logprobs)")
+    steps = zip(generation.token_ids, generation.logprobs, generation.top_logprobs, strict=True)
+    entropy = 0.0
+    for token, logprob, top in itertools.islice(steps, first):
+        listed = top if token in top else {**top, token: logprob}
+        entropy -= sum(math.exp(value) * value for value in listed.values())
+    return entropy / math.log(vocabulary)

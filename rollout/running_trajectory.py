@@ -34,7 +34,11 @@ class RunningTrajectory:
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    open_turn: int | None = None  # where a turn begins that was forked in its middle
+    key: int | str = 0  # what the seeds of its requests are derived from, with group and turn
+    open_turn: int | None = None  # where a turn begins that is sampled in part: forked in its middle, or looked at
+    last_turn: bool = False  # no result of a call follows the turn that comes next
+    entropy: float | None = None  # of the turn being sampled
+    branch_probability: float | None = None  # of the turn being sampled; a sampler sets it
     environment_reward: float | None = None
     answer: str | None = None
     fork: Fork | None = None
@@ -67,13 +71,36 @@ class RunningTrajectory:
         self.open_turn = cut.start if inside else None
         self.fork = Fork(parent=source.index, at=at)
 
+    def count(self, generation: Generation) -> None:
+        """Add a request for a continuation of all ids so far to ``tokens_computed``."""
+        given = len(self.prompt_ids) + len(self.response_ids)
+        self.tokens_computed += given - generation.cached_tokens + len(generation.token_ids)
+
+    def open(self, opening: Generation) -> None:
+        """Take in the first tokens of a turn whose other tokens follow in ``add_turn``."""
+        self.open_turn = len(self.response_ids)
+        self._extend(opening.token_ids, 1, opening.logprobs)
+
     def add_turn(self, generation: Generation, action: Action) -> None:
         start = self.turn_start
-        self.tokens_computed += len(self.prompt_ids) + len(self.response_ids) - generation.cached_tokens
-        self.tokens_computed += len(generation.token_ids)
         self._extend(generation.token_ids, 1, generation.logprobs)
-        end, self.open_turn = len(self.response_ids), None
-        self.turns.append(Turn(start, end, action, generation.finish_reason, generation.policy_version, end))
+        self._close_turn(start, action, generation.finish_reason, generation.policy_version)
+
+    def _close_turn(self, start: int, action: Action, finish_reason: str, policy_version: int) -> None:
+        end = len(self.response_ids)
+        self.turns.append(
+            Turn(
+                start,
+                end,
+                action,
+                finish_reason,
+                policy_version,
+                observation_end=end,
+                entropy=self.entropy,
+                branch_probability=self.branch_probability,
+            )
+        )
+        self.open_turn = self.entropy = self.branch_probability = None
 
     def add_calls(self, action: Action, results: Sequence[ToolResult], latencies_s: Sequence[float]) -> None:
         turn = len(self.turns) - 1
@@ -92,11 +119,9 @@ class RunningTrajectory:
         self.logprobs.extend(logprobs)
 
     def finish(self, stop_reason: StopReason, seconds: float) -> Trajectory:
-        turns = list(self.turns)
-        if self.open_turn is not None:  # the engine failed before a forked turn got a token of its own
-            end = len(self.response_ids)
+        if self.open_turn is not None:  # the engine failed before the turn was complete
             action = Action(ActionKind.INVALID, error="the turn was never completed")
-            turns.append(Turn(self.open_turn, end, action, "length", -1, end))
+            self._close_turn(self.open_turn, action, "length", -1)
         reward = self.environment_reward
         return Trajectory(
             task=self.task,
@@ -104,7 +129,7 @@ class RunningTrajectory:
             response_ids=tuple(self.response_ids),
             loss_mask=tuple(self.loss_mask),
             logprobs=tuple(self.logprobs),
-            turns=tuple(turns),
+            turns=tuple(self.turns),
             calls=tuple(self.calls),
             stop_reason=stop_reason,
             group=self.group,

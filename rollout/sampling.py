@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rollout.trajectory import Task, Trajectory
@@ -24,11 +25,32 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 2
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a sampler wants to see of a trajectory while it runs. Each callback is awaited where it is called; what it
+    starts (a fork) must not be awaited in it.
+
+    ``on_opening`` costs one more request per turn: the turn's first ``opening_tokens`` tokens are sampled by
+    themselves, and the turn goes on when the callback has returned. The state it is given ends where the turn begins,
+    so that a fork ``start=state, at=len(state.response_ids)`` shares what was read before, and not the opening.
+    """
+
+    opening_tokens: int = 0  # over which Turn.entropy is taken
+    top_logprobs: int = 0  # asked of the engine: for the opening, or for the whole turn without ``on_opening``
+    on_opening: Callable[[RunningTrajectory, Generation], Awaitable[None]] | None = None
+    # After a sampled turn, before its calls run; the generation is the turn's last request.
+    on_turn: Callable[[RunningTrajectory, Generation], Awaitable[None]] | None = None
+    # After an observation was appended, before the next turn. The trajectory gives up its place among those under way
+    # until the callback has returned, so that a callback may wait for other trajectories.
+    on_result: Callable[[RunningTrajectory], Awaitable[None]] | None = None
+
+
 class GroupRunner(Protocol):
     """What a sampler is given for one prompt."""
 
     task: Task
     seed: int  # for the sampler's own decisions; the runs derive theirs by themselves
+    vocabulary: int  # tokens that the tokenizer knows: published entropies are scaled by its logarithm
 
     async def run(
         self,
@@ -36,10 +58,16 @@ class GroupRunner(Protocol):
         *,
         start: Trajectory | RunningTrajectory | None = None,
         at: int = 0,
-        on_turn: Callable[[RunningTrajectory, Generation], Awaitable[None]] | None = None,
+        key: int | str | None = None,
+        watch: Watch = Watch(),
+        counts: bool = True,
     ) -> Trajectory:
-        """Roll out member ``index``, scored. With ``start`` it branches off at response offset ``at``; ``on_turn``
-        is awaited after each sampled turn, before its calls run (see AgentLoop.run)."""
+        """Roll out member ``index``, scored. With ``start`` it branches off at response offset ``at``.
+
+        Its requests' seeds are derived from ``key`` (by default the index), so that a sampler that numbers its
+        members in order of arrival can name them by something else. With ``counts`` False it is neither scored nor
+        handed to the caller of the rollout: a probe.
+        """
         ...
 
 
@@ -55,6 +83,11 @@ class IndependentSampler:
     """``n`` trajectories from the prompt, each on its own (GRPO, PPO)."""
 
     async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:
-        async with asyncio.TaskGroup() as tasks:  # one that fails cancels the others
-            running = [tasks.create_task(group.run(index)) for index in range(n)]
-        return [task.result() for task in running]
+        return await run_independent(group, range(n))
+
+
+async def run_independent(group: GroupRunner, indices: Iterable[int]) -> list[Trajectory]:
+    """These members of a group, from the prompt."""
+    async with asyncio.TaskGroup() as tasks:  # one that fails cancels the others
+        running = [tasks.create_task(group.run(index)) for index in indices]
+    return [task.result() for task in running]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import threading
 from collections import Counter
@@ -12,12 +13,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent_loop import AgentLoop, Budgets, Request
-from rollout.engines.base import Engine, Generation, SamplingParams
+from rollout.engines.base import Engine, SamplingParams
 from rollout.environments.base import EnvironmentFactory
+from rollout.places import Place, Places
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.rewards.base import RewardFunction
 from rollout.running_trajectory import RunningTrajectory
-from rollout.sampling import IndependentSampler, Sampler, derive_seed
+from rollout.sampling import IndependentSampler, Sampler, Watch, derive_seed
 from rollout.trajectory import Task, Trajectory
 from rollout.weight_relay import WeightRelay
 
@@ -39,8 +41,13 @@ class RolloutSystem:
         max_turns: model turns that may call; one more turn follows if ``final_turn``, whose calls are refused.
         max_turn_tokens, max_observation_tokens, max_response_tokens: see ``agent_loop.Budgets``.
         max_length: prompt and response together; by default what the engine says (``engine.max_length``).
-        concurrency: trajectories under way at once.
-        sampler: which trajectories of a prompt exist.
+        concurrency: trajectories under way at once. Where more are wanted, the prompt that came first goes first, its
+            forks included.
+        sampler: which trajectories of a prompt exist. Only agents are sampled so: the probes (every other
+            ``PromptMode``) are independent.
+        entropy_tokens: record the entropy of so many first tokens of every turn (``Turn.entropy``); 0: only where the
+            sampler asks for it, by its own number of tokens.
+        top_logprobs: of how many of the most likely tokens that entropy is made.
     """
 
     def __init__(
@@ -57,6 +64,8 @@ class RolloutSystem:
         max_length: int | None = None,
         final_turn: bool = True,
         sampler: Sampler | None = None,
+        entropy_tokens: int = 0,
+        top_logprobs: int = 10,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; expected at least 1")
@@ -68,7 +77,7 @@ class RolloutSystem:
         self.engine, self.protocol, self.environment, self.reward = engine, protocol, environment, reward
         self.sampler: Sampler = sampler or IndependentSampler()
         self.concurrency = concurrency
-        self.agent_loop = AgentLoop(engine, protocol, environment, self.budgets)
+        self.agent_loop = AgentLoop(engine, protocol, environment, self.budgets, entropy_tokens, top_logprobs)
         self._policy_version = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -93,7 +102,7 @@ class RolloutSystem:
                 thread = threading.Thread(target=loop.run_forever, name="rollout", daemon=True)
                 thread.start()
                 self._loop, self._thread = loop, thread
-                self._free = asyncio.Semaphore(self.concurrency)
+                self._places = Places(self.concurrency)
             self._submit(self.engine.start()).result()
 
     def rollout(
@@ -105,6 +114,7 @@ class RolloutSystem:
         seed: int,
         mode: PromptMode = PromptMode.AGENT,
         on_progress: Callable[[int, int], None] | None = None,
+        sampler: Sampler | None = None,
     ) -> list[Trajectory]:
         """``n`` trajectories per task, ordered by task, then index, in whatever order they finished.
 
@@ -114,10 +124,11 @@ class RolloutSystem:
 
         Args:
             on_progress: called in this thread with (finished, expected) after each trajectory.
+            sampler: in the place of the system's own (evaluations take independent trajectories).
         """
         order = {group: position for position, group in enumerate(_groups(tasks))}
         finished: list[Trajectory] = []
-        with closing(self.stream(tasks, n=n, sampling=sampling, seed=seed, mode=mode)) as stream:
+        with closing(self.stream(tasks, n=n, sampling=sampling, seed=seed, mode=mode, sampler=sampler)) as stream:
             for trajectory in stream:
                 finished.append(trajectory)
                 if on_progress is not None:
@@ -132,6 +143,7 @@ class RolloutSystem:
         sampling: SamplingParams,
         seed: int,
         mode: PromptMode = PromptMode.AGENT,
+        sampler: Sampler | None = None,
     ) -> Generator[Trajectory, None, None]:
         """As ``rollout``, but each trajectory as soon as it is finished. Closing the iterator (or an exception in the
         caller's loop) cancels what still runs."""
@@ -139,7 +151,9 @@ class RolloutSystem:
             raise ValueError(f"n is {n}; expected at least one trajectory per task")
         self.start()
         finished: queue.SimpleQueue[Trajectory | None] = queue.SimpleQueue()
-        work = self._roll_out(tasks, n, Request(seed, sampling, mode), finished.put)
+        if sampler is None:
+            sampler = self.sampler if mode is PromptMode.AGENT else IndependentSampler()
+        work = self._roll_out(tasks, n, Request(seed, sampling, mode), sampler, finished.put)
         task = self._submit(_launch(work, on_done=lambda: finished.put(None))).result()
         try:
             while (trajectory := finished.get()) is not None:
@@ -192,11 +206,16 @@ class RolloutSystem:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _roll_out(
-        self, tasks: Sequence[Task], n: int, request: Request, deliver: Callable[[Trajectory], None]
+        self,
+        tasks: Sequence[Task],
+        n: int,
+        request: Request,
+        sampler: Sampler,
+        deliver: Callable[[Trajectory], None],
     ) -> None:
         async with asyncio.TaskGroup() as running:
-            for task, group in zip(tasks, _groups(tasks), strict=True):
-                running.create_task(self.sampler.sample(_Group(self, task, group, request, deliver), n))
+            for position, (task, group) in enumerate(zip(tasks, _groups(tasks), strict=True)):
+                running.create_task(sampler.sample(_Group(self, task, group, position, request, deliver), n))
 
 
 class _Group:
@@ -207,11 +226,17 @@ class _Group:
         system: RolloutSystem,
         task: Task,
         group: str,
+        position: int,
         request: Request,
         deliver: Callable[[Trajectory], None],
     ) -> None:
         self.task, self.seed = task, derive_seed(request.seed, group)
-        self._system, self._group, self._request, self._deliver = system, group, request, deliver
+        self._system, self._group, self._position = system, group, position
+        self._request, self._deliver = request, deliver
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self._system.protocol.tokenizer)
 
     async def run(
         self,
@@ -219,20 +244,34 @@ class _Group:
         *,
         start: Trajectory | RunningTrajectory | None = None,
         at: int = 0,
-        on_turn: Callable[[RunningTrajectory, Generation], Any] | None = None,
+        key: int | str | None = None,
+        watch: Watch = Watch(),
+        counts: bool = True,
     ) -> Trajectory:
-        system, request = self._system, self._request
-        if on_turn is not None:
-            request = Request(request.seed, request.sampling, request.mode, on_turn)
-        async with system._free:
+        system = self._system
+        async with system._places.take(self._position) as place:
+            request = dataclasses.replace(self._request, watch=_leaving_its_place(watch, place))
             trajectory = await system.agent_loop.run(
-                self.task, group=self._group, index=index, request=request, start=start, at=at
+                self.task, group=self._group, index=index, request=request, start=start, at=at, key=key
             )
+        if not counts:
+            return trajectory
         if not trajectory.failed_by_infrastructure and system.reward is not None:
             # In a thread: a reward that computes for long must not hold up the other trajectories.
             trajectory = trajectory.replace(reward=await asyncio.to_thread(system.reward.score, trajectory))
         self._deliver(trajectory)
         return trajectory
+
+
+def _leaving_its_place(watch: Watch, place: Place) -> Watch:
+    on_result = watch.on_result
+    if on_result is None:
+        return watch
+
+    async def away(state: RunningTrajectory) -> None:
+        await place.away(on_result(state))
+
+    return dataclasses.replace(watch, on_result=away)
 
 
 def _groups(tasks: Sequence[Task]) -> list[str]:

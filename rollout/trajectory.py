@@ -131,6 +131,8 @@ class Turn:
     # Mean entropy (nats) of the distributions its first tokens were drawn from, one figure per turn; None where the
     # engine was not asked for top log-probs. See rollout.entropy.
     entropy: float | None = None
+    # Of the decision taken at its beginning whether the trajectory forks there (rollout.branching); None: none was.
+    branch_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,9 @@ class Trajectory:
     fork: Fork | None = None
     answer: str | None = None  # parsed final answer, only from sampled text
     seconds: float = 0.0
-    tokens_computed: int | None = None  # prefill + decode tokens the engine really ran, None if unknown
+    # Given tokens that were in no cache + tokens sampled, summed over its own requests: what a branch took over from
+    # its parent is not in it. None if unknown.
+    tokens_computed: int | None = None
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)

@@ -22,18 +22,27 @@ class KVSlots:
 
     Running rows stay in front (rows are moved, not gathered), so that a decoding step reads plain views. A row whose
     sequence has ended keeps its contents until the row is needed: the next turn of that trajectory continues it, and
-    other sequences copy the prefix they share with it. Idle rows are reused least recently used first.
+    other sequences copy the prefix they share with it. Idle rows are reused least recently used first. Without
+    ``reuse`` every sequence is computed whole: what reuse spares can be measured so.
     """
 
     # A request waits one step for a row that is being filled with its prefix, if that spares at least this many tokens.
     WORTH_WAITING = 16
 
     def __init__(
-        self, layers: int, slots: int, kv_heads: int, max_length: int, head_dim: int, dtype: torch.dtype, device: str
+        self,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+        reuse: bool = True,
     ) -> None:
         # zeros, not empty: masked positions are multiplied by weight 0, and 0 * NaN is NaN
         self.kv = torch.zeros(layers, 2, slots, kv_heads, max_length, head_dim, dtype=dtype, device=device)
-        self.slots, self.max_length = slots, max_length
+        self.slots, self.max_length, self._reuse = slots, max_length, reuse
         self.active = 0
         self._ids = np.zeros((slots, max_length), dtype=np.int64)
         self._computed = np.zeros(slots, dtype=np.int64)  # tokens whose keys and values lie in the row
@@ -98,7 +107,7 @@ class KVSlots:
     def _common(self, token_ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """[slots] length of the prefix shared with each row's first ``lengths`` tokens, short of the last token."""
         n = len(token_ids) - 1
-        if n == 0:
+        if n == 0 or not self._reuse:
             return np.zeros(self.slots, dtype=np.int64)
         differs = self._ids[:, :n] != token_ids[:n]
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), n)

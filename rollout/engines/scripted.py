@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +33,14 @@ class ScriptedEngine:
     """Replies by a script, cut at ``max_new_tokens``, stop token ids and stop strings as a real engine would.
 
     ``script`` is a function of (token ids, sampling), a table from token ids to replies, or a list consumed in order
-    of arrival. A reply is a text (tokenised here), token ids, or an exception to raise. Each reply takes ``latency``
-    seconds (a number or a function of the token ids); ``peak_concurrency`` and ``requests`` are records for asserts.
-    Each token's log-prob is ``logprob``. ``load_weights`` records names and shapes in ``weights``.
+    of arrival. A reply is a text (tokenised here), token ids, or an exception to raise. A request for exactly the ids
+    at which ``max_new_tokens`` cut a reply gets the rest of that reply. Each token's log-prob is ``logprob``;
+    ``load_weights`` records names and shapes in ``weights``.
+
+    Time is simulated: a request waits for one of ``slots``, then takes ``latency`` seconds (a number or a function of
+    the token ids), ``prefill_s`` for each given token that is in no cache and ``decode_s`` for each sampled one,
+    whatever else is computed meanwhile, as in a batch that is not full. ``requests``, ``peak_concurrency`` (requests
+    that asked at once) and ``busy_s`` (seconds in which at least one slot was taken) are records.
     """
 
     def __init__(
@@ -42,19 +49,39 @@ class ScriptedEngine:
         tokenizer: Any = None,
         latency: float | Callable[[tuple[int, ...]], float] = 0.0,
         logprob: float = -0.5,
+        *,
+        prefill_s: float = 0.0,
+        decode_s: float = 0.0,
+        slots: int | None = None,
+        prefix_reuse: bool = False,
+        top: Callable[[tuple[int, ...]], Mapping[int, float]] | None = None,
     ) -> None:
-        """``tokenizer``: a Hugging Face tokenizer; needed for text replies and stop strings."""
+        """
+        Args:
+            tokenizer: a Hugging Face tokenizer; needed for text replies and stop strings.
+            slots: requests computed at once, first come first served; None: any number.
+            prefix_reuse: report the longest prefix that an earlier request has left as cached. Nothing is ever evicted.
+            top: {token id: log-prob} of the tokens likeliest after the given ids, for requests that ask for them; by
+                default the token itself.
+        """
         self._script, self._tokenizer, self._latency, self._logprob = script, tokenizer, latency, logprob
+        self._prefill_s, self._decode_s, self._slots, self._top = prefill_s, decode_s, slots, top
+        self._prefixes: set[int] | None = set() if prefix_reuse else None
+        self._free: asyncio.Semaphore | None = None
+        self._rests: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._next = 0
-        self._in_flight = 0
+        self._in_flight = self._computing = 0
+        self._busy_since = 0.0
         self._alive = False
         self.peak_concurrency = 0
+        self.busy_s = 0.0
         self.policy_version = 0
         self.requests: list[Request] = []
         self.weights: dict[str, tuple[int, ...]] = {}
 
     async def start(self) -> None:
         self._alive = True
+        self._free = None if self._slots is None else asyncio.Semaphore(self._slots)
 
     async def close(self) -> None:
         """As of a real engine's process, nothing is left of the weights it was given."""
@@ -76,24 +103,47 @@ class ScriptedEngine:
         self.peak_concurrency = max(self.peak_concurrency, self._in_flight)
         try:
             reply = self._reply(ids, sampling)
-            await asyncio.sleep(self._latency(ids) if callable(self._latency) else self._latency)
+            async with self._free or contextlib.nullcontext():
+                generation = None if isinstance(reply, Exception) else self._generation(ids, reply, sampling, version)
+                await self._compute(self._seconds(ids, generation))
             self._check_alive()
         finally:
             self._in_flight -= 1
         if isinstance(reply, Exception):
             raise reply
-        return self._cut(self._tokens(reply), sampling, version)
+        return generation
+
+    async def _compute(self, seconds: float) -> None:
+        now = asyncio.get_running_loop().time
+        self._busy_since = now() if not self._computing else self._busy_since
+        self._computing += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._computing -= 1
+            self.busy_s += 0.0 if self._computing else now() - self._busy_since
+
+    def _seconds(self, ids: tuple[int, ...], generation: Generation | None) -> float:
+        seconds = self._latency(ids) if callable(self._latency) else self._latency
+        if generation is None:
+            return seconds
+        new = len(ids) - generation.cached_tokens
+        return seconds + self._prefill_s * new + self._decode_s * len(generation.token_ids)
 
     async def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._check_alive()
         self.weights = {name: tuple(tensor.shape) for name, tensor in tensors}
         self.policy_version = version
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def _check_alive(self) -> None:
         if not self._alive:
             raise InfrastructureError("the scripted engine is not running")
 
     def _reply(self, ids: tuple[int, ...], sampling: SamplingParams) -> Reply:
+        if rests := self._rests.get(ids):
+            return rests.pop()
         if callable(self._script):
             return self._script(ids, sampling)
         if isinstance(self._script, Mapping):
@@ -108,23 +158,49 @@ class ScriptedEngine:
             raise ValueError("a text reply needs a tokenizer; give ScriptedEngine one, or reply with token ids")
         return tuple(self._tokenizer.encode(reply, add_special_tokens=False))
 
-    def _cut(self, ids: tuple[int, ...], sampling: SamplingParams, version: int) -> Generation:
-        """End where a real engine would have. A reply that runs out without any stop counts as "length"."""
-        reason, stop_string = "length", None
-        ids = ids[: sampling.max_new_tokens]
-        for end in range(1, len(ids) + 1):
-            if ids[end - 1] in sampling.stop_token_ids:
-                ids, reason = ids[:end], "eos"
-                break
-            text = self._tokenizer.decode(ids[:end]) if sampling.stop and self._tokenizer is not None else ""
-            found = [s for s in sampling.stop if s in text]
-            if found:
-                ids, reason, stop_string = ids[:end], "stop", found[0]
-                break
+    def _generation(
+        self, given: tuple[int, ...], reply: str | Sequence[int], sampling: SamplingParams, version: int
+    ) -> Generation:
+        whole = self._tokens(reply)
+        ids, reason, stop_string = self._cut(whole, sampling)
+        if reason == "length" and len(ids) < len(whole):
+            self._rests.setdefault(given + ids, []).append(whole[len(ids) :])
         top = None
-        if sampling.top_logprobs:
+        if sampling.top_logprobs and self._top is None:
             top = tuple({token: self._logprob} for token in ids)
-        return Generation(ids, (self._logprob,) * len(ids), reason, version, stop_string, top)
+        elif sampling.top_logprobs:
+            top = tuple(dict(self._top(given + ids[:i])) for i in range(len(ids)))
+        cached = self._remember(given, ids)
+        return Generation(ids, (self._logprob,) * len(ids), reason, version, stop_string, top, cached)
+
+    def _cut(self, ids: tuple[int, ...], sampling: SamplingParams) -> tuple[tuple[int, ...], str, str | None]:
+        """End where a real engine would have. A reply that runs out without any stop counts as "length"."""
+        ids = ids[: sampling.max_new_tokens]
+        eos = next((i for i, token in enumerate(ids, start=1) if token in sampling.stop_token_ids), None)
+        ids = ids[:eos]
+        if sampling.stop and self._tokenizer is not None:
+
+            def found(end: int) -> list[str]:
+                text = self._tokenizer.decode(ids[:end])
+                return [s for s in sampling.stop if s in text]
+
+            if found(len(ids)):
+                end = bisect.bisect_left(range(len(ids)), True, key=lambda end: bool(found(end)))
+                return ids[:end], "stop", found(end)[0]
+        return ids, "length" if eos is None else "eos", None
+
+    def _remember(self, given: tuple[int, ...], sampled: tuple[int, ...]) -> int:
+        """How many of the given ids an earlier request had computed; the last one is always computed anew, and the
+        last sampled one never is."""
+        if self._prefixes is None:
+            return 0
+        cached, prefix = 0, 0
+        for position, token in enumerate((given + sampled)[:-1]):
+            prefix = hash((prefix, token))
+            if cached == position < len(given) - 1 and prefix in self._prefixes:
+                cached += 1
+            self._prefixes.add(prefix)
+        return cached
 
 
 def fingerprint(token_ids: Sequence[int]) -> int:

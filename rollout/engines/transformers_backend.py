@@ -40,7 +40,9 @@ class TransformersBackend:
     """Requests join and leave between forward passes; every pass computes one token of each running sequence and
     the prompts of those that have just joined."""
 
-    def __init__(self, model: str, slots: int, max_length: int, dtype: str, device: str) -> None:
+    def __init__(
+        self, model: str, slots: int, max_length: int, dtype: str, device: str, prefix_reuse: bool = True
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
@@ -62,6 +64,7 @@ class TransformersBackend:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=DTYPES[dtype],
             device=device,
+            reuse=prefix_reuse,
         )
         self._stops = StopChecker(AutoTokenizer.from_pretrained(model), config.vocab_size)
         self._prefill_tokens = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS["cuda"])

@@ -22,6 +22,7 @@ class TransformersEngine(EngineProcess):
         dtype: str = "float32",
         threads: int = 1,
         device: str = "auto",
+        prefix_reuse: bool = True,
     ) -> None:
         """
         Args:
@@ -31,6 +32,7 @@ class TransformersEngine(EngineProcess):
             dtype: "float32", "bfloat16" or "float16". On CPU use float32.
             threads: of the child process on CPU. Tiny models are fastest with 1.
             device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1", ...
+            prefix_reuse: False computes every request whole. For measurements.
         """
         if slots < 1 or max_length < 2:
             raise ValueError(f"expected slots >= 1 and max_length >= 2, found {slots} and {max_length}")
@@ -38,7 +40,14 @@ class TransformersEngine(EngineProcess):
             raise ValueError(f"dtype {dtype!r} is unknown; expected float32, bfloat16 or float16")
         super().__init__(
             "rollout.engines.transformers_backend.TransformersBackend",
-            {"model": str(model), "slots": slots, "max_length": max_length, "dtype": dtype, "device": device},
+            {
+                "model": str(model),
+                "slots": slots,
+                "max_length": max_length,
+                "dtype": dtype,
+                "device": device,
+                "prefix_reuse": prefix_reuse,
+            },
             max_length=max_length,
             threads=threads,
         )

@@ -48,7 +48,9 @@ class WorkerExtension:
 class VLLMBackend:
     """The methods `worker.py` calls, by vLLM's ``LLMEngine``: continuous batching, prefix caching, paged attention."""
 
-    def __init__(self, model: str, max_length: int, kv_cache_bytes: int | None, **engine_args: Any) -> None:
+    def __init__(
+        self, model: str, max_length: int, kv_cache_bytes: int | None, prefix_reuse: bool = True, **engine_args: Any
+    ) -> None:
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
@@ -67,7 +69,7 @@ class VLLMBackend:
                 max_logprobs=MAX_TOP_LOGPROBS,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # not the model folder's own temperature, top-p and EOS ids
-                enable_prefix_caching=True,
+                enable_prefix_caching=prefix_reuse,
                 disable_log_stats=True,
                 worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
                 seed=0,

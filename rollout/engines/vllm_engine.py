@@ -28,6 +28,7 @@ class VLLMEngine(EngineProcess):
         tensor_parallel_size: int = 1,
         max_num_seqs: int = 256,
         threads: int = 1,
+        prefix_reuse: bool = True,
     ) -> None:
         """
         Args:
@@ -39,6 +40,7 @@ class VLLMEngine(EngineProcess):
             tensor_parallel_size: GPUs that share one model.
             max_num_seqs: sequences generated at once; more wait.
             threads: of the child process on CPU. More than 1 is slower for tiny models.
+            prefix_reuse: False computes every request whole. For measurements.
 
         Raises:
             ModuleNotFoundError: vLLM is not installed.
@@ -67,6 +69,7 @@ class VLLMEngine(EngineProcess):
                 "kv_cache_bytes": kv_cache_bytes,
                 "tensor_parallel_size": tensor_parallel_size,
                 "max_num_seqs": max_num_seqs,
+                "prefix_reuse": prefix_reuse,
             },
             max_length=max_length,
             threads=threads,

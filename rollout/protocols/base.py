@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.trajectory import Action, Task, ToolResult
 
@@ -21,6 +21,7 @@ class PromptMode(StrEnum):
 class ChatProtocol(Protocol):
     """Token in, token out: only prompts and observations are tokenised here, each exactly once."""
 
+    tokenizer: Any  # Hugging Face's; only its length is used outside of the protocol
     stop: tuple[str, ...]  # stop strings of one model turn
     stop_token_ids: tuple[int, ...]  # EOS ids
     eos_ends: bool  # a turn that ends with EOS and holds no action ends the trajectory; else it is INVALID

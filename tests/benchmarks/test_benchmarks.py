@@ -10,6 +10,7 @@ from experiments.project import ROOT
 
 N = r"[0-9]+(\.[0-9]+)?"
 ENGINE = rf"{N} s, {N} CPU s, [0-9]+ tokens per CPU s, {N} trajectories per CPU s"
+SAMPLERS = ("independent", "ARPO fixed", "ARPO as published")
 SHAPES = {
     "retrieval": (
         "--passages 50 --queries 8 --repeats 1",
@@ -38,6 +39,26 @@ SHAPES = {
             rf"{n} at once: warm pool {N} ms \(ratio {N}\), forked when asked {N} ms \(ratio {N}\), "
             rf"sandbox per program {N} ms \(ratio {N}\), unprotected process {N} ms"
             for n in (1, 2)
+        ],
+    ),
+    "branching": (
+        "--prompts 1 --samples 4",
+        [
+            rf"critical path of 2 searches of 50 ms: {N} ms",
+            *(
+                rf"16 trajectories, {name}: {N} ms, {N} of the critical path"
+                for name in (*SAMPLERS, "barrier per turn", "searches one after the other")
+            ),
+            *(rf"4 prompts of 8, 8 slots, {name}: {N} s, the engine waits {N}% of it" for name in SAMPLERS),
+            *(
+                rf"1 prompts of 4, {name}: [0-4] forks, [0-9]+ searches executed, [0-9]+ tokens computed, "
+                rf"[0-9]+ without prefix reuse, ratio 0\.[0-9]+"
+                for name in SAMPLERS[:2]
+            ),
+            *(
+                rf"orchestration, {name}: -?{N} us of processor time per turn \([0-9]+ turns; .+ taken off\)"
+                for name in SAMPLERS
+            ),
         ],
     ),
     "chunked_logprobs": (

@@ -11,6 +11,7 @@ from rollout.environments.base import StepResult
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.sampling import Watch
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
 from rollout.trajectory import ActionKind, CallOutcome, Fork, InfrastructureError, StopReason
@@ -27,7 +28,7 @@ def make_loop(protocol, script, retriever=None, limits=ToolLimits(retries=0), ma
 
 
 def run(loop, task=TASK, mode=PromptMode.AGENT, seed=0, index=0, **options):
-    request = Request(seed, SAMPLING, mode, options.pop("on_turn", None))
+    request = Request(seed, SAMPLING, mode, options.pop("watch", Watch()))
 
     async def started():
         await loop.engine.start()
@@ -328,7 +329,7 @@ def test_on_turn_sees_the_running_trajectory_and_may_fork_it(protocol):
             at = state.turns[-1].start
             children.append(await loop.run(TASK, group="q1", index=1, request=request, start=state, at=at))
 
-    parent = run(loop, on_turn=branch)
+    parent = run(loop, watch=Watch(on_turn=branch))
     [child] = children
     assert child.response_ids == parent.response_ids and child.fork == Fork(0, parent.turns[1].start)
     assert child.calls == parent.calls

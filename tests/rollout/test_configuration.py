@@ -48,6 +48,19 @@ def test_a_system_from_yaml(model_dir, retriever):
     assert system.environment.tools["search"].limits == ToolLimits(timeout_s=5.0, cache_size=10)
 
 
+ARPO = "{class_path: rollout.branching.BranchingSampler, init_args: {initial_rollouts: 8, variant: as_published}}"
+AEPO = "{class_path: rollout.branching.AEPOSampler, init_args: {initial_rollouts: 8, consecutive_penalty: 0.1}}"
+
+
+@pytest.mark.parametrize("sampler", [ARPO, AEPO])
+def test_branching_samplers_from_yaml(sampler):
+    text = CONFIG.format(model="m", retriever=CLIENT).replace("rollout.sampling.IndependentSampler", sampler)
+    parsed = parser().parse_string(text + "  entropy_tokens: 20\n")
+    assert parsed.system.entropy_tokens == 20 and parsed.system.sampler.init_args.first_tokens == 20
+    with pytest.raises(Exception, match="initial_rollout|variant|consecutive_penalty"):
+        parser().parse_string(text.replace("initial_rollouts: 8", "initial_rollout: 8"))
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

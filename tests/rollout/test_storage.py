@@ -1,6 +1,7 @@
 """Trajectories in parquet: an exact round trip, and clear words about files that are none."""
 
 import asyncio
+import json
 
 import polars as pl
 import pytest
@@ -33,7 +34,7 @@ def variants(trajectory):
     odd = Task("q/2", 'Who "was" Ωμέγα\n?', (), "toy", (), nested, (("system", ""), ("user", "Answer:\nΩ?")))
     n = len(trajectory.response_ids)
     precise = tuple(-(0.1 + 0.2) / 3 - 1e-17 * i if m else 0.0 for i, m in enumerate(trajectory.loss_mask))
-    unfinished = Turn(0, 2, Action(ActionKind.INVALID, error="no tag"), "length", 7, 2)
+    unfinished = Turn(0, 2, Action(ActionKind.INVALID, error="no tag"), "length", 7, 2, False, 0.1 + 0.2, 1 / 3)
     return [
         trajectory,
         trajectory.replace(reward=Reward(0.1 + 0.2, {"em": 1.0, "f1": 1 / 3}), index=1, logprobs=precise),
@@ -56,6 +57,15 @@ def test_round_trip_is_exact(trajectory, tmp_path):
 def test_files_of_before_prompts_were_recorded_are_read(trajectory, tmp_path):
     save_trajectories(tmp_path / "t.parquet", [trajectory])
     pl.read_parquet(tmp_path / "t.parquet").drop("prompt").write_parquet(tmp_path / "old.parquet")
+    assert load_trajectories(tmp_path / "old.parquet") == [trajectory]
+
+
+def test_files_of_before_turns_had_entropies_are_read(trajectory, tmp_path):
+    save_trajectories(tmp_path / "t.parquet", [trajectory])
+    frame = pl.read_parquet(tmp_path / "t.parquet")
+    turns = [{k: v for k, v in turn.items() if k not in ("entropy", "branch_probability")}
+             for turn in json.loads(frame["turns"][0])]  # fmt: skip
+    frame.with_columns(pl.lit(json.dumps(turns)).alias("turns")).write_parquet(tmp_path / "old.parquet")
     assert load_trajectories(tmp_path / "old.parquet") == [trajectory]
 
 

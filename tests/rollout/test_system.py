@@ -14,7 +14,7 @@ from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.rewards.qa import ExactMatchReward
-from rollout.sampling import derive_seed
+from rollout.sampling import Watch, derive_seed
 from rollout.system import RolloutSystem
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
@@ -179,7 +179,7 @@ class OneFork:
                 for index in range(1, n):
                     run = group.run(index, start=state, at=state.turns[-1].start)
                     children.append(asyncio.ensure_future(run))
-        root = await group.run(0, on_turn=on_turn)
+        root = await group.run(0, watch=Watch(on_turn=on_turn))
         return [root, *[await child for child in children]]
 
 

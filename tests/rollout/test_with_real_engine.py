@@ -3,14 +3,16 @@
 import pytest
 import torch
 
+from rollout.branching import BranchingSampler
 from rollout.engines.base import SamplingParams
 from rollout.engines.transformers_engine import TransformersEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
+from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
-from rollout.trajectory import StopReason, Task
+from rollout.trajectory import Action, ActionKind, StopReason, Task, ToolRequest
 from tests.rollout.scripted import TASK, TextEngine, ToyRetriever, search_then_answer
 
 SAMPLING = SamplingParams(max_new_tokens=12)
@@ -92,3 +94,57 @@ def test_real_model_continues_after_a_real_observation(system, protocol, model_d
         expected = trainer_logprobs(model_dir, child)
         own = torch.tensor([m if i >= at else 0 for i, m in enumerate(child.loss_mask)], dtype=torch.bool)
         torch.testing.assert_close(torch.tensor(child.logprobs)[own], expected[own], atol=1e-3, rtol=0)
+
+
+class Borrowed:
+    """An engine that stays open when the system that uses it is closed."""
+
+    def __init__(self, engine):
+        self.start, self.generate, self.max_length = engine.start, engine.generate, engine.max_length
+
+    async def close(self):
+        pass
+
+
+class EveryTurnSearches(SearchR1Protocol):
+    """Random weights never write a tag; here whatever they write is a query."""
+
+    def parse(self, text, mode=PromptMode.AGENT):
+        return Action(ActionKind.CALL, (ToolRequest("search", {"query": "Mira"}),))
+
+
+def full_entropies(model_dir, trajectory):
+    """[L] entropy over the whole vocabulary of the distribution that each response token was drawn from."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([trajectory.prompt_ids + trajectory.response_ids])).logits[0, :-1]
+    return torch.distributions.Categorical(logits=logits).entropy()[len(trajectory.prompt_ids) - 1 :]
+
+
+def test_branches_of_a_real_model(model_dir, system):
+    """Looked-at turns and forks come out with the trainer's log-probs, and forks compute their own tokens only."""
+    protocol = EveryTurnSearches(str(model_dir), template="short")
+    branching = make_system(Borrowed(system.engine), protocol)
+    branching.sampler = BranchingSampler(2, branch_probability=1.0, first_tokens=5, top_logprobs=400)
+    try:
+        done = branching.rollout([TASK], n=6, sampling=SAMPLING, seed=3)
+    finally:
+        branching.close()
+    assert [t.index for t in done] == list(range(6)) and sum(t.fork is not None for t in done) == 4
+    for trajectory in done:
+        assert [turn.end - turn.start for turn in trajectory.turns] == [12, 12, 12]
+        mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
+        expected = trainer_logprobs(model_dir, trajectory)
+        torch.testing.assert_close(torch.tensor(trajectory.logprobs)[mask], expected[mask], atol=1e-3, rtol=0)
+        entropies = full_entropies(model_dir, trajectory)  # all 400 tokens were asked for: nothing is left out
+        for turn in trajectory.turns:
+            assert turn.entropy == pytest.approx(entropies[turn.start : turn.start + 5].mean().item(), abs=1e-3)
+        if trajectory.fork is not None:
+            new, at = len(trajectory.response_ids) - trajectory.fork.at, trajectory.fork.at
+            parent = done[trajectory.fork.parent]
+            assert trajectory.response_ids[:at] == parent.response_ids[:at] and trajectory.fork.at > 12
+            assert trajectory.response_ids[at : at + 12] != parent.response_ids[at : at + 12]  # its own seed
+            requests = 2 * sum(turn.start >= at for turn in trajectory.turns)
+            assert new <= trajectory.tokens_computed <= new + requests

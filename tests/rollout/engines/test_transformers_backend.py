@@ -119,6 +119,17 @@ def test_samples_of_one_prompt_compute_it_once(model_dir):
     assert [g.token_ids for g in together] == [g.token_ids for g in alone]
 
 
+def test_without_reuse_everything_is_computed_and_the_same_is_sampled(model_dir):
+    prompt = list(range(50, 90))
+    settings = [SamplingParams(max_new_tokens=6, seed=i) for i in range(5)]
+    shared, whole = (
+        run(TransformersBackend(str(model_dir), 3, 256, "float32", "cpu", prefix_reuse), [prompt] * 5, settings)
+        for prefix_reuse in (True, False)
+    )
+    assert sum(g.cached_tokens for g in shared) > 0 and [g.cached_tokens for g in whole] == [0] * 5
+    assert [g.token_ids for g in whole] == [g.token_ids for g in shared]
+
+
 def test_least_recently_used_prefix_is_the_one_that_goes(model_dir):
     engine = backend(model_dir, slots=2)
     a, b, c = list(range(0, 20)), list(range(100, 120)), list(range(200, 220))
