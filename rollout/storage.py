@@ -194,6 +194,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "observation_end": turn.observation_end,
         "observation_truncated": turn.observation_truncated,
         "entropy": turn.entropy,
+        "branch_probability": turn.branch_probability,
     }
 
 

@@ -131,6 +131,8 @@ class Turn:
     # Mean entropy (nats) of the distributions its first tokens were drawn from, one figure per turn; None where the
     # engine was not asked for top log-probs. See rollout.entropy.
     entropy: float | None = None
+    # Of the decision taken at its beginning whether the trajectory forks there (rollout.branching); None: none was.
+    branch_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
