@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 import lightning as L
 
+from callbacks.collector import RowCollector
 from callbacks.common import stage_dir
-from callbacks.evaluation import ARCAP_PREFIX, by_source, log_figures, update_evaluation_file
-from callbacks.rows import EvaluationRow, RowCollector
+from callbacks.evaluation import ARCAP_PREFIX, log_figures, update_evaluation_file
+from callbacks.figures import by_source, per_question
+from callbacks.rows import EvaluationRow
 from callbacks.statistics import Interval, bootstrap_interval
 from rollout.protocols.base import PromptMode
 
@@ -42,9 +44,9 @@ def arcap(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str
         if not part:
             continue
         name = f"{ARCAP_PREFIX}{component}"
-        figures[name] = bootstrap_interval([value(row) for row in part], resamples=resamples)
+        figures[name] = bootstrap_interval(per_question(part, value), resamples=resamples)
         for source, of_source in by_source(part).items():
-            figures[f"{name}/{source}"] = bootstrap_interval([value(row) for row in of_source], resamples=resamples)
+            figures[f"{name}/{source}"] = bootstrap_interval(per_question(of_source, value), resamples=resamples)
     return figures
 
 

@@ -1,59 +1,26 @@
-"""Exact match, F1, stop reasons and searches of every validation and test, with intervals, logged and on disk."""
+"""Scores, calls and stop reasons of every validation and test, with intervals, logged and on disk."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import lightning as L
 
+from callbacks.collector import RowCollector
 from callbacks.common import stage_dir
+from callbacks.figures import summarize
+from callbacks.judging import JudgeProtocol, judge_rows
 from callbacks.records import provenance
-from callbacks.rows import AGENT, EvaluationRow, RowCollector, save_rows
-from callbacks.statistics import Interval, bootstrap_interval
+from callbacks.rows import EvaluationRow, save_rows
+from callbacks.statistics import Interval
 from rollout.files import write_atomically
-from rollout.trajectory import StopReason
+from rollout.trajectory import Task
 
 ARCAP_PREFIX = "arcap/"
-
-
-def by_source(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
-    """Rows by data source, sorted by its name."""
-    sources = sorted({row.data_source for row in rows})
-    return {source: [row for row in rows if row.data_source == source] for source in sources}
-
-
-def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Figures of the normal search loop. Rows that infrastructure spoiled are left out (their share is
-    ``infrastructure_failures``, the only figure they enter).
-
-    Keys: ``em``, ``f1``, ``em/<data source>``, ``f1/<data source>``, ``stop/<reason>`` (shares, all reasons),
-    ``searches`` (executed, per question), ``response_tokens`` (sampled, per question), ``valid_actions``
-    (share of turns, pooled; its n counts turns), ``infrastructure_failures``.
-    """
-    agent = [row for row in rows if row.probe == AGENT]
-    scored = [row for row in agent if not row.failed]
-
-    def interval(values: Iterable[float]) -> Interval:
-        return bootstrap_interval(list(values), resamples=resamples)
-
-    figures = {"em": interval(row.em for row in scored), "f1": interval(row.f1 for row in scored)}
-    for source, part in by_source(scored).items():
-        figures[f"em/{source}"] = interval(row.em for row in part)
-        figures[f"f1/{source}"] = interval(row.f1 for row in part)
-    for reason in StopReason:
-        if reason is not StopReason.INFRASTRUCTURE:
-            figures[f"stop/{reason.value}"] = interval(float(row.stop_reason == reason.value) for row in scored)
-    figures["searches"] = interval(row.executed_searches for row in scored)
-    figures["response_tokens"] = interval(row.response_tokens for row in scored)
-    figures["valid_actions"] = interval(
-        flag for row in scored for flag in [1.0] * row.valid_turns + [0.0] * (row.turns - row.valid_turns)
-    )
-    figures["infrastructure_failures"] = interval(float(row.failed) for row in agent)
-    return figures
 
 
 def log_figures(
@@ -93,14 +60,26 @@ class Evaluation(RowCollector):
 
     Writes, in the stage folder, ``evaluation.json`` (figures with n and 95 % bootstrap interval under "val" and
     "test", and seconds, commit, command) and ``evaluation/<split>.parquet`` (one row per question and probe).
-    EM and F1 are scored here from the parsed answer, whatever reward the run trains on.
+    EM and F1 are scored here from the parsed answer, whatever reward the run trains on. With a judge, every rank puts
+    its own answers to it, all at once, after the last batch and before the rows are gathered; its prompt version
+    and model stand in ``evaluation.json`` under "judge".
+
+    Args:
+        resamples: of the bootstrap intervals.
+        judge: also asked whether an answer is right (see ``judging.judge_rows``); null for none.
+        judge_validation: ask it in validations, too, not in the test only.
     """
 
-    def __init__(self, resamples: int = 10_000) -> None:
+    def __init__(
+        self, resamples: int = 10_000, judge: Optional[JudgeProtocol] = None, judge_validation: bool = False
+    ) -> None:
         super().__init__()
+        if judge_validation and judge is None:
+            raise ValueError("Evaluation(judge_validation=True) has no judge; give it one, or leave the option out")
         if resamples < 100:
             raise ValueError(f"Evaluation(resamples={resamples}): expected at least 100 for a 95 % interval")
         self.resamples = resamples
+        self.judge, self.judge_validation = judge, judge_validation
         self._started: float | None = None
         self._earlier_seconds = 0.0  # of the runs this one resumes
 
@@ -120,6 +99,12 @@ class Evaluation(RowCollector):
         # Trainer.test with a checkpoint of this very run also comes here: its seconds are already counted.
         self._earlier_seconds = max(self._earlier_seconds, state_dict["seconds"] - self.seconds)
 
+    def _judges(self, split: str) -> bool:
+        return self.judge is not None and (split == "test" or self.judge_validation)
+
+    def complete(self, split: str, rows: list[EvaluationRow], tasks: Mapping[str, Task]) -> list[EvaluationRow]:
+        return judge_rows(self.judge, rows, tasks) if self._judges(split) else rows
+
     def report(
         self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, rows: list[EvaluationRow]
     ) -> None:
@@ -129,6 +114,8 @@ class Evaluation(RowCollector):
             folder = stage_dir(trainer)
             save_rows(folder / "evaluation" / f"{split}.parquet", rows)
             header = {"seconds": self.seconds, f"{split}_step": trainer.global_step, **provenance()}
+            if self._judges(split):
+                header["judge"] = {"prompt_version": self.judge.prompt_version, "model": self.judge.model}
             update_evaluation_file(
                 folder / "evaluation.json", split, figures, lambda name: not name.startswith(ARCAP_PREFIX), header
             )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import polars as pl
 
-from callbacks.common import gather_lists
+from rollout.figures import entropies, turns_after_tools
 from rollout.files import replacing
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match, f1, normalize_answer
-from rollout.trajectory import ActionKind, Document, ToolCall, Trajectory
+from rollout.trajectory import ActionKind, CallOutcome, Document, ToolCall, Trajectory
 
 SEARCH_TOOL = "search"
 AGENT = PromptMode.AGENT.value
+SCORED_HERE = ("em", "f1", "answered")  # parts of a reward that a row has, or shows, anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,22 @@ class EvaluationRow:
     valid_turns: int
     turns: int
     failed: bool  # by infrastructure: counted, and left out of everything else
+    attempt: int = 0  # of several at the same question, from 0
+    tool_calls: int = 0  # executed calls of all tools
+    calls: dict[str, int] = field(default_factory=dict)  # the same by tool; tools without a call are absent
+    failed_calls: int = 0  # executed, and ended as an error or ran out of time
+    empty_calls: int = 0  # executed, and came back with nothing
+    entropy_first: float | None = None  # opening entropy (nats) of the first turn; None: not recorded
+    entropy_after_tools: float | None = None  # the same, mean over the turns that follow a tool's result
+    reward: float | None = None  # the run's own reward; None: the trajectory was not scored
+    reward_parts: dict[str, float] = field(default_factory=dict)  # its parts, without those that are columns above
+    judged: float | None = None  # 1.0 right, 0.0 wrong; None: not judged, or the judge failed
+    judge_failed: bool = False
+
+    @property
+    def math(self) -> float | None:
+        """Mathematical equality with the gold answer, where the reward compares formulas; else None."""
+        return self.reward_parts.get("math")
 
 
 def contains_answer(document: Document, golden_answers: Sequence[str]) -> bool:
@@ -73,9 +90,12 @@ def valid_action_counts(trajectory: Trajectory) -> tuple[int, int]:
 
 
 def row_of(trajectory: Trajectory, probe: str = AGENT) -> EvaluationRow:
-    task = trajectory.task
+    task, reward = trajectory.task, trajectory.reward
     hit_first, hit_any = search_hits(trajectory)
     valid, turns = valid_action_counts(trajectory)
+    executed = trajectory.executed_calls
+    outcomes = Counter(call.result.outcome for call in executed)
+    after = entropies([trajectory.turns[i] for i in turns_after_tools(trajectory)])
     return EvaluationRow(
         id=task.id,
         data_source=task.data_source,
@@ -91,6 +111,15 @@ def row_of(trajectory: Trajectory, probe: str = AGENT) -> EvaluationRow:
         valid_turns=valid,
         turns=turns,
         failed=trajectory.failed_by_infrastructure,
+        attempt=trajectory.index,
+        tool_calls=len(executed),
+        calls=dict(sorted(Counter(call.request.name for call in executed).items())),
+        failed_calls=outcomes[CallOutcome.ERROR] + outcomes[CallOutcome.TIMEOUT],
+        empty_calls=outcomes[CallOutcome.EMPTY],
+        entropy_first=trajectory.turns[0].entropy if trajectory.turns else None,
+        entropy_after_tools=sum(after) / len(after) if after else None,
+        reward=None if reward is None else reward.total,
+        reward_parts={} if reward is None else {k: v for k, v in reward.parts.items() if k not in SCORED_HERE},
     )
 
 
@@ -109,100 +138,32 @@ SCHEMA = {
     "valid_turns": pl.Int64,
     "turns": pl.Int64,
     "failed": pl.Boolean,
+    "attempt": pl.Int64,
+    "tool_calls": pl.Int64,
+    "failed_calls": pl.Int64,
+    "empty_calls": pl.Int64,
+    "entropy_first": pl.Float64,
+    "entropy_after_tools": pl.Float64,
+    "reward": pl.Float64,
+    "judged": pl.Float64,
+    "judge_failed": pl.Boolean,
 }
 
 
+def record_of(row: EvaluationRow, tools: Sequence[str], parts: Sequence[str]) -> dict[str, Any]:
+    """A row of the file: ``calls/<tool>`` (0 without a call) and ``reward/<part>`` (null without it) are columns of
+    their own."""
+    record = asdict(row)
+    calls, reward_parts = record.pop("calls"), record.pop("reward_parts")
+    record |= {f"calls/{tool}": calls.get(tool, 0) for tool in tools}
+    return record | {f"reward/{part}": reward_parts.get(part) for part in parts}
+
+
 def save_rows(path: Path, rows: Sequence[EvaluationRow]) -> None:
+    """Write rows as parquet. The columns before ``attempt`` are in every file; those that follow are missing in files
+    of earlier versions."""
+    tools = sorted({tool for row in rows for tool in row.calls})
+    parts = sorted({part for row in rows for part in row.reward_parts})
+    schema = SCHEMA | {f"calls/{tool}": pl.Int64 for tool in tools} | {f"reward/{part}": pl.Float64 for part in parts}
     with replacing(path) as temporary:
-        pl.DataFrame([asdict(row) for row in rows], schema=SCHEMA).write_parquet(temporary)
-
-
-def trajectories_of(outputs: Any, hook: str) -> list[Trajectory]:
-    """Check what a validation or test step returned.
-
-    Raises:
-        TypeError: it is not a list of trajectories.
-    """
-    if isinstance(outputs, list) and all(isinstance(item, Trajectory) for item in outputs):
-        return outputs
-    raise TypeError(f"{hook} returned {type(outputs).__name__}, expected the batch's list[Trajectory]")
-
-
-def probe_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
-    """Name of the probe behind one evaluation dataloader, from ``datamodule.probe_names(split)``.
-
-    Raises:
-        ValueError: several dataloaders, but the data module does not name them.
-    """
-    names = getattr(trainer.datamodule, "probe_names", None)
-    if names is None:
-        if dataloader_idx == 0:
-            return AGENT
-        raise ValueError(
-            f"found {split} dataloader number {dataloader_idx}, but {type(trainer.datamodule).__name__} has no "
-            "probe_names(split) that says which prompt each dataloader stands for"
-        )
-    known = list(names(split))
-    if dataloader_idx >= len(known):
-        raise ValueError(f"{split} dataloader {dataloader_idx} has no name; probe_names({split!r}) gave {known}")
-    return str(known[dataloader_idx])
-
-
-class RowCollector(L.Callback):
-    """Base of the evaluation callbacks: collects the rows of one evaluation over all dataloaders and ranks, then
-    calls ``report`` once, with the same rows on every rank."""
-
-    def __init__(self) -> None:
-        self._rows: list[EvaluationRow] = []
-
-    def report(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, rows: list[EvaluationRow]
-    ) -> None:
-        raise NotImplementedError
-
-    def _start(self) -> None:
-        self._rows = []
-
-    def _collect(self, trainer: L.Trainer, split: str, outputs: Any, dataloader_idx: int) -> None:
-        probe = probe_of(trainer, split, dataloader_idx)
-        hook = "test_step" if split == "test" else "validation_step"
-        self._rows += [row_of(trajectory, probe) for trajectory in trajectories_of(outputs, hook)]
-
-    def _finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
-        rows, self._rows = gather_lists(self._rows), []
-        if not trainer.sanity_checking:
-            self.report(trainer, pl_module, split, rows)
-
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start()
-
-    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start()
-
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._collect(trainer, "val", outputs, dataloader_idx)
-
-    def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._collect(trainer, "test", outputs, dataloader_idx)
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._finish(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._finish(trainer, pl_module, "test")
+        pl.DataFrame([record_of(row, tools, parts) for row in rows], schema=schema).write_parquet(temporary)

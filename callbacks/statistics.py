@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -88,6 +88,65 @@ def bootstrap_interval(
     tail = (1 - level) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(sample.mean()), float(low), float(high), int(sample.size))
+
+
+def bootstrap_function(
+    columns: Sequence[Sequence[float]],
+    function: Callable[[np.ndarray], np.ndarray],
+    *,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Percentile bootstrap of a function of several means over the same questions, such as a ratio of sums.
+
+    Args:
+        columns: one sequence per measure, each with one value per question, in the same order.
+        function: from means [measures, R] to values [R]. A resample for which it is not finite (a ratio whose
+            denominator came out as 0) is left out of the quantiles.
+
+    Raises:
+        ValueError: no measure, unequal lengths, a value that is not finite, or a function that is not finite at the
+            means of the whole sample.
+    """
+    samples = [_as_sample(column, "bootstrap_function") for column in columns]
+    sizes = {sample.size for sample in samples}
+    if len(sizes) != 1:
+        raise ValueError(f"bootstrap_function: found measures of {sorted(sizes)} values, expected as many of each")
+    (size,) = sizes
+    if size == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    table = np.stack(samples)
+    value = float(function(table.mean(axis=1, keepdims=True))[0])
+    if not math.isfinite(value):
+        raise ValueError(f"bootstrap_function: the function is {value} at the means of the sample")
+    rng = np.random.default_rng(seed)
+    rows = max(1, CHUNK // size)
+    parts = []
+    for done in range(0, resamples, rows):
+        drawn = rng.integers(0, size, size=(min(rows, resamples - done), size))
+        means = np.stack([sample[drawn].mean(axis=1) for sample in samples])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            parts.append(function(means))
+    values = np.concatenate(parts)
+    tail = (1 - level) / 2
+    low, high = np.quantile(values[np.isfinite(values)], [tail, 1 - tail])
+    return Interval(value, float(low), float(high), size)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that at least one of ``k`` attempts, drawn from ``n`` of which ``c`` are right, is right:
+    ``1 - C(n - c, k) / C(n, k)``, unbiased for pass@k (arXiv 2107.03374, eq. 1). As a product, so that nothing
+    overflows: ``1 - prod_{i = n - c + 1 .. n} (1 - k / i)``.
+
+    Raises:
+        ValueError: not ``0 <= c <= n`` or not ``1 <= k <= n``.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass_at_k(n={n}, c={c}, k={k}): expected 0 <= c <= n and 1 <= k <= n")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def paired_bootstrap(

@@ -9,9 +9,10 @@ from typing import Any, Optional
 
 import lightning as L
 
+from callbacks.collector import probe_of, trajectories_of
 from callbacks.common import gather_lists, policy_source, stage_dir
 from callbacks.mlflow_logger import MLflowLogger
-from callbacks.rows import AGENT, probe_of, row_of, trajectories_of
+from callbacks.rows import AGENT, row_of
 from callbacks.trajectory_page import PageItem, render_page
 from rollout.files import write_atomically
 from rollout.tokenizer import load_tokenizer

@@ -45,6 +45,8 @@ class EvaluationData(L.LightningDataModule):
         test_files: of the test; also evaluation sets by name, as "gsm8k:data/gsm8k.jsonl".
         eval_sampling: decoding of validation, test and probes; greedy unless said otherwise.
         eval_batch: questions per batch on each rank; changes speed only.
+        attempts: trajectories per question in the test's search loop, each sampled on its own (no branching, whatever
+            the sampler): for pass@k and for intervals that know how far answers vary. Validation and probes take one.
         max_val: use at most so many validation questions, evenly spaced over the files.
         max_test: the same for test.
         probes: ARCap's probes. gold_direct and gold_think ask the questions that have gold passages, closed_book all.
@@ -62,6 +64,7 @@ class EvaluationData(L.LightningDataModule):
         test_files: Sequence[str] = (),
         eval_sampling: Decoding = Decoding(temperature=0.0),
         eval_batch: int = 256,
+        attempts: int = 1,
         max_val: Optional[int] = None,
         max_test: Optional[int] = None,
         probes: Sequence[Probe] = (),
@@ -73,10 +76,16 @@ class EvaluationData(L.LightningDataModule):
         super().__init__()
         if rollouts is None and (val_files or test_files):
             raise ValueError("val_files and test_files are evaluated by rollouts; give `rollouts` too, or neither")
-        sizes = {"eval_batch": eval_batch, "max_val": max_val, "max_test": max_test, "max_probe": max_probe}
+        sizes = {"eval_batch": eval_batch, "attempts": attempts}
+        sizes |= {"max_val": max_val, "max_test": max_test, "max_probe": max_probe}
         for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1 (leave it out for all)")
+        if attempts > 1 and eval_sampling.temperature == 0:
+            raise ValueError(
+                f"attempts is {attempts}, but eval_sampling is greedy (temperature 0), so that all attempts would be "
+                "the same; give eval_sampling a temperature, or leave attempts at 1"
+            )
         if len(set(probes)) != len(probes):
             raise ValueError(f"probes has the same probe twice: {', '.join(probes)}")
         self.rollouts = rollouts
@@ -84,6 +93,7 @@ class EvaluationData(L.LightningDataModule):
         self.limits = {"val": max_val, "test": max_test}
         self.eval_sampling = eval_sampling
         self.eval_batch = eval_batch
+        self.attempts = attempts
         self.probes = tuple(PromptMode(probe) for probe in probes)
         self.probe_validation = probe_validation
         self.max_probe = max_probe
@@ -188,16 +198,19 @@ class EvaluationData(L.LightningDataModule):
         return [EvaluationLoader(tasks, mode, *ours) for mode, tasks in chosen]
 
     def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
+        attempts = self.attempts if split == "test" and mode is PromptMode.AGENT else 1
         trajectories: list[Trajectory] = []
         if tasks:
-            # One seed for the whole split: requests derive theirs from the task's id, so batches do not matter.
+            # One seed for the whole split: requests derive theirs from the task's id (and the attempt), so batches do
+            # not matter. An attempt is a group of its own: members of one group may be branches of each other.
             trajectories = self.rollouts.rollout(  # type: ignore[union-attr]  # files need rollouts, see __init__
-                tasks,
+                [task for task in tasks for _ in range(attempts)],
                 n=1,
                 sampling=self.eval_sampling.params,
                 seed=derive_seed(self.seed, split, mode.value),
                 mode=mode,
                 sampler=IndependentSampler(),  # whatever the training's sampler does with a group
             )
+            trajectories = [t.replace(index=place % attempts) for place, t in enumerate(trajectories)]
         self._eval_guard.check(trajectories, f"{split} ({mode.value})", self.rollouts.failures)
         return trajectories

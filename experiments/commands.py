@@ -16,6 +16,7 @@ from pathlib import Path
 
 import yaml
 
+from callbacks.columns import columns_of
 from callbacks.records import SQLITE, default_tracking_uri
 from experiments import overrides, registry, runner
 from experiments.errors import ExperimentError
@@ -81,17 +82,17 @@ def train(args: argparse.Namespace, request: Request) -> None:
     """Make everything, then the table and where things lie."""
     graph = make_graph(request)
     target, compared = runner.make(graph, request)
-    closing_table([*compared, target])
+    closing_table([*compared, target], target.config["experiment"].get("columns"))
     print_closing_words(target, request)
 
 
-def closing_table(stages: Sequence[Stage]) -> None:
+def closing_table(stages: Sequence[Stage], columns: Sequence[str] | None) -> None:
     """One line per stage that was tested (tasks, and stages that only prepare a model, are not)."""
     rows = [(s.label, s.folder) for s in stages if StageFolder(s.folder).evaluation.is_file()]
     if rows:
         from callbacks.report import closing_table as table_of
 
-        print(f"\n{table_of(rows)}")
+        print(f"\n{table_of(rows, columns)}")
 
 
 def print_closing_words(target: Stage, request: Request) -> None:
@@ -141,9 +142,20 @@ def clean(args: argparse.Namespace, request: Request) -> None:
 
 
 def compare(args: argparse.Namespace, request: Request) -> None:
+    from callbacks.compare import CURVES
     from callbacks.report import compare as compare_runs
 
-    print(compare_runs(request.project.outputs, args.names))
+    metrics = dict.fromkeys((*CURVES, *chosen_metrics(args.names, request)))
+    print(compare_runs(request.project.outputs, args.names, metrics=tuple(metrics)))
+
+
+def chosen_metrics(names: Sequence[str], request: Request) -> list[str]:
+    """Metrics behind the columns that the named experiments have chosen for their tables. Names of runs that are no
+    experiment (patterns, files since removed) have none."""
+    known = [name for name in names if name in registry.names(request.project)]
+    blocks = [registry.load(name, request.project)["experiment"] for name in known]
+    columns = [column for block in blocks for column in columns_of(block.get("columns") or []).values()]
+    return [metric for column in columns for metric in column.metrics]
 
 
 def ui(args: argparse.Namespace, request: Request) -> None:

@@ -25,6 +25,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from callbacks.columns import columns_of
 from experiments.errors import ExperimentError, nearest
 
 Config = dict[str, Any]
@@ -43,6 +44,7 @@ EXPERIMENT_KEYS = {
     "fixed_seed",
     "compare",
     "ablations",
+    "columns",
     "needs",
 }
 KINDS = ("fit", "test", "task")
@@ -114,7 +116,7 @@ def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = 
     """The merged, uninterpolated configuration of an experiment or of a base.
 
     Raises:
-        ExperimentError: a missing file, an inheritance cycle, an unknown top-level or ``experiment:`` key.
+        ExperimentError: a missing file, an inheritance cycle, an unknown top-level or ``experiment:`` key or column.
     """
     if name in _chain:
         raise ExperimentError(f"'inherits' runs in a circle: {' -> '.join((*_chain, name))}")
@@ -134,7 +136,7 @@ def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = 
 
 
 def check_keys(config: Config, where: str) -> None:
-    """Raises ExperimentError for a key at the top, or under ``experiment:``, that means nothing."""
+    """Raises ExperimentError for a key at the top, or under ``experiment:``, that means nothing, or such a column."""
     for key in config:
         if key not in SECTIONS:
             raise ExperimentError(f"{where}: unknown key '{key}'{nearest(str(key), SECTIONS)}")
@@ -144,6 +146,21 @@ def check_keys(config: Config, where: str) -> None:
     for key in about:
         if key not in EXPERIMENT_KEYS:
             raise ExperimentError(f"{where}: unknown key 'experiment.{key}'{nearest(str(key), EXPERIMENT_KEYS)}")
+    check_columns(about.get("columns"), where)
+
+
+def check_columns(names: Any, where: str) -> None:
+    """Raises ExperimentError unless ``names`` is null or a list of columns that a table can show."""
+    if names is None:
+        return
+    if not isinstance(names, list) or not names or len(set(map(str, names))) < len(names):
+        raise ExperimentError(
+            f"{where}: experiment.columns must be a list of different names such as [em, tool_calls], found {names!r}"
+        )
+    try:
+        columns_of(names)
+    except ValueError as error:
+        raise ExperimentError(f"{where}: experiment.columns: {error}") from None
 
 
 def check_experiment(config: Config, name: str) -> str:

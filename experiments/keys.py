@@ -38,6 +38,7 @@ WATCHING_CALLBACKS = (
     "callbacks.progress.",
     "callbacks.throughput.",
     "callbacks.trajectory_log.",
+    "callbacks.training_totals.",
     "callbacks.mlflow_logger.",
     "callbacks.resume.",
     "lightning.pytorch.callbacks.LearningRateMonitor",

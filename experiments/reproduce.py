@@ -31,6 +31,7 @@ def reproduce(args: argparse.Namespace, request: Request) -> None:
     seeds = numbers("--seeds", args.seeds)
     ablation_seeds = numbers("--ablation-seeds", args.ablation_seeds) if args.ablation_seeds else seeds
     rows: list[dict[str, Any]] = []
+    columns = make_graph(request).target().config["experiment"].get("columns")
     for seed in seeds:
         seeded = dataclasses.replace(request, seed=seed)
         rows += make_rows(seeded)
@@ -46,7 +47,7 @@ def reproduce(args: argparse.Namespace, request: Request) -> None:
     results = request.project.root / "docs" / "results"
     notes = results / f"{request.target}_notes.md"  # what a person has to say about the figures
     text = notes.read_text() if notes.is_file() else ""
-    for path in write_results(request.target, rows, results, command, notes=text):
+    for path in write_results(request.target, rows, results, command, columns=columns, notes=text):
         print(f"  written {request.project.relative(path)}")
 
 

@@ -77,7 +77,7 @@ def evaluate(graph: Graph, request: Request, checkpoint: str | None) -> None:
     runner.make_stage(stage, request, fresh=request.fresh, checkpoint=None if is_model_folder(path) else path)
     from callbacks.report import closing_table
 
-    print(closing_table([(path.name, stage.folder)]))
+    print(closing_table([(path.name, stage.folder)], target.config["experiment"].get("columns")))
     print(f"  figures: {request.project.relative(stage.folder / 'evaluation.json')}")
 
 

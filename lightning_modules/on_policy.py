@@ -22,8 +22,8 @@ from lightning_modules.batch import RowTensors, TokenBatch, collate, micro_batch
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.policy import DType, TokenStats, ValueModel, load_frozen_lm, require_same_tokenizer, token_logprobs
 from lightning_modules.policy_module import PolicyModule
+from lightning_modules.rollout_figures import log_rollout
 from lightning_modules.schedules import warmup_constant
-from rollout.trajectory import StopReason
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
@@ -185,6 +185,7 @@ class OnPolicyModule(PolicyModule):
             notes = self.annotate(usable, batch, scores)
         self._last = (usable, batch, scores, notes)
         self.update(batch, notes, places)
+        log_rollout(self.metrics, trajectories)
         self._describe(usable, batch, scores)
         figures = self.metrics.reduce()
         shown = {k: v for k, v in figures.items() if k in self.PROGRESS}
@@ -295,16 +296,9 @@ class OnPolicyModule(PolicyModule):
 
     # ------------------------------------------------------------------ figures
     def _describe(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> None:
-        """What every algorithm logs about its rollout batch, infrastructure failures left out."""
-        count = len(trajectories)
+        """What every algorithm logs about its batch, infrastructure failures left out; beside ``log_rollout``."""
         mean = self.metrics.mean
-        mean("train/reward", sum(t.reward.total for t in trajectories if t.reward), count)
-        for part in sorted({p for t in trajectories if t.reward for p in t.reward.parts}):
-            mean(f"train/{part}", sum(t.reward.parts.get(part, 0.0) for t in trajectories if t.reward), count)
-        for reason in StopReason:
-            if reason is not StopReason.INFRASTRUCTURE:
-                mean(f"train/stop/{reason}", sum(t.stop_reason is reason for t in trajectories), count)
-        mean("train/response_tokens", batch.mask.sum(), count)
+        mean("train/response_tokens", batch.mask.sum(), len(batch.lengths))
         gap = (scores.old_logprobs - batch.sampler_logprobs).abs() * batch.mask
         mean("train/logprob_gap", gap.sum(), batch.mask.sum())
         if gap.numel():

@@ -3,14 +3,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict
 
 import polars as pl
 import pytest
 
 from callbacks.arcap import ARCap, arcap
 from callbacks.evaluation import Evaluation, summarize, update_evaluation_file
-from callbacks.rows import contains_answer, row_of, save_rows, search_hits
+from callbacks.rows import contains_answer, record_of, row_of, save_rows, search_hits
 from rollout.trajectory import ActionKind, CallOutcome, Document, StopReason
 from tests.callbacks.helpers import EvaluationData, Hands, make_call, make_trajectory
 
@@ -95,7 +94,9 @@ def test_probes_do_not_enter_the_agent_figures_and_give_arcaps_components():
 def test_rows_round_trip(tmp_path):
     rows = [row_of(t) for t in agent_trajectories()]
     save_rows(tmp_path / "evaluation" / "test.parquet", rows)
-    assert pl.read_parquet(tmp_path / "evaluation" / "test.parquet").to_dicts() == [asdict(row) for row in rows]
+    assert pl.read_parquet(tmp_path / "evaluation" / "test.parquet").to_dicts() == [
+        record_of(row, tools=["search"], parts=[]) for row in rows
+    ]
 
 
 def test_trainer_writes_the_files_and_logs_the_metrics(trainer_for, tmp_path):

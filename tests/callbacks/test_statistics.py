@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from callbacks.statistics import Interval, bootstrap_interval, bootstrap_means, paired_bootstrap
+from callbacks.statistics import (
+    Interval,
+    bootstrap_function,
+    bootstrap_interval,
+    bootstrap_means,
+    paired_bootstrap,
+    pass_at_k,
+)
 
 
 def test_interval_of_binary_scores_has_the_binomial_quantiles():
@@ -89,3 +98,55 @@ def test_p_is_uniform_under_the_null_hypothesis():
 
 def test_identical_systems_have_p_one():
     assert paired_bootstrap([1.0, 0.0, 1.0], [1.0, 0.0, 1.0]).p == 1.0
+
+
+# --- functions of means, pass@k ---------------------------------------------------------------------------------------
+
+
+def test_a_function_of_one_mean_has_the_interval_of_that_mean():
+    values = np.random.default_rng(3).normal(size=50)
+    assert bootstrap_function([values], lambda m: m[0]) == bootstrap_interval(values)
+
+
+def test_interval_of_a_ratio_covers_the_ratio_of_the_population():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for seed in range(200):
+        calls = rng.poisson(2.0, size=120)
+        right = rng.random(120) < 0.2 + 0.1 * (calls > 1)
+        figure = bootstrap_function([right, calls], lambda m: m[0] / m[1], resamples=400, seed=seed)
+        true = (0.2 + 0.1 * (1 - 3 * math.exp(-2.0))) / 2.0  # P(calls > 1) = 1 - 3 e^-2
+        covered += figure.low <= true <= figure.high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_the_questions_of_a_ratio_stay_together():
+    calls = np.array([1.0, 2, 3, 4, 5] * 4)
+    figure = bootstrap_function([3 * calls, calls], lambda m: m[0] / m[1])
+    assert figure.mean == 3.0 and figure.low == pytest.approx(3.0) == figure.high, "each question has the same ratio"
+
+
+def test_resamples_without_a_denominator_are_left_out_and_bad_samples_refused():
+    figure = bootstrap_function([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]], lambda m: m[0] / m[1])
+    assert figure.mean == 2.0 and math.isfinite(figure.low) and math.isfinite(figure.high)
+    assert bootstrap_function([[], []], lambda m: m[0]).n == 0
+    with pytest.raises(ValueError, match=r"measures of \[1, 2\] values"):
+        bootstrap_function([[1.0], [1.0, 2.0]], lambda m: m[0])
+    with pytest.raises(ValueError, match="the function is inf"), np.errstate(divide="ignore"):
+        bootstrap_function([[1.0], [0.0]], lambda m: m[0] / m[1])
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_attempt():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(itertools.combinations([1] * c + [0] * (n - c), k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws)), (n, c, k)
+
+
+def test_pass_at_k_stays_exact_for_large_numbers_and_refuses_nonsense():
+    expected = 1 - Fraction(math.comb(9_990, 100), math.comb(10_000, 100))
+    assert pass_at_k(10_000, 10, 100) == pytest.approx(float(expected), rel=1e-12)
+    for arguments in ((3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)):
+        with pytest.raises(ValueError, match="expected 0 <= c <= n and 1 <= k <= n"):
+            pass_at_k(*arguments)

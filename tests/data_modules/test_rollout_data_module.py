@@ -342,7 +342,8 @@ def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_d
     [({"prompts_per_step": 0}, "prompts_per_step is 0"), ({"iterations": 0}, "iterations is 0"),
      ({"max_infrastructure_failures": 20}, "share between 0 and 1"), ({"failure_patience": 0}, "failure_patience is 0"),
      ({"val_files": "v.parquet"}, "expected a list"), ({"probes": ["closed_book"] * 2}, "same probe twice"),
-     ({"eval_batch": 0}, "eval_batch is 0")],
+     ({"eval_batch": 0}, "eval_batch is 0"), ({"attempts": 0}, "attempts is 0"),
+     ({"attempts": 2}, "attempts is 2, but eval_sampling is greedy")],
 )  # fmt: skip
 def test_options_out_of_range(make_data, options, message):
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,105 @@
+"""The columns an experiment may choose for its tables (``experiment.columns``). Imports without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT = ("em", "f1", "source_referencing", "thinking", "hit_first", "hit_any", "closed_book", "searches")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure of a finished stage."""
+
+    title: str
+    key: str  # in evaluation.json under "test"; with ``training`` in training.json
+    interval: bool = False  # shown with its interval
+    training: bool = False
+    # Columns of evaluation/test.parquet that the figure is the mean of (one) or 1000 times the ratio of sums of (two):
+    # over several seeds its interval is computed anew from them. Empty: over seeds the mean of the means is shown.
+    rows: tuple[str, ...] = ()
+    curve: str | None = None  # metric that tells how it came about in training
+
+    def figure(self, test: Mapping[str, Any], training: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """The figure as an ``Interval.as_json`` (training: one number, no interval); None where it was not measured."""
+        if not self.training:
+            return test.get(self.key)
+        value = (training or {}).get(self.key)
+        return None if value is None else {"mean": value, "n": 1}
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics of a run that show it: in its test and validations, or in training."""
+        return (self.curve,) if self.curve else () if self.training else (f"val/{self.key}", f"test/{self.key}")
+
+
+COLUMNS = {
+    "em": Column("EM", "em", interval=True, rows=("em",)),
+    "f1": Column("F1", "f1", interval=True, rows=("f1",)),
+    "judge": Column("judge", "judge", interval=True, rows=("judged",)),
+    "judge_failures": Column("judge failed", "judge_failures"),
+    "math": Column("math equality", "reward/math", interval=True, rows=("reward/math",)),
+    "source_referencing": Column("source ref.", "arcap/source_referencing"),
+    "thinking": Column("thinking", "arcap/thinking"),
+    "hit_first": Column("hit first", "arcap/hit_first"),
+    "hit_any": Column("hit any", "arcap/hit_any"),
+    "closed_book": Column("closed book", "arcap/closed_book"),
+    "searches": Column("searches", "searches"),
+    "tool_calls": Column("tool calls", "tool_calls"),
+    "failed_calls": Column("failed calls", "failed_calls"),
+    "empty_calls": Column("empty calls", "empty_calls"),
+    "em_per_1000_calls": Column("EM per 1000 calls", "em_per_1000_calls", interval=True, rows=("em", "tool_calls")),
+    "f1_per_1000_calls": Column("F1 per 1000 calls", "f1_per_1000_calls", interval=True, rows=("f1", "tool_calls")),
+    "tool_productivity": Column("tool productivity", "tool_productivity"),
+    "entropy_first": Column("entropy, first turn", "entropy_first"),
+    "entropy_after_tools": Column("entropy after tools", "entropy_after_tools"),
+    "response_tokens": Column("tokens", "response_tokens"),
+    "valid_actions": Column("valid actions", "valid_actions"),
+    "infrastructure_failures": Column("failed", "infrastructure_failures"),
+    # over the whole training; see callbacks.training_totals
+    "train_trajectories": Column("trajectories in training", "trajectories", training=True),
+    "train_tool_calls": Column("tool calls in training", "tool_calls", training=True, curve="train/tool_calls"),
+    "train_distinct": Column("distinct", "distinct", training=True, curve="train/distinct"),
+    "train_forked": Column("forked", "forked", training=True, curve="train/forked"),
+    "train_branch_probability": Column(
+        "branch probability", "branch_probability", training=True, curve="train/branch_probability"
+    ),
+    "train_tokens_computed": Column(
+        "tokens computed / trajectory", "tokens_computed", training=True, curve="train/tokens_computed"
+    ),
+    "train_inherited_tokens": Column(
+        "inherited tokens", "inherited_tokens", training=True, curve="train/inherited_tokens"
+    ),
+    "train_reward": Column("reward, last 10 iterations", "last_reward", training=True, curve="train/reward"),
+    "train_entropy_after_tools": Column(
+        "entropy after tools, last 10 iterations",
+        "last_entropy_after_tools",
+        training=True,
+        curve="train/entropy_after_tools",
+    ),
+}  # fmt: skip
+FAMILIES = ("em/", "f1/", "calls/", "reward/", "stop/", "pass/", "pass_first/")  # whatever follows is data
+
+
+def is_column(name: object) -> bool:
+    return isinstance(name, str) and (name in COLUMNS or any(name.startswith(f) and name != f for f in FAMILIES))
+
+
+def known_columns() -> list[str]:
+    """All names, for a message; a family ends in <...>."""
+    return [*COLUMNS, *(f"{family}<...>" for family in FAMILIES)]
+
+
+def columns_of(names: Sequence[str] | None) -> dict[str, Column]:
+    """The columns by name, in the order chosen; the default ones for None.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    chosen = DEFAULT if names is None else tuple(names)
+    unknown = [name for name in chosen if not is_column(name)]
+    if unknown:
+        raise ValueError(f"no column {unknown[0]!r}; there are: {', '.join(known_columns())}")
+    return {name: COLUMNS.get(name) or Column(name, name) for name in chosen}

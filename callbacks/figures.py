@@ -1,0 +1,168 @@
+"""What an evaluation says about a model: figures with n and interval, from rows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from callbacks.rows import AGENT, EvaluationRow
+from callbacks.statistics import Interval, bootstrap_function, bootstrap_interval, pass_at_k
+from rollout.trajectory import StopReason
+
+Value = Callable[[EvaluationRow], float | None]
+
+SCORES: dict[str, Value] = {"em": lambda row: row.em, "f1": lambda row: row.f1}
+# Figures that are a mean over questions, None where a row has no such value.
+MEANS: dict[str, Value] = {
+    "searches": lambda row: row.executed_searches,
+    "response_tokens": lambda row: row.response_tokens,
+    "tool_calls": lambda row: row.tool_calls,
+    "failed_calls": lambda row: row.failed_calls,
+    "empty_calls": lambda row: row.empty_calls,
+}
+IF_KNOWN: dict[str, Value] = {
+    "entropy_first": lambda row: row.entropy_first,
+    "entropy_after_tools": lambda row: row.entropy_after_tools,
+    "reward/total": lambda row: row.reward,
+    "judge": lambda row: row.judged,
+}
+SIGMA = 0.1  # calls; of tool_productivity
+
+
+def by_source(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
+    """Rows by data source, sorted by its name."""
+    sources = sorted({row.data_source for row in rows})
+    return {source: [row for row in rows if row.data_source == source] for source in sources}
+
+
+def attempts_of(rows: Iterable[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
+    """Rows by question, in order of first appearance; a question's attempts in theirs."""
+    questions: dict[str, list[EvaluationRow]] = {}
+    for row in rows:
+        questions.setdefault(row.id, []).append(row)
+    return {name: sorted(attempts, key=lambda row: row.attempt) for name, attempts in questions.items()}
+
+
+def per_question(rows: Iterable[EvaluationRow], value: Value) -> list[float]:
+    """One number per question: the mean over its attempts. Rows without a value are left out, and so are questions
+    without a row that has one. Intervals resample these, since attempts at one question are not independent."""
+    return [float(np.mean(values)) for values in _values(rows, value)]
+
+
+def _values(rows: Iterable[EvaluationRow], value: Value) -> list[list[float]]:
+    found = [[value(row) for row in attempts] for attempts in attempts_of(rows).values()]
+    known = [[float(v) for v in values if v is not None] for values in found]
+    return [values for values in known if values]
+
+
+def accuracy(row: EvaluationRow) -> float | None:
+    """Whether an answer is right, by the best means there is: the judge (None where it failed), else mathematical
+    equality, else exact match."""
+    if row.judged is not None or row.judge_failed:
+        return row.judged
+    return row.em if row.math is None else row.math
+
+
+def soft_accuracy(row: EvaluationRow) -> float | None:
+    """As ``accuracy``, but F1 in the place of exact match."""
+    if row.judged is not None or row.judge_failed:
+        return row.judged
+    return row.f1 if row.math is None else row.math
+
+
+def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
+    """Figures of the normal search loop. Rows that infrastructure spoiled are left out (their share is
+    ``infrastructure_failures``, the only figure they enter). With several attempts per question, means are over
+    questions of each question's mean; n counts questions.
+
+    Scores: ``em``, ``f1``, ``em/<data source>``, ``f1/<data source>``; ``judge`` (right answers among those judged)
+    and ``judge_failures`` (share of judgements that failed); ``reward/total`` and ``reward/<part>`` (over the rows
+    that have the part, such as ``reward/math``); ``pass/<k>`` and ``pass_first/<k>`` (see ``passes``).
+
+    Behaviour, per question: ``searches``, ``tool_calls``, ``calls/<tool>`` (all executed), ``failed_calls``,
+    ``empty_calls``, ``response_tokens`` (sampled), ``entropy_first``, ``entropy_after_tools`` (nats, over the
+    questions where they were recorded), ``stop/<reason>`` (shares, all reasons), ``valid_actions`` (share of turns,
+    pooled; its n counts turns).
+
+    Both: ``em_per_1000_calls``, ``f1_per_1000_calls``, ``tool_productivity`` (see ``per_call``).
+    """
+    agent = [row for row in rows if row.probe == AGENT]
+    scored = [row for row in agent if not row.failed]
+
+    def interval(values: Iterable[float]) -> Interval:
+        return bootstrap_interval(list(values), resamples=resamples)
+
+    def mean(part: Sequence[EvaluationRow], value: Value) -> Interval:
+        return interval(per_question(part, value))
+
+    figures = {name: mean(scored, value) for name, value in SCORES.items()}
+    for source, part in by_source(scored).items():
+        figures |= {f"{name}/{source}": mean(part, value) for name, value in SCORES.items()}
+    for reason in StopReason:
+        if reason is not StopReason.INFRASTRUCTURE:
+            figures[f"stop/{reason.value}"] = mean(scored, lambda row, r=reason.value: float(row.stop_reason == r))
+    figures |= {name: mean(scored, value) for name, value in MEANS.items()}
+    for tool in sorted({tool for row in scored for tool in row.calls}):
+        figures[f"calls/{tool}"] = mean(scored, lambda row, t=tool: row.calls.get(t, 0))
+    figures |= {name: figure for name, value in IF_KNOWN.items() if (figure := mean(scored, value)).n}
+    for part in sorted({part for row in scored for part in row.reward_parts}):
+        figures[f"reward/{part}"] = mean(scored, lambda row, p=part: row.reward_parts.get(p))
+    judgements = [float(row.judge_failed) for row in scored if row.judged is not None or row.judge_failed]
+    if judgements:
+        figures["judge_failures"] = interval(judgements)
+    figures |= per_call(scored, resamples=resamples)
+    figures |= passes(scored, resamples=resamples)
+    figures["valid_actions"] = interval(
+        flag for row in scored for flag in [1.0] * row.valid_turns + [0.0] * (row.turns - row.valid_turns)
+    )
+    figures["infrastructure_failures"] = interval(float(row.failed) for row in agent)
+    return figures
+
+
+def per_call(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
+    """What calls bring in. Intervals resample questions; resamples without a single call are left out of them.
+
+    - ``em_per_1000_calls``, ``f1_per_1000_calls``: 1000 * sum of scores / sum of executed calls; absent without calls.
+      A model that answers by heart scores high: to be read beside em and tool_calls.
+    - ``tool_productivity``: 100 * acc * calls / (calls + 0.1), the released evaluation's (specs/arpo.md section 7). acc
+      is the mean of ``soft_accuracy`` (the judge's verdict, else mathematical equality, else F1), calls the mean
+      number of executed calls, both over the questions with an acc. It grows with calls, and is 0 without any.
+    """
+    questions = attempts_of(rows).values()
+    calls = [float(sum(row.tool_calls for row in attempts)) for attempts in questions]
+    figures: dict[str, Interval] = {}
+    if sum(calls):
+        for name, value in SCORES.items():
+            scores = [float(sum(value(row) for row in attempts)) for attempts in questions]
+            figures[f"{name}_per_1000_calls"] = bootstrap_function(
+                [scores, calls], lambda m: 1000 * m[0] / m[1], resamples=resamples
+            )
+    known = [row for row in rows if soft_accuracy(row) is not None]
+    if known:
+        means = [per_question(known, soft_accuracy), per_question(known, lambda row: row.tool_calls)]
+        figures["tool_productivity"] = bootstrap_function(
+            means, lambda m: 100 * m[0] * m[1] / (m[1] + SIGMA), resamples=resamples
+        )
+    return figures
+
+
+def passes(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
+    """Whether one of k attempts is right (``accuracy``), for k up to the largest number of attempts; nothing if that
+    is one. Means over the questions with at least k attempts that could be scored; n says how many those are.
+
+    - ``pass_first/<k>``: any of the first k attempts (the published definition);
+    - ``pass/<k>``: the unbiased estimator over all attempts (``statistics.pass_at_k``), of smaller variance.
+    """
+    right = _values(rows, accuracy)
+    largest = max((len(values) for values in right), default=0)
+    if largest < 2:
+        return {}
+    figures = {}
+    for k in range(1, largest + 1):
+        enough = [[value == 1.0 for value in values] for values in right if len(values) >= k]
+        first = [float(any(values[:k])) for values in enough]
+        figures[f"pass_first/{k}"] = bootstrap_interval(first, resamples=resamples)
+        estimates = [pass_at_k(len(values), sum(values), k) for values in enough]
+        figures[f"pass/{k}"] = bootstrap_interval(estimates, resamples=resamples)
+    return figures

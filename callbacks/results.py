@@ -1,0 +1,168 @@
+"""Finished stages as tables and pages need them: their files read, their questions' scores put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from callbacks.columns import Column
+from callbacks.rows import AGENT
+from callbacks.statistics import PairedDifference, bootstrap_function, bootstrap_interval, paired_bootstrap
+
+TRAINING_FILE = "training.json"  # of callbacks.training_totals
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One finished stage as the results page needs it."""
+
+    experiment: str
+    method: str  # what it is called in tables
+    seed: int
+    folder: Path
+    seconds: float
+    command: str
+    commit: str
+    sampled: Path | None = None  # folder of the same model's test at temperature 1, if there is one
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Run:
+        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled."""
+        return cls(
+            row["name"], row["label"], row["seed"], Path(row["folder"]), row["seconds"], row["command"], row["commit"],
+            Path(row["sampled"]) if row.get("sampled") else None,
+        )  # fmt: skip
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """``evaluation.json`` of a stage that was tested; ``path`` is the file or the stage's folder.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: it holds no test.
+    """
+    path = Path(path)
+    path = path if path.suffix == ".json" else path / "evaluation.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected the evaluation of a stage that was tested")
+    content = json.loads(path.read_text())
+    if "test" not in content:
+        raise ValueError(f"{path} holds {sorted(content)} but no 'test'; was the stage stopped before its test?")
+    return content
+
+
+def read_training(folder: Path) -> dict[str, Any] | None:
+    """``training.json`` of a stage; None for one that was not trained on rollouts, or before there was such a file."""
+    path = Path(folder) / TRAINING_FILE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def question_frame(folder: Path) -> pl.DataFrame:
+    """Rows of the normal search loop in a stage's test, without those that infrastructure spoiled. Files of earlier
+    versions lack some columns."""
+    frame = pl.read_parquet(Path(folder) / "evaluation" / "test.parquet")
+    return frame.filter((pl.col("probe") == AGENT) & ~pl.col("failed"))
+
+
+def question_scores(folder: Path, column: str = "em") -> dict[str, float]:
+    """Question id -> score, the mean over a question's attempts; rows without a score are left out, and a column that
+    the file does not have gives none."""
+    frame = question_frame(folder)
+    if column not in frame.columns:
+        return {}
+    means = frame.drop_nulls(column).group_by("id").agg(pl.col(column).mean()).sort("id")
+    return dict(zip(means["id"], means[column], strict=True))
+
+
+def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """Question id -> sums of several columns over the question's attempts; empty if the file lacks one of them."""
+    frame = question_frame(folder)
+    if not set(columns) <= set(frame.columns):
+        return {}
+    sums = frame.group_by("id").agg(pl.col(list(columns)).sum()).sort("id")
+    return {row[0]: tuple(float(value) for value in row[1:]) for row in sums.select("id", *columns).iter_rows()}
+
+
+def pooled_scores(runs: Sequence[Run], column: str = "em", *, sampled: bool = False) -> dict[str, float]:
+    """Question id -> mean score over the runs (seeds) of one method, for questions that every run answered; empty
+    if ``sampled`` and a run was not tested at temperature 1."""
+    folders = [run.sampled if sampled else run.folder for run in runs]
+    if None in folders:
+        return {}
+    scores = [question_scores(folder, column) for folder in folders if folder is not None]
+    return {q: float(np.mean([s[q] for s in scores])) for q in _common(scores)}
+
+
+def paired(a: dict[str, float], b: dict[str, float]) -> PairedDifference:
+    """Paired bootstrap of a minus b over the questions that both hold."""
+    common = _common([a, b])
+    return paired_bootstrap([a[q] for q in common], [b[q] for q in common])
+
+
+def _common(scores: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted(set.intersection(*(set(s) for s in scores)))
+
+
+def pooled_figure(runs: Sequence[Run], column: Column) -> dict[str, Any] | None:
+    """A column's figure over the runs (seeds) of one method: computed anew, with an interval, over the questions that
+    all have where the rows tell it, else the mean of the runs' means; None unless every run has it."""
+    if len(column.rows) == 1:
+        scores = list(pooled_scores(runs, column.rows[0]).values())
+        if scores:
+            return bootstrap_interval(scores).as_json()
+    if len(column.rows) == 2:
+        sums = [question_sums(run.folder, column.rows) for run in runs]
+        pooled = [[float(sum(s[q][i] for s in sums)) for q in _common(sums)] for i in (0, 1)]
+        if sum(pooled[1]):
+            return bootstrap_function(pooled, lambda m: 1000 * m[0] / m[1]).as_json()
+    return mean_figure([column.figure(read_evaluation(run.folder)["test"], read_training(run.folder)) for run in runs])
+
+
+def mean_figure(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Mean over seeds of the means, without an interval; None unless every seed has it."""
+    present = [f for f in figures if f is not None and f["n"]]
+    if len(present) < len(figures):
+        return None
+    return {"mean": float(np.mean([f["mean"] for f in present])), "n": sum(f["n"] for f in present)}
+
+
+def results_json(runs: Sequence[Run], columns: Mapping[str, Column]) -> list[dict[str, Any]]:
+    """One object per method and seed.
+
+    EM of the test as n (questions), attempts (at each question), k (right answers among all attempts), mean, low,
+    high; under ``sampled`` the same at temperature 1; under ``f1`` and ``searches`` means; under ``figures`` mean, low,
+    high and n of every chosen column that was measured (of the training one number: no interval, n is 1); then
+    seconds, command, commit.
+    """
+    objects = []
+    for run in runs:
+        test, training = read_evaluation(run.folder)["test"], read_training(run.folder)
+        figures = {name: column.figure(test, training) for name, column in columns.items()}
+        objects.append(
+            {
+                "method": run.method,
+                "seed": run.seed,
+                "metric": "em",
+                **em_figures(run.folder),
+                "sampled": em_figures(run.sampled) if run.sampled else None,
+                "f1": test["f1"]["mean"],
+                "searches": test["searches"]["mean"],
+                "figures": {name: figure for name, figure in figures.items() if figure is not None and figure["n"]},
+                "seconds": run.seconds,
+                "command": run.command,
+                "commit": run.commit,
+            }
+        )
+    return objects
+
+
+def em_figures(folder: Path) -> dict[str, Any]:
+    em, frame = read_evaluation(folder)["test"]["em"], question_frame(folder)
+    attempts = frame.group_by("id").len()["len"].max() or 0
+    counts = {"n": em["n"], "attempts": attempts, "k": round(frame["em"].sum())}
+    return counts | {key: em[key] for key in ("mean", "low", "high")}

@@ -1,0 +1,139 @@
+"""What a batch of trajectories did, counted once: calls, copies, forks, entropies. Sums, so that parts of a batch and
+iterations of a run can be added. Both those who train and those who watch read their figures here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rollout.trajectory import CallOutcome, ToolCall, Trajectory, Turn
+
+CallKey = tuple[str, int, int, int]  # group, index of the trajectory that made the call, turn, place in the turn
+
+
+def is_inherited(trajectory: Trajectory, turn: int) -> bool:
+    """Whether a turn (and the calls in it) was copied from the trajectory that this one was forked from. A turn that
+    the fork cuts in two is finished, and its calls are made, by the fork itself."""
+    return trajectory.fork is not None and trajectory.turns[turn].observation_end <= trajectory.fork.at
+
+
+def turns_after_tools(trajectory: Trajectory) -> list[int]:
+    """Indices of the turns that follow what an executed call returned."""
+    called = {call.turn for call in trajectory.executed_calls}
+    answered = [i for i in called if trajectory.turns[i].observation_end > trajectory.turns[i].end]
+    return sorted(i + 1 for i in answered if i + 1 < len(trajectory.turns))
+
+
+def entropies(turns: Sequence[Turn]) -> list[float]:
+    """Opening entropies in nats of those turns that have one recorded."""
+    return [turn.entropy for turn in turns if turn.entropy is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFigures:
+    """Sums over trajectories; ``+`` adds the sums of other trajectories (whole groups)."""
+
+    trajectories: int = 0
+    forked: int = 0  # trajectories that began as a copy of another
+    tool_calls: int = 0  # executed; a call that forks have inherited counts once
+    calls: Counter[str] = field(default_factory=Counter)  # the same by tool
+    outcomes: Counter[str] = field(default_factory=Counter)  # all calls, refused ones included, by outcome
+    response_tokens: int = 0  # observations included
+    inherited_tokens: int = 0  # of those, copied from a fork's parent
+    tokens_computed: int = 0  # prefill and decode tokens that the engine ran, over trajectories that know it
+    tokens_computed_known: int = 0  # how many trajectories know it
+    entropy_after_tools: float = 0.0  # nats, over turns that follow a tool's result (inherited turns left out) ...
+    turns_after_tools: int = 0  # ... and have their entropy recorded: as many
+    branch_probability: float = 0.0  # over own turns at whose beginning a fork was decided on ...
+    branch_decisions: int = 0  # ... as many
+    groups: int = 0  # with two usable trajectories or more
+    distinct: float = 0.0  # sum over these groups of (different responses / trajectories)
+    reward: float = 0.0
+    rewarded: int = 0  # trajectories that have a reward
+
+    def __add__(self, other: RolloutFigures) -> RolloutFigures:
+        return RolloutFigures(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def sums(self) -> dict[str, float]:
+        """What is reported as a sum: trajectories, tool_calls, calls/<tool>."""
+        totals: dict[str, float] = {"trajectories": self.trajectories, "tool_calls": self.tool_calls}
+        return totals | {f"calls/{tool}": count for tool, count in sorted(self.calls.items())}
+
+    def ratios(self) -> dict[str, tuple[float, float]]:
+        """What is reported as a mean or a share: (sum, count) by name; the count may be 0."""
+        called = sum(self.outcomes.values())
+        outcomes = [outcome for outcome in CallOutcome if outcome is not CallOutcome.INFRASTRUCTURE]
+        return {
+            "distinct": (self.distinct, self.groups),
+            "branch_probability": (self.branch_probability, self.branch_decisions),
+            "forked": (self.forked, self.trajectories),
+            "inherited_tokens": (self.inherited_tokens, self.response_tokens),
+            "tokens_computed": (self.tokens_computed, self.tokens_computed_known),
+            "entropy_after_tools": (self.entropy_after_tools, self.turns_after_tools),
+            **{f"call_outcome/{outcome}": (self.outcomes[outcome.value], called) for outcome in outcomes},
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return {f.name: dict(v) if isinstance(v := getattr(self, f.name), Counter) else v for f in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RolloutFigures:
+        return cls(**{k: Counter(v) if isinstance(v, dict) else v for k, v in data.items()})
+
+
+def rollout_figures(trajectories: Sequence[Trajectory]) -> RolloutFigures:
+    """Figures of whole groups. Trajectories that failed by infrastructure enter none; they are looked at only to find
+    out whose calls their forks have inherited."""
+    usable = [t for t in trajectories if not t.failed_by_infrastructure]
+    by_place = {(t.group, t.index): t for t in trajectories}
+    calls = {key: call for t in usable for key, call in _keyed_calls(t, by_place)}
+    executed = [call for call in calls.values() if call.executed]
+    after = [
+        entropy
+        for t in usable
+        for entropy in entropies([t.turns[i] for i in turns_after_tools(t) if not is_inherited(t, i)])
+    ]
+    own = [turn for t in usable for i, turn in enumerate(t.turns) if not is_inherited(t, i)]
+    decisions = [turn.branch_probability for turn in own if turn.branch_probability is not None]
+    members: dict[str, list[Trajectory]] = {}
+    for t in usable:
+        members.setdefault(t.group, []).append(t)
+    groups = [group for group in members.values() if len(group) > 1]
+    known = [t.tokens_computed for t in usable if t.tokens_computed is not None]
+    rewards = [t.reward.total for t in usable if t.reward is not None]
+    return RolloutFigures(
+        trajectories=len(usable),
+        forked=sum(t.fork is not None for t in usable),
+        tool_calls=len(executed),
+        calls=Counter(call.request.name for call in executed),
+        outcomes=Counter(call.result.outcome.value for call in calls.values()),
+        response_tokens=sum(len(t.response_ids) for t in usable),
+        inherited_tokens=sum(t.fork.at for t in usable if t.fork is not None),
+        tokens_computed=sum(known),
+        tokens_computed_known=len(known),
+        entropy_after_tools=sum(after),
+        turns_after_tools=len(after),
+        branch_probability=sum(decisions),
+        branch_decisions=len(decisions),
+        groups=len(groups),
+        distinct=sum(len({t.response_ids for t in group}) / len(group) for group in groups),
+        reward=sum(rewards),
+        rewarded=len(rewards),
+    )
+
+
+def _keyed_calls(
+    trajectory: Trajectory, by_place: Mapping[tuple[str, int], Trajectory]
+) -> Iterator[tuple[CallKey, ToolCall]]:
+    """Every call with its key; an inherited call has the key it has in the trajectory that made it."""
+    place: Counter[int] = Counter()
+    for call in trajectory.calls:
+        index = trajectory.index
+        owner: Trajectory | None = trajectory
+        while owner is not None and is_inherited(owner, call.turn):
+            index = owner.fork.parent
+            owner = by_place.get((trajectory.group, index))
+        yield (trajectory.group, index, call.turn, place[call.turn]), call
+        place[call.turn] += 1

@@ -1,0 +1,102 @@
+"""``make reproduce`` over stages that are done: which are put together, and what the page and the file hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from callbacks.evaluation import update_evaluation_file
+from callbacks.figures import summarize
+from callbacks.rows import row_of, save_rows
+from experiments.commands import make_graph
+from experiments.project import Project
+from experiments.reproduce import SAMPLED, reproduce
+from experiments.runner import Request
+from experiments.store import StageFolder
+from experiments.use import evaluation_stage
+from tests.callbacks.helpers import make_call, make_trajectory
+
+FIT = """
+experiment:
+  {{kind: fit, label: {label}{more}}}
+trainer: {{max_steps: 1}}
+model: {{class_path: m.A, init_args: {{policy: "-", branch: {branch}}}}}
+data: {{class_path: d.A, init_args: {{eval_sampling: {{temperature: 0.6}}, attempts: 2, probes: [closed_book]}}}}
+"""
+RIGHT = {"arpo": 7, "grpo": 4, "arpo_random": 5}  # of ten questions, at both attempts
+
+
+@pytest.fixture
+def done(workshop):
+    """A project in which two seeds of ARPO, and of what it is compared with, are trained and tested in both ways."""
+    more = ", compare: [grpo], ablations: [arpo_random], columns: [em, tool_calls, pass/2, train_tool_calls]"
+    workshop.write("arpo", FIT.format(label="ARPO", branch=1, more=more))
+    workshop.write("grpo", FIT.format(label="GRPO", branch=0, more=""))
+    workshop.write("arpo_random", FIT.format(label="random branches", branch=2, more=""))
+    project = Project(root=workshop.folder, experiment_dirs=(workshop.files,), outputs=workshop.folder / "outputs")
+    request = Request(project, "arpo", (), None)
+    for seed in (0, 1):
+        for name, right in RIGHT.items():
+            asked = dataclasses.replace(request, target=name, seed=seed)
+            graph = make_graph(asked)
+            stage = graph.target()
+            finish(stage, right - seed, asked.command())
+            (stage.folder / "model").mkdir()
+            (stage.folder / "training.json").write_text(json.dumps({"tool_calls": 100 * right}))
+            config = json.loads(json.dumps(stage.config))
+            config["data"]["init_args"] |= {"eval_sampling": SAMPLED, "probes": []}
+            changed = dataclasses.replace(stage, config=config, key=f"{stage.key}, sampled")
+            finish(evaluation_stage(changed, stage.folder / "model", graph), right - 2, "-")
+    return project, request
+
+
+def finish(stage, right, command):
+    call, answers = make_call(0, "q", ()), ["grey harbor"] * right + ["x"] * (10 - right)
+    rows = [
+        row_of(make_trajectory(f"q{i}", answer=answer, index=attempt, calls=(call,)))
+        for i, answer in enumerate(answers)
+        for attempt in range(2)
+    ]
+    save_rows(stage.folder / "evaluation" / "test.parquet", rows)
+    update_evaluation_file(stage.folder / "evaluation.json", "test", summarize(rows), lambda name: True, {})
+    StageFolder(stage.folder).finish({"seconds": 30.0, "command": command, "commit": "abc"})
+
+
+def run(request, seeds="0,1", ablation_seeds=None):
+    reproduce(SimpleNamespace(seeds=seeds, ablation_seeds=ablation_seeds), request)
+
+
+def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done, capsys):
+    project, request = done
+    run(request)
+    assert "to make" not in capsys.readouterr().out.replace("0 to make", ""), "everything was there"
+    objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
+    assert [(o["method"], o["seed"]) for o in objects] == [
+        ("GRPO", 0), ("ARPO", 0), ("random branches", 0), ("GRPO", 1), ("ARPO", 1), ("random branches", 1),
+    ]  # fmt: skip
+    arpo = objects[1]
+    assert (arpo["n"], arpo["attempts"], arpo["k"], arpo["mean"]) == (10, 2, 14, 0.7)
+    assert arpo["low"] < 0.7 < arpo["high"]
+    assert (arpo["seconds"], arpo["command"], arpo["commit"]) == (30.0, "make train EXP=arpo SEED=0", "abc")
+    assert arpo["sampled"]["mean"] == 0.5 and arpo["sampled"]["k"] == 10
+    assert {name: figure["mean"] for name, figure in arpo["figures"].items()} == {
+        "em": 0.7, "tool_calls": 1.0, "pass/2": 0.7, "train_tool_calls": 700,
+    }  # fmt: skip
+    page = (project.root / "docs" / "results" / "arpo.md").read_text()
+    assert "| method | seeds | EM | EM at T = 1 | tool calls | pass/2 | tool calls in training |" in page
+    for line in ("| ARPO - GRPO | all | +0.300 [", "| ARPO - random branches | all | +0.200 [", "| ARPO | 2 | 0.650 ["):
+        assert line in page
+    assert "`make reproduce EXP=arpo SEEDS=0,1`" in page
+
+
+def test_fewer_seeds_of_the_ablations(done):
+    project, request = done
+    run(request, ablation_seeds="1")
+    objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
+    assert [o["seed"] for o in objects if o["method"] == "random branches"] == [1]
+    page = (project.root / "docs" / "results" / "arpo.md").read_text()
+    rows = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| ARPO - random branches")]
+    assert rows == ["1", "all"] and "ABLATION_SEEDS=1" in page
