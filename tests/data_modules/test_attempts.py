@@ -7,6 +7,7 @@ import pytest
 from data_modules.decoding import Decoding
 from data_modules.evaluation_data import EvaluationData
 from rollout.sampling import IndependentSampler
+from rollout.trajectory import Fork
 from tests.data_modules.toys import Recorder, trainer
 
 SAMPLED = Decoding(temperature=0.6, top_p=0.95)
@@ -62,17 +63,16 @@ def test_more_attempts_and_other_batches_leave_the_first_ones_as_they_were(teste
 
 
 def test_attempts_never_branch(tested):
-    """Whatever the sampler does with a group: each attempt is asked for alone."""
+    """Whatever the training's sampler does with a group, it is never given one of several attempts."""
 
-    class Counting(IndependentSampler):
-        sizes: list[int] = []
-
+    class Branching(IndependentSampler):
         async def sample(self, group, n):
-            self.sizes.append(n)
-            return await super().sample(group, n)
+            made = await super().sample(group, n)
+            return [made[0], *(t.replace(fork=Fork(0, 0)) for t in made[1:])]
 
-    tested(attempts=4, sampler=Counting())
-    assert Counting.sizes == [1] * (3 * 4 + 3)
+    batches, requests = tested(attempts=4, sampler=Branching())
+    made = [t for _, batch in batches for t in batch]
+    assert len(made) == len(requests) == 3 * 4 + 3 and not any(t.fork for t in made)
 
 
 def test_one_greedy_attempt_stays_the_default(make_system):
