@@ -6,8 +6,6 @@ import pytest
 
 from data_modules.decoding import Decoding
 from data_modules.evaluation_data import EvaluationData
-from rollout.sampling import IndependentSampler
-from rollout.trajectory import Fork
 from tests.data_modules.toys import Recorder, trainer
 
 SAMPLED = Decoding(temperature=0.6, top_p=0.95)
@@ -65,10 +63,10 @@ def test_more_attempts_and_other_batches_leave_the_first_ones_as_they_were(teste
 def test_attempts_never_branch(tested):
     """Whatever the training's sampler does with a group, it is never given one of several attempts."""
 
-    class Branching(IndependentSampler):
+    class Branching:
         async def sample(self, group, n):
-            made = await super().sample(group, n)
-            return [made[0], *(t.replace(fork=Fork(0, 0)) for t in made[1:])]
+            first = await group.run(0)
+            return [first, *[await group.run(index, start=first, at=1) for index in range(1, n)]]
 
     batches, requests = tested(attempts=4, sampler=Branching())
     made = [t for _, batch in batches for t in batch]
