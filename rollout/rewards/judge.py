@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollout.chat_client import ChatClient
 from rollout.trajectory import InfrastructureError
@@ -98,10 +99,17 @@ class Judge:
         tries: replies asked for until one can be read. Failures of the service are the client's to repeat.
     """
 
+    prompt_version = PROMPT_VERSION
+
     def __init__(self, client: ChatClient, max_tokens: int = 64, tries: int = 3) -> None:
         if max_tokens < 1 or tries < 1:
             raise ValueError(f"expected max_tokens and tries >= 1; found {max_tokens}, {tries}")
         self.client, self.max_tokens, self.tries = client, max_tokens, tries
+
+    @property
+    def model(self) -> str:
+        """Name of the judging model, for records."""
+        return self.client.model
 
     async def judge(self, item: JudgeItem) -> Verdict:
         """An empty answer is incorrect without asking. A service that fails, or replies that cannot be read, give a
@@ -121,10 +129,8 @@ class Judge:
                 return Verdict(correct, reply)
         return Verdict(None, reply, f"no verdict in {self.tries} replies; the last one: {reply[:200]!r}")
 
-    def judge_all(
-        self, items: Sequence[JudgeItem], on_progress: Callable[[int, int], None] | None = None
-    ) -> list[Verdict]:
-        """One verdict per item, in order, as many at once as the client allows. May be called where an event loop is
+    def judge_all(self, items: Any, on_progress: Any = None) -> list[Verdict]:
+        """One verdict per item (``JudgeItem`` or the tuple of its fields), in order, as many at once as the client allows. May be called where an event loop is
         running already: it has one of its own, in a thread; the client's connections are closed at the end.
 
         Args:
@@ -138,7 +144,8 @@ class Judge:
         judged: queue.SimpleQueue[tuple[int, Verdict] | None] = queue.SimpleQueue()
         verdicts: dict[int, Verdict] = {}
         try:
-            work = asyncio.run_coroutine_threadsafe(self._judge_all(items, judged.put), loop)
+            questions = [item if isinstance(item, JudgeItem) else JudgeItem(*item) for item in items]
+            work = asyncio.run_coroutine_threadsafe(self._judge_all(questions, judged.put), loop)
             while (event := judged.get()) is not None:
                 verdicts[event[0]] = event[1]
                 if on_progress is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from jsonargparse import ArgumentParser
 from callbacks.evaluation import Evaluation
 from callbacks.judging import judge_rows
 from callbacks.rows import row_of
+from rollout.chat_client import ChatClient
+from rollout.rewards.judge import PROMPT_VERSION, Judge
 from rollout.trajectory import Reward, StopReason
 from tests.callbacks.helpers import EvaluationData, Hands, make_trajectory
+from tests.rollout.serving import serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +117,26 @@ def test_yaml_gives_the_judge():
     assert type(built.judge).__name__ == "WordJudge" and built.judge.prompt_version == "v2"
     with pytest.raises(ValueError, match="has no judge"):
         Evaluation(judge_validation=True)
+
+
+def test_the_real_judge_over_http():
+    async def judged():
+        verdict = {"choices": [{"message": {"role": "assistant", "content": "Correct"}}]}
+        async with serving([verdict]) as served:
+            judge = Judge(ChatClient([served.url], "judging-model"))
+            rows = [row_of(t) for t in trajectories()]
+            tasks = {t.task.id: t.task for t in trajectories()}
+            return judge, await asyncio.to_thread(judge_rows, judge, rows, tasks), len(served.bodies)
+
+    judge, rows, asked = asyncio.run(judged())
+    assert [row.judged for row in rows] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, None] and asked == 4
+    assert (judge.prompt_version, judge.model) == (PROMPT_VERSION, "judging-model")
+
+
+def test_yaml_gives_the_real_judge():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Evaluation, "evaluation")
+    client = {"urls": ["http://127.0.0.1:1"], "model": "m"}
+    judge = {"class_path": "rollout.rewards.judge.Judge", "init_args": {"client": client}}
+    built = parser.instantiate_classes(parser.parse_object({"evaluation": {"judge": judge}})).evaluation
+    assert isinstance(built.judge, Judge) and built.judge.model == "m"
