@@ -20,6 +20,7 @@ from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.rewards.base import RewardFunction
 from rollout.running_trajectory import RunningTrajectory
 from rollout.sampling import IndependentSampler, Sampler, Watch, derive_seed
+from rollout.tools.base import Startable
 from rollout.trajectory import Task, Trajectory
 from rollout.weight_relay import WeightRelay
 
@@ -95,7 +96,8 @@ class RolloutSystem:
         return tuple(self.agent_loop.failures)
 
     def start(self) -> None:
-        """Start the event loop and the engine. Idempotent; raises what the engine's start raises."""
+        """Start the event loop, the tools and the engine. Idempotent; raises what their starts raise, the tools' before
+        the engine loads a model."""
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
@@ -103,7 +105,7 @@ class RolloutSystem:
                 thread.start()
                 self._loop, self._thread = loop, thread
                 self._places = Places(self.concurrency)
-            self._submit(self.engine.start()).result()
+            self._submit(self._start()).result()
 
     def rollout(
         self,
@@ -191,6 +193,11 @@ class RolloutSystem:
                 self._loop.close()
                 self._loop = self._thread = None
                 self._policy_version = 0
+
+    async def _start(self) -> None:
+        if isinstance(self.environment, Startable):
+            await self.environment.start()
+        await self.engine.start()
 
     async def _close(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -54,6 +54,11 @@ class QuestionAnswering:
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
         return QuestionAnsweringEnvironment(self.tools, tools_enabled, self.max_calls)
 
+    async def start(self) -> None:
+        """Start the tools."""
+        for tool in self.tools.values():
+            await tool.start()
+
     async def close(self) -> None:
         """Close the tools."""
         for tool in self.tools.values():

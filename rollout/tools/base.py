@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollout.trajectory import ToolResult
 
@@ -16,3 +16,12 @@ class Tool(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Startable(Protocol):
+    """A tool, runner or environment factory that can fail before the first call, and should: before a model loads."""
+
+    async def start(self) -> None:
+        """Idempotent. Raises what makes every later call pointless."""
+        ...

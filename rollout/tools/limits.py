@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.retries import pause_before_retry
-from rollout.tools.base import Tool
+from rollout.tools.base import Startable, Tool
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 
 CUT_MARK = "\n[...]"
@@ -58,6 +58,11 @@ class LimitedTool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Semaphore | None = None
         self._cache = SharedCache(limits.cache_size) if limits.cache_size else None
+
+    async def start(self) -> None:
+        """Start the tool, if it has anything to start."""
+        if isinstance(self.tool, Startable):
+            await self.tool.start()
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Raises InfrastructureError when every attempt failed for reasons that are not the model's."""

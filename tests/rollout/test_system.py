@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollout.engines.base import SamplingParams
+from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.rewards.qa import ExactMatchReward
@@ -286,3 +287,34 @@ def test_wrong_options(make_system):
         make_system(max_turns=-1)
     with pytest.raises(ValueError, match="n is 0"):
         make_system().rollout([TASK], n=0, sampling=SAMPLING, seed=0)
+
+
+def test_tools_start_before_the_engine_and_a_refusal_stops_everything(protocol):
+    """A sandbox that is not tight is told before a model is loaded."""
+    order = []
+
+    class Engine(ScriptedEngine):
+        async def start(self):
+            order.append("engine")
+            await super().start()
+
+    class Untight:
+        name = "search"
+
+        async def start(self):
+            order.append("tool")
+            raise RuntimeError("not tight")
+
+        async def call(self, arguments):
+            raise AssertionError("never called")
+
+        async def close(self):
+            return None
+
+    system = RolloutSystem(Engine([], protocol.tokenizer), protocol, QuestionAnswering({"search": Untight()}), None)
+    try:
+        with pytest.raises(RuntimeError, match="not tight"):
+            system.start()
+    finally:
+        system.close()
+    assert order == ["tool"]

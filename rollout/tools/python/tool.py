@@ -6,6 +6,7 @@ import re
 import textwrap
 from typing import Any
 
+from rollout.tools.base import Startable
 from rollout.tools.python.base import Run, Runner, RunStatus
 from rollout.trajectory import CallOutcome, ToolResult
 
@@ -47,6 +48,11 @@ class PythonTool:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+
+    async def start(self) -> None:
+        """Start the runner: a sandbox that is not tight says so here (``UnprotectedError``)."""
+        if isinstance(self.runner, Startable):
+            await self.runner.start()
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         code = arguments.get("code")
