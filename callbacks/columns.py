@@ -52,6 +52,7 @@ COLUMNS = {
     "empty_calls": Column("empty calls", "empty_calls"),
     "em_per_1000_calls": Column("EM per 1000 calls", "em_per_1000_calls", interval=True, rows=("em", "tool_calls")),
     "f1_per_1000_calls": Column("F1 per 1000 calls", "f1_per_1000_calls", interval=True, rows=("f1", "tool_calls")),
+    "accuracy_per_1000_calls": Column("accuracy per 1000 calls", "accuracy_per_1000_calls", interval=True),
     "tool_productivity": Column("tool productivity", "tool_productivity"),
     "entropy_first": Column("entropy, first turn", "entropy_first"),
     "entropy_after_tools": Column("entropy after tools", "entropy_after_tools"),

@@ -125,6 +125,8 @@ def per_call(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[
 
     - ``em_per_1000_calls``, ``f1_per_1000_calls``: 1000 * sum of scores / sum of executed calls; absent without calls.
       A model that answers by heart scores high: to be read beside em and tool_calls.
+    - ``accuracy_per_1000_calls``: the same by ``accuracy`` (the judge's verdict, else mathematical equality, else EM),
+      over the questions that have one.
     - ``tool_productivity``: 100 * acc * calls / (calls + 0.1), the released evaluation's (specs/arpo.md section 7). acc
       is the mean of ``soft_accuracy`` (the judge's verdict, else mathematical equality, else F1), calls the mean
       number of executed calls, both over the questions with an acc. It grows with calls, and is 0 without any.
@@ -138,6 +140,13 @@ def per_call(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[
             figures[f"{name}_per_1000_calls"] = bootstrap_function(
                 [scores, calls], lambda m: 1000 * m[0] / m[1], resamples=resamples
             )
+    judged = attempts_of([row for row in rows if accuracy(row) is not None]).values()
+    calls = [float(sum(row.tool_calls for row in attempts)) for attempts in judged]
+    if sum(calls):
+        right = [float(sum(accuracy(row) or 0.0 for row in attempts)) for attempts in judged]
+        figures["accuracy_per_1000_calls"] = bootstrap_function(
+            [right, calls], lambda m: 1000 * m[0] / m[1], resamples=resamples
+        )
     known = [row for row in rows if soft_accuracy(row) is not None]
     if known:
         means = [per_question(known, soft_accuracy), per_question(known, lambda row: row.tool_calls)]

@@ -141,7 +141,7 @@ def _results_page(
         "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over questions (of each question's "
         "mean over the seeds): they do not hold the variation between seeds, which the next table shows.\n",
         _method_table(of, columns),
-        "EM at T = 1: the same models with answers sampled at temperature 1, as the released code of DGPO tests.\n",
+        "EM at T = 1: the same models with answers sampled at temperature 1, as the released code of DGPO does it.\n",
         "" if not any(c.training for c in columns.values()) else TRAINING_NOTE,
         "## By kind of question\n\nEM, mean over seeds.\n",
         _source_table(of),

@@ -92,5 +92,6 @@ def _rates(batch: Sequence[Trajectory], iteration_s: float, rollout_s: float | N
         "throughput/tokens_per_s": tokens / iteration_s,
     }
     if rollout_s is not None:
-        rates["throughput/rollout_tokens_per_s"] = sum(sum(t.loss_mask) for t in batch) / rollout_s
+        own = (t.loss_mask[t.fork.at if t.fork else 0 :] for t in batch)  # a fork's prefix was sampled once, elsewhere
+        rates["throughput/rollout_tokens_per_s"] = sum(map(sum, own)) / rollout_s
     return rates

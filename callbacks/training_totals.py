@@ -22,7 +22,8 @@ class TrainingTotals(L.Callback):
     """Keeps ``training.json`` in the stage folder: over all iterations so far and all ranks the sums ``trajectories``,
     ``tool_calls``, ``calls/<tool>``, the means and shares of ``RolloutFigures.ratios`` (``distinct``, ``forked``,
     ``tokens_computed`` per trajectory, ...), ``tokens_computed_total``, ``iterations`` and ``seconds`` (of training,
-    validations included); over the last 10 iterations ``last_reward`` and ``last_entropy_after_tools``.
+    validations included). What dynamic sampling threw away (``discarded_trajectories``) is in ``tool_calls`` and
+    ``tokens_computed_total``, since it was paid for, and in nothing else. Over the last 10 iterations ``last_reward`` and ``last_entropy_after_tools``.
 
     Written after every iteration, before its checkpoint, since a run may be killed between its last checkpoint and
     its end. A resumed run goes on from the sums in its checkpoint. Batches that are no rollouts are not counted.
@@ -30,6 +31,7 @@ class TrainingTotals(L.Callback):
 
     def __init__(self) -> None:
         self._totals = RolloutFigures()
+        self._discarded = RolloutFigures()  # by dynamic sampling: no part of any figure but the costs
         self._last: deque[RolloutFigures] = deque(maxlen=LAST)
         self._iterations = 0
         self._earlier_seconds = 0.0  # of the runs this one resumes
@@ -42,6 +44,7 @@ class TrainingTotals(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "totals": self._totals.as_json(),
+            "discarded": self._discarded.as_json(),
             "last": [figures.as_json() for figures in self._last],
             "iterations": self._iterations,
             "seconds": self.seconds,
@@ -49,6 +52,7 @@ class TrainingTotals(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._totals = RolloutFigures.from_json(state_dict["totals"])
+        self._discarded = RolloutFigures.from_json(state_dict.get("discarded", {}))
         self._last = deque(map(RolloutFigures.from_json, state_dict["last"]), maxlen=LAST)
         self._iterations = state_dict["iterations"]
         self._earlier_seconds = state_dict["seconds"]
@@ -62,6 +66,8 @@ class TrainingTotals(L.Callback):
         if not is_trajectories(batch):
             return
         figures = sum(gather_objects(rollout_figures(batch)), RolloutFigures())
+        discarded = rollout_figures(getattr(trainer.datamodule, "discarded", []))
+        self._discarded += sum(gather_objects(discarded), RolloutFigures())
         self._totals += figures
         self._last.append(figures)
         self._iterations += 1
@@ -79,7 +85,9 @@ class TrainingTotals(L.Callback):
         return {
             "iterations": self._iterations,
             "seconds": round(self.seconds, 1),
-            "tokens_computed_total": self._totals.tokens_computed,
+            "discarded_trajectories": self._discarded.trajectories,
+            "tokens_computed_total": self._totals.tokens_computed + self._discarded.tokens_computed,
             **self._totals.sums(),
+            "tool_calls": self._totals.tool_calls + self._discarded.tool_calls,
             **{name: total / count for name, (total, count) in ratios.items() if count},
         }

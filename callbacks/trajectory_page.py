@@ -105,6 +105,11 @@ def _header(trajectory: Trajectory) -> str:
         ("size", f"{len(trajectory.response_ids)} response tokens, {sum(trajectory.loss_mask)} sampled, "
                  f"{len(trajectory.turns)} turns, {trajectory.seconds:.2f} s, weights {version}"),
     ]  # fmt: skip
+    if trajectory.fork is not None:
+        rows.append(("fork", f"of number {trajectory.fork.parent}, whose first {trajectory.fork.at} tokens it shares"))
+    entropies = [f"{turn.entropy:.2f}" for turn in trajectory.turns if turn.entropy is not None]
+    if entropies:
+        rows.append(("entropy", f"at the beginning of each turn, in nats: {', '.join(entropies)}"))
     return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows) + "</dl>"
 
 

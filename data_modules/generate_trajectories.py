@@ -25,7 +25,7 @@ from data_modules.seeds import run_seed
 from rollout.files import write_atomically
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match
-from rollout.sampling import derive_seed
+from rollout.sampling import IndependentSampler, derive_seed
 from rollout.storage import save_trajectories
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
@@ -184,7 +184,7 @@ class GenerateTrajectories:
         def attempt(asked: list[Task], on_progress: Callable[[int, int], None] | None = None) -> list[Trajectory]:
             return self.rollouts.rollout(
                 asked, n=self.samples_per_question, sampling=self.sampling.params, seed=seed, mode=mode,
-                on_progress=on_progress,
+                on_progress=on_progress, sampler=IndependentSampler(),  # a retry replaces single trajectories
             )  # fmt: skip
 
         trajectories = attempt(tasks, progress.within_chunk)

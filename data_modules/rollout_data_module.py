@@ -24,7 +24,8 @@ class RolloutDataModule(TrainingData):
     Questions come in an order that depends on the seed and the pass alone. Passes do not mix: the
     ``len(questions) % prompts_per_step`` questions left at the end of a pass wait for the next one, whose order is
     another. Sampling seeds derive from (seed, iteration), so that a resumed run draws the tokens it would have drawn,
-    and any number of ranks draws the same. The position is saved in the checkpoint.
+    and any number of ranks draws the same (a branching sampler: see ``rollout.branching``). The position is saved in the
+    checkpoint.
 
     Trajectories that failed by infrastructure are passed on (for the log; the on-policy module leaves them out).
 
@@ -32,7 +33,7 @@ class RolloutDataModule(TrainingData):
     algorithm learns nothing, is thrown away and its place offered to another prompt, up to so many times; if none of
     them does better, the first group stays, so that batches keep their size. The prompts offered to place s of
     iteration i depend on (seed, i, s) alone: a resumed run offers the same, and so does any number of ranks, each of
-    which fills its own places. ``discarded_groups`` counts what was thrown away.
+    which fills its own places. ``discarded_groups`` counts what was thrown away, ``discarded`` holds it.
 
     Args:
         rollouts: rolls the questions out.
@@ -87,6 +88,7 @@ class RolloutDataModule(TrainingData):
         self.dynamic_sampling = dynamic_sampling
         # Of the last iteration, on this rank: (groups thrown away, groups rolled out); None without dynamic sampling.
         self.discarded_groups: Optional[tuple[int, int]] = None
+        self.discarded: list[Trajectory] = []  # of the last iteration, this rank's
         self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
         self._questions: list[Task] = []
         self._order: tuple[int, list[int]] = (-1, [])  # (pass, its permutation)
@@ -170,6 +172,8 @@ class RolloutDataModule(TrainingData):
                 kept[place] = group if differs(group) else kept[place]
         if self.dynamic_sampling is not None:
             self.discarded_groups = (len(everything) - len(kept), len(everything))
+            chosen = {id(group) for group in kept}
+            self.discarded = [t for group in everything if id(group) not in chosen for t in group]
         rolled_out = [t for group in everything for t in group]
         self._guard.check(rolled_out, f"training iteration {iteration + 1}", self.rollouts.failures)
         return [t for group in kept for t in group]

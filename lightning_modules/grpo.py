@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -93,6 +93,15 @@ class GRPO(OnPolicyModule):
             raise ValueError(f"kl_coef is {kl_coef} and reference {reference}; expected 0, or more with a reference")
         if kl_coef > 0 and kl_estimator == "k1":
             raise ValueError("kl_estimator: k1 as a loss has a gradient of zero mean; take k2 or k3")
+        if not 0 <= clip_low <= 1 or clip_high < 0:
+            raise ValueError(f"clip_low is {clip_low}, clip_high {clip_high}; expected 0 to 1, and 0 or more")
+        for name, value, known in (
+            ("aggregation", aggregation, get_args(Aggregation)),
+            ("advantage", advantage, get_args(Advantage)),
+            ("lone", lone, get_args(Lone)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
         if dual_clip is not None and dual_clip <= 1:
             raise ValueError(f"dual_clip is {dual_clip}; expected a number above 1 (3.0 is usual) or null")
         if importance_cap is not None and importance_cap < 1:

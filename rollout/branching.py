@@ -123,6 +123,9 @@ class AEPOSampler(BranchingSampler):
     f = max(0, 1 - consecutive_penalty * l) and l counts the rounds in a row in which the group grew by forks or new
     roots. The released scripts switch pre-monitoring off.
 
+    No figure holds the forks decided on at the finished probe (``fixed``), nor the probe's own calls and tokens
+    (``as_published``).
+
     Args:
         initial_rollouts: as in ``BranchingSampler``; without pre-monitoring only.
         beam_size: as in ``BranchingSampler``.

@@ -51,5 +51,5 @@ def published_entropy(generation: Generation, first: int, vocabulary: int) -> fl
     entropy = 0.0
     for token, logprob, top in itertools.islice(steps, first):
         listed = top if token in top else {**top, token: logprob}
-        entropy -= sum(math.exp(value) * value for value in listed.values())
+        entropy -= sum(math.exp(value) * value for value in listed.values() if value > -math.inf)
     return entropy / math.log(vocabulary)

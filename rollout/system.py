@@ -75,6 +75,11 @@ class RolloutSystem:
         self.budgets = Budgets(
             max_turns, max_turn_tokens, max_observation_tokens, max_response_tokens, max_length, final_turn
         )
+        if missing := sorted(set(protocol.tools) - set(getattr(environment, "tools", protocol.tools))):
+            raise ValueError(
+                f"{type(protocol).__name__} calls the tools {', '.join(protocol.tools)}, but the environment has none named "
+                f"{', '.join(missing)}; add it to environment.tools"
+            )
         self.engine, self.protocol, self.environment, self.reward = engine, protocol, environment, reward
         self.sampler: Sampler = sampler or IndependentSampler()
         self.concurrency = concurrency
@@ -120,8 +125,9 @@ class RolloutSystem:
     ) -> list[Trajectory]:
         """``n`` trajectories per task, ordered by task, then index, in whatever order they finished.
 
-        The same seed and weights give the same trajectories: each request's seed is derived from (seed, group, index,
-        turn). A task's group is its id; a second occurrence in ``tasks`` is the group "id#2". Trajectories that a
+        The same seed and weights give the same trajectories: each request's seed is derived from (seed, group, the
+        trajectory's key, turn). Only a branching sampler (see ``rollout.branching``) may number them differently, and give
+        a group's last places to other forks, when latencies change. A task's group is its id; a second occurrence in ``tasks`` is the group "id#2". Trajectories that a
         service failed are returned too, with stop reason INFRASTRUCTURE and without a reward.
 
         Args:
@@ -220,9 +226,17 @@ class RolloutSystem:
         sampler: Sampler,
         deliver: Callable[[Trajectory], None],
     ) -> None:
+        async def sample(position: int, task: Task, group: str) -> None:
+            made = await sampler.sample(_Group(self, task, group, position, request, deliver), n)
+            if [t.index for t in made] != list(range(n)):
+                raise RuntimeError(
+                    f"{type(sampler).__name__} made members {[t.index for t in made]} of group {group}; expected exactly "
+                    f"0 to {n - 1}"
+                )
+
         async with asyncio.TaskGroup() as running:
             for position, (task, group) in enumerate(zip(tasks, _groups(tasks), strict=True)):
-                running.create_task(sampler.sample(_Group(self, task, group, position, request, deliver), n))
+                running.create_task(sample(position, task, group))
 
 
 class _Group:

@@ -63,6 +63,7 @@ class ARPOProtocol(TextProtocol):
             EOS.
     """
 
+    tools = tuple(ARGUMENT)
     stop = ("</search>", "</python>")
 
     def __init__(

@@ -22,6 +22,7 @@ class ChatProtocol(Protocol):
     """Token in, token out: only prompts and observations are tokenised here, each exactly once."""
 
     tokenizer: Any  # Hugging Face's; only its length is used outside of the protocol
+    tools: tuple[str, ...]  # names of the tools that its calls ask for
     stop: tuple[str, ...]  # stop strings of one model turn
     stop_token_ids: tuple[int, ...]  # EOS ids
     eos_ends: bool  # a turn that ends with EOS and holds no action ends the trajectory; else it is INVALID

@@ -55,6 +55,7 @@ class SearchR1Protocol(TextProtocol):
             tokenizer or one without EOS.
     """
 
+    tools = ("search",)
     stop = ("</search>", "</answer>")
 
     def __init__(

@@ -41,6 +41,20 @@ def test_probability(change, expected):
     assert BranchingSampler(8, entropy_weight=0.0).probability(change) == 0.5
 
 
+def test_every_result_is_compared_with_the_first_turn_not_with_the_turn_before(world):
+    """Entropies 0, ln 4, ln 4, ln 4 nats: the change is the same at each of three results, for roots and forks."""
+    nats = lambda ids: 4 if world.results(ids) else 1  # noqa: E731
+    groups, _, system = groups_of(world, BranchingSampler(2, entropy_weight=0.05), always(3), 6, 6, nats=nats)
+    expected = 0.5 + 0.05 * 20 * math.log(4) / math.log(len(system.protocol.tokenizer))
+    by_turn = {place: set() for place in (1, 2, 3)}
+    for trajectory in (t for group in groups for t in group):
+        assert trajectory.turns[0].branch_probability is None
+        for place in by_turn:
+            if trajectory.turns[place].branch_probability is not None:
+                by_turn[place].add(round(trajectory.turns[place].branch_probability, 9))
+    assert all(values == {round(expected, 9)} for values in by_turn.values()), by_turn
+
+
 @pytest.mark.parametrize(
     ("before", "after", "weight"),
     [(1, 1, 0.2), (1, 4, 0.05), (4, 1, 0.05), (1, 10, 0.2), (10, 1, 0.2), (1, 10, 0.0)],  # the 4th and 5th: dH = +-7.7
