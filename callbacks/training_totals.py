@@ -65,9 +65,10 @@ class TrainingTotals(L.Callback):
     ) -> None:
         if not is_trajectories(batch):
             return
-        figures = sum(gather_objects(rollout_figures(batch)), RolloutFigures())
-        discarded = rollout_figures(getattr(trainer.datamodule, "discarded", []))
-        self._discarded += sum(gather_objects(discarded), RolloutFigures())
+        mine = (rollout_figures(batch), rollout_figures(getattr(trainer.datamodule, "discarded", [])))
+        ranks = gather_objects(mine)
+        figures = sum((kept for kept, _ in ranks), RolloutFigures())
+        self._discarded += sum((discarded for _, discarded in ranks), RolloutFigures())
         self._totals += figures
         self._last.append(figures)
         self._iterations += 1

@@ -34,7 +34,7 @@ class BuildToolWorld:
         train: training questions.
         val: validation questions.
         test: test questions about entities that training asks about too.
-        test_unseen: test questions about entities that training never asks about nor passes through.
+        test_unseen: test questions about entities that training never looks up; what lies behind their hops it may.
         demonstrations: questions for the expert, disjoint from all others, about the training entities.
         shares: weights of the families of questions: ``one`` number looked up, ``two`` numbers, a number behind a
             ``hop``, all three computed with; ``lookup`` alone, ``compute`` alone. Default: SHARES.
@@ -89,7 +89,7 @@ class BuildToolWorld:
         return {"passages": len(world.passages), "vocabulary": len(tokenizer)} | {k: len(v) for k, v in splits.items()}
 
     def _questions(self, world: NumberWorld) -> dict[str, list[Task]]:
-        """Disjoint splits. The unseen part of the test split is about entities that training never touches."""
+        """Disjoint splits. The unseen part of the test split starts at entities that training never looks up."""
         rng = random.Random(f"problems:{self.seed}")
         unseen: set[int] = set()
         for kind in Kind:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.protocols.base import PromptMode
-from rollout.protocols.boxed import boxed
+from rollout.protocols.boxed import boxed, unwrapped
 from rollout.protocols.text import DATASET, TextProtocol
 from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
@@ -46,7 +46,8 @@ class ARPOProtocol(TextProtocol):
     """Prompts, actions and results of ARPO with the tokenizer of one model.
 
     A turn ends at ``</search>``, at ``</python>`` or with EOS. Its answer is the last ``\\boxed{}`` in the last
-    ``<answer>`` block (the whole block where nothing is boxed), and ends the trajectory when the turn calls no tool.
+    ``<answer>`` block (the whole block where nothing is boxed), out of a ``\\text{}`` that holds all of it, and ends the
+    trajectory when the turn calls no tool.
 
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt.
@@ -106,7 +107,7 @@ class ARPOProtocol(TextProtocol):
         answers = _ANSWER.findall(f"<answer>{text}" if mode is PromptMode.GOLD_DIRECT else text)
         if answers:
             content = boxed(answers[-1])
-            return Action(ActionKind.ANSWER, answer=(answers[-1] if content is None else content).strip())
+            return Action(ActionKind.ANSWER, answer=unwrapped((answers[-1] if content is None else content).strip()))
         return Action(ActionKind.INVALID, error="neither a call nor a complete answer")
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
 _END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
 
 
@@ -27,3 +28,13 @@ def boxed(text: str) -> str | None:
         if depth == 0:
             return rest[1 : brace.start()].strip()
     return None
+
+
+def unwrapped(answer: str) -> str:
+    r"""An answer in words out of LaTeX's ``\text{...}`` (or a font) that holds all of it; any other as it is.
+
+    >>> unwrapped(r"\text{Grey Harbor}"), unwrapped(r"5 \text{ cm}")
+    ('Grey Harbor', '5 \\text{ cm}')
+    """
+    whole = _WORDS.fullmatch(answer)
+    return whole[1].strip() if whole else answer

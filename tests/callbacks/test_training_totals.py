@@ -108,13 +108,16 @@ def test_a_resumed_run_ends_with_the_same_totals(trainer_for, tmp_path):
 
 
 def test_ranks_are_added_up(monkeypatch, tmp_path):
-    monkeypatch.setattr(training_totals, "gather_objects", lambda mine: [mine, rollout_figures(batch(1.0, calls=2))])
-    trainer = SimpleNamespace(is_global_zero=True, default_root_dir=str(tmp_path))
+    other = rollout_figures(batch(1.0, calls=2))
+    monkeypatch.setattr(training_totals, "gather_objects", lambda mine: [mine, (other, other)])
+    data = SimpleNamespace(discarded=batch(0.0))  # by dynamic sampling: paid for, and in no other figure
+    trainer = SimpleNamespace(is_global_zero=True, default_root_dir=str(tmp_path), datamodule=data)
     totals = TrainingTotals()
     totals.on_train_batch_end(trainer, L.LightningModule(), None, batch(0.0), 0)
     totals.on_train_batch_end(trainer, L.LightningModule(), None, "a supervised batch", 1)
     found = json.loads((tmp_path / "training.json").read_text())
-    assert found["trajectories"] == 4 and found["tool_calls"] == 3 and found["iterations"] == 1
+    assert found["trajectories"] == 4 and found["discarded_trajectories"] == 4 and found["iterations"] == 1
+    assert found["tool_calls"] == 2 * 3
 
 
 def test_no_file_no_totals(tmp_path):

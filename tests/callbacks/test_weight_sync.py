@@ -11,7 +11,9 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.system import RolloutSystem
+from rollout.tools.search import SearchTool
 from tests.callbacks.helpers import make_learner
+from tests.rollout.scripted import ToyRetriever
 
 
 class Recorded(RolloutSystem):
@@ -27,7 +29,7 @@ def rollouts(model_dir):
     system = Recorded(
         TransformersEngine(str(model_dir), slots=4, max_length=256),
         SearchR1Protocol(str(model_dir), template="short"),
-        QuestionAnswering({}),
+        QuestionAnswering({"search": SearchTool(ToyRetriever())}),
         reward=None,
     )
     system.start()

@@ -14,8 +14,10 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
 from rollout.system import RolloutSystem
+from rollout.tools.search import SearchTool
 from rollout.trajectory import InfrastructureError
 from tests.data_modules.toys import make_task
+from tests.rollout.scripted import ToyRetriever
 
 QUESTION = re.compile(r"Question (\d+) (\w+)")
 
@@ -44,7 +46,8 @@ def make_system(protocol):
     def make(latency: float = 0.0) -> RolloutSystem:
         engine = ScriptedEngine(script, protocol.tokenizer, latency)
         engine.asked = asked
-        made.append(RolloutSystem(engine, protocol, QuestionAnswering({}), ExactMatchReward()))
+        environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+        made.append(RolloutSystem(engine, protocol, environment, ExactMatchReward()))
         return made[-1]
 
     yield make

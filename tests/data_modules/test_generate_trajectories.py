@@ -96,6 +96,8 @@ from pathlib import Path
 sys.path.insert(0, os.getcwd())
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
+from rollout.tools.search import SearchTool
+from tests.rollout.scripted import ToyRetriever
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.system import RolloutSystem
 from data_modules.generate_trajectories import GenerateTrajectories
@@ -108,7 +110,7 @@ def script(ids, sampling):
     if len(asked) == 6:  # in the third chunk
         os.kill(os.getpid(), signal.SIGKILL)
     return "<answer> answer " + str(len(asked) - 1) + " </answer>"
-system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({}), None, concurrency=1)
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}), None, concurrency=1)
 GenerateTrajectories(system, [questions], seed=3, chunk_questions=2).run(Path(folder))
 """
 

@@ -100,6 +100,8 @@ sys.path.insert(0, os.getcwd())
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
+from rollout.tools.search import SearchTool
+from tests.rollout.scripted import ToyRetriever
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
 from rollout.system import RolloutSystem
@@ -114,7 +116,7 @@ def script(ids, sampling):
     if len(asked) == 28:  # in the middle of the fifth iteration's rollouts
         os.kill(os.getpid(), signal.SIGKILL)
     return "<answer> x </answer>"
-system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({}), ExactMatchReward())
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}), ExactMatchReward())
 data = RolloutDataModule(system, [questions], prompts_per_step=3, samples_per_prompt=2, seed=1)
 saver = ModelCheckpoint(Path(folder), filename="last", every_n_train_steps=1, enable_version_counter=False)
 trainer(folder, max_epochs=2, enable_checkpointing=True, callbacks=[saver]).fit(Recorder(), datamodule=data)
@@ -184,6 +186,8 @@ from pathlib import Path
 sys.path.insert(0, os.getcwd())
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
+from rollout.tools.search import SearchTool
+from tests.rollout.scripted import ToyRetriever
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
 from rollout.system import RolloutSystem
@@ -200,7 +204,7 @@ def script(ids, sampling):
     asked.append(sampling.seed)
     down = rank == 1 and len(asked) > 4  # in the third iteration, on one rank only
     return InfrastructureError("down") if down else "<answer> x </answer>"
-system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({}), ExactMatchReward())
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}), ExactMatchReward())
 data = RolloutDataModule(system, [questions], prompts_per_step=4, seed=1,
                          max_infrastructure_failures=0.4, failure_patience=1)
 module, stopped = Recorder(), ""
@@ -377,7 +381,9 @@ def test_yaml_reaches_options_of_the_evaluation_part_and_refuses_unknown_ones(mo
             "protocol": {"class_path": "rollout.protocols.search_r1.SearchR1Protocol",
                          "init_args": {"tokenizer": str(model_dir)}},
             "environment": {"class_path": "rollout.environments.question_answering.QuestionAnswering",
-                            "init_args": {"tools": {}}},
+                            "init_args": {"tools": {"search": {
+                                "class_path": "rollout.tools.search.SearchTool",
+                                "init_args": {"retriever": {"class_path": "tests.rollout.scripted.ToyRetriever"}}}}}},
             "reward": {"class_path": "rollout.rewards.qa.ExactMatchReward"},
         },
     }  # fmt: skip

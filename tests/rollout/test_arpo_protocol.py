@@ -33,6 +33,8 @@ def arpo(model_dir):
         (r"<answer> The final answer is \[ \boxed{12} \] </answer><|im_end|>", "= 12"),
         (r"<answer>\boxed{\frac{1}{2}}</answer>", r"= \frac{1}{2}"),
         (r"<answer>\boxed{1}, no: \boxed{2}</answer>", "= 2"),
+        (r"<answer>\boxed{\text{Grey Harbor}}</answer>", "= Grey Harbor"),
+        (r"<answer>\boxed{5 \text{ cm}}</answer>", r"= 5 \text{ cm}"),
         ("<answer> Grey Harbor </answer>", "= Grey Harbor"),
         (r"<answer> \boxed{1 </answer>", r"= \boxed{1"),
         ("<answer></answer>", "= "),
