@@ -15,6 +15,7 @@ from rollout.tools.base import Startable, Tool
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 
 CUT_MARK = "\n[...]"
+ENDS_MATTER = (CallOutcome.ERROR, CallOutcome.TIMEOUT)  # the reason comes last
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ToolLimits:
     retries: int = 1  # further attempts, after InfrastructureError only
     backoff_s: float = 0.5  # pause before the first retry, doubled for each further one, times 0.5 to 1.5 at random
     concurrency: int = 64  # attempts running at once, over all trajectories
-    max_characters: int = 20_000  # of the text that the model reads
+    max_characters: int = 20_000  # of the text that the model reads; errors lose their middle, others their end
     cache_size: int = 0  # results kept, least recently used dropped; only for tools without side effects
 
     def __post_init__(self) -> None:
@@ -106,10 +107,14 @@ class LimitedTool:
         return self._free
 
     def _capped(self, result: ToolResult) -> ToolResult:
-        if len(result.text) <= self.limits.max_characters:
+        text, limit = result.text, self.limits.max_characters
+        if len(text) <= limit:
             return result
-        kept = result.text[: max(self.limits.max_characters - len(CUT_MARK), 0)]
-        return dataclasses.replace(result, text=(kept + CUT_MARK)[: self.limits.max_characters])
+        mark = CUT_MARK + "\n" if result.outcome in ENDS_MATTER else CUT_MARK
+        kept = max(limit - len(mark), 0)
+        tail = kept - kept // 2 if result.outcome in ENDS_MATTER else 0
+        cut = text[: kept - tail] + mark + text[len(text) - tail :]
+        return dataclasses.replace(result, text=cut[:limit])
 
     async def close(self) -> None:
         """Close the tool; a later call may come from another event loop."""

@@ -155,6 +155,27 @@ def test_output_is_capped():
     assert asyncio.run(LimitedTool(Probe(long), ToolLimits(max_characters=100)).call({})).text == "x" * 100
 
 
+@pytest.mark.parametrize(
+    ("outcome", "limit", "text"),
+    [
+        (CallOutcome.OK, 16, "0123456789\n[...]"),
+        (CallOutcome.ERROR, 16, "0123\n[...]\nvwxyz"),
+        (CallOutcome.TIMEOUT, 15, "0123\n[...]\nwxyz"),
+        (CallOutcome.ERROR, 8, "\n[...]\nz"),
+        (CallOutcome.ERROR, 7, "\n[...]\n"),
+        (CallOutcome.ERROR, 2, "\n["),
+        (CallOutcome.ERROR, 36, "0123456789abcdefghijklmnopqrstuvwxyz"),
+    ],
+)
+def test_what_is_cut_off(outcome, limit, text):
+    """Results are best at their head; of an error the reason comes last."""
+
+    async def long(attempt):
+        return ToolResult("0123456789abcdefghijklmnopqrstuvwxyz", outcome)
+
+    assert asyncio.run(LimitedTool(Probe(long), ToolLimits(max_characters=limit)).call({})).text == text
+
+
 def test_cache_shares_running_and_finished_calls_and_drops_the_oldest():
     async def work(attempt):
         await asyncio.sleep(0.01)

@@ -21,8 +21,6 @@ HEADER = struct.Struct("<II")
 START_S = 60.0  # until the server answers; packages are loaded in it
 GRACE_S = 20.0  # over a program's deadline until the server itself is taken for dead
 
-_numbers = itertools.count(os.getpid() * 100)  # servers of one machine take different user ids
-
 
 class SandboxServer:
     """A running ``inside/server.py``: programs in, how they ended out. For one event loop."""
@@ -40,7 +38,7 @@ class SandboxServer:
     async def start(cls, options: dict[str, Any]) -> SandboxServer:
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryDirectory(prefix="sandbox-") as stage, theirs:  # in the server a mount point, here empty
-            options = {**options, "control": theirs.fileno(), "stage": stage, "number": next(_numbers)}
+            options = {**options, "control": theirs.fileno(), "stage": stage}
             interpreter = os.path.realpath(sys.executable)  # the virtual environment's base
             process = subprocess.Popen(
                 [interpreter, "-s", "-S", "-B", "-W", "ignore", "-X", "utf8", str(SERVER), json.dumps(options)],

@@ -37,8 +37,8 @@ class PythonTool:
     used too much, or ``code`` is missing or no string; TIMEOUT; REFUSED for an empty program, which is not run. Only
     a runner that fails by itself raises InfrastructureError.
 
-    Under ``ToolLimits`` give a ``timeout_s`` above the runner's own, and ``max_characters`` not below its
-    ``max_output``.
+    Under ``ToolLimits`` give a ``timeout_s`` above the runner's own. A ``max_characters`` below its ``max_output`` cuts
+    errors once more in the middle, and what was printed without one at its end.
 
     Args:
         runner: ``rollout.tools.python.local.LocalSandbox`` or ``rollout.tools.python.fusion.SandboxFusion``.

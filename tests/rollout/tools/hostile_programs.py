@@ -221,6 +221,12 @@ KERNEL = {
         ERROR,
         "SIGSYS|SIGSEGV",
     ),
+    "locks": Hostile(  # never reach the kernel, which would say that there is no such descriptor
+        "import fcntl, struct\nfor i in range(10):\n    lock = struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 2 * i, 1, 0)\n"
+        "    fcntl.fcntl(99, fcntl.F_SETLK, lock)\n    fcntl.fcntl(99, fcntl.F_SETLKW, lock)\nprint('none taken')",
+        OK,
+        "none taken",
+    ),
     "wild pointer": Hostile("import ctypes\nctypes.string_at(8)", ERROR, "SIGSEGV"),
 }
 

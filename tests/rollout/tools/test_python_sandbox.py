@@ -49,6 +49,12 @@ PROGRAMS = {
     "asyncio": ("import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return 3\nasyncio.run(f())", "3"),
     "threads": ("from concurrent.futures import ThreadPoolExecutor as T\nlist(T(4).map(abs, [-1, 2]))", "[1, 2]"),
     "files of its own": ("import tempfile\nf = tempfile.TemporaryFile('w+')\nf.write('x')\nf.seek(0)\nf.read()", "x"),
+    "a database": (
+        "import sqlite3\nwith sqlite3.connect('x.db') as d:\n    d.execute('create table t (a)')\n"
+        "    d.execute('insert into t values (7)')\nd.close()\n"
+        "sqlite3.connect('x.db').execute('select * from t').fetchall()",
+        "[(7,)]",
+    ),
     "pickles of its own classes": ("import pickle\nclass A: x = 4\npickle.loads(pickle.dumps(A())).x", "4"),
     "dataclasses": ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nP(1)", "P(x=1)"),
     "future": ("from __future__ import annotations\ndef f(x: nothing): return 1\nf(2)", "1"),
@@ -162,8 +168,8 @@ def test_they_run_at_the_same_time(bench):
 def test_cancelling_stops_the_program(bench):
     async def scenario():
         task = asyncio.create_task(bench.tool.call({"code": "while True: pass"}))
-        server = descendants(bench.monitor)[0]
-        while not (busy := [pid for pid in descendants(server) if _cpu(pid) > 5]):
+        zygote = descendants(bench.monitor)[1]
+        while not (busy := [pid for pid in descendants(zygote) if _cpu(pid) > 5]):
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -189,7 +195,7 @@ def test_limits_around_the_tool_make_a_late_one_a_result(bench):
 
 def test_interpreters_wait_and_are_made_again(make_bench):
     async def idle(count):
-        while len(descendants(bench.monitor)) != 1 + count:
+        while len(descendants(bench.monitor)) != 2 + count:
             await asyncio.sleep(0.01)
         return set(descendants(bench.monitor))
 
@@ -198,7 +204,7 @@ def test_interpreters_wait_and_are_made_again(make_bench):
     first = bench.do(asyncio.wait_for(idle(3), 20))
     assert bench.run("import os; os.getpid()").outcome is OK
     second = bench.do(asyncio.wait_for(idle(3), 20))
-    assert len(first & second) == 3, "the server and two interpreters stayed, one was used and replaced"
+    assert len(first & second) == 4, "server, zygote and two interpreters stayed, one was used and replaced"
     used = {bench.run("import os; os.getpid()").text for _ in range(8)}
     assert len(used) == 8, "each is used once"
 
@@ -207,14 +213,14 @@ def test_waiting_interpreters_that_die_are_replaced(make_bench):
     bench = make_bench(timeout_s=30, warm=2)
     bench.do(bench.sandbox.start())
     assert bench.run("1").text == "1"
-    server = descendants(bench.monitor)[0]
-    for pid in descendants(server):
+    server, zygote = descendants(bench.monitor)[:2]
+    for pid in descendants(zygote):
         os.kill(pid, signal.SIGKILL)
     assert bench.run("2").text == "2"
-    assert descendants(bench.monitor)[0] == server
+    assert descendants(bench.monitor)[:2] == [server, zygote]
 
 
-@pytest.mark.parametrize("which", ["server", "monitor"])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["monitor", "server", "zygote"])
 def test_a_server_that_dies_is_infrastructure_and_comes_back(which, make_bench):
     bench = make_bench(timeout_s=30)
 
@@ -223,7 +229,7 @@ def test_a_server_that_dies_is_infrastructure_and_comes_back(which, make_bench):
         task = asyncio.create_task(bench.tool.call({"code": "import time; time.sleep(100)"}))
         await asyncio.sleep(0.05)
         everyone = [bench.monitor, *descendants(bench.monitor)]
-        os.kill(everyone[1] if which == "server" else bench.monitor, signal.SIGKILL)
+        os.kill(everyone[which], signal.SIGKILL)
         with pytest.raises(InfrastructureError, match="server ended"):
             await asyncio.wait_for(task, 20)
         while any(os.path.exists(f"/proc/{pid}") for pid in everyone):

@@ -16,6 +16,7 @@ NAMESPACES = {
     "mount": linux.CLONE_NEWNS,
 }
 
+
 def isolate(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
     """Leave the trainer's namespaces, one by one: the names of those left, and why others were not. Without the right
     to do so, by way of a user namespace."""
@@ -81,5 +82,6 @@ def arrange(options: dict, mechanisms: list[str], failures: dict[str, str]) -> w
         failures["seccomp"] = "not wanted" if "seccomp" not in wanted else "not offered by the kernel, or not x86-64"
     mechanisms += [name for name, there in ((shown, shown != "none"), ("seccomp", filtering)) if there]
     limits = {key: options[key] for key in ("memory_mb", "disk_mb", "threads", "cpu_s")}
-    first = 1_000_000_000 + options["number"] % 100_000 * worker.USERS
+    # at random: trainers in other containers have the same process ids, and the kernel counts per user in all of them
+    first = 1_000_000_000 + int.from_bytes(os.urandom(8), "little") % 3_000_000_000
     return worker.Confinement(shown, rules, filtering, takes_uid(first), first, **limits)

@@ -19,8 +19,11 @@ CLONE_THREAD = 0x00010000
 AF_UNIX = 1
 # asking whether a file is a terminal, its size, bytes waiting; non-blocking; close on exec
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# duplicate, flags, locks, size of a pipe; not who gets signals (F_SETOWN, F_SETSIG), which reach other processes
-FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1031, 1032)
+# duplicate, flags, who holds a lock, size of a pipe; not who gets signals (F_SETOWN, F_SETSIG), which reach others
+FCNTLS = (0, 1, 2, 3, 4, 5, 1030, 1031, 1032)
+# F_SETLK, F_SETLKW: each lock is kernel memory that no limit counts. They exclude other processes, and a program is
+# alone with its files, so "done" without doing it is the whole truth; sqlite3 needs the answer.
+LOCKS = (6, 7)
 # what Landlock does not know: a program could change modes and times of files that it cannot open
 METADATA = frozenset({"chmod", "fchmod", "fchmodat", "utimes", "futimesat", "utimensat", "truncate"})
 
@@ -52,6 +55,7 @@ def _statement(code: int, value: int, if_true: int = 0, if_false: int = 0) -> by
 
 
 _YES, _NO = _statement(RETURN, SECCOMP_ALLOW), _statement(RETURN, SECCOMP_ERRNO | errno.EPERM)
+_DONE = _statement(RETURN, SECCOMP_ERRNO | 0)  # returns 0 and does nothing
 
 
 def _on(number: int, *body: bytes) -> bytes:
@@ -63,8 +67,8 @@ def _argument(index: int, high: bool = False) -> bytes:
     return _statement(LOAD, 16 + 8 * index + 4 * high)
 
 
-def _any_of(*values: int) -> list[bytes]:
-    return [part for value in values for part in (_statement(JUMP_EQUAL, value, 0, 1), _YES)] + [_NO]
+def _any_of(*values: int, answer: bytes = _YES) -> list[bytes]:
+    return [part for value in values for part in (_statement(JUMP_EQUAL, value, 0, 1), answer)] + [_NO]
 
 
 def build(pid: int, threads: bool, metadata: bool) -> bytes:
@@ -78,7 +82,7 @@ def build(pid: int, threads: bool, metadata: bool) -> bytes:
     parts += [_on(number, _YES) for name, number in allowed().items() if metadata or name not in METADATA]
     parts += [
         _on(16, _argument(1), *_any_of(*IOCTLS)),
-        _on(72, _argument(1), *_any_of(*FCNTLS)),
+        _on(72, _argument(1), *_any_of(*LOCKS, answer=_DONE)[:-1], *_any_of(*FCNTLS)),
         # send() on a connected pair: no address, which could name a socket of somebody else
         _on(44, _argument(4), _statement(JUMP_EQUAL, 0, 1, 0), _NO, _argument(4, high=True), *_any_of(0)),
         _on(53, _argument(0), *_any_of(AF_UNIX)),

@@ -1,10 +1,11 @@
-"""The process that keeps warm interpreters and runs one program in each: a small, single-threaded fork server.
+"""The process that keeps warm interpreters and has one program run in each: a small, single-threaded fork server.
 
     python -s -S -B server.py '{"control": 7, ...}'
 
 It knows nothing worth stealing: an empty environment, no descriptors but the control socket, no project. It leaves the
 trainer's namespaces (a monitor process stays outside and waits), loads the standard library, enters the view that
-programs get, and only then takes orders. Programs are forked from it and confine themselves further (`worker.py`).
+programs get, splits off the process that programs are forked from (`zygote.py`), and only then takes orders. Programs
+confine themselves further (`worker.py`); nothing of another one is in their memory.
 
 Frames on the control socket, both ways: two little-endian uint32 (id, length), then JSON. In: {"code", "timeout_s"} or
 {"cancel": true}. Out: first, with id 0, what could be arranged ({"mechanisms", "failures"}) or {"error"}; later
@@ -12,6 +13,7 @@ Frames on the control socket, both ways: two little-endian uint32 (id, length), 
 """
 
 import gc
+import itertools
 import json
 import os
 import select
@@ -24,6 +26,7 @@ from collections.abc import Callable
 import linux
 import prepare
 import worker
+import zygote
 
 FLOOD = 16 << 20  # bytes of output after which a program is stopped
 LEFT_OUT = b"\n[... output left out ...]\n"
@@ -33,16 +36,10 @@ HEADER = struct.Struct("<II")
 class Program:
     """One forked interpreter: warm until it is given a program, then watched until it has ended."""
 
-    def __init__(self, confinement: worker.Confinement, kept: int) -> None:
-        source, self.source = os.pipe()
-        self.output, output = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            worker.run(confinement, source, output)
-        os.close(source)
-        os.close(output)
+    def __init__(self, origin: zygote.Zygote, number: int, kept: int) -> None:
+        self.origin, self.number = origin, number
+        self.source, self.output = origin.start(number)
         os.set_blocking(self.output, False)
-        self.ended = os.pidfd_open(self.pid)
         self.id, self.order = 0, {}
         self.deadline = float("inf")
         self.was_warm = False  # when it was given its program
@@ -73,15 +70,15 @@ class Program:
         return bool(data)
 
     def stop(self, why: str) -> None:
-        self.why = self.why or why
-        self.deadline = float("inf")
-        os.kill(self.pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
+        if not self.why:
+            self.why, self.deadline = why, float("inf")
+            self.origin.stop(self.number)
 
-    def reap(self) -> dict:
+    def result(self, code: int) -> dict:
+        """Once, after its end: what the trainer is told."""
         while self.size <= FLOOD and self.read() and select.select([self.output], [], [], 0)[0]:
             pass
-        status = os.waitpid(self.pid, 0)[1]
-        for fd in (self.output, self.ended, self.source):
+        for fd in (self.output, self.source):
             if fd >= 0:
                 os.close(fd)
         marks = worker.READY + worker.STARTED
@@ -91,21 +88,24 @@ class Program:
         word = self.why or "ended"
         return {
             "status": word if started or self.why == "cancelled" else "broken",
-            "code": os.waitstatus_to_exitcode(status),
+            "code": code,
             "output": (head + self.tail).decode("utf-8", "replace"),
         }
 
 
 class Server:
-    def __init__(self, control: int, confinement: worker.Confinement, warm: int, kept: int) -> None:
-        self.control, self.confinement, self.warm, self.kept = control, confinement, warm, kept
+    def __init__(self, control: int, origin: zygote.Zygote, warm: int, kept: int) -> None:
+        self.control, self.origin, self.warm, self.kept = control, origin, warm, kept
+        self.numbers = itertools.count(1)
+        self.alive: dict[int, Program] = {}  # by number
         self.idle: list[Program] = []
         self.refill = True
-        self.running: dict[int, Program] = {}
+        self.running: dict[int, Program] = {}  # by the order's id
         self.poll = select.poll()
         self.handlers: dict[int, Callable[[], object]] = {}
         self.received, self.unsent = bytearray(), bytearray()
         os.set_blocking(control, False)
+        self.watch(origin.statuses, self.look_for_ends)
 
     def serve(self, report: dict) -> None:
         """Until the trainer closes its end; then nothing is left running."""
@@ -113,9 +113,7 @@ class Server:
         try:
             self._serve()
         finally:
-            for program in (*self.idle, *self.running.values()):
-                program.stop("cancelled")
-                program.reap()
+            self.origin.close()
 
     def _serve(self) -> None:
         while True:
@@ -147,8 +145,8 @@ class Server:
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic()) * 1000 + 1
 
     def spawn(self) -> Program:
-        program = Program(self.confinement, self.kept)
-        self.watch(program.ended, lambda: self.end(program))
+        number = next(self.numbers) & 0xFFFFFFFF
+        program = self.alive[number] = Program(self.origin, number, self.kept)
         return program
 
     def watch(self, fd: int, handler: Callable[[], object]) -> None:
@@ -188,11 +186,14 @@ class Server:
         program.give(id, order)
         self.watch(program.output, lambda: program.read() or self.forget(program.output))
 
-    def end(self, program: Program) -> None:
+    def look_for_ends(self) -> None:
+        for number, code in self.origin.ended():
+            self.end(self.alive.pop(number), code)
+
+    def end(self, program: Program, code: int) -> None:
         """A process is gone: with its program, or, if it was still waiting, for reasons of its own."""
         self.forget(program.output)
-        self.forget(program.ended)
-        result = program.reap()
+        result = program.result(code)
         if program in self.idle:
             self.idle.remove(program)
             # if it could not even start, the next might not either: no more of them until somebody asks, and hears
@@ -216,7 +217,8 @@ class Server:
             self.unsent.clear()  # receive() will see the end
 
 
-def main() -> None:
+def main() -> tuple[worker.Confinement, int, int] | None:
+    """Returns in the process of a program only: what `worker.run` is to be called with."""
     options = json.loads(sys.argv[1])
     control = options["control"]
     os.environ.clear()
@@ -228,10 +230,10 @@ def main() -> None:
     except OSError:
         pass
     mechanisms, failures = prepare.isolate(options["mechanisms"])
-    server = os.fork()
-    if server:  # the monitor: it outlives the server only to report its end; if it is killed, the server dies too
+    child = os.fork()
+    if child:  # the monitor: it outlives the server only to report its end; if it is killed, the server dies too
         os.close(control)
-        sys.exit(min(abs(os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])), 255))
+        sys.exit(min(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])), 255))
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -239,13 +241,18 @@ def main() -> None:
         sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
         gc.collect()
         gc.freeze()  # so that a program's garbage collection does not copy what all of them share
-        state = Server(control, confinement, options["warm"], options["kept"])
     except Exception as error:
         body = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
         os.write(control, HEADER.pack(0, len(body)) + body)
         raise
-    state.serve({"mechanisms": mechanisms, "failures": failures, "view": confinement.view})
+    origin = zygote.begin(control)
+    if not isinstance(origin, zygote.Zygote):
+        return confinement, *origin
+    server = Server(control, origin, options["warm"], options["kept"])
+    server.serve({"mechanisms": mechanisms, "failures": failures, "view": confinement.view})
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    if begun := main():
+        worker.run(*begun)  # from here, so that the frames of `main` and what they hold are gone

@@ -14,7 +14,7 @@ import view
 USERS = 10_000  # ids per server
 # the first bytes of the output, before anything foreign runs: every protection is in place; the program was read
 READY, STARTED = b"R", b"S"
-OURS = ("linux", "prepare", "program", "seccomp", "view", "worker")  # modules that no program needs to find
+OURS = ("linux", "prepare", "program", "seccomp", "view", "worker", "zygote")  # modules that no program needs to find
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Confinement:
     rules: int  # Landlock's descriptor, -1 if none
     seccomp: bool
     takes_uids: bool  # the server is root and may become the users below
-    first_uid: int  # a range of ids that nobody else has
+    first_uid: int  # of a range that, drawn at random, nobody else is likely to have
     memory_mb: int
     disk_mb: int
     threads: int

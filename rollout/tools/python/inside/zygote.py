@@ -1,0 +1,115 @@
+"""The process that programs are forked from. A fork inherits all of its parent's memory, and the server's is full of
+other trajectories' programs and outputs; so the server does not fork. This process is split off before the first order
+comes, learns of each program no more than a number, and holds its pipes only while it forks.
+
+The server asks by packets (REQUEST); the ends of processes come back through a pipe (STATUS), which takes thousands of
+them: neither side can wait for the other for ever.
+"""
+
+import os
+import select
+import signal
+import socket
+import struct
+
+import linux
+
+REQUEST = struct.Struct("<I?")  # the server's number for it; start it (its two descriptors come along), or kill it
+STATUS = struct.Struct("<Ii")  # number, exit code as of os.waitstatus_to_exitcode
+
+
+class Zygote:
+    """The server's end."""
+
+    def __init__(self, pid: int, requests: socket.socket, statuses: int) -> None:
+        self.pid, self.requests, self.statuses = pid, requests, statuses
+
+    def start(self, number: int) -> tuple[int, int]:
+        """Have a process made: where its program is to be written, where its output is to be read."""
+        source, to_source = os.pipe()
+        from_output, output = os.pipe()
+        socket.send_fds(self.requests, [REQUEST.pack(number, True)], [source, output])
+        os.close(source)
+        os.close(output)
+        return to_source, from_output
+
+    def stop(self, number: int) -> None:
+        """Without effect on one that has ended."""
+        self.requests.send(REQUEST.pack(number, False))
+
+    def ended(self) -> list[tuple[int, int]]:
+        """Numbers and exit codes of processes that are gone: at least one; waits for it."""
+        data = os.read(self.statuses, 1024 * STATUS.size)  # whole ones: small writes to a pipe are not torn
+        if not data:
+            raise RuntimeError("the process that programs are forked from ended")
+        return list(STATUS.iter_unpack(data))
+
+    def close(self) -> None:
+        """Returns when it is gone and every program with it."""
+        self.requests.close()
+        os.waitpid(self.pid, 0)
+
+
+def begin(control: int) -> Zygote | tuple[int, int]:
+    """Fork it. Returns many times: in the server, its end; in every program's process, the descriptors to read the
+    program from and to write to. ``control`` is the server's alone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        os.close(tell)
+        return Zygote(pid, ours, told)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.close(control)
+    os.close(told)
+    ours.close()
+    return _fork_on_request(theirs, tell)
+
+
+def _fork_on_request(requests: socket.socket, statuses: int) -> tuple[int, int]:
+    pids: dict[int, int] = {}  # by number
+    ends: dict[int, int] = {}  # number by process descriptor
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd in ends:
+                number = ends.pop(fd)
+                poll.unregister(fd)
+                os.close(fd)
+                _tell(statuses, number, os.waitstatus_to_exitcode(os.waitpid(pids.pop(number), 0)[1]))
+                continue
+            data, fds, _, _ = socket.recv_fds(requests, REQUEST.size, 2)
+            if not data:  # the server's end is closed
+                for pid in pids.values():
+                    os.kill(pid, signal.SIGKILL)
+                for pid in pids.values():
+                    os.waitpid(pid, 0)
+                os._exit(0)
+            number, start = REQUEST.unpack(data)
+            if not start:
+                if number in pids:  # not yet waited for, so the process id is still its own
+                    os.kill(pids[number], signal.SIGKILL)
+                continue
+            source, output = fds
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.write(output, f"no process could be made: {error}".encode())
+                _tell(statuses, number, 1)
+            else:
+                if not pid:
+                    return source, output
+                pids[number], end = pid, os.pidfd_open(pid)
+                ends[end] = number
+                poll.register(end, select.POLLIN)
+            os.close(source)
+            os.close(output)
+
+
+def _tell(statuses: int, number: int, code: int) -> None:
+    try:
+        os.write(statuses, STATUS.pack(number, code))
+    except BrokenPipeError:
+        pass  # the server is gone, which the next request tells
