@@ -65,7 +65,8 @@ class LimitedTool:
             await self.tool.start()
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Raises InfrastructureError when every attempt failed for reasons that are not the model's (PermanentFailure: one)."""
+        """Raises InfrastructureError when every attempt failed for reasons that are not the model's;
+        PermanentFailure at the first that is for good."""
         if self._cache is None:
             return await self._attempts(arguments)
         key = json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=repr)
