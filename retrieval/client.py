@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import random
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Generator, Iterator
 from typing import Any
 
 import aiohttp
@@ -54,6 +54,14 @@ class RetrieverClient:
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Semaphore | None = None
+        self._tried = False
+
+    async def start(self) -> None:
+        """Search once at every server, the first time; RetrievalError unless all answer. So a wrong address is told
+        before anything else has been started."""
+        if not self._tried:
+            await asyncio.gather(*(self._search(["test"], 1, itertools.repeat(url)) for url in set(self.urls)))
+            self._tried = True
 
     async def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """For each query at most ``k`` documents, best first; an empty list when nothing matches.
@@ -62,15 +70,16 @@ class RetrieverClient:
         """
         if k < 1:
             raise ValueError(f"k must be at least 1; found {k}")
-        if not queries:
-            return []
+        return await self._search(queries, k, self._next_url) if queries else []
+
+    async def _search(self, queries: list[str], k: int, urls: Iterator[str]) -> list[list[Document]]:
         texts = [query.encode("utf-8", "replace").decode("utf-8") for query in queries]
         body = orjson.dumps({"queries": texts, "topk": k, "return_scores": True})
         failures: list[str] = []
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            url = next(self._next_url)
+            url = next(urls)
             try:
                 return parse_answer(await self._post(url, body), len(queries), k)
             except _Rejected as error:
@@ -110,6 +119,7 @@ class RetrieverClient:
 
     async def close(self) -> None:
         """Close the connections; a later search opens new ones."""
+        self._tried = False
         if self._session is not None and self._loop is asyncio.get_running_loop():
             await self._session.close()
         self._session = self._loop = self._free = None

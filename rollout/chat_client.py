@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.retries import pause_before_retry
-from rollout.services import Answer, ApiKey, LoopSession, post_json
-from rollout.trajectory import InfrastructureError
+from rollout.services import NOT_ALLOWED, Answer, ApiKey, LoopSession, post_json
+from rollout.trajectory import InfrastructureError, PermanentFailure
 
 _LONGEST_PAUSE_S = 60.0  # that a server may ask for
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "top_p", "max_tokens"})
@@ -72,12 +72,13 @@ class ChatClient:
     ) -> str:
         """The text of one reply to ``messages`` ({"role", "content"} each).
 
-        Raises InfrastructureError, which names every attempt's server and failure, when no attempt brought a reply.
+        Raises InfrastructureError, which names every attempt's server and failure, when no attempt brought a reply;
+        PermanentFailure when the key is not accepted.
         """
         payload = {"model": self.model, "messages": list(messages), "temperature": temperature, "top_p": top_p}
         payload |= {"max_tokens": max_tokens, **self.extra}
         failures: list[str] = []
-        pause = 0.0
+        kind, pause = InfrastructureError, 0.0
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(max(pause, pause_before_retry(attempt, self.backoff)))
@@ -91,9 +92,10 @@ class ChatClient:
                 return _reply(answer, url)
             failures.append(f"{url}: status {answer.status}: {answer.excerpt}")
             if answer.status != 429 and answer.status < 500:
+                kind = PermanentFailure if answer.status in NOT_ALLOWED else InfrastructureError
                 break
             pause = _asked_pause(answer)
-        raise InfrastructureError(
+        raise kind(
             f"no reply from {self.model} after {len(failures)} attempt(s): " + "; ".join(dict.fromkeys(failures))
         )
 

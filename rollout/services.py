@@ -15,6 +15,7 @@ import aiohttp
 from rollout.trajectory import InfrastructureError
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
+NOT_ALLOWED = (401, 403)  # statuses of a key that is not valid, or not for this
 _EXCERPT = 300  # characters of a service's answer that a message quotes
 
 

@@ -56,6 +56,11 @@ class InfrastructureError(RuntimeError):
     """A service under the rollout failed (retriever down, engine dead). Never the policy's fault."""
 
 
+class PermanentFailure(InfrastructureError):
+    """It would fail again (a key that is not accepted): not to be tried again. Like any other it costs one trajectory;
+    where every call fails so, the share of failed trajectories ends the run (option max_infrastructure_failures)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One question (or episode) to solve. A row of the parquet files, typed."""

@@ -130,8 +130,9 @@ class Judge:
         return Verdict(None, reply, f"no verdict in {self.tries} replies; the last one: {reply[:200]!r}")
 
     def judge_all(self, items: Any, on_progress: Any = None) -> list[Verdict]:
-        """One verdict per item (``JudgeItem`` or the tuple of its fields), in order, as many at once as the client allows. May be called where an event loop is
-        running already: it has one of its own, in a thread; the client's connections are closed at the end.
+        """One verdict per item (``JudgeItem`` or the tuple of its fields), in order, as many at once as the client
+        allows. May be called where an event loop is running already: it has one of its own, in a thread; the client's
+        connections are closed at the end.
 
         Args:
             on_progress: called in this thread with (judged, all) after each item.

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from rollout.chat_client import ChatClient
-from rollout.tools.base import Tool
+from rollout.tools.base import Startable, Tool
 from rollout.tools.html_text import html_to_text
 from rollout.tools.pages import Page, PageFetcher
 from rollout.tools.web_search import BrightDataSearch
@@ -76,6 +76,11 @@ class BrowsingSearch:
             raise ValueError("a search with a cache may know results without links: set its needs_links to true")
         self.search, self.summariser, self.fetcher = search, summariser, fetcher or PageFetcher()
         self.temperature, self.top_p, self.max_tokens = temperature, top_p, max_tokens
+
+    async def start(self) -> None:
+        """Start the search: a missing key is told here. The summariser has looked for its own on construction."""
+        if isinstance(self.search, Startable):
+            await self.search.start()
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         found = await self.search.call(arguments)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.retries import pause_before_retry
 from rollout.tools.base import Startable, Tool
-from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
+from rollout.trajectory import CallOutcome, InfrastructureError, PermanentFailure, ToolResult
 
 CUT_MARK = "\n[...]"
 ENDS_MATTER = (CallOutcome.ERROR, CallOutcome.TIMEOUT)  # the reason comes last
@@ -29,7 +29,7 @@ class ToolLimits:
     max_calls: int | None = None  # executed calls per trajectory; further ones are REFUSED
     timeout_s: float = 60.0  # per attempt; the call is cancelled, not abandoned
     timeout_is_infrastructure: bool = True  # False for tools that run the model's own code: then it is a TIMEOUT result
-    retries: int = 1  # further attempts, after InfrastructureError only
+    retries: int = 1  # further attempts, after InfrastructureError only, and not after PermanentFailure
     backoff_s: float = 0.5  # pause before the first retry, doubled for each further one, times 0.5 to 1.5 at random
     concurrency: int = 64  # attempts running at once, over all trajectories
     max_characters: int = 20_000  # of the text that the model reads; errors lose their middle, others their end
@@ -66,7 +66,8 @@ class LimitedTool:
             await self.tool.start()
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Raises InfrastructureError when every attempt failed for reasons that are not the model's."""
+        """Raises InfrastructureError when every attempt failed for reasons that are not the model's;
+        PermanentFailure at the first that is for good."""
         if self._cache is None:
             return await self._attempts(arguments)
         key = json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=repr)
@@ -78,8 +79,8 @@ class LimitedTool:
                 await asyncio.sleep(pause_before_retry(attempt, self.limits.backoff_s))
             try:
                 return self._capped(await self._attempt(arguments))
-            except InfrastructureError:
-                if attempt == self.limits.retries:
+            except InfrastructureError as error:
+                if attempt == self.limits.retries or isinstance(error, PermanentFailure):
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 

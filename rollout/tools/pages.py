@@ -22,6 +22,8 @@ _META_CHARSET = re.compile(rb"""<meta[^>]{0,200}charset\s*=\s*["']?\s*([a-zA-Z0-
 # what pages are written in; others of Python's codecs (punycode) take quadratic time
 _CHARSETS = ("utf", "iso8859", "cp", "gb", "hz", "big5", "euc", "shift", "iso2022", "koi8", "ascii", "tis", "mac")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all that IANA gives out as public addresses of IPv6
+_FOR_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")  # RFC 6890; Python takes some of it for global
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,8 @@ class RefusedAddress(OSError):
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address, and any IPv4 address inside it, is globally routable (and not multicast).
+    """Whether an IP address, and any IPv4 address inside it, is globally routable (and not multicast). Of IPv6 only
+    2000::/3 counts, besides two ways to write a public IPv4 address: mapped (::ffff:0:0/96) and NAT64 (64:ff9b::/96).
 
     >>> is_public("93.184.216.34"), is_public("127.0.0.1"), is_public("::ffff:10.0.0.1")
     (True, False, False)
@@ -139,24 +142,30 @@ def is_public(address: str) -> bool:
         outer = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    return all(inner.is_global and not inner.is_multicast for inner in _with_embedded(outer))
+    return all(_is_routable(inner) for inner in _with_embedded(outer))
+
+
+def _is_routable(address: Any) -> bool:
+    right_range = address not in _FOR_PROTOCOLS if address.version == 4 else address in _GLOBAL_UNICAST
+    return right_range and address.is_global and not address.is_multicast
 
 
 def _with_embedded(address: Any) -> Iterator[Any]:
-    """The address, or the IPv4 address that it stands for (mapped), and those it tunnels to."""
+    """The address, or the IPv4 address that it stands for (mapped, NAT64), and those it tunnels to."""
     if address.version == 4:
         yield address
         return
     if address.ipv4_mapped is not None:
         yield address.ipv4_mapped
         return
+    if address in _NAT64:
+        yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        return
     yield address
     if address.sixtofour is not None:
         yield address.sixtofour
     if address.teredo is not None:
         yield from address.teredo
-    if address in _NAT64:
-        yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
 
 
 def public_socket(target: tuple[Any, ...]) -> socket.socket:

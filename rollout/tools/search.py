@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -13,7 +15,8 @@ EMPTY_QUERY = "The query was empty, so nothing was searched."
 
 
 class Retriever(Protocol):
-    """``retrieval.client.RetrieverClient``, ``retrieval.process.RetrieverProcess``, or anything like them."""
+    """``retrieval.client.RetrieverClient``, ``retrieval.process.RetrieverProcess``, or anything like them. One that has
+    a ``start`` (awaitable, or made for a thread) is started with the tool; a second ``start`` must do nothing."""
 
     def search(self, queries: list[str], k: Any) -> Any:
         """Awaitable of, for each query, at most ``k`` documents (id, title, text, score), best first. Raises
@@ -48,6 +51,18 @@ class SearchTool:
         if topk < 1:
             raise ValueError(f"topk is {topk}; expected at least 1")
         self.retriever, self.topk = retriever, topk
+
+    async def start(self) -> None:
+        """Start the retriever, or see that its servers answer. Raises InfrastructureError when one does not, and what
+        the retriever raises for a wrong index."""
+        start = getattr(self.retriever, "start", None)
+        try:
+            if inspect.iscoroutinefunction(start):
+                await start()
+            elif start is not None:
+                await asyncio.to_thread(start)
+        except RetrievalError as error:
+            raise InfrastructureError(f"search cannot start: {error}") from error
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         query = arguments.get("query")

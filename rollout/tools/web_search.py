@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from typing import Any
 from urllib.parse import urlencode
 
-from rollout.services import Answer, ApiKey, LoopSession, post_json
+from rollout.services import NOT_ALLOWED, Answer, ApiKey, LoopSession, post_json
 from rollout.tools.limits import SharedCache
 from rollout.tools.search import EMPTY_QUERY
-from rollout.tools.search_cache import SearchCache, cache_key
-from rollout.trajectory import CallOutcome, Document, InfrastructureError, ToolResult
+from rollout.tools.search_cache import SearchCache, SearchCacheError, cache_key
+from rollout.trajectory import CallOutcome, Document, InfrastructureError, PermanentFailure, ToolResult
+
+logger = logging.getLogger(__name__)
 
 NOTHING_FOUND = "No search results found."  # as published: it stands in their cache file too
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
@@ -30,7 +33,8 @@ class BrightDataSearch:
 
     Outcomes: OK; EMPTY when nothing is found; REFUSED for an empty query, ERROR for a missing one, as ``SearchTool``.
     Everything else (another status than 200, no answer, no JSON) raises InfrastructureError; a ``LimitedTool`` around
-    it tries again, so nothing is repeated here.
+    it tries again, so nothing is repeated here. Status 401 and 403 are a PermanentFailure, which is not tried again.
+    A result that the cache cannot take is returned all the same, since it was paid for, and a warning is logged.
 
     Args:
         zone: a SERP zone of the Bright Data account. A Web Unlocker zone gets status 403 or failed searches.
@@ -44,10 +48,13 @@ class BrightDataSearch:
         cache: an SQLite file (see ``search_cache``) for results of this and later runs. Keyed by query alone, as the
             published one: use one file per location, ``max_results`` and ``result_length``. None: no such file.
         needs_links: ask again for what the cache knows without links (imported results), for ``BrowsingSearch``.
+        offline: only the cache answers: no key is needed and nothing is sent. The cache is then all that there is to
+            find: a query that it lacks is EMPTY, in the words of a search without hits, and ``detail`` tells the two
+            apart. What it knows without links is given without them.
         url: of the service.
 
     Raises:
-        ValueError: an impossible option, or no key: on construction, with a cache at the first query that it lacks.
+        ValueError: an impossible option, on construction; no key, at ``start``.
         SearchCacheError: on construction, if the cache cannot be used.
     """
 
@@ -64,6 +71,7 @@ class BrightDataSearch:
         timeout: float = 60.0,
         cache: str | None = None,
         needs_links: bool = False,
+        offline: bool = False,
         url: str = "https://api.brightdata.com/request",
     ) -> None:
         if not url.startswith(("http://", "https://")):
@@ -72,15 +80,26 @@ class BrightDataSearch:
             raise ValueError(f"expected max_results and result_length >= 1; found {max_results}, {result_length}")
         if timeout <= 0 or (requests_per_second is not None and requests_per_second <= 0):
             raise ValueError(f"expected timeout and requests_per_second > 0; found {timeout}, {requests_per_second}")
+        if offline and cache is None:
+            raise ValueError("offline is true, so only a cache could answer; expected a file as cache, found none")
         self.zone, self.location, self.url, self.timeout = zone, location, url, timeout
         self.max_results, self.result_length, self.needs_links = max_results, result_length, needs_links
+        self.offline = offline
         self.key = ApiKey(api_key_variable, "Bright Data's search")
         self.cache = None if cache is None else SearchCache(cache)
-        if self.cache is None:
-            self.key.headers()  # raises without a key; a cache may hold all that is asked
+        self._told: set[str] = set()  # ways in which the cache failed
         self._pace = None if requests_per_second is None else Pace(requests_per_second)
         self._session = LoopSession("BrightDataSearch")
         self._running = SharedCache(0)
+
+    async def start(self) -> None:
+        """Raises ValueError without a key (unless offline): sooner or later a query comes that no cache knows."""
+        if self.offline:
+            return
+        try:
+            self.key.headers()
+        except ValueError as error:
+            raise ValueError(f"{error}. To search in the cache alone, set the tool's offline to true") from None
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         query = arguments.get("query")
@@ -95,31 +114,42 @@ class BrightDataSearch:
     async def _search(self, query: str) -> ToolResult:
         if self.cache is not None:
             known = await self.cache.get(query)
-            if known is not None and not (self.needs_links and known.documents is None):
+            if known is not None and (self.offline or not self.needs_links or known.documents is not None):
                 return _as_result(known.text, known.documents or ())
+        if self.offline:
+            return ToolResult(NOTHING_FOUND, CallOutcome.EMPTY, detail="offline, and the cache lacks this query")
         if self._pace is not None:
             await self._pace.wait()
         documents = await self._ask(query)
         text = format_pages(documents)
         if self.cache is not None:
-            await self.cache.put(query, text, documents)
+            await self._keep(query, text, documents)
         return _as_result(text, documents)
+
+    async def _keep(self, query: str, text: str, documents: tuple[Document, ...]) -> None:
+        try:
+            await self.cache.put(query, text, documents)
+        except SearchCacheError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                logger.warning("search results are not kept, and will be paid for again: %s", error)
 
     async def _ask(self, query: str) -> tuple[Document, ...]:
         payload = {"zone": self.zone, "url": bing_url(query, self.location), "format": "raw"}
         session, _ = self._session.open()
         answer = await post_json(session, self.url, payload, self.key, self.timeout)
         if answer.status != 200:
-            raise InfrastructureError(self._explain(answer))
+            kind = PermanentFailure if answer.status in NOT_ALLOWED else InfrastructureError
+            raise kind(self._explain(answer))
         try:
             return parse_organic(answer.body, self.max_results, self.result_length)
-        except ValueError as error:
-            failure = self.key.redact(f"{self.url}: {error}") + _said_in_headers(answer)
-        raise InfrastructureError(failure)  # not chained: the error may quote a body that holds the key
+        except ValueError as error:  # the excerpt has lost the key before it was cut
+            failure = f"{self.url}: {error}; found {answer.excerpt}{_said_in_headers(answer)}"
+        raise InfrastructureError(failure)  # not chained: json's error holds the body, which may hold the key
 
     def _explain(self, answer: Answer) -> str:
         message = f"{self.url}: status {answer.status}: {answer.excerpt}{_said_in_headers(answer)}"
-        if answer.status in (401, 403):
+        if answer.status in NOT_ALLOWED:
             message += (
                 f". Likely causes: the zone {self.zone!r} is a Web Unlocker zone and not a SERP zone, or the key in "
                 f"{self.key.variable} is not valid for it"
@@ -163,16 +193,17 @@ def bing_url(query: str, location: str) -> str:
 
 def parse_organic(body: str, max_results: int, result_length: int) -> tuple[Document, ...]:
     """The hits of an answer: ``{"general": ..., "organic": [{"description", "title", "link", ...}, ...]}``, where a
-    page without hits may have no "organic". Raises ValueError for any other shape."""
+    page without hits may have no "organic". Raises ValueError for any other shape; it does not quote the
+    body, which may hold what no message may."""
     try:
         page = json.loads(body)
     except ValueError:
-        raise ValueError(f"expected JSON; found {body[:80]!r}") from None
+        raise ValueError("expected JSON") from None
     if not isinstance(page, dict) or not ("organic" in page or "general" in page):
-        raise ValueError(f'expected {{"general": ..., "organic": [...]}}; found {body[:80]!r}')
+        raise ValueError('expected {"general": ..., "organic": [...]}')
     hits = page.get("organic") or []
     if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
-        raise ValueError(f'expected a list of objects as "organic"; found {str(hits)[:80]}')
+        raise ValueError('expected a list of objects as "organic"')
     distinct: dict[str, dict[str, Any]] = {}
     for hit in hits:
         description = hit.get("description")

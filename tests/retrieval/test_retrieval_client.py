@@ -178,6 +178,27 @@ def test_servers_share_the_work_and_stand_in_for_each_other():
     asyncio.run(main())
 
 
+def test_the_start_searches_once_at_every_server_until_it_is_closed():
+    async def main():
+        async with serving(GOOD) as (first, asked_first), serving((503, "busy"), GOOD) as (second, asked_second):
+            client = RetrieverClient([first, second], backoff=0.01)
+            for _ in range(2):
+                await client.start()
+            assert asked_first == [{"queries": ["test"], "topk": 1, "return_scores": True}] and len(asked_second) == 2
+            await client.close()
+            await client.start()
+            await client.close()
+            assert (len(asked_first), len(asked_second)) == (2, 3)
+            down = f"http://127.0.0.1:{free_port()}"  # its work would be done twice by the other, all along
+            for wrong in (down, first + "/v1"):
+                client = RetrieverClient([first, wrong], backoff=0.01)
+                with pytest.raises(RetrievalError, match=wrong):
+                    await client.start()
+                await client.close()
+
+    asyncio.run(main())
+
+
 def test_one_loop_after_another_but_not_two_at_once():
     async def main():
         async with serving(GOOD) as (url, _):

@@ -10,6 +10,8 @@ import pytest
 
 from retrieval.process import RetrieverProcess
 from retrieval.types import IndexFolderError, RetrievalError, RetrieverStartError
+from rollout.tools.search import SearchTool
+from tests.rollout.serving import serving
 
 
 def start_elsewhere_than_here(process: RetrieverProcess) -> str | None:
@@ -45,6 +47,28 @@ def test_a_server_that_does_not_come_up_shows_its_log_once(bm25_index, tmp_path)
     assert Path(process._log_path).read_text().count("Lucene cannot open it") == 1  # one start for all twenty
     process.close()
     assert not process._log_path.exists()
+
+
+def test_the_search_tools_start_and_its_searches_share_one_server(bm25_index, monkeypatch):
+    """A small server in the place of the child; what decides whether to start one is all real."""
+    launched = []
+    answer = {"result": [[{"document": {"id": "7", "contents": '"T"\nx'}, "score": 1.5}]]}
+
+    async def main():
+        async with serving([answer]) as served:
+            process = RetrieverProcess(bm25_index)
+            monkeypatch.setattr(process, "_launch", lambda: launched.append(1) or served.url)
+            tool = SearchTool(process)
+            await asyncio.gather(tool.start(), tool.start(), tool.call({"query": "q"}))
+            await tool.start()
+            found = await tool.call({"query": "q"})
+            once = len(launched)
+            await tool.close()
+            await tool.start()
+            await tool.close()
+            return found.documents[0].id, once, len(launched), len(served.bodies)
+
+    assert asyncio.run(main()) == ("7", 1, 2, 2)
 
 
 def test_starting_lazily_dying_starting_again_and_ctrl_c(bm25_index, corpus, tmp_path):

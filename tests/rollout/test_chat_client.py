@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rollout.chat_client import ChatClient
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import InfrastructureError, PermanentFailure
 from tests.rollout.serving import free_port, raw_server, serving
 
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "half \ud83d pair é"}]
@@ -75,6 +75,7 @@ def test_tried_again(status):
     [
         ((400, "too long"), "after 1 attempt.*status 400: too long"),
         ((401, "bad key"), "status 401: bad key"),
+        ((403, "not yours"), "status 403: not yours"),
         ((404, "no model m"), "status 404"),
         ("<html>", "expected .*choices.*found <html>"),
         ({"choices": []}, 'found {"choices": '),
@@ -85,6 +86,7 @@ def test_tried_again(status):
 def test_not_tried_again(answer, message):
     error, served = asking([answer, reply("x")], retries=3)
     assert len(served.bodies) == 1
+    assert isinstance(error, PermanentFailure) == (isinstance(answer, tuple) and answer[0] in (401, 403))
     with pytest.raises(InfrastructureError, match=message):
         raise error
 

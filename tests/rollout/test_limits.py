@@ -12,6 +12,7 @@ from rollout.trajectory import (
     ActionKind,
     CallOutcome,
     InfrastructureError,
+    PermanentFailure,
     ToolCall,
     ToolRequest,
     ToolResult,
@@ -45,6 +46,16 @@ class Probe:
 
 async def forever(attempt):
     await asyncio.Event().wait()
+
+
+def test_what_failed_for_good_is_not_tried_again():
+    async def refused(attempt):
+        raise PermanentFailure("no such key") if attempt == 2 else InfrastructureError("busy")
+
+    probe = Probe(refused)
+    with pytest.raises(PermanentFailure, match="no such key"):
+        asyncio.run(LimitedTool(probe, ToolLimits(retries=5, backoff_s=0)).call({}))
+    assert probe.attempts == 2
 
 
 def test_a_deadline_cancels_and_is_infrastructure_or_a_result():

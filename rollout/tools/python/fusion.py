@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from rollout.services import LoopSession
 from rollout.tools.python.base import MAX_PROGRAM_BYTES, TOO_LONG, Run, RunStatus, middle_cut, readable
 from rollout.trajectory import InfrastructureError
 
@@ -28,7 +29,8 @@ class SandboxFusion:
         grace_s: further seconds for the service's own work, queueing included; after them it has failed.
         memory_mb: of a program; null for the service's own limit.
         max_output: characters of output that are kept, from the beginning and the end.
-        max_connections: requests in flight at once.
+        max_connections: requests in flight at once; waiting for one of these places does not count as the service's
+            time.
 
     Raises:
         ValueError: on construction, for an impossible value.
@@ -53,11 +55,22 @@ class SandboxFusion:
             )
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
         self.timeout_s, self.grace_s, self.max_output = timeout_s, grace_s, max_output
-        self.max_connections = max_connections
         self._memory = {} if memory_mb is None else {"memory_limit_MB": memory_mb}
         self._driver = DRIVER.read_text()
-        self._session: aiohttp.ClientSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session = LoopSession("SandboxFusion", max_connections)
+        self._tried = False
+
+    async def start(self) -> None:
+        """Run one program, the first time. InfrastructureError unless it prints what it should."""
+        if self._tried:
+            return
+        run = await self.run("print(1)")
+        if run != Run(RunStatus.FINISHED, "1\n"):
+            raise InfrastructureError(
+                f"{self.url}: tried print(1), expected it to finish and to print 1; found {run.status.value}, "
+                f"{run.output + run.notice!r}. Does the service have Python 3.9 or newer, and memory_mb enough for it?"
+            )
+        self._tried = True
 
     async def run(self, code: str) -> Run:
         """InfrastructureError if the service is not there, is late, says SandboxError, or answers nonsense."""
@@ -66,9 +79,10 @@ class SandboxFusion:
             return Run(RunStatus.FAILED, "", TOO_LONG)
         text = f"{self._driver}\n\nfresh_streams()\nos._exit(execute({data!r}.decode()))\n"
         body = {"code": text, "language": "python", "run_timeout": self.timeout_s, **self._memory}
+        session, places = self._session.open()
         try:
-            async with asyncio.timeout(self.timeout_s + self.grace_s):
-                async with self._connections().post(self.url, json=body) as response:
+            async with places, asyncio.timeout(self.timeout_s + self.grace_s):
+                async with session.post(self.url, json=body) as response:
                     content = await response.read()
         except TimeoutError as error:
             late = f"no answer within {self.timeout_s + self.grace_s:g} s"
@@ -104,19 +118,7 @@ class SandboxFusion:
         silent = f"The program ended with exit code {code} and printed nothing."
         return Run(RunStatus.FAILED, output, killed if code < 0 else "" if output.strip() else silent)
 
-    def _connections(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop:
-            if self._session is not None and not self._loop.is_closed():
-                raise RuntimeError("a SandboxFusion serves one event loop at a time; make one per loop")
-            connector = aiohttp.TCPConnector(limit=self.max_connections)
-            # aiohttp's own deadline is off: ours covers the whole request
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-            self._loop = loop
-        return self._session
-
     async def close(self) -> None:
         """Close the connections; a later program opens new ones."""
-        if self._session is not None and self._loop is asyncio.get_running_loop():
-            await self._session.close()
-        self._session = self._loop = None
+        self._tried = False
+        await self._session.close()

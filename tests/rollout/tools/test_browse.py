@@ -153,6 +153,18 @@ def test_over_the_web_search_with_its_cache(monkeypatch, tmp_path):
     assert asyncio.run(main()) == (["Oldfield"] * 2, 1, 2, ["/a"] * 2)
 
 
+def test_a_search_without_its_key_is_told_at_the_start(monkeypatch, tmp_path):
+    monkeypatch.delenv("BRIGHT_DATA_API_KEY", raising=False)
+
+    def start(search):
+        asyncio.run(LimitedTool(BrowsingSearch(search, ChatClient(["http://a"], "m")), ToolLimits()).start())
+
+    with pytest.raises(ValueError, match="set the environment variable BRIGHT_DATA_API_KEY"):
+        start(BrightDataSearch())
+    start(BrightDataSearch(cache=str(tmp_path / "cache.sqlite"), needs_links=True, offline=True))
+    start(Found(ToolResult("", CallOutcome.EMPTY)))  # has nothing to start
+
+
 def test_closing_closes_the_search():
     search = Found(ToolResult("", CallOutcome.EMPTY))
     browsing(search, [reply("x")])

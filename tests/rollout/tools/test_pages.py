@@ -188,6 +188,21 @@ def test_a_redirect_into_the_own_network_is_refused(monkeypatch):
         ("2002:7f00:1::", False),
         ("64:ff9b::7f00:1", False),
         ("64:ff9b::5db8:d822", True),
+        ("64:ff9b:1::7f00:1", False),  # NAT64 of the own network (RFC 8215)
+        ("64:ff9b:1::5db8:d822", False),
+        ("::ffff:0:127.0.0.1", False),  # translated (RFC 2765)
+        ("::127.0.0.1", False),  # compatible, deprecated
+        ("::93.184.216.34", False),
+        ("fec0::1", False),  # site-local, deprecated
+        ("5f00::1", False),
+        ("2001:db8::1", False),
+        ("3fff:ffff:ffff::1", True),
+        ("4000::1", False),
+        ("192.0.0.8", False),
+        ("192.0.0.9", False),
+        ("192.0.1.1", True),
+        ("::ffff:192.0.0.9", False),
+        ("64:ff9b::c000:8", False),
         ("localhost", False),
     ],
 )

@@ -160,6 +160,64 @@ def test_a_service_that_is_late_or_not_there():
         asyncio.run(nobody())
 
 
+def test_the_start_runs_one_program_once_until_it_is_closed():
+    async def main():
+        async with service() as (url, requests):
+            tool = PythonTool(SandboxFusion(url, timeout_s=30))
+            for _ in range(2):
+                await tool.start()
+            once = len(requests)
+            await tool.close()
+            await tool.start()
+            await tool.close()
+            return once, len(requests)
+
+    assert asyncio.run(main()) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (finished(stdout="2\n"), r"expected it to finish and to print 1; found finished, '2\\n'"),
+        (finished(return_code=1, stdout="", stderr="SyntaxError"), "found failed, 'SyntaxError'.*Python 3.9"),
+        (finished(status="TimeLimitExceeded", stdout=""), "found timeout, 'The program did not finish"),
+        (web.Response(status=404, text="no such page"), "status 404: no such page"),
+    ],
+)
+def test_the_start_tells_of_a_service_that_is_none(answer, message):
+    async def main():
+        async with service(lambda body: answer) as (url, _):
+            tool = PythonTool(SandboxFusion(url))
+            try:
+                await tool.start()
+            finally:
+                await tool.close()
+
+    with pytest.raises(InfrastructureError, match=message):
+        asyncio.run(main())
+
+
+def test_waiting_for_a_place_is_not_held_against_the_service():
+    running = most = 0
+
+    async def work(body):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.2)
+        running -= 1
+        return finished()
+
+    async def main():
+        async with service(work) as (url, _):
+            fusion = SandboxFusion(url, timeout_s=0.5, grace_s=0.5, max_connections=1)
+            runs = await asyncio.gather(*(fusion.run("1") for _ in range(7)))  # 1.4 s in all
+            await fusion.close()
+            return [run.output for run in runs]
+
+    assert asyncio.run(main()) == ["x"] * 7 and most == 1
+
+
 def test_after_closing_another_loop_may_use_it_but_not_before():
     fusion = SandboxFusion("http://127.0.0.1:9")
 

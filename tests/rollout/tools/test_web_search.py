@@ -11,7 +11,7 @@ import pytest
 from rollout.tools.limits import LimitedTool, ToolLimits
 from rollout.tools.search_cache import SearchCache
 from rollout.tools.web_search import BrightDataSearch, bing_url, is_chinese, parse_organic
-from rollout.trajectory import CallOutcome, Document, InfrastructureError
+from rollout.trajectory import CallOutcome, Document, InfrastructureError, PermanentFailure
 from tests.rollout.serving import free_port, raw_server, serving
 
 KEY = "k3y-of-these-tests"
@@ -131,8 +131,8 @@ def test_queries_that_are_not_sent():
         ((502, "", {"x-brd-error": "no peer", "x-brd-error-code": "e1"}), r"an empty body\) \(no peer; e1\)"),
         ((403, "Forbidden"), "Likely causes: the zone 'serp_api1' is a Web Unlocker zone and not a SERP zone"),
         ((401, "no"), "or the key in BRIGHT_DATA_API_KEY is not valid"),
-        ("<html>captcha</html>", "expected JSON; found '<html>captcha"),
-        ((200, "", {"x-brd-error": "blocked"}), r"expected JSON; found '' \(blocked\)"),
+        ("<html>captcha</html>", "expected JSON; found <html>captcha"),
+        ((200, "", {"x-brd-error": "blocked"}), r"expected JSON; found \(an empty body\) \(blocked\)"),
         ([], "expected"),
         ({"error": "quota"}, "quota"),
         ({"organic": "none"}, "list of objects"),
@@ -143,6 +143,7 @@ def test_failures_of_the_service(answer, message):
     with pytest.raises(InfrastructureError, match=message) as failure:
         search([answer])
     assert "127.0.0.1" in str(failure.value)
+    assert isinstance(failure.value, PermanentFailure) == (isinstance(answer, tuple) and answer[0] in (401, 403))
 
 
 def test_a_service_that_is_down_or_slow():
@@ -162,6 +163,24 @@ def test_limits_around_it_try_again():
         return (await limited.call({"query": "q"})).text, len(served.bodies)
 
     assert using([(429, "slow down"), "nonsense", PAGE], use) == (SHOWN, 3)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_key_that_is_not_accepted_is_not_tried_again(status):
+    async def use(tool, served):
+        with pytest.raises(PermanentFailure, match=f"status {status}"):
+            await LimitedTool(tool, ToolLimits(retries=2, backoff_s=0)).call({"query": "q"})
+        return len(served.bodies)
+
+    assert using([(status, "no"), PAGE], use) == 1
+
+
+@pytest.mark.parametrize("place", [60, 70, 78, 285, 292])
+@pytest.mark.parametrize("shape", ["{}", '["{}"]', '{{"error": "{}"}}', '{{"organic": ["{}"]}}'])
+def test_no_part_of_an_echoed_key_is_told_wherever_the_message_is_cut(place, shape):
+    with pytest.raises(InfrastructureError, match="expected") as failure:
+        search([shape.format("x" * (place - 8) + f" Bearer {KEY}")])
+    assert KEY[:3] not in "".join(traceback.format_exception(failure.value))
 
 
 def test_the_key_is_told_to_nobody_else(tmp_path, caplog):
@@ -203,23 +222,60 @@ def test_the_key_is_told_to_nobody_else(tmp_path, caplog):
 
 def test_a_missing_key(monkeypatch, tmp_path):
     monkeypatch.delenv("BRIGHT_DATA_API_KEY")
-    with pytest.raises(ValueError, match="set the environment variable BRIGHT_DATA_API_KEY"):
-        BrightDataSearch()
+    path = str(tmp_path / "cache.sqlite")
+    for tool in (BrightDataSearch(), BrightDataSearch(cache=path)):  # no cache knows all that a policy may ask
+        with pytest.raises(ValueError, match="set the environment variable BRIGHT_DATA_API_KEY.* offline to true"):
+            asyncio.run(LimitedTool(tool, ToolLimits()).start())
     monkeypatch.setenv("OTHER_KEY", "two words\n")
     with pytest.raises(ValueError, match="OTHER_KEY does not hold a key"):
-        BrightDataSearch(api_key_variable="OTHER_KEY")
+        asyncio.run(BrightDataSearch(api_key_variable="OTHER_KEY").start())
     with pytest.raises(ValueError, match="expected the NAME of an environment variable") as refused:
         BrightDataSearch(api_key_variable=KEY)  # the key itself in the place of its name
     assert KEY not in str(refused.value)
+    monkeypatch.setenv("OTHER_KEY", KEY)
+    asyncio.run(BrightDataSearch(api_key_variable="OTHER_KEY").start())
+
+
+@pytest.mark.parametrize("needs_links", [False, True])
+def test_offline_the_cache_alone_answers(needs_links, monkeypatch, tmp_path):
+    monkeypatch.delenv("BRIGHT_DATA_API_KEY")
     path = str(tmp_path / "cache.sqlite")
-    SearchCache(path).store("known", "Page 1: x")
+    linked = Document("https://e.org/1", "T", "y", 1.0)
+    for query, text, documents in (("imported", "Page 1: x", None), ("ours", "Page 1: y", [linked])):
+        SearchCache(path).store(query, text, documents)
 
     async def use(tool, served):
-        assert (await tool.call({"query": '"known"'})).text == "Page 1: x"  # the cache wants no key
-        with pytest.raises(ValueError, match="BRIGHT_DATA_API_KEY"):
-            await tool.call({"query": "unknown"})
+        await tool.start()
+        results = [await tool.call({"query": query}) for query in ('"imported"', "ours", "unknown")]
+        return [(r.text, r.outcome, r.documents, r.detail) for r in results], served.bodies
 
-    using([PAGE], use, cache=path)
+    missing = "offline, and the cache lacks this query"
+    assert using([PAGE], use, cache=path, offline=True, needs_links=needs_links) == (
+        [
+            ("Page 1: x", CallOutcome.OK, (), None),
+            ("Page 1: y", CallOutcome.OK, (linked,), None),
+            ("No search results found.", CallOutcome.EMPTY, (), missing),
+        ],
+        [],
+    )
+    assert SearchCache(path).count() == 2  # what is missing is not kept as a search without hits
+    with pytest.raises(ValueError, match="expected a file as cache"):
+        BrightDataSearch(offline=True)
+
+
+def test_what_was_paid_for_is_returned_when_the_cache_cannot_take_it(tmp_path, caplog):
+    """The file becomes read-only for this connection, as a full disk is: reading goes on, writing fails."""
+
+    async def use(tool, served):
+        assert (await tool.call({"query": "before"})).text == SHOWN
+        tool.cache._connection.execute("PRAGMA query_only = ON")
+        limited = LimitedTool(tool, ToolLimits(retries=2, backoff_s=0))
+        texts = [(await limited.call({"query": query})).text for query in ("a", "b", "before")]
+        return texts, len(served.bodies), tool.cache.count()
+
+    assert using([PAGE], use, cache=str(tmp_path / "cache.sqlite")) == ([SHOWN] * 3, 3, 1)
+    [told] = [record.getMessage() for record in caplog.records if record.name == "rollout.tools.web_search"]
+    assert "cache.sqlite: attempt to write a readonly database" in told and "not kept" in told
 
 
 def test_the_cache_outlives_the_tool_and_keeps_no_failures(tmp_path):
