@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,16 +190,19 @@ def asked_task(question: str, example: Task | None) -> Task:
 
 
 def answer(system: Any, console: Console, task: Task, temperature: float, seed: int) -> None:
+    from rich.markup import escape
+
     from data_modules.decoding import Decoding
 
     [trajectory] = system.rollout([task], n=1, sampling=Decoding(temperature=temperature).params, seed=seed)
     if trajectory.failed_by_infrastructure:
         raise ExperimentError(f"the search engine or the model failed: {'; '.join(system.failures)}")
     found = trajectory.answer if trajectory.answer is not None else "(none)"
-    searches = len(trajectory.executed_calls)
-    console.print(f"\n[bold green]answer:[/bold green] {found}", markup=True)
+    calls = Counter(call.request.name for call in trajectory.executed_calls)
+    made = ", ".join(f"{count} x {tool}" for tool, count in calls.items()) or "no call"
+    console.print(f"\n[bold green]answer:[/bold green] {escape(found)}", markup=True)
     console.print(
-        f"[dim]{len(trajectory.turns)} turns, {searches} searches, {len(trajectory.response_ids)} tokens, "
+        f"[dim]{len(trajectory.turns)} turns, {made}, {len(trajectory.response_ids)} tokens, "
         f"{trajectory.seconds:.1f} s, ended by {trajectory.stop_reason}[/dim]"
     )
 
