@@ -23,6 +23,7 @@ from data_modules.datasets.files import DatasetError
 from data_modules.datasets.traces import MalformedTrace, Trace, cut, read_traces
 from data_modules.evaluation_data import as_list
 from data_modules.loaders import spread
+from rollout.protocols.arpo_tags import ARGUMENT
 from rollout.protocols.boxed import boxed
 from rollout.protocols.text import control_tokens
 from rollout.rewards.arpo import EMPTY_RESULT, answer_text, format_error
@@ -44,7 +45,6 @@ from rollout.trajectory import (
 logger = logging.getLogger(__name__)
 
 CHUNK = 1000  # traces per file
-ARGUMENT = {"search": "query", "python": "code"}  # how the tools name what stands between the tags
 
 
 class TaggedTraces:

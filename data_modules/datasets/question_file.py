@@ -12,14 +12,13 @@ from typing import Any
 import polars as pl
 
 from data_modules.datasets.files import DatasetError, read_parquet, refuse_rows
+from rollout.protocols.boxed import BROKEN_BOX, mended
 from rollout.trajectory import Task
 
 logger = logging.getLogger(__name__)
 
 QUESTION_MARKER = "Question:"
 ABILITIES = ("math", "qa")  # what rewards tell apart; any other value of the column says nothing to them
-# The system prompt of ARPO's five RL files was written with an unescaped \b: a backspace stands before "oxed".
-BROKEN_BOX, BOX = "\x08oxed", "\\boxed"
 
 STRINGS = pl.List(pl.String)
 SCHEMA = {
@@ -150,13 +149,13 @@ class QuestionFile:
         rows = column.to_list()
         broken = [any(m is None or not m["role"] or m["content"] is None for m in row or []) for row in rows]
         self._refuse_rows(pl.Series(broken, dtype=pl.Boolean), "a prompt message without role or content")
-        mended = sum(BROKEN_BOX in m["content"] for row in rows for m in row or [])
-        if mended:
+        backspaces = sum(BROKEN_BOX in m["content"] for row in rows for m in row or [])
+        if backspaces:
             logger.warning(
                 "%s: %d prompt messages hold a backspace before 'oxed', where '\\boxed' was meant; they are mended",
-                self._path, mended,
+                self._path, backspaces,
             )  # fmt: skip
-        return [tuple((m["role"], m["content"].replace(BROKEN_BOX, BOX)) for m in row or []) for row in rows]
+        return [tuple((m["role"], mended(m["content"])) for m in row or []) for row in rows]
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

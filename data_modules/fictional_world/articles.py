@@ -7,7 +7,7 @@ about *another* world (same words, other facts) give it the language without a s
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from data_modules.fictional_world.schema import RELATIONS_OF
@@ -30,8 +30,14 @@ def article(world: World, entity: Entity, rng: random.Random, shown: int = 3, no
     return text
 
 
-def token_sequences(world: World, tokenizer: Any, length: int, count: int, seed: int) -> Iterator[list[int]]:
-    """``count`` sequences of ``length`` ids: articles of linked entities, one after the other, cut to size."""
+def token_sequences(
+    world: Any, tokenizer: Any, length: int, count: int, seed: int, article: Callable[..., str] = article
+) -> Iterator[list[int]]:
+    """``count`` sequences of ``length`` ids: articles of linked entities, one after the other, cut to size.
+
+    Args:
+        world: a ``World``, or a ``NumberWorld`` with its own ``article(world, entity, rng)``.
+    """
     rng = random.Random(f"articles:{seed}")
     for _ in range(count):
         entity, ids = rng.choice(world.entities), []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data_modules.datasets.questions import write_tasks
 from data_modules.fictional_world.articles import article, as_trajectory, token_sequences
@@ -21,7 +23,56 @@ from rollout.trajectory import Task
 LANGUAGE_SEED_OFFSET = 1_000_003  # the articles' world: same words, other facts
 
 
-class BuildWorld:
+class WorldTask(ABC):
+    """What the tasks that write a world have in common. Subclasses set ``seed`` and ``vocab_size``."""
+
+    DIGITS: ClassVar[int] = 1  # of a number that the tokenizer keeps together
+    seed: int
+    vocab_size: int
+
+    @abstractmethod
+    def _world(self, seed: int) -> Any: ...
+
+    @abstractmethod
+    def _questions(self, world: Any) -> dict[str, list[Task]]: ...
+
+    @abstractmethod
+    def _texts(self, world: Any, other: Any, demonstrations: list[Task]) -> list[str]: ...
+
+    @abstractmethod
+    def _sequences(self, world: Any, tokenizer: Any) -> Iterator[list[int]]: ...
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        """Write ``corpus.jsonl``, ``{demonstrations,train,val,test}.parquet``, ``tokenizer/``, ``articles.parquet``."""
+        world = self._world(self.seed)
+        with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
+            for passage in world.passages:
+                file.write(json.dumps({"id": passage.id, "contents": passage.contents}) + "\n")
+        splits = self._questions(world)
+        for name, tasks in splits.items():
+            write_tasks(output_dir / f"{name}.parquet", tasks)
+        other = self._world(self.seed + LANGUAGE_SEED_OFFSET)
+        texts = self._texts(world, other, splits["demonstrations"])
+        tokenizer = train_tokenizer(texts, self.vocab_size, self.DIGITS)
+        tokenizer.save_pretrained(output_dir / "tokenizer")
+        save_trajectories(
+            output_dir / "articles.parquet",
+            [as_trajectory(ids, n, tokenizer.pad_token_id) for n, ids in enumerate(self._sequences(other, tokenizer))],
+        )
+        return {"passages": len(world.passages), "vocabulary": len(tokenizer)} | {k: len(v) for k, v in splits.items()}
+
+
+def choose_unseen(entities: Iterable[Entity], share: float, rng: random.Random) -> set[int]:
+    """Ids of the entities kept away from training questions: ``share`` of each kind."""
+    unseen: set[int] = set()
+    everyone = list(entities)
+    for kind in Kind:
+        members = [e.id for e in everyone if e.kind is kind]
+        unseen.update(rng.sample(members, round(share * len(members))))
+    return unseen
+
+
+class BuildWorld(WorldTask):
     """Make an invented world: corpus, questions, tokenizer and articles. Deterministic.
 
     Args:
@@ -66,32 +117,16 @@ class BuildWorld:
         self.test_unseen, self.unseen_share = test_unseen, unseen_share
         self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
 
-    def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``corpus.jsonl``, ``{demonstrations,train,val,test}.parquet``, ``tokenizer/``, ``articles.parquet``."""
-        world = build_world(self.entities, self.seed)
-        with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
-            for passage in world.passages:
-                file.write(json.dumps({"id": passage.id, "contents": passage.contents}) + "\n")
-        splits = self._questions(world)
-        for name, tasks in splits.items():
-            write_tasks(output_dir / f"{name}.parquet", tasks)
-        other = build_world(self.entities, self.seed + LANGUAGE_SEED_OFFSET)
-        tokenizer = train_tokenizer(self._texts(world, other, splits["demonstrations"]), self.vocab_size)
-        tokenizer.save_pretrained(output_dir / "tokenizer")
-        sequences = token_sequences(other, tokenizer, self.article_tokens, self.articles, self.seed)
-        save_trajectories(
-            output_dir / "articles.parquet",
-            [as_trajectory(ids, n, tokenizer.pad_token_id) for n, ids in enumerate(sequences)],
-        )
-        return {"passages": len(world.passages), "vocabulary": len(tokenizer)} | {k: len(v) for k, v in splits.items()}
+    def _world(self, seed: int) -> World:
+        return build_world(self.entities, seed)
+
+    def _sequences(self, world: World, tokenizer: Any) -> Iterator[list[int]]:
+        return token_sequences(world, tokenizer, self.article_tokens, self.articles, self.seed)
 
     def _questions(self, world: World) -> dict[str, list[Task]]:
         """Disjoint splits. The unseen part of the test split starts at an entity that training never touches."""
         rng = random.Random(f"questions:{self.seed}")
-        unseen: set[int] = set()
-        for kind in Kind:
-            members = [e.id for e in world.entities if e.kind is kind]
-            unseen.update(rng.sample(members, round(self.unseen_share * len(members))))
+        unseen = choose_unseen(world.entities, self.unseen_share, rng)
         seen = [e for e in world.entities if e.id not in unseen]
         taken: set[Any] = set()
         texts: set[str] = set()

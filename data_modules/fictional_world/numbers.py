@@ -53,6 +53,11 @@ class NumberWorld:
     def entities(self) -> tuple[Entity, ...]:
         return self.world.entities
 
+    @property
+    def facts(self) -> dict[tuple[int, str], int]:
+        """The relations: (subject id, keyword) -> object id."""
+        return self.world.facts
+
     def told(self, entity: Entity, keyword: str) -> str:
         """What the passage about this fact says: a number, or the mention of an entity."""
         if (entity.id, keyword) in self.numbers:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Optional
 
-from data_modules.datasets.questions import write_tasks
-from data_modules.fictional_world.articles import as_trajectory
-from data_modules.fictional_world.build import LANGUAGE_SEED_OFFSET
+from data_modules.fictional_world.articles import token_sequences
+from data_modules.fictional_world.build import WorldTask, choose_unseen
 from data_modules.fictional_world.numbers import QUANTITIES_OF, NumberWorld, build_number_world
 from data_modules.fictional_world.problems import FAMILIES, as_task, draw_problems
-from data_modules.fictional_world.schema import RELATIONS_OF, Kind
+from data_modules.fictional_world.schema import RELATIONS_OF
 from data_modules.fictional_world.tool_expert import ToolExpertPolicy
 from data_modules.fictional_world.world import Entity
-from data_modules.tokenizer import train_tokenizer
-from rollout.storage import save_trajectories
 from rollout.tools.search import format_passages
 from rollout.trajectory import Task
 
 SHARES = {"one": 0.35, "two": 0.3, "hop": 0.25, "lookup": 0.05, "compute": 0.05}
 
 
-class BuildToolWorld:
+class BuildToolWorld(WorldTask):
     """Make an invented world with numbers: corpus, questions that need search and Python, tokenizer, articles.
     Deterministic.
 
@@ -43,6 +38,8 @@ class BuildToolWorld:
         articles: sequences of plain text about another world, to teach a model the language.
         article_tokens: length of each.
     """
+
+    DIGITS = 2
 
     def __init__(
         self,
@@ -69,32 +66,16 @@ class BuildToolWorld:
         self.test_unseen, self.unseen_share = test_unseen, unseen_share
         self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
 
-    def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``corpus.jsonl``, ``{demonstrations,train,val,test}.parquet``, ``tokenizer/``, ``articles.parquet``."""
-        world = build_number_world(self.entities, self.seed)
-        with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
-            for passage in world.passages:
-                file.write(json.dumps({"id": passage.id, "contents": passage.contents}) + "\n")
-        splits = self._questions(world)
-        for name, tasks in splits.items():
-            write_tasks(output_dir / f"{name}.parquet", tasks)
-        other = build_number_world(self.entities, self.seed + LANGUAGE_SEED_OFFSET)
-        tokenizer = train_tokenizer(self._texts(world, other, splits["demonstrations"]), self.vocab_size, digits=2)
-        tokenizer.save_pretrained(output_dir / "tokenizer")
-        sequences = self._sequences(other, tokenizer)
-        save_trajectories(
-            output_dir / "articles.parquet",
-            [as_trajectory(ids, n, tokenizer.pad_token_id) for n, ids in enumerate(sequences)],
-        )
-        return {"passages": len(world.passages), "vocabulary": len(tokenizer)} | {k: len(v) for k, v in splits.items()}
+    def _world(self, seed: int) -> NumberWorld:
+        return build_number_world(self.entities, seed)
+
+    def _sequences(self, world: NumberWorld, tokenizer: Any) -> Iterator[list[int]]:
+        return token_sequences(world, tokenizer, self.article_tokens, self.articles, self.seed, article)
 
     def _questions(self, world: NumberWorld) -> dict[str, list[Task]]:
         """Disjoint splits. The unseen part of the test split starts at entities that training never looks up."""
         rng = random.Random(f"problems:{self.seed}")
-        unseen: set[int] = set()
-        for kind in Kind:
-            members = [e.id for e in world.entities if e.kind is kind]
-            unseen.update(rng.sample(members, round(self.unseen_share * len(members))))
+        unseen = choose_unseen(world.entities, self.unseen_share, rng)
         seen = [e for e in world.entities if e.id not in unseen]
         strangers = [e for e in world.entities if e.id in unseen]
         taken: set[object] = set()
@@ -106,17 +87,6 @@ class BuildToolWorld:
         splits = {name: split(name, seen, count, unseen) for name, count in self.sizes.items()}
         splits["test"] += split("test_unseen", strangers, self.test_unseen, set())
         return splits
-
-    def _sequences(self, world: NumberWorld, tokenizer: Any) -> Iterator[list[int]]:
-        """Articles of linked entities, one after the other, cut to size."""
-        rng = random.Random(f"articles:{self.seed}")
-        for _ in range(self.articles):
-            entity, ids = rng.choice(world.entities), []
-            while len(ids) < self.article_tokens:
-                ids += tokenizer(article(world, entity, rng), add_special_tokens=False).input_ids
-                follow = rng.choice(RELATIONS_OF[entity.kind])
-                entity = world.entities[world.world.facts[entity.id, follow.keyword]]
-            yield ids[: self.article_tokens]
 
     def _texts(self, world: NumberWorld, other: NumberWorld, demonstrations: list[Task]) -> list[str]:
         """What the tokenizer is trained on: articles, passages, questions, and how an agent writes."""

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.protocols.base import PromptMode
-from rollout.protocols.boxed import boxed, unwrapped
+from rollout.protocols.boxed import boxed, mended, unwrapped
 from rollout.protocols.text import DATASET, TextProtocol
-from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
 # The meaning of ARPO's system prompt in our own words. Checkpoints trained on the published wording need exactly that
@@ -36,7 +35,6 @@ CORRECTION = (
     "Nothing was called. Write <search> a query </search>, or <python> a program </python>, or close with "
     "<answer> \\boxed{the answer} </answer>."
 )
-BROKEN_BOX = "\x08oxed"  # in the published files: "\\b" was read as a backspace
 ARGUMENT = {"search": "query", "python": "code"}  # by tool: the name of what stands between its tags
 _CLOSING = re.compile(rf"</({'|'.join(ARGUMENT)})>")
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -81,14 +79,7 @@ class ARPOProtocol(TextProtocol):
         Raises ValueError if the question is empty, a gold mode meets a task without gold passages, the system text is
         ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token.
         """
-        text = self._chat(self._messages(task))
-        if mode in (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK):
-            if not task.gold_passages:
-                raise ValueError(f"task {task.id}: mode {mode} needs gold passages, and the task has none")
-            passages = format_passages(task.gold_passages).strip()
-            self._refuse_control_tokens(task, "a gold passage", passages)
-            text += OPEN + passages + CLOSE + ("<answer>" if mode is PromptMode.GOLD_DIRECT else "")
-        return self._ids(text)
+        return self._ids(self._chat(self._messages(task)) + self._gold(task, mode, OPEN, CLOSE))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends there), else
@@ -141,5 +132,5 @@ def read_system(system: str) -> str:
     messages = frame.select("prompt").collect().item().to_list()
     for message in messages:
         if message["role"] == "system":
-            return message["content"].replace(BROKEN_BOX, "\\boxed")
+            return mended(message["content"])
     raise ValueError(f"{path}: the prompt of the first row holds no system message; take another system text")

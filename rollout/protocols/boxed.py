@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+# The system prompt of ARPO's five RL files was written with an unescaped \b: a backspace stands before "oxed".
+BROKEN_BOX = "\x08oxed"
+
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
 _END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
@@ -38,3 +41,8 @@ def unwrapped(answer: str) -> str:
     """
     whole = _WORDS.fullmatch(answer)
     return whole[1].strip() if whole else answer
+
+
+def mended(text: str) -> str:
+    r"""A published prompt with its ``\boxed`` as it was meant."""
+    return text.replace(BROKEN_BOX, "\\boxed")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rollout.protocols.base import PromptMode
 from rollout.protocols.text import DATASET, TextProtocol
-from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
 # The meaning of Search-R1's instruction in our own words. Checkpoints trained on the published wording need exactly
@@ -74,15 +73,7 @@ class SearchR1Protocol(TextProtocol):
         ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token: the chat
         template's own must become ids, a quoted one must not.
         """
-        text = self._chat(self._messages(task))
-        if mode in (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK):
-            if not task.gold_passages:
-                raise ValueError(f"task {task.id}: mode {mode} needs gold passages, and the task has none")
-            passages = format_passages(task.gold_passages).strip()
-            self._refuse_control_tokens(task, "a gold passage", passages)
-            text += OPEN + passages + CLOSE
-            text += "<answer>" if mode is PromptMode.GOLD_DIRECT else ""
-        return self._ids(text)
+        return self._ids(self._chat(self._messages(task)) + self._gold(task, mode, OPEN, CLOSE))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The first complete action in the text of one turn.

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.protocols.base import PromptMode
 from rollout.tokenizer import load_tokenizer
+from rollout.tools.search import format_passages
 from rollout.trajectory import Task
 
 DATASET = "dataset"  # a template's name: the messages of the task's own ``prompt``, word by word
@@ -50,6 +52,16 @@ class TextProtocol:
         for _, content in task.prompt:
             self._refuse_control_tokens(task, "the prompt", content)
         return [{"role": role, "content": content} for role, content in task.prompt]
+
+    def _gold(self, task: Task, mode: PromptMode, opening: str, closing: str) -> str:
+        """What ARCap's gold modes put at the beginning of the assistant's turn; "" in the others."""
+        if mode not in (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK):
+            return ""
+        if not task.gold_passages:
+            raise ValueError(f"task {task.id}: mode {mode} needs gold passages, and the task has none")
+        passages = format_passages(task.gold_passages).strip()
+        self._refuse_control_tokens(task, "a gold passage", passages)
+        return opening + passages + closing + ("<answer>" if mode is PromptMode.GOLD_DIRECT else "")
 
     def _question(self, task: Task) -> str:
         question = task.question.strip()
