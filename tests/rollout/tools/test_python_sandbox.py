@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,30 @@ def test_packages_are_there_when_named(make_bench):
     assert "ModuleNotFoundError" in bench.run("import torch").text
     write = bench.run("import sympy\nopen(sympy.__file__, 'a')")
     assert write.outcome is ERROR and "Error: [Errno" in write.text
+
+
+def test_packages_below_tmp_are_not_covered_by_the_programs_own_folder():
+    """A checkout in /tmp has its packages there; what they load late must still be found, and not be written."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        package = Path(folder) / "lazily"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        (package / "later.py").write_text("VALUE = 42\n")
+
+        async def scenario():
+            sandbox = LocalSandbox(warm=0)
+            sandbox._options |= {"packages": ["lazily"], "paths": [str(package)], "search": [folder]}
+            try:
+                late = await sandbox.run("from lazily.later import VALUE\nopen('/tmp/mine', 'w').write('x')\nVALUE")
+                write = await sandbox.run("import lazily\nopen(lazily.__file__, 'a')")
+            finally:
+                await sandbox.close()
+            return late, write
+
+        late, write = asyncio.run(scenario())
+    assert late.output.split() == ["42"], late
+    assert "Error: [Errno" in write.output
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ def preload(packages: list[str]) -> None:
         __import__(name)
 
 
+_SHOWN = "/shown"  # where what lies below /tmp is kept for ``temporary_folder``, which covers /tmp
+_covered: list[str] = []
+
+
 def mounted(stage: str, packages: list[str]) -> None:
     """Make the new root in the empty folder ``stage``, and enter it. In a mount namespace of one's own."""
     linux.mount(None, "/", flags=linux.MS_REC | linux.MS_PRIVATE)
@@ -50,6 +54,9 @@ def mounted(stage: str, packages: list[str]) -> None:
     for path in (STDLIB, *OTHERS, *packages, *DEVICES):
         if os.path.exists(path):
             linux.bind(path, stage + path)
+            if path.startswith("/tmp/"):  # a checkout in /tmp has its packages there
+                linux.bind(path, stage + _SHOWN + path)
+                _covered.append(path)
     for name in NOT_OURS:
         if os.path.isdir(f"{STDLIB}/{name}") and not any(p.startswith(f"{STDLIB}/{name}") for p in packages):
             linux.mount("none", f"{stage}{STDLIB}/{name}", "tmpfs", linux.MS_RDONLY, "size=4k,mode=755")
@@ -68,4 +75,6 @@ def temporary_folder(megabytes: int) -> None:
     linux.unshare(linux.CLONE_NEWNS)
     options = f"size={megabytes}m,nr_inodes=4096,mode=1777"
     linux.mount("tmp", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, options)
+    for path in _covered:
+        linux.bind(_SHOWN + path, path)
     os.chdir("/tmp")
