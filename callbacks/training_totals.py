@@ -23,7 +23,8 @@ class TrainingTotals(L.Callback):
     ``tool_calls``, ``calls/<tool>``, the means and shares of ``RolloutFigures.ratios`` (``distinct``, ``forked``,
     ``tokens_computed`` per trajectory, ...), ``tokens_computed_total``, ``iterations`` and ``seconds`` (of training,
     validations included). What dynamic sampling threw away (``discarded_trajectories``) is in ``tool_calls`` and
-    ``tokens_computed_total``, since it was paid for, and in nothing else. Over the last 10 iterations ``last_reward`` and ``last_entropy_after_tools``.
+    ``tokens_computed_total``, since it was paid for, and in nothing else. Over the last 10 iterations ``last_reward``
+    and ``last_entropy_after_tools``.
 
     Written after every iteration, before its checkpoint, since a run may be killed between its last checkpoint and
     its end. A resumed run goes on from the sums in its checkpoint. Batches that are no rollouts are not counted.

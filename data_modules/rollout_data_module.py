@@ -24,8 +24,8 @@ class RolloutDataModule(TrainingData):
     Questions come in an order that depends on the seed and the pass alone. Passes do not mix: the
     ``len(questions) % prompts_per_step`` questions left at the end of a pass wait for the next one, whose order is
     another. Sampling seeds derive from (seed, iteration), so that a resumed run draws the tokens it would have drawn,
-    and any number of ranks draws the same (a branching sampler: see ``rollout.branching``). The position is saved in the
-    checkpoint.
+    and any number of ranks draws the same (a branching sampler: see ``rollout.branching``). The position is saved in
+    the checkpoint.
 
     Trajectories that failed by infrastructure are passed on (for the log; the on-policy module leaves them out).
 

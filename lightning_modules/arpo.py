@@ -24,9 +24,9 @@ class ARPO(GRPO):
 
     ``attribution`` says what a token is worth that several trajectories have in common. ``soft``: each copy has its
     trajectory's advantage, as in plain GRPO (the paper's results, and all that was released). ``hard``: each copy has
-    the mean over those that share it. While no ratio has left 1, every token weighs alike (``token_mean``) and all copies
-    are learnt from in one optimiser step (``mini_batches: 1``), their gradients add up to the same; otherwise they differ:
-    where one sign of A is clipped and the other is not, and because each step sees other copies.
+    the mean over those that share it. While no ratio has left 1, every token weighs alike (``token_mean``) and all
+    copies are learnt from in one optimiser step (``mini_batches: 1``), their gradients add up to the same. Otherwise
+    they differ: where one sign of A is clipped and the other is not, and because each step sees other copies.
 
     The other defaults of ``GRPO`` are the released ones: clip 0.2 on both sides, dual clip 3, token mean, std, no KL
     (its weight was 0, so the reference is not even loaded).

@@ -77,8 +77,8 @@ class RolloutSystem:
         )
         if missing := sorted(set(protocol.tools) - set(getattr(environment, "tools", protocol.tools))):
             raise ValueError(
-                f"{type(protocol).__name__} calls the tools {', '.join(protocol.tools)}, but the environment has none named "
-                f"{', '.join(missing)}; add it to environment.tools"
+                f"{type(protocol).__name__} calls the tools {', '.join(protocol.tools)}, but the environment has none "
+                f"named {', '.join(missing)}; add it to environment.tools"
             )
         self.engine, self.protocol, self.environment, self.reward = engine, protocol, environment, reward
         self.sampler: Sampler = sampler or IndependentSampler()
@@ -126,9 +126,10 @@ class RolloutSystem:
         """``n`` trajectories per task, ordered by task, then index, in whatever order they finished.
 
         The same seed and weights give the same trajectories: each request's seed is derived from (seed, group, the
-        trajectory's key, turn). Only a branching sampler (see ``rollout.branching``) may number them differently, and give
-        a group's last places to other forks, when latencies change. A task's group is its id; a second occurrence in ``tasks`` is the group "id#2". Trajectories that a
-        service failed are returned too, with stop reason INFRASTRUCTURE and without a reward.
+        trajectory's key, turn). Only a branching sampler (see ``rollout.branching``) may number them differently, and
+        give a group's last places to other forks, when latencies change. A task's group is its id; a second occurrence
+        in ``tasks`` is the group "id#2". Trajectories that a service failed are returned too, with stop reason
+        INFRASTRUCTURE and without a reward.
 
         Args:
             on_progress: called in this thread with (finished, expected) after each trajectory.
@@ -230,8 +231,8 @@ class RolloutSystem:
             made = await sampler.sample(_Group(self, task, group, position, request, deliver), n)
             if [t.index for t in made] != list(range(n)):
                 raise RuntimeError(
-                    f"{type(sampler).__name__} made members {[t.index for t in made]} of group {group}; expected exactly "
-                    f"0 to {n - 1}"
+                    f"{type(sampler).__name__} made members {[t.index for t in made]} of group {group}; expected "
+                    f"exactly 0 to {n - 1}"
                 )
 
         async with asyncio.TaskGroup() as running:

@@ -22,10 +22,10 @@ SYSTEM = (
     "You solve questions step by step and may use two tools as often as you need them: a Wikipedia search engine and a "
     "Python interpreter. Think between <think> and </think> first. To search, write <search> your query </search>; to "
     "compute, write <python> your program </python>. What the tool returns will follow between <result> and </result>; "
-    "then think again. Close with <answer> The final answer is \\[ \\boxed{your answer} \\] </answer>, the answer itself "
-    "in LaTeX within \\boxed{}. For example: <think> I need the year of the fire first. </think> <search> year of the "
-    "great fire of London </search> <result> The Great Fire of London was in 1666. </result> <think> Now the sum of its "
-    "digits. </think> <python> print(sum(map(int, str(1666)))) </python> <result> 19 </result> <think> That is it. "
+    "then think again. Close with <answer> The final answer is \\[ \\boxed{your answer} \\] </answer>, the answer "
+    "itself in LaTeX within \\boxed{}. For example: <think> I need the year of the fire first. </think> <search> year of "
+    "the great fire of London </search> <result> The Great Fire of London was in 1666. </result> <think> Now the sum of "
+    "its digits. </think> <python> print(sum(map(int, str(1666)))) </python> <result> 19 </result> <think> That is it. "
     "</think> <answer> The final answer is \\[ \\boxed{19} \\] </answer>"
 )
 SYSTEMS = {"arpo": SYSTEM, "none": ""}
@@ -44,8 +44,8 @@ class ARPOProtocol(TextProtocol):
     """Prompts, actions and results of ARPO with the tokenizer of one model.
 
     A turn ends at ``</search>``, at ``</python>`` or with EOS. Its answer is the last ``\\boxed{}`` in the last
-    ``<answer>`` block (the whole block where nothing is boxed), out of a ``\\text{}`` that holds all of it, and ends the
-    trajectory when the turn calls no tool.
+    ``<answer>`` block (the whole block where nothing is boxed), out of a ``\\text{}`` that holds all of it, and ends
+    the trajectory when the turn calls no tool.
 
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt.
@@ -73,8 +73,8 @@ class ARPOProtocol(TextProtocol):
         self.correction = correction
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """[P] ids of chat template, system text and question; for ARCap's gold modes also the passages as a result at
-        the beginning of the assistant's turn, and for GOLD_DIRECT an opened ``<answer>``, which leaves no room to think.
+        """[P] ids of chat template, system text and question; for ARCap's gold modes also the passages as a result
+        at the beginning of the assistant's turn, and for GOLD_DIRECT an opened ``<answer>``: no room to think.
 
         Raises ValueError if the question is empty, a gold mode meets a task without gold passages, the system text is
         ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token.
@@ -82,8 +82,8 @@ class ARPOProtocol(TextProtocol):
         return self._ids(self._chat(self._messages(task)) + self._gold(task, mode, OPEN, CLOSE))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """The action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends there), else
-        its answer.
+        """The action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends there),
+        else its answer.
 
         The content of a call is what follows its last opening tag, so that tags which the model merely mentions are not
         read as content. An empty call is a CALL (the tool refuses it), an empty answer is an ANSWER (it scores 0).

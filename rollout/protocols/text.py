@@ -1,4 +1,4 @@
-"""What protocols share whose calls are plain text between tags: the chat template, ids and text, blocks that are cut."""
+"""What protocols share whose calls are text between tags: the chat template, ids and text, blocks that are cut."""
 
 from __future__ import annotations
 
