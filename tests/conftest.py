@@ -8,9 +8,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import signal
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background so, and it is inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXTS = [
     "<think> birthplace of Mira Voss </think>\n<search> Mira Voss birthplace </search>\n\n<information>Doc 1(Title: "
