@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,22 +208,29 @@ def _cell(value: Any) -> str:
 
 
 def _text(figures: pl.DataFrame, params: pl.DataFrame) -> str:
-    """Figures with a run per line; parameters with a run per column, for as many runs as fit side by side."""
+    """Runs go down or across, whichever is fewer; parameters with a run per column, for as many as fit side by side."""
+    if len(figures) < figures.width:
+        shown = _table("runs", ("", *figures["run"]), _turned(figures.drop("run")))
+    else:
+        shown = _table("runs", figures.columns, figures.iter_rows())
+    if not params.width or len(figures) > MAX_SIDE_BY_SIDE:
+        return shown + ("the parameters that differ are on the page\n" if params.width else "")
+    return shown + _table("parameters that differ", ("", *figures["run"]), _turned(params))
+
+
+def _turned(frame: pl.DataFrame) -> list[tuple[Any, ...]]:
+    return [(name, *frame[name]) for name in frame.columns]
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
     from rich.table import Table
 
-    shown = Table(title="runs")
-    for name in figures.columns:
-        shown.add_column(name, overflow="fold")
-    for row in figures.iter_rows():
-        shown.add_row(*(_cell(v) for v in row))
-    if not params.width or len(figures) > MAX_SIDE_BY_SIDE:
-        return table_text(shown) + ("the parameters that differ are on the page\n" if params.width else "")
-    turned = Table(title="parameters that differ")
-    for name in ("", *figures["run"]):
-        turned.add_column(name, overflow="fold")
-    for name in params.columns:
-        turned.add_row(name, *(_cell(v) for v in params[name]))
-    return table_text(shown) + table_text(turned)
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=not name)  # nameless: the names of what stands beside
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    return table_text(table)
 
 
 def table_text(table: Any) -> str:
