@@ -127,13 +127,7 @@ class AEPOSampler(BranchingSampler):
     (``as_published``).
 
     Args:
-        initial_rollouts: as in ``BranchingSampler``; without pre-monitoring only.
-        beam_size: as in ``BranchingSampler``.
-        branch_probability: as in ``BranchingSampler``.
-        entropy_weight: as in ``BranchingSampler``.
-        first_tokens: as in ``BranchingSampler``.
-        top_logprobs: as in ``BranchingSampler``.
-        variant: ``fixed`` or ``as_published``.
+        initial_rollouts: as in ``BranchingSampler``, whose other arguments it takes too; without pre-monitoring only.
         pre_monitoring: choose the number of trajectories from the prompt by a probe.
         monitor_weight: beta of the sigmoid.
         consecutive_penalty: gamma, what each fork in a row takes off.
@@ -145,19 +139,12 @@ class AEPOSampler(BranchingSampler):
     def __init__(
         self,
         initial_rollouts: int,
-        beam_size: int = 2,
-        branch_probability: float = 0.5,
-        entropy_weight: float = 0.2,
-        first_tokens: int = 20,
-        top_logprobs: int = 10,
-        variant: Variant = "fixed",
         pre_monitoring: bool = True,
         monitor_weight: float = 0.5,
         consecutive_penalty: float = 0.05,
+        **kwargs,
     ) -> None:
-        super().__init__(
-            initial_rollouts, beam_size, branch_probability, entropy_weight, first_tokens, top_logprobs, variant
-        )
+        super().__init__(initial_rollouts, **kwargs)
         if not math.isfinite(monitor_weight):
             raise ValueError(f"monitor_weight is {monitor_weight}; expected a finite number")
         if not 0 <= consecutive_penalty <= 1:

@@ -22,18 +22,27 @@ if TYPE_CHECKING:
 _INFORMATION = re.compile(r"<information>(.*?)</information>", re.DOTALL)
 
 
-class ExpertPolicy:
+class CarelessPolicy:
+    """An expert with habits that cost calls: with probability ``slip`` a step is taken carelessly at first."""
+
+    def __init__(self, slip: float = 0.15, seed: int = 0) -> None:
+        if not 0 <= slip < 1:
+            raise ValueError(f"slip is a probability below 1, got {slip}")
+        self.slip, self.seed = slip, seed
+
+    def slips(self, task: Task, step: int) -> random.Random | None:
+        """What a careless step goes on to draw from, the same whenever it is asked; None for a careful one."""
+        rng = random.Random(f"{self.seed}:{task.id}:{step}")
+        return rng if rng.random() < self.slip else None
+
+
+class ExpertPolicy(CarelessPolicy):
     """Text in, text out: what the expert writes next in one trajectory.
 
     The chain comes from the task's metadata: ``mentions`` (subject, then the entity each hop reaches) and
     ``relations`` (keywords). With probability ``slip`` a hop starts with a broad query, mostly the name alone; when
     its results do not hold the fact, the expert says so and searches again, now for the relation, too.
     """
-
-    def __init__(self, slip: float = 0.15, seed: int = 0) -> None:
-        if not 0 <= slip < 1:
-            raise ValueError(f"slip is a probability below 1, got {slip}")
-        self.slip, self.seed = slip, seed
 
     def next_turn(self, task: Task, transcript: str) -> str:
         """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
@@ -57,8 +66,8 @@ class ExpertPolicy:
         return self._turn(thought, self._careless(task, mentions[known], known) or query)
 
     def _careless(self, task: Task, mention: str, hop: int) -> str | None:
-        rng = random.Random(f"{self.seed}:{task.id}:{hop}")
-        if rng.random() >= self.slip:
+        rng = self.slips(task, hop)
+        if rng is None:
             return None
         return rng.choices((mention, f"the {mention} found", f"what is {mention}"), weights=(5, 1, 1))[0]
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import re
 
-from data_modules.fictional_world.expert import ExpertEngine
+from data_modules.fictional_world.expert import CarelessPolicy, ExpertEngine
 from rollout.trajectory import Task
 
 _RESULT = re.compile(r" <result>\n(.*?)\n</result>", re.DOTALL)
 _COMPUTED = re.compile(r"</python> <result>\n(.*?)\n</result>", re.DOTALL)
 
 
-class ToolExpertPolicy:
+class ToolExpertPolicy(CarelessPolicy):
     """Text in, text out, in ARPO's format: what the expert writes next in one trajectory.
 
     The task's metadata say what is to be looked up (``steps``: mention, keyword, what the passage tells) and computed
@@ -20,11 +19,6 @@ class ToolExpertPolicy:
     when the result does not hold the fact, the expert says so and searches for the keyword, too. With the same
     probability its first program keeps the result to itself, and a second one has to print it.
     """
-
-    def __init__(self, slip: float = 0.15, seed: int = 0) -> None:
-        if not 0 <= slip < 1:
-            raise ValueError(f"slip is a probability below 1, got {slip}")
-        self.slip, self.seed = slip, seed
 
     def next_turn(self, task: Task, transcript: str) -> str:
         """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
@@ -47,17 +41,14 @@ class ToolExpertPolicy:
             thought = f"First {', then '.join(keyword for _, keyword, _ in steps)}."
         else:
             thought = f"It is {steps[known - 1][2]}.{kept} Next {keyword}."
-        return self._search(thought, mention if self._careless(task, known) else f"{mention} {keyword}")
+        return self._search(thought, mention if self.slips(task, known) else f"{mention} {keyword}")
 
     def _compute(self, task: Task, code: str, steps: list[list[str]], again: bool) -> str:
         if again:
             return f"<think>Not shown. Print it.</think> <python> print({code}) </python>"
         thought = f"It is {steps[-1][2]}.{_kept(steps[:-1])} Compute." if steps else "Compute."
-        program = f"x = {code}" if self._careless(task, len(steps)) else f"print({code})"
+        program = f"x = {code}" if self.slips(task, len(steps)) else f"print({code})"
         return f"<think>{thought}</think> <python> {program} </python>"
-
-    def _careless(self, task: Task, step: int) -> bool:
-        return random.Random(f"{self.seed}:{task.id}:{step}").random() < self.slip
 
     @staticmethod
     def _search(thought: str, query: str) -> str:
