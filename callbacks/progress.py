@@ -21,20 +21,25 @@ FIGURES = {
     "loss": "train/loss",
     "ce": "train/ce",
     "acc": "train/token_accuracy",
+    "success": "train/success",
     "em": "train/em",
     "reward": "train/reward",
     "kl": ("train/kl_teacher", "train/kl"),
     "entropy": "train/entropy",
     "len": "train/response_tokens",
     "tok/s": "throughput/tokens_per_s",
+    "val success": "val/reward/success",
     "val em": "val/em",
 }
+INSTEAD = {"em": "success", "val em": "val success"}  # an environment's tasks have no answer to compare
 
 
 def figures_line(metrics: dict[str, Any]) -> str:
     """``em 0.312 · reward 0.300 · ...`` of those metrics that exist."""
     shown = []
     for label, names in FIGURES.items():
+        if label in INSTEAD and FIGURES[INSTEAD[label]] in metrics:
+            continue
         for name in (names,) if isinstance(names, str) else names:
             if name in metrics:
                 value = float(metrics[name])

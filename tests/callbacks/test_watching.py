@@ -105,6 +105,8 @@ def test_figures_and_durations():
     metrics = {"train/em": torch.tensor(0.25), "train/kl_teacher": 0.5, "throughput/tokens_per_s": 12345.6, "other": 1}
     assert figures_line(metrics) == "em 0.250 · kl 0.500 · tok/s 12,346"
     assert figures_line({"train/loss": 2.0, "train/kl": 0.1}) == "loss 2.000 · kl 0.100"
+    played = {"train/success": 0.5, "train/em": 0.0, "val/em": 0.0, "val/reward/success": 0.25}
+    assert figures_line(played) == "success 0.500 · val success 0.250", "its tasks have no answers"
     seconds = (3.21, 250, 7500, math.nan)
     assert [duration(s) for s in seconds] == ["3.2 s", "4 min 10 s", "2 h 05 min", "?"]
 
