@@ -53,7 +53,7 @@ def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict
     Scores: ``em``, ``f1`` and ``acc`` (``row.accuracy``), each also as ``em/<data source>``; ``judge`` (right answers
     among those judged) and ``judge_failures`` (share of judgements that failed); ``reward/total`` and
     ``reward/<part>`` (over the rows that have the part, such as ``reward/math``); with several attempts per question
-    the figures of ``sampling_metrics``.
+    the figures of ``sampling_metrics`` (of which ``average_of_sets`` is there with one, too).
 
     Behaviour, per question: ``searches``, ``tool_calls``, ``calls/<tool>`` (all executed), ``failed_calls``,
     ``empty_calls``, ``response_tokens`` (sampled), ``entropy_first``, ``entropy_after_tools`` (nats, over the

@@ -67,12 +67,13 @@ def _attempt(record: Sequence) -> int:
 
 
 def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Nothing unless some question has two attempts or more that could be judged (``row.accuracy``). The largest k is
-    the largest number of judged attempts at any question.
+    """Nothing but ``average_of_sets/1`` unless some question has two attempts or more that could be judged
+    (``row.accuracy``). The largest k is the largest number of judged attempts at any question.
 
     - ``average/<k>``: share of right attempts, mean over all questions, at the largest k;
       ``average_of_sets/<k>``: mean over the data sources of their averages, as SOD's tables have it (average@32); its
-      interval resamples each source's questions. Only with several data sources;
+      interval resamples each source's questions. Only with several data sources; with one attempt, too: tables of
+      search questions have it, whose sets are of very different sizes;
     - ``pass/<k>``: one of k attempts is right, the unbiased estimator over all n attempts (``statistics.pass_at_k``);
       ``pass_first/<k>``: one of the first k (the published definition); k in powers of two and the largest;
     - ``maj/<k>``: the majority vote of k attempts is right (``majority``), the same k but 1;
@@ -86,10 +87,13 @@ def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) 
     """
     questions = questions_of([getattr(row, name) for name in FIELDS] for row in rows)
     largest = max((len(question.votes) for question in questions), default=0)
-    if largest < 2:
-        return {}
     parts = {"": questions} | by_source(questions)
     figures: dict[str, Interval] = {}
+    if len(parts) > 1:
+        (values,) = question_values("average", questions, [largest]).values()
+        figures[f"{OF_SETS}/{largest}"] = mean_of_sets(values, questions, resamples=resamples)
+    if largest < 2:
+        return figures
     for source, part in parts.items():
         for family in PER_QUESTION:
             sizes = [k for k in sizes_of(family, largest) if not source or k == largest]
@@ -97,9 +101,6 @@ def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) 
                 if values:
                     name = f"{family}/{k}/{source}" if source else f"{family}/{k}"
                     figures[name] = bootstrap_interval(list(values.values()), resamples=resamples)
-    if len(parts) > 1:
-        (values,) = question_values("average", questions, [largest]).values()
-        figures[f"{OF_SETS}/{largest}"] = mean_of_sets(values, questions, resamples=resamples)
     return figures
 
 

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from callbacks.turn_figures import turn_figures
-from rollout.trajectory import Trajectory
+from rollout.trajectory import ActionKind, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +61,9 @@ def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedToke
     Tokens are coloured by role (prompt, model, observation); a coloured underline shows the sign and size of the
     first signal. Hovering (or focusing) a token shows its id, mask, sampler log-prob and signals at the foot. With
     signals every turn has a line above it with what they say about the whole turn (``turn_figures``).
+
+    Where turns have prompts of their own, each stands below such a line, signals or not: its prompt, folded, as text
+    and ids; what was sampled; and what the environment showed next.
     """
     contents = "".join(
         f'<li><a href="#t{n}">{escape(item.heading)}</a> · {escape(item.trajectory.task.question)}</li>'
@@ -77,16 +80,45 @@ def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedToke
 
 
 def _article(number: int, item: PageItem, tokenizer: PreTrainedTokenizerBase) -> str:
+    turn_by_turn = any(turn.prompt_ids is not None for turn in item.trajectory.turns)
+    body = (_turns if turn_by_turn else _conversation)(item, tokenizer)
+    return (
+        f'<article id="t{number}"><h2>{escape(item.heading)}</h2>{_header(item.trajectory)}'
+        f"{body}{_calls(item.trajectory)}</article>"
+    )
+
+
+def _conversation(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> str:
     trajectory = item.trajectory
     prompt = _tokens(trajectory.prompt_ids, tokenizer, ["prompt"] * len(trajectory.prompt_ids), [])
+    starts = [turn.start for turn in trajectory.turns]
+    lines = dict(zip(starts, _turn_lines(item), strict=True)) if item.signals else {}
     notes, tints = _response_notes(item), _tints(item)
-    response = _tokens(trajectory.response_ids, tokenizer, list(roles(trajectory)), notes, tints, _turn_lines(item))
+    response = _tokens(trajectory.response_ids, tokenizer, list(roles(trajectory)), notes, tints, lines)
     return (
-        f'<article id="t{number}"><h2>{escape(item.heading)}</h2>{_header(trajectory)}'
         f"<details><summary>prompt, {len(trajectory.prompt_ids)} tokens</summary>"
-        f'<pre class="seq">{prompt}</pre></details>'
-        f'<pre class="seq">{response}</pre>{_calls(trajectory)}</article>'
+        f'<pre class="seq">{prompt}</pre></details><pre class="seq">{response}</pre>'
     )
+
+
+def _turns(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A prompt is one text and the list of its ids, not a span for each token: prompts are most of such an episode, and
+    those of fifty turns would make a page that no browser opens."""
+    trajectory, parts = item.trajectory, []
+    notes, tints, shown_as = _response_notes(item), _tints(item), list(roles(trajectory))
+    for number, (turn, line) in enumerate(zip(trajectory.turns, _turn_lines(item), strict=True)):
+        ids = trajectory.prompt_ids if turn.prompt_ids is None else turn.prompt_ids
+        text = escape(tokenizer.decode(ids, skip_special_tokens=False))
+        span = slice(turn.start, turn.observation_end)
+        sampled = _tokens(trajectory.response_ids[span], tokenizer, shown_as[span], notes[span], tints[span])
+        parts.append(
+            f"{line}<details><summary>prompt of turn {number + 1}, {len(ids)} tokens</summary>"
+            f'<pre class="seq"><span class="p">{text}</span></pre>'
+            f'<p class="ids">ids: {" ".join(map(str, ids))}</p></details><pre class="seq">{sampled}</pre>'
+        )
+        if seen := "\n".join(call.result.text for call in trajectory.calls if call.turn == number):
+            parts.append(f'<pre class="seq"><span class="o">{escape(seen)}</span></pre>')
+    return "".join(parts)
 
 
 def _header(trajectory: Trajectory) -> str:
@@ -142,16 +174,18 @@ def _response_notes(item: PageItem) -> list[str]:
     return notes
 
 
-def _turn_lines(item: PageItem) -> dict[int, str]:
-    """By the place of its first token, the line above each turn; none without signals."""
+def _turn_lines(item: PageItem) -> list[str]:
+    """The line above each turn: its figures, and its reward where the environment gives any for single turns."""
     turns = item.trajectory.turns
-    if not item.signals:
-        return {}
-    lines = {}
+    paid = any(turn.reward for turn in turns)
+    lines = []
     for number, (turn, figures) in enumerate(zip(turns, turn_figures(item.trajectory, item.signals), strict=True), 1):
         parts = [f"turn {number} of {len(turns)}", f"{turn.end - turn.start} tokens"]
+        parts += [f"reward {turn.reward:.4g}"] if paid else []
         parts += [f"{name} {value:.4g}" for name, value in figures.items()]
-        lines[turn.start] = f'<b class="turn">{escape(" · ".join(parts))}</b>'
+        if turn.action.kind is ActionKind.INVALID or not turn.action.well_formed:
+            parts.append("invalid" if turn.action.error is None else f"invalid: {turn.action.error}")
+        lines.append(f'<b class="turn">{escape(" · ".join(parts))}</b>')
     return lines
 
 
@@ -216,9 +250,10 @@ border-radius:6px;padding:.7rem;margin:.6rem 0}
 span.p,span.m,span.o{border-bottom:3px solid transparent}
 span.p{background:var(--p)}span.m{background:var(--m)}span.o{background:var(--o)}
 span.pos{border-bottom-color:var(--good)}span.neg{border-bottom-color:var(--bad)}
+p.ids{font:12px/1.5 ui-monospace,monospace;overflow-wrap:anywhere;opacity:.75;margin:.3rem 0}
 b.turn{display:block;font:600 12px/1.6 system-ui,sans-serif;opacity:.75;margin:.3rem 0 .1rem}
-pre.seq span:hover{outline:2px solid var(--fg);outline-offset:-1px}
-pre.seq span:hover::after{content:attr(data-n);position:fixed;left:0;right:0;bottom:0;padding:.6rem 1rem;
+pre.seq span[data-n]:hover{outline:2px solid var(--fg);outline-offset:-1px}
+pre.seq span[data-n]:hover::after{content:attr(data-n);position:fixed;left:0;right:0;bottom:0;padding:.6rem 1rem;
 white-space:pre-wrap;background:var(--bar);color:var(--barfg);font:15px/1.4 ui-monospace,monospace;z-index:9}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem}
 th,td{text-align:left;padding:.2rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}

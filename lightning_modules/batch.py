@@ -52,9 +52,13 @@ class RowTensors:
 
 
 def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
-    """By field name, the per-token tensors [B, T] that are there."""
+    """By field name, the per-token figures [B, T] that are there; numbers of turns and the like (int64) are none."""
     values = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}  # type: ignore[arg-type]
-    return {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dim() == 2}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.dim() == 2 and value.is_floating_point()
+    }
 
 
 @dataclass(frozen=True, slots=True)

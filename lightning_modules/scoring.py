@@ -62,14 +62,26 @@ def score(
 
 
 def token_figures(
-    trajectories: Sequence[Trajectory], batch: TokenBatch, figures: Mapping[str, Tensor]
+    rows: Sequence[Trajectory], batch: TokenBatch, figures: Mapping[str, Tensor]
 ) -> list[tuple[Trajectory, TokenFigures]]:
-    """With each trajectory what tensors [B, T] say of its response tokens, for people to read."""
-    spans = [slice(int(a), int(b)) for a, b in zip(batch.prompt_lengths, batch.lengths, strict=True)]
-    return [
-        (t, {name: values[row, span].tolist() for name, values in figures.items()})
-        for row, (t, span) in enumerate(zip(trajectories, spans, strict=True))
-    ]
+    """With each trajectory what tensors [B, T] say of its response tokens, for people to read.
+
+    Args:
+        rows: of ``batch``: trajectories, or the ``turn_rows`` of them one after the other, whose figures are put
+            together again (0 where a token is in no row).
+        batch: the tokens.
+        figures: by name.
+    """
+    found: list[tuple[Trajectory, TokenFigures]] = []
+    spans = zip(batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
+    for place, (row, (start, end)) in enumerate(zip(rows, spans, strict=True)):
+        whole = row.episode or row
+        if row.row is None or not found or found[-1][0] is not whole:
+            found.append((whole, {name: [0.0] * len(whole.response_ids) for name in figures}))
+        first = 0 if row.row is None else whole.turns[row.row].start
+        for name, values in figures.items():
+            found[-1][1][name][first : first + end - start] = values[place, start:end].tolist()
+    return found
 
 
 def regrouped(

@@ -163,6 +163,9 @@ def test_average_of_sets_weighs_the_sets_alike():
     # the easy set is the same in every draw; the hard one has 0, 0.25 or 0.5
     assert (macro.low, macro.high) == (0.5, 0.75)
     assert not any(name.startswith("average_of_sets") for name in summarize(easy))
+    once = summarize([row for row in (*easy, *hard) if row.attempt == 0])  # 3 of 3 right, and 1 of 2
+    assert once["acc"].mean == pytest.approx(4 / 5) and once["average_of_sets/1"].mean == pytest.approx(0.75)
+    assert not any(name.startswith(("average/", "pass", "maj")) for name in once), "of several attempts alone"
 
 
 def test_attempts_that_infrastructure_spoiled_enter_nothing():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from html.parser import HTMLParser
 
 import pytest
@@ -8,20 +9,23 @@ from transformers import AutoTokenizer
 from callbacks.trajectory_log import TrajectoryLog, best_and_worst
 from callbacks.trajectory_page import PageItem, render_page, token_texts
 from callbacks.turn_figures import turn_figures
+from lightning_modules.episode_grpo import EpisodeGRPO
 from rollout.trajectory import ActionKind, StopReason
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
+from tests.lightning_modules.episode_helpers import EpisodeData, episodes
 
 
 class Page(HTMLParser):
-    """What a reader sees: token spans with role and note, headings, definitions, and anything that would be fetched."""
+    """What a reader sees: token spans with role and note, headings, definitions, texts of prompts and of the world that
+    are no token spans, lists of ids, and anything that would be fetched."""
 
     VOID = {"meta", "br", "link", "img", "input"}
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tokens, self.headings, self.details, self.fetched, self.open = [], [], {}, [], []
-        self.cells, self.turns = [], []
-        self._term = ""
+        self.cells, self.turns, self.folded, self.ids, self.seen = [], [], [], [], []
+        self._term, self._token = "", False
         self.feed(text)
         assert self.open == [], f"not closed: {self.open}"
 
@@ -29,7 +33,8 @@ class Page(HTMLParser):
         values = dict(attributes)
         if tag not in self.VOID:
             self.open.append(tag)
-        if "data-n" in values:
+        self._token = "data-n" in values
+        if self._token:
             self.tokens.append([values["class"], values["data-n"], ""])
         if tag in ("script", "link", "img", "iframe") or "src" in values:
             self.fetched.append(tag)
@@ -43,8 +48,12 @@ class Page(HTMLParser):
         if not self.open:
             return
         here = self.open[-1]
-        if here == "span" and "pre" in self.open:
+        if here == "span" and "pre" in self.open and self._token:
             self.tokens[-1][2] += data
+        elif here == "span" and "pre" in self.open:
+            (self.folded if "details" in self.open else self.seen).append(data)
+        elif here == "p" and data.startswith("ids: "):
+            self.ids.append([int(number) for number in data.removeprefix("ids: ").split()])
         elif here == "b":
             self.turns.append((data, len(self.tokens)))
         elif here == "h2":
@@ -127,6 +136,66 @@ def test_turns_have_the_figures_of_their_tokens_above_them(tokenizer):
         (f"turn 1 of 2 · {one.end} tokens · divergence 0.5 · opd_weights 1", prompt),
         (f"turn 2 of 2 · {two.end - two.start} tokens · divergence 1.5 · opd_weights 0.363", prompt + two.start),
     ]
+
+
+def turn_by_turn(tokenizer, reward=0.5):
+    """Two turns with prompts of their own; the first is not well-formed, and is paid for."""
+    one, two = (tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in ("<go> on", "<stop>"))
+    base = make_trajectory(kinds=(ActionKind.CALL, ActionKind.CALL), calls=(make_call(0, "on", ()),))
+    prompts = [tuple(tokenizer(f"<|im_start|>user\nroom {n} & door").input_ids) for n in (1, 2)]
+    odd = dataclasses.replace(base.turns[0].action, well_formed=False, error="no <action> with its </action>")
+    turns = (
+        dataclasses.replace(base.turns[0], end=len(one), observation_end=len(one), prompt_ids=prompts[0], action=odd),
+        dataclasses.replace(
+            base.turns[1], start=len(one), end=len(one + two), observation_end=len(one + two), prompt_ids=prompts[1]
+        ),
+    )
+    turns = (dataclasses.replace(turns[0], reward=reward), turns[1])
+    changes = {"prompt_ids": prompts[0], "response_ids": one + two, "turns": turns}
+    length = len(one + two)
+    return base.replace(**changes, loss_mask=(1,) * length, logprobs=(-0.5,) * length), prompts
+
+
+def test_turns_with_prompts_of_their_own_are_shown_one_by_one(tokenizer):
+    trajectory, prompts = turn_by_turn(tokenizer)
+    end, length = trajectory.turns[0].end, len(trajectory.response_ids)
+    page = Page(render_page("t", [PageItem(trajectory, "best")], tokenizer))
+    assert page.folded == ["<|im_start|>user\nroom 1 & door", "<|im_start|>user\nroom 2 & door"]
+    assert page.ids == [list(ids) for ids in prompts]
+    assert page.seen == ["shown"], "what the call of the first turn returned; the last one made none"
+    assert [text for _, _, text in page.tokens] == [tokenizer.decode([i]) for i in trajectory.response_ids]
+    assert {role for role, _, _ in page.tokens} == {"m"}
+    odd = "invalid: no <action> with its </action>"
+    assert page.turns == [
+        (f"turn 1 of 2 · {end} tokens · reward 0.5 · {odd}", 0),
+        (f"turn 2 of 2 · {length - end} tokens · reward 0", end),
+    ]
+    signals = {"advantages": [0.25] * end + [-1.0] * (length - end)}
+    unpaid = PageItem(turn_by_turn(tokenizer, reward=0.0)[0], "best", signals)
+    page = Page(render_page("t", [unpaid], tokenizer))
+    assert [line for line, _ in page.turns] == [
+        f"turn 1 of 2 · {end} tokens · advantages 0.25 · {odd}", f"turn 2 of 2 · {length - end} tokens · advantages -1",
+    ]  # fmt: skip
+    notes = [note for _, note, _ in page.tokens]
+    assert "advantages +0.25" in notes[end - 1] and "advantages -1" in notes[end]
+
+
+def test_training_pages_show_whole_episodes_with_the_figures_of_their_turns(trainer_for, tmp_path, model_dir):
+    whole, protocol = episodes(model_dir, window=1)
+    module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, mini_batches=1)
+    log = TrajectoryLog(count=2, train_every=1)
+    trainer_for([log], max_epochs=1).fit(module, datamodule=EpisodeData(whole, protocol))
+    (path,) = (tmp_path / "stage" / "trajectories").glob("train-*.html")
+    page = Page(path.read_text())
+    shown = [t for _, (t, _) in best_and_worst([(t, {}) for t in whole], 2)]
+    assert len(page.headings) == len(shown) == 4 and len({(t.group, t.index) for t in shown}) == 4
+    turns = [turn for t in shown for turn in t.turns]
+    assert page.ids == [list(turn.prompt_ids) for turn in turns] and len(page.turns) == len(turns) > 8
+    assert len(page.tokens) == sum(len(t.response_ids) for t in shown)
+    assert all(" · advantages " in line for line, _ in page.turns)
+    assert "Room 3." in page.seen
+    rewards = [line.split(" · ")[2] for line, _ in page.turns if "reward" in line]
+    assert rewards.count("reward 10") == sum(t.reward.total == 10 for t in shown) > 0
 
 
 def test_turn_figures_by_hand():

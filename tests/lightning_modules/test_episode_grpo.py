@@ -137,6 +137,24 @@ def test_it_trains_on_both_and_says_how_many_actions_were_invalid(model_dir):
         assert float(figures["train/grad_norm"]) > 0
 
 
+def test_the_last_batch_can_be_read_episode_by_episode(model_dir):
+    """Whole, with each turn's advantage at its tokens, whether turns were rows or not."""
+    for window in WINDOWS:
+        whole, protocol = episodes(model_dir, window)
+        module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, mini_batches=1)
+        fit(module, EpisodeData(whole, protocol))
+        rows, batch, _, notes = module._last
+        expected = by_turn(notes.advantages, rows, batch)
+        annotated = module.last_annotated
+        assert [t for t, _ in annotated] == whole
+        for t, figures in annotated:
+            assert next(iter(figures)) == "advantages"
+            assert all(len(values) == len(t.response_ids) for values in figures.values())
+            for k, turn in enumerate(t.turns):
+                shown = figures["advantages"][turn.start : turn.end]
+                assert shown == pytest.approx([expected[t.group, t.index, k]] * len(shown))
+
+
 @pytest.mark.parametrize("budget", [60, 5000])
 def test_micro_batches_do_not_matter(model_dir, budget):
     whole, protocol = episodes(model_dir, 2)

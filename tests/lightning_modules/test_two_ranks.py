@@ -9,6 +9,8 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
+CONVERSATIONS = ["kd", "dgpo", "grpo", "aepo", "sod", "opsd"]
+EPISODES = ["episode_grpo", "gigpo", "sdar", "sdar_jsd", "skill_sd", "rlsd", "idle_rank"]
 WORKER = Path(__file__).with_name("two_ranks_worker.py")
 
 
@@ -29,7 +31,7 @@ def both(request, one, model_dir, teacher_dir, tmp_path_factory):
     return request.param, one, torch.load(out, weights_only=False)
 
 
-@pytest.mark.parametrize("algorithm", ["kd", "dgpo", "grpo", "aepo", "sod", "opsd"])
+@pytest.mark.parametrize("algorithm", [*CONVERSATIONS, *EPISODES])
 def test_two_ranks_equal_one_process(both, algorithm, model_dir):
     strategy, one, two = both[0], both[1][algorithm], both[2][algorithm]
     assert two["sharded"] == (strategy == "zero3") and not one["sharded"]
@@ -42,13 +44,25 @@ def test_two_ranks_equal_one_process(both, algorithm, model_dir):
     assert worst < 1e-5, f"weights differ by {worst} after moving by {moved}"
 
 
-@pytest.mark.parametrize("algorithm", ["kd", "dgpo", "grpo", "aepo", "sod", "opsd"])
+@pytest.mark.parametrize("algorithm", [*CONVERSATIONS, *EPISODES])
 def test_two_ranks_log_the_same_figures(both, algorithm):
     one, two = (side[algorithm]["figures"] for side in both[1:])
     comparable = [k for k in one if "grad_norm" not in k]  # DeepSpeed only knows the joint norm
     assert set(comparable) <= set(two)
     for key in comparable:
         assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+
+
+def test_ranks_with_unequal_numbers_of_rows_learn_the_same_of_skills(both):
+    """Turns of episodes are rows, of which each rank has as many as its episodes had turns; one rank has none at all.
+    What a bandit is told is of all ranks' episodes."""
+    found = {name: both[2][name]["rows"] for name in EPISODES}
+    for name, (first, second) in found.items():
+        assert first != second and [first + second] == both[1][name]["rows"], found
+    assert found["rlsd", "idle_rank"][1] == 0 < found["rlsd", "idle_rank"][0]
+    arms = both[2]["sdar"]["learnt"]["arms"]
+    assert arms == both[1]["sdar"]["learnt"]["arms"]
+    assert sum(count for count, _ in arms.values()) == 7, "one of eight episodes failed"
 
 
 def test_two_ranks_judge_as_one_process_does(both):

@@ -1,5 +1,5 @@
-"""Started by test_two_ranks.py: one step of KD, one iteration each of DGPO, GRPO, AEPO, SOD and OPSD, on one
-process or on two.
+"""Started by test_two_ranks.py: one step of KD, one iteration each of DGPO, GRPO, AEPO, SOD, OPSD and of what learns from
+episodes (two_ranks_episodes.py), on one process or on two.
 
 ``python two_ranks_worker.py OUT MODEL TEACHER zero3|zero2|ddp``; plain SGD without clipping hides no wrong scale.
 """
@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import lightning as L
 import torch
 from tests.lightning_modules.helpers import fit, make_group, make_trajectories, make_trajectory
+from tests.lightning_modules.two_ranks_episodes import Training, episode_trainings
 
-from lightning_modules import optimisation, policy
+from lightning_modules import optimisation, policy, ranks
 from lightning_modules.aepo import AEPO
 from lightning_modules.cold_start_kd import ColdStartKD
 from lightning_modules.dgpo import DGPO
@@ -92,7 +93,7 @@ class Judged(L.Callback):
     def on_train_end(self, trainer, pl_module):
         mine = [t for t in self.rows if not t.failed_by_infrastructure]
         mine = mine[:1] if trainer.global_rank else mine
-        self.figures = pl_module.step_divergences(mine, self.teacher, micro_batch_tokens=25)
+        self.figures = pl_module.step_divergences(mine, self.teacher, pl_module.micro_batch_tokens)
 
 
 def batch():
@@ -126,35 +127,60 @@ def told(model: str):
     return rows
 
 
-def modules(model: str, teacher: str):
+def alone(rows):
+    """A share of trajectories as the only batch."""
+    return [rows]
+
+
+def trainings(model: str, teacher: str):
     common = {"max_grad_norm": 0.0, "micro_batch_tokens": 25, "logits_chunk": 4}
     on_policy = {"mini_batches": 2, "entropy_coef": 0.01, **common}
-    yield "kd", batch, KDWithSGD(model, teacher, schedule="constant", **common)
-    yield "dgpo", batch, DGPOWithSGD(model, teacher, kl_coef=0.1, **on_policy)
+    yield Training("kd", batch, KDWithSGD(model, teacher, schedule="constant", **common), alone)
+    yield Training("dgpo", batch, DGPOWithSGD(model, teacher, kl_coef=0.1, **on_policy), alone)
     grouped = {"reference": teacher, "kl_coef": 0.1, "epochs": 2, **on_policy}
-    yield "grpo", groups, GRPOWithSGD(model, aggregation="sequence_mean", advantage="global", **grouped)
-    yield "aepo", groups, AEPOWithSGD(model, attribution="hard", **grouped)
+    grpo = GRPOWithSGD(model, aggregation="sequence_mean", advantage="global", **grouped)
+    yield Training("grpo", groups, grpo, alone)
+    yield Training("aepo", groups, AEPOWithSGD(model, attribution="hard", **grouped), alone)
     robust = {"reference_step": "batch_quantile", "reference_quantile": 0.6, "adv_clamp": 1.0}  # of both ranks' rows
-    yield "sod", groups, SODWithSGD(model, teacher, epochs=2, **robust, **on_policy)
-    yield "opsd", told(model), OPSDWithSGD(model, **on_policy)
+    yield Training("sod", groups, SODWithSGD(model, teacher, epochs=2, **robust, **on_policy), alone)
+    yield Training("opsd", told(model), OPSDWithSGD(model, **on_policy), lambda rows: Questions(model, rows))
+    longer = on_policy | {"micro_batch_tokens": 400, "logits_chunk": 64}  # prompts of about a hundred tokens
+    yield from episode_trainings(model, teacher, SGD, **longer)
 
 
 def run(model: str, teacher: str, share, **options) -> dict:
     """Train each module on ``share(rows)`` and return figures and weights (whole, on every rank)."""
     result = {}
-    for name, rows, module in modules(model, teacher):
+    for name, rows, module, data in trainings(model, teacher):
         settings = {k: v() if k == "strategy" else v for k, v in options.items()}  # a strategy serves one Trainer
         judged = Judged(teacher, share(rows()))
-        batches = Questions(model, share(rows())) if name == "opsd" else [share(rows())]
-        trainer = fit(module, batches, callbacks=[judged], **settings)
+        trainer = fit(module, data(share(rows())), callbacks=[judged], **settings)
         weights = {f"policy.{k}": v.clone() for k, v in module.policy_weights()}
         if name == "dgpo":
             weights |= {f"critic.{k}": v.clone() for k, v in policy.named_weights(module.critic)}
-        sharded = policy.partitioned(module.parameters()) and next(module.teacher.parameters()).numel() == 0
         figures = {k: float(v) for k, v in trainer.callback_metrics.items()}
-        result[name] = {"figures": figures, "weights": weights, "steps": trainer.global_step, "sharded": sharded}
-        result[name]["divergences"] = judged.figures
+        result[name] = {"figures": figures, "weights": weights, "steps": trainer.global_step}
+        result[name] |= {"sharded": sharded(module), "divergences": judged.figures, "learnt": learnt(module)}
+        result[name]["rows"] = ranks.gather_objects(rows_learnt_from(module))
     return result
+
+
+def sharded(module) -> bool:
+    """Whether each rank holds a part of every model, a frozen teacher's included."""
+    teacher = [] if module.teacher is None else [next(module.teacher.parameters()).numel()]
+    return policy.partitioned(module.parameters()) and not any(teacher)
+
+
+def learnt(module) -> dict:
+    """What the retriever of skills has been told of all ranks' episodes."""
+    skills = getattr(module, "skills", None)
+    return {} if skills is None else skills.retriever.state_dict()
+
+
+def rows_learnt_from(module) -> int:
+    """Of this rank; of supervised learning 0."""
+    last = getattr(module, "_last", None)
+    return 0 if last is None else len(last[0])
 
 
 if __name__ == "__main__":
