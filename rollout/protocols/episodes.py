@@ -118,7 +118,8 @@ class EpisodeProtocol(TextProtocol):
 
     def _first(self, task: Task) -> str:
         facts = task.metadata.get(OPENING, {})
-        return fill(self.texts.first, {"observation": self._shown(task.question), "actions": self._actions(facts)})
+        values = {"task": self._goal(task), "observation": self._shown(task.question), "actions": self._actions(facts)}
+        return fill(self.texts.first, values)
 
     def _later(self, task: Task, steps: Sequence[PastStep], shown: int, calls: Sequence[ToolCall]) -> str:
         past = steps[len(steps) - shown :]

@@ -212,6 +212,14 @@ def test_pages_are_shown_in_parts_after_the_instruction(protocol):
     assert protocol._goal(OPENED) == "put a pen on the desk."
 
 
+def test_the_first_prompt_says_what_the_shop_is_to_sell(folder):
+    page = "WebShop [SEP] Instruction: [SEP] a red shirt [SEP] Search"
+    for window in (2, None):
+        protocol = EpisodeProtocol(folder, texts="shopping", window=window)
+        prompt = protocol.decode(protocol.prompt_ids(Task("s", page, (), "apparel")))
+        assert prompt.count("a red shirt") == 1 and "Your task is to: a red shirt\nYou now observe: 'Search'" in prompt
+
+
 def test_skills_stand_in_the_users_turn(protocol):
     import dataclasses
 
