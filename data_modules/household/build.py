@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 from data_modules.datasets.questions import write_tasks
-from data_modules.fictional_world.articles import as_trajectory
-from data_modules.tokenizer import train_tokenizer
+from data_modules.world_language import mixed_text, write_language
 from rollout.environments.household.expert import Expert
 from rollout.environments.household.games import TASK_TYPES, Game
 from rollout.environments.household.generate import generate_game
@@ -19,11 +17,8 @@ from rollout.environments.household.simulator import Simulator
 from rollout.environments.household.tables import OBJECTS, OPENABLE
 from rollout.skills.bank import SkillBank
 from rollout.skills.reading import read_bank
-from rollout.storage import save_trajectories
 from rollout.trajectory import Task
 
-LISTS = 0.3  # share of the texts that are lists
-ADVICE = 0.1  # share that are skills
 STRAYING = 0.5  # probability that a step of the games in the texts is a random one
 STEPS = 14
 TRIES = 200  # draws of a game that is like no other
@@ -76,16 +71,12 @@ class BuildHousehold:
         splits = {name: self._games(name, n, rng, taken) for name, n in self.sizes.items()}
         for name, tasks in splits.items():
             write_tasks(output_dir / f"{name}.parquet", tasks, render=lambda task: task.question)
-        texts = random.Random(f"texts:{self.seed}")
-        words = [*(self._text(texts) for _ in range(3000)), *["<action>look</action>"] * 50]
-        tokenizer = train_tokenizer(words, self.vocab_size, spaced_numbers=True)
-        tokenizer.save_pretrained(output_dir / "tokenizer")
-        save_trajectories(
-            output_dir / "articles.parquet",
-            [as_trajectory(ids, n, tokenizer.pad_token_id) for n, ids in enumerate(self._sequences(tokenizer))],
-        )
+        vocabulary = write_language(
+            output_dir, self._text, self.seed, self.vocab_size, self.articles, self.article_tokens,
+            further=["<action>look</action>"] * 50,
+        )  # fmt: skip
         types = Counter(task.data_source for task in splits["train"])
-        return {"vocabulary": len(tokenizer)} | {name: len(tasks) for name, tasks in splits.items()} | dict(types)
+        return {"vocabulary": vocabulary} | {name: len(tasks) for name, tasks in splits.items()} | dict(types)
 
     def _games(self, split: str, n: int, rng: random.Random, taken: set[str]) -> list[Task]:
         tasks = []
@@ -105,28 +96,15 @@ class BuildHousehold:
                 return game, Simulator(game).reset().text.strip()
         raise ValueError(f"{TRIES} games of type {kind} in a row were drawn before; ask for fewer games, or size: full")
 
-    def _sequences(self, tokenizer: Any) -> Iterator[list[int]]:
-        rng = random.Random(f"articles:{self.seed}")
-        for _ in range(self.articles):
-            ids: list[int] = []
-            while len(ids) < self.article_tokens:
-                ids += tokenizer(self._text(rng), add_special_tokens=False).input_ids
-            yield ids[: self.article_tokens]
-
     def _text(self, rng: random.Random) -> str:
-        drawn = rng.random()
-        if drawn < LISTS:
-            return repeated_list(rng)
-        if drawn < LISTS + ADVICE:
-            skills = [*self.bank.general, *(s for part in self.bank.by_category.values() for s in part)]
-            return "\n".join(skill.principle for skill in rng.sample(skills, 2)) + "\n"
+        return mixed_text(rng, self.bank, thing, self._transcript)
+
+    def _transcript(self, rng: random.Random) -> str:
         return played(self._new_game(rng.choice(TASK_TYPES), rng)[0], rng)
 
 
-def repeated_list(rng: random.Random, length: int = 12) -> str:
-    """Names of things, numbered, in no order, then the same once more: nothing but copying says what comes next."""
-    items = " ".join(f"{rng.choice([*OBJECTS, *OPENABLE]).lower()} {rng.randint(1, 4)}" for _ in range(length))
-    return f"List: {items}\nAgain: {items}\n"
+def thing(rng: random.Random) -> str:
+    return f"{rng.choice([*OBJECTS, *OPENABLE]).lower()} {rng.randint(1, 4)}"
 
 
 def played(game: Game, rng: random.Random) -> str:

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any, Optional
 
 from data_modules.datasets.questions import write_tasks
+from data_modules.shopping.texts import label, visited
+from data_modules.world_language import Draw, mixed_text, write_language
 from rollout.environments.shopping.catalogue import Catalogue, load_catalogue, write_catalogue
 from rollout.environments.shopping.generate import generate_catalogue
 from rollout.environments.shopping.goals import Goal, as_task, make_goals, split_goals
 from rollout.environments.shopping.search_index import write_corpus
+from rollout.skills.bank import SkillBank
+from rollout.skills.reading import read_bank
 from rollout.trajectory import Task
+
+DIGITS = 2  # of a number that stay together: a product's number is two tokens to copy
 
 
 class ShopTask(ABC):
@@ -94,7 +100,7 @@ class ListWebShop(ShopTask):
 
 
 class BuildShop(ShopTask):
-    """A generated shop: no download. Deterministic.
+    """A generated shop, its tokenizer, and plain text about another one: no download. Deterministic.
 
     As in WebShop, goals of one product (they differ in options) may lie in several splits; no goal lies in two.
 
@@ -104,27 +110,61 @@ class BuildShop(ShopTask):
         val: goals for validation.
         test: goals for the test.
         demonstrations: goals for an expert.
-        asin_digits, max_values, brands, in_title: see ``generate_catalogue``.
+        asin_digits, max_values, brands, in_title, capitals: see ``generate_catalogue``.
+        shown: products on a page of results in the texts: ``topk`` of ``Shopping``.
+        bank: skills whose words the tokenizer and the texts shall hold: name or file.
+        vocab_size: of the tokenizer.
+        articles: sequences of plain text, to teach a model the language.
+        article_tokens: length of each.
     """
 
     def __init__(
         self,
         seed: int = 0,
-        size: int = 200,
+        size: int = 540,
         val: int = 64,
         test: int = 128,
-        demonstrations: int = 256,
+        demonstrations: int = 1200,
         asin_digits: int = 4,
         max_values: int = 3,
-        brands: int = 24,
+        brands: int = 8,
         in_title: int = 2,
+        capitals: bool = False,
+        shown: int = 3,
+        bank: str = "shopping_tiny",
+        vocab_size: int = 1280,
+        articles: int = 4000,
+        article_tokens: int = 384,
     ) -> None:
-        self.seed, self.size = seed, size
+        self.seed, self.size, self.shown = seed, size, shown
         self.sizes = {"val": val, "test": test, "demonstrations": demonstrations}
-        for name, n in self.sizes.items():
+        for name, n in {**self.sizes, "shown": shown}.items():
             if n < 1:
-                raise ValueError(f"{name} is {n}; expected at least one goal")
-        self.options = {"asin_digits": asin_digits, "max_values": max_values, "brands": brands, "in_title": in_title}
+                raise ValueError(f"{name} is {n}; expected at least one {'product' if name == 'shown' else 'goal'}")
+        self.options = {
+            "asin_digits": asin_digits, "max_values": max_values, "brands": brands, "in_title": in_title,
+            "capitals": capitals,
+        }  # fmt: skip
+        self.bank: SkillBank = read_bank(bank)
+        self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        """As every shop, and ``tokenizer/`` and ``articles.parquet``."""
+        figures = super().run(output_dir)
+        vocabulary = write_language(
+            output_dir, self._texts(), self.seed, self.vocab_size, self.articles, self.article_tokens, DIGITS
+        )
+        return {"vocabulary": vocabulary} | figures
+
+    def _texts(self) -> Draw:
+        """Draws texts about another shop: other products, other goals, other prices."""
+        other = generate_catalogue(self.size, self.seed + 1, **self.options)
+        goals = make_goals(other, seed=self.seed + 1)
+
+        def visit(rng: random.Random) -> str:
+            return visited(other, rng.choice(goals), rng, self.shown)
+
+        return lambda rng: mixed_text(rng, self.bank, lambda drawn: label(other, drawn), visit)
 
     def catalogue(self) -> Catalogue:
         return generate_catalogue(self.size, self.seed, **self.options)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollout.trajectory import Action, Task, ToolResult
-
+from rollout.trajectory import Action, Task, ToolRequest, ToolResult
 
 # Keys of a task's metadata that describe its own world, which scores itself: such a task needs no gold answer.
 WORLDS = ("household", "shopping")
@@ -57,3 +58,23 @@ class EnvironmentFactory(Protocol):
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Any: ...
 
     async def close(self) -> None: ...
+
+
+async def act_in_order(
+    action: Action, act: Callable[[ToolRequest], Awaitable[ToolResult]]
+) -> tuple[tuple[ToolResult, ...], tuple[float, ...]]:
+    """The calls of an action, one after the other, in a world that the earlier of them change: results and seconds."""
+    results, latencies = [], []
+    for request in action.calls:
+        began = time.monotonic()
+        results.append(await act(request))
+        latencies.append(time.monotonic() - began)
+    return tuple(results), tuple(latencies)
+
+
+def refusal(request: ToolRequest, enabled: bool, over: str | None) -> str | None:
+    """Why a world that knows ``ACT`` alone takes no notice of a request; None: it does. ``over``: what it says once the
+    episode is at its end, None before."""
+    if not enabled:
+        return f"{request.name} is not available here."
+    return over if request.name == ACT else f"There is no tool named {request.name}."

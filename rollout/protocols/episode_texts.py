@@ -3,8 +3,9 @@
 Checkpoints that were trained on the published wording need just that wording; give it as files (``EpisodeProtocol``'s
 option ``texts``).
 
-Placeholders. In all: ``{observation}`` and ``{actions}``. In ``later`` also ``{task}``, ``{history}``, ``{taken}``
-(steps taken so far), ``{shown}`` (how many of them the history shows) and ``{step}`` (number of the step to come).
+Placeholders. In all: ``{observation}`` and ``{actions}``. In ``first`` and ``later`` also ``{task}``, which a shop's
+texts need in both: its pages are shown without their instruction. In ``later`` also ``{history}``, ``{taken}`` (steps
+taken so far), ``{shown}`` (how many of them the history shows) and ``{step}`` (number of the step to come).
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
-FIRST = frozenset({"observation", "actions"})
-LATER = FIRST | {"task", "history", "taken", "shown", "step"}
+AFTER = frozenset({"observation", "actions"})
+FIRST = AFTER | {"task"}
+LATER = FIRST | {"history", "taken", "shown", "step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class EpisodeTexts:
     after: str  # what the user's turn says after an action, where all is one conversation
 
     def __post_init__(self) -> None:
-        for name, known in (("first", FIRST), ("later", LATER), ("after", FIRST)):
+        for name, known in (("first", FIRST), ("later", LATER), ("after", AFTER)):
             found = set(PLACEHOLDER.findall(getattr(self, name)))
             if unknown := sorted(found - known):
                 raise ValueError(
@@ -65,7 +67,8 @@ TEXTS: dict[str, EpisodeTexts] = {
         after=f"You now observe: {{observation}}\nAdmissible actions are: [{{actions}}]\n\n{_HOW}",
     ),
     "shopping": EpisodeTexts(
-        first=f"{_SHOP}You now observe: {{observation}}\nAdmissible actions are: [{{actions}}]\n\n{_HOW}",
+        first=f"{_SHOP}Your task is to: {{task}}\nYou now observe: {{observation}}\n"
+        f"Admissible actions are: [{{actions}}]\n\n{_HOW}",
         later=f"{_SHOP}Your task is to: {{task}}\n{_PAST}Admissible actions are: [{{actions}}]\n\n{_HOW}",
         after=f"You now observe: {{observation}}\nAdmissible actions are: [{{actions}}]\n\n{_HOW}",
     ),

@@ -118,7 +118,9 @@ class EpisodeProtocol(TextProtocol):
 
     def _first(self, task: Task) -> str:
         facts = task.metadata.get(OPENING, {})
-        return fill(self.texts.first, {"observation": self._shown(task.question), "actions": self._actions(facts)})
+        goal, actions = self._goal(task), self._actions(facts)
+        shown = self._shown(task.question) if "{task}" in self.texts.first else task.question.strip()
+        return fill(self.texts.first, {"task": goal, "observation": shown, "actions": actions})
 
     def _later(self, task: Task, steps: Sequence[PastStep], shown: int, calls: Sequence[ToolCall]) -> str:
         past = steps[len(steps) - shown :]
@@ -156,11 +158,12 @@ class EpisodeProtocol(TextProtocol):
         return " ".join(str(call.arguments.get("action", "")) for call in action.calls)
 
     def _shown(self, text: str) -> str:
-        """A page's parts in quotes, without those up to the instruction, which the prompt repeats: as verl-agent shows
-        WebShop's."""
-        if self.form != "brackets" or PAGE_BREAK not in text:
+        """A page without its parts up to the instruction, which the prompt says; in brackets each part in quotes, as
+        verl-agent shows WebShop's."""
+        if self.form == "search" or PAGE_BREAK not in text:
             return text.strip()
-        return PAGE_BREAK.join(f"'{part}'" for part in _after_instruction(text)[1])
+        quote = "'" if self.form == "brackets" else ""
+        return PAGE_BREAK.join(f"{quote}{part}{quote}" for part in _after_instruction(text)[1])
 
     def _actions(self, facts: Mapping[str, Any]) -> str:
         admissible = [action for action in facts.get("admissible", ()) if action != "help"]

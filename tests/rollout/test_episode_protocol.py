@@ -212,6 +212,24 @@ def test_pages_are_shown_in_parts_after_the_instruction(protocol):
     assert protocol._goal(OPENED) == "put a pen on the desk."
 
 
+def test_the_first_prompt_says_what_the_shop_is_to_sell(folder):
+    page = "WebShop [SEP] Instruction: [SEP] a red shirt [SEP] Search"
+    for window in (2, None):
+        protocol = EpisodeProtocol(folder, texts="shopping", window=window)
+        prompt = protocol.decode(protocol.prompt_ids(Task("s", page, (), "apparel")))
+        assert prompt.count("a red shirt") == 1 and "Your task is to: a red shirt\nYou now observe: 'Search'" in prompt
+
+
+def test_a_text_without_a_place_for_the_task_shows_it_once_in_the_first_page(folder):
+    page = "WebShop [SEP] Instruction: [SEP] a red shirt [SEP] Search"
+    protocol = EpisodeProtocol(folder, texts="bare", window=None, require_thinking=False)
+    assert f"user\n{page}<|im_end|>" in protocol.decode(protocol.prompt_ids(Task("s", page, (), "apparel")))
+    action = protocol.parse("<action>search[red]</action><|im_end|>")
+    later = ToolResult("Instruction: [SEP] a red shirt [SEP] Back to Search [SEP] B1", CallOutcome.OK)
+    ids, cut = protocol.observation_ids(action, [later], 200)
+    assert "user\nBack to Search [SEP] B1<|im_end|>" in protocol.decode(ids) and not cut
+
+
 def test_skills_stand_in_the_users_turn(protocol):
     import dataclasses
 

@@ -6,11 +6,10 @@ and end are verl-agent's: 10 when the goal is reached, which ends the episode. T
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
-from rollout.environments.base import ACT, Opening, StepResult
+from rollout.environments.base import Opening, StepResult, act_in_order, refusal
 from rollout.environments.household.games import Game
 from rollout.environments.household.pddl import PddlPool, check_game_file
 from rollout.environments.household.simulator import NOTHING, Observation, Simulator
@@ -127,14 +126,10 @@ class HouseholdEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         before = self._won
-        results, latencies = [], []
-        for request in action.calls:
-            began = time.monotonic()
-            results.append(await self._act(request))
-            latencies.append(time.monotonic() - began)
+        results, latencies = await act_in_order(action, self._act)
         return StepResult(
-            tuple(results),
-            tuple(latencies),
+            results,
+            latencies,
             done=self._won or action.kind is ActionKind.ANSWER,
             reward=self._reward * (self._won and not before),
             measures=self._measures(),
@@ -145,20 +140,13 @@ class HouseholdEnvironment:
 
     async def _act(self, request: ToolRequest) -> ToolResult:
         command = request.arguments.get("action")
-        if refusal := self._refusal(request):
-            return ToolResult(refusal, CallOutcome.REFUSED, detail=refusal)
+        if why := refusal(request, self._enabled, "The task is done already." if self._won else None):
+            return ToolResult(why, CallOutcome.REFUSED, detail=why)
         observation = await self._engine.step(command if isinstance(command, str) else "")
         self._steps += 1
         self._won = observation.won
         outcome = CallOutcome.ERROR if observation.text == NOTHING else CallOutcome.OK
         return ToolResult(observation.text, outcome, info={"admissible": list(observation.admissible)})
-
-    def _refusal(self, request: ToolRequest) -> str | None:
-        if not self._enabled:
-            return f"{request.name} is not available here."
-        if request.name != ACT:
-            return f"There is no tool named {request.name}."
-        return "The task is done already." if self._won else None
 
     async def close(self) -> None:
         if self._engine is not None:

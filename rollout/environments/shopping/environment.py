@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from rollout.environments.base import ACT, Environment, Opening, StepResult
+from rollout.environments.base import ACT, Environment, Opening, StepResult, act_in_order, refusal
 from rollout.environments.shopping.catalogue import load_catalogue
 from rollout.environments.shopping.goals import goal_of
 from rollout.environments.shopping.pages import Page
@@ -126,22 +125,18 @@ class ShoppingEnvironment:
         return self._earned()
 
     async def step(self, action: Action) -> StepResult:
-        before, results, latencies = self._earned(), [], []
-        for request in action.calls:
-            began = time.monotonic()
-            results.append(await self._answer(request))
-            latencies.append(time.monotonic() - began)
+        before = self._earned()
+        results, latencies = await act_in_order(action, self._answer)
         done = self._session.done or action.kind is ActionKind.ANSWER
-        return StepResult(tuple(results), tuple(latencies), done, self._earned() - before, self._measures())
+        return StepResult(results, latencies, done, self._earned() - before, self._measures())
 
     def _measures(self) -> dict[str, float]:
         score = self._session.score if self._session.done else 0.0
         return {"score": score, "success": float(score == 1.0)}
 
     async def _answer(self, request: ToolRequest) -> ToolResult:
-        refusal = self._refusal(request)
-        if refusal is not None:
-            return ToolResult(refusal, CallOutcome.REFUSED, detail=refusal, info=self._session.page.info)
+        if why := refusal(request, self._enabled, "The visit is over." if self._session.done else None):
+            return ToolResult(why, CallOutcome.REFUSED, detail=why, info=self._session.page.info)
         action = request.arguments.get("action")
         if not isinstance(action, str):
             why = f"{ACT} expects a text as its action; found {type(action).__name__}"
@@ -151,13 +146,6 @@ class ShoppingEnvironment:
         if did:
             return ToolResult(page.text, CallOutcome.OK, info=page.info)
         return ToolResult(page.text, CallOutcome.ERROR, detail=f"nothing on the page: {action[:80]!r}", info=page.info)
-
-    def _refusal(self, request: ToolRequest) -> str | None:
-        if not self._enabled:
-            return f"{request.name} is not available here."
-        if request.name != ACT:
-            return f"There is no tool named {request.name}."
-        return "The visit is over." if self._session.done else None
 
     def _earned(self) -> float:
         return self._reward if self._session.done and self._session.score == 1.0 else 0.0

@@ -6,6 +6,7 @@ A small one (some dozens of products) has a closed vocabulary of words that a ti
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -19,7 +20,13 @@ FURTHER = 2  # attributes that it does not
 
 
 def generate_catalogue(
-    size: int, seed: int = 0, asin_digits: int = 9, max_values: int = 3, brands: int = 24, in_title: int = ASKED
+    size: int,
+    seed: int = 0,
+    asin_digits: int = 9,
+    max_values: int = 3,
+    brands: int = 24,
+    in_title: int = ASKED,
+    capitals: bool = True,
 ) -> Catalogue:
     """``size`` products, every kind equally often, each with the instruction that synthetic goals are made of.
 
@@ -35,6 +42,7 @@ def generate_catalogue(
         in_title: 2: the title holds both attributes that are asked for, and the first result of a good search is nearly
             always right. 1: the second one stands in the second feature only, where no search looks (the index holds
             the first), so that the Features page has to be read.
+        capitals: the words of a title begin with one. Without them a tiny model meets each word in one form only.
 
     Raises:
         ValueError: an argument out of range, or fewer asins than products.
@@ -55,6 +63,8 @@ def generate_catalogue(
         asked = next(pairs[kind.name])
         attributes = (*asked, *rng.sample([a for a in ATTRIBUTES[category] if a not in asked], FURTHER))
         products.append(_product(asin, category, kind, attributes, in_title, rng.choice(names), max_values, rng))
+    if not capitals:
+        products = [dataclasses.replace(product, title=product.title.lower()) for product in products]
     rng.shuffle(products)
     return Catalogue(products)
 

@@ -9,8 +9,9 @@ import pytest
 
 from data_modules.datasets.questions import load_tasks
 from data_modules.generate_trajectories import is_right
-from data_modules.household.build import BuildHousehold, played, repeated_list
+from data_modules.household.build import BuildHousehold, played, thing
 from data_modules.household.expert import HouseholdExpertEngine
+from data_modules.world_language import repeated_list
 from rollout.engines.base import SamplingParams
 from rollout.environments.household.environment import Household
 from rollout.environments.household.games import TASK_TYPES
@@ -112,7 +113,7 @@ def test_of_games_that_open_alike_the_expert_plays_the_one_it_sees(world):
 
 def test_texts(world):
     rng = random.Random(0)
-    first, second = repeated_list(rng).splitlines()
+    first, second = repeated_list(rng, thing).splitlines()
     assert first.removeprefix("List: ") == second.removeprefix("Again: ")
     text = played(generate_game("pick_heat_then_place_in_recep", 1, size="small"), rng)
     assert text.startswith("-= Welcome") and text.count("\n> ") >= 3

@@ -66,7 +66,7 @@ def test_people_s_goals_where_their_file_is_given(tmp_path):
 
 @pytest.mark.parametrize("generated", [True, False])
 def test_the_tasks_can_be_played_over_what_was_written(tmp_path, generated):
-    shop = BuildShop(size=24, val=2, test=2, demonstrations=2) if generated else ListWebShop(
+    shop = BuildShop(size=24, val=2, test=2, demonstrations=2, articles=2) if generated else ListWebShop(
         **published(tmp_path), evaluation=6, panel=3
     )
     shop.run(tmp_path)
@@ -87,7 +87,7 @@ def test_the_tasks_can_be_played_over_what_was_written(tmp_path, generated):
 
 
 def test_a_generated_shop_s_splits_share_no_goal(tmp_path):
-    figures = BuildShop(size=24, val=3, test=4, demonstrations=5).run(tmp_path)
+    figures = BuildShop(size=24, val=3, test=4, demonstrations=5, articles=2).run(tmp_path)
     goals = make_goals(load_catalogue(tmp_path / "catalogue.jsonl"))
     numbers = []
     for name, count in (("val", 3), ("test", 4), ("demonstrations", 5), ("train", len(goals) - 12)):
@@ -103,5 +103,7 @@ def test_too_few_goals_and_impossible_numbers_are_refused(tmp_path):
         ListWebShop(**published(tmp_path)).run(tmp_path)
     with pytest.raises(ValueError, match="panel is 7; expected 1 to evaluation = 6"):
         ListWebShop("items.json", "attributes.json", evaluation=6, panel=7)
-    with pytest.raises(ValueError, match="test is 0"):
+    with pytest.raises(ValueError, match="test is 0; expected at least one goal"):
         BuildShop(test=0)
+    with pytest.raises(ValueError, match="shown is 0; expected at least one product"):
+        BuildShop(shown=0)

@@ -5,10 +5,11 @@ import re
 
 import pytest
 
+from rollout.environments.shopping.assortment import KINDS
 from rollout.skills.markdown import read_markdown, write_markdown
 from rollout.skills.reading import OWN_BANKS, read_bank
 
-NAMES = ["household", "household_tiny", "search", "shopping"]
+NAMES = ["household", "household_tiny", "search", "shopping", "shopping_tiny"]
 SIZES = {
     "household": (
         12,
@@ -92,9 +93,18 @@ def test_household_actions_are_those_of_alfworld_0_4(name):
         }  # fmt: skip
 
 
-def test_the_tiny_bank_is_tiny():
+def test_the_tiny_shopping_bank_knows_every_category_of_the_generated_shop():
+    assert read_bank("shopping_tiny").tasks.keys() == KINDS.keys() == read_bank("shopping_tiny").keywords.keys()
+    for category, keywords in read_bank("shopping_tiny").keywords.items():
+        for kinds, sold in KINDS.items():
+            named = [any(word in kind.phrase for word in keywords) for kind in sold]
+            assert all(named) if kinds == category else not any(named), (category, kinds)
+
+
+@pytest.mark.parametrize("name", ["household_tiny", "shopping_tiny"])
+def test_the_tiny_bank_is_tiny(name):
     """A tiny model has read few words, and has a short context."""
-    bank = read_bank("household_tiny")
+    bank = read_bank(name)
     assert sum(len(skill.principle.split()) for skill in bank.general) <= 15
     for skills in bank.by_category.values():
         assert sum(len(skill.principle.split()) for skill in skills) <= 25

@@ -49,6 +49,12 @@ def test_an_attribute_that_is_asked_for_can_be_hidden_from_results_and_search():
         assert second in " ".join(product.bullets) and second in product.attributes
 
 
+def test_titles_without_capitals_are_the_same_titles():
+    plain, lower = (generate_catalogue(30, seed=3, capitals=capitals).products for capitals in (True, False))
+    assert [product.title.lower() for product in plain] == [product.title for product in lower]
+    assert [product.title for product in plain] != [product.title for product in lower]
+
+
 def test_a_tiny_shop_has_a_small_closed_vocabulary():
     small = generate_catalogue(48, seed=0, asin_digits=3, brands=8)
     assert all(len(product.asin) == 4 for product in small.products)
