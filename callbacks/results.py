@@ -32,13 +32,15 @@ class Run:
     commit: str
     sampled: Path | None = None  # folder of the same model's test at temperature 1, if there is one
     model: Path | None = None  # folder of the tested model, which holds its tokenizer; None: in the stage's
+    fixed_seed: bool = False  # the same one for every seed of the methods that it is compared with
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
-        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled and model."""
+        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled, model, fixed_seed."""
         return cls(
             row["name"], row["label"], row["seed"], Path(row["folder"]), row["seconds"], row["command"], row["commit"],
             *(Path(row[name]) if row.get(name) else None for name in ("sampled", "model")),
+            row.get("fixed_seed", False),
         )  # fmt: skip
 
 

@@ -140,14 +140,15 @@ def _difference_table(of: dict[str, list[Run]], main: str, score: Score) -> str:
     for method, others in of.items():
         if method == main:
             continue
-        pairs = [(str(run.seed), [run], [o for o in others if o.seed == run.seed]) for run in of[main]]
+        same = all(o.fixed_seed for o in others)  # one model, such as the cold start of all seeds
+        pairs = [(str(run.seed), [run], [o for o in others if same or o.seed == run.seed]) for run in of[main]]
         seeds = {run.seed for run in of[main]} & {o.seed for o in others}  # what only one side has proves nothing
-        if seeds:
+        if seeds and not same:
             pairs.append(("all", *([run for run in side if run.seed in seeds] for side in (of[main], others))))
-        else:  # another seed alone, such as a teacher's
+        else:  # also where there is another seed alone
             pairs.append(("all", of[main], others))
         name = f"{main} - {method}"
-        rows += [[name, seed, *_difference(mine, same, score, kinds)] for seed, mine, same in pairs if same]
+        rows += [[name, seed, *_difference(mine, theirs, score, kinds)] for seed, mine, theirs in pairs if theirs]
     titles = [word for sampled in kinds for word in (f"{score.title} at T = 1" if sampled else score.title, "p")]
     return markdown_table(["difference", "seed", *titles, "n"], rows)
 

@@ -10,7 +10,7 @@ from rollout.environments.shopping.expert import query_words
 from rollout.environments.shopping.goals import Goal
 from rollout.environments.shopping.products import Product
 
-HEAD = len(("Instruction:", "the instruction itself"))  # which later pages of a conversation do not repeat
+HEAD = 2  # parts of a page, "Instruction:" and the instruction, which later pages of a conversation do not repeat
 STRAYING = 0.5  # probability that an option is chosen, or a product opened, at random
 
 

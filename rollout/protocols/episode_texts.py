@@ -4,7 +4,8 @@ Checkpoints that were trained on the published wording need just that wording; g
 option ``texts``).
 
 Placeholders. In all: ``{observation}`` and ``{actions}``. In ``first`` and ``later`` also ``{task}``, which a shop's
-texts need in both: its pages are shown without their instruction. In ``later`` also ``{history}``, ``{taken}`` (steps
+texts need in both: its pages are shown without their instruction (but for a first one whose text has no ``{task}``,
+which is shown whole, as it came). In ``later`` also ``{history}``, ``{taken}`` (steps
 taken so far), ``{shown}`` (how many of them the history shows) and ``{step}`` (number of the step to come).
 """
 

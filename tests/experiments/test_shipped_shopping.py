@@ -50,6 +50,7 @@ def test_the_shop_is_learnt_as_the_household_is(graph, ours, theirs):
     assert differing(data, other) == {"train_files", "val_files", "test_files", "iterations"}
     assert differing(rollouts, its) == {
         "engine", "protocol", "environment", "max_turns", "max_turn_tokens", "max_observation_tokens",
+        "max_response_tokens",
     }  # fmt: skip
     assert differing(rollouts["protocol"]["init_args"], its["protocol"]["init_args"]) == {"tokenizer"}
 

@@ -59,7 +59,7 @@ def test_ranks_with_unequal_numbers_of_rows_learn_the_same_of_skills(both):
     found = {name: both[2][name]["rows"] for name in EPISODES}
     for name, (first, second) in found.items():
         assert first != second and [first + second] == both[1][name]["rows"], found
-    assert found["rlsd", "idle_rank"][1] == 0 < found["rlsd", "idle_rank"][0]
+    assert found["idle_rank"][1] == 0 < found["idle_rank"][0]
     arms = both[2]["sdar"]["learnt"]["arms"]
     assert arms == both[1]["sdar"]["learnt"]["arms"]
     assert sum(count for count, _ in arms.values()) == 7, "one of eight episodes failed"

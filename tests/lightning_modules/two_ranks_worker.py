@@ -1,5 +1,5 @@
-"""Started by test_two_ranks.py: one step of KD, one iteration each of DGPO, GRPO, AEPO, SOD, OPSD and of what learns from
-episodes (two_ranks_episodes.py), on one process or on two.
+"""Started by test_two_ranks.py: one step of KD, one iteration each of DGPO, GRPO, AEPO, SOD, OPSD and of what learns
+from episodes (two_ranks_episodes.py), on one process or on two.
 
 ``python two_ranks_worker.py OUT MODEL TEACHER zero3|zero2|ddp``; plain SGD without clipping hides no wrong scale.
 """
