@@ -26,14 +26,16 @@ Split = Literal["val", "test"]
 NEED_GOLD = (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK)
 
 
-def check_worlds(rollouts: RolloutSystem, tasks: Sequence[Task]) -> None:
-    """Refuse tasks that the environment, if it can tell, says it cannot play. Raises DatasetError with what it says."""
-    check = getattr(rollouts.environment, "check", None)
-    if check is not None:
-        try:
+def check_tasks(rollouts: RolloutSystem, tasks: Sequence[Task], *, advised: bool = True) -> None:
+    """Refuse tasks that the environment, if it can tell, says it cannot play, or, if they are to be ``advised``, that
+    the rollout system's skills know nothing of. Raises DatasetError with what they say."""
+    try:
+        if advised and rollouts.skills is not None:
+            rollouts.skills.check_tasks(tasks)
+        if callable(check := getattr(rollouts.environment, "check", None)):
             check(tasks)
-        except ValueError as error:
-            raise DatasetError(str(error)) from error
+    except ValueError as error:
+        raise DatasetError(str(error)) from error
 
 
 def as_list(name: str, paths: Sequence[str]) -> list[str]:
@@ -170,9 +172,11 @@ class EvaluationData(L.LightningDataModule):
                 self._tasks[split] = self.questions.load(
                     self.files[split], self.limits[split], self.max_eval_prompt_tokens, "max_eval_prompt_tokens"
                 )
-                self.check_worlds(self._tasks[split])
+                self.check_tasks(self._tasks[split], advised=self.eval_skills)
                 for mode in self._probes(split):
                     self._probe_tasks(split, mode)
+        if stage == "fit":
+            self.ask_module()
         if any(self._tasks.get(split) for split in splits.get(stage, ())):
             self.start_rollouts()
 
@@ -189,6 +193,14 @@ class EvaluationData(L.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         self.close()
 
+    def ask_module(self) -> None:
+        """Let the module that is to be trained refuse this data (``accept_data``, if it has one): its own ``setup``
+        comes after this one's, when the engine has loaded a model."""
+        module = getattr(self.trainer, "lightning_module", None)
+        accept = getattr(module, "accept_data", None)
+        if accept is not None:
+            accept(self)
+
     def start_rollouts(self) -> None:
         """Idempotent."""
         if not self._running and self.rollouts is not None:
@@ -196,14 +208,10 @@ class EvaluationData(L.LightningDataModule):
             atexit.register(self.close)
             self.rollouts.start()
 
-    def check_worlds(self, tasks: Sequence[Task]) -> None:
-        """Refuse tasks that the environment says it cannot play, before a model loads.
-
-        Raises:
-            DatasetError: what the environment says of them.
-        """
+    def check_tasks(self, tasks: Sequence[Task], *, advised: bool = True) -> None:
+        """Refuse tasks that cannot be rolled out, before a model loads (see the function). Raises DatasetError."""
         if self.rollouts is not None:
-            check_worlds(self.rollouts, tasks)
+            check_tasks(self.rollouts, tasks, advised=advised)
 
     def close(self) -> None:
         """Stop the rollout system. Idempotent."""

@@ -18,7 +18,7 @@ from data_modules.chunk_progress import ChunkProgress
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.questions import load_tasks
 from data_modules.decoding import Decoding
-from data_modules.evaluation_data import as_list, check_worlds
+from data_modules.evaluation_data import as_list, check_tasks
 from data_modules.failures import FailureGuard
 from data_modules.loaders import fingerprint, spread
 from data_modules.seeds import run_seed
@@ -110,7 +110,7 @@ class GenerateTrajectories:
         """
         output_dir = Path(output_dir)
         tasks = spread(load_tasks(self.files), self.limit)
-        check_worlds(self.rollouts, tasks)
+        check_tasks(self.rollouts, tasks)
         self._claim(output_dir, tasks)
         starts = range(0, len(tasks), self.chunk_questions)
         chunks = [tasks[i : i + self.chunk_questions] for i in starts]

@@ -116,7 +116,7 @@ class RolloutDataModule(TrainingData):
                 self.train_files, self.max_train, self.max_prompt_tokens, "max_prompt_tokens", self.abilities
             )
             self._check_sizes()
-            self.check_worlds(self._questions)
+            self.check_tasks(self._questions)
             ids = [task.id for task in self._questions]
             data = fingerprint(ids, self.prompts_per_step, self.seed, *self.questions.identity)
             further = () if self.dynamic_sampling is None else (self.dynamic_sampling,)

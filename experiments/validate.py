@@ -30,12 +30,15 @@ def check(stage: Stage, root: Path) -> None:
     """Everything that can be known about a stage without running it.
 
     Raises:
-        ExperimentError: unknown class, unknown argument, wrong type, missing argument, a file that is not there.
+        ExperimentError: unknown class, unknown argument, wrong type, missing argument, a file that is not there, an
+            argument of the module that it refuses.
     """
     require_files([stage], root)
     where = f"experiment '{stage.name}'"
     check_classes(stage.config, where)
-    check_validation_interval(parse(stage.config, stage.arguments, where), where)
+    parsed = cli(stage.config, stage.arguments, where, instantiate=False)
+    check_validation_interval(parsed.config, where)
+    check_module(parsed, where)
 
 
 def check_validation_interval(parsed: Any, where: str) -> None:
@@ -48,6 +51,23 @@ def check_validation_interval(parsed: Any, where: str) -> None:
             f"{where}: trainer.val_check_interval is {interval}, but the run has only {iterations} iterations "
             f"(data.iterations); add --trainer.val_check_interval {iterations} or less"
         )
+
+
+def check_module(parsed: Any, where: str) -> None:
+    """Construct the module, if the stage has one, and what it is given (skills with their bank): a module loads its
+    models later, but its constructor knows which numbers, names and banks do not go together.
+
+    Raises:
+        ExperimentError: with what the constructor says.
+    """
+    if "model" not in parsed.config:
+        return
+    from jsonargparse import Namespace
+
+    try:
+        parsed.parser.instantiate_classes(Namespace(model=parsed.config.model))
+    except (ValueError, TypeError, OSError) as error:
+        raise ExperimentError(f"{where}: model: {condense(str(error))}") from error
 
 
 def check_classes(config: Config, where: str) -> None:
@@ -145,15 +165,6 @@ def argument_names(target: Any) -> list[str] | None:
 
 
 # -- types ----------------------------------------------------------------------------------------------------------
-
-
-def parse(config: Config, arguments: Sequence[str], where: str) -> Any:
-    """The parsed configuration (a jsonargparse Namespace) of a resolved one; classes are not instantiated.
-
-    Raises:
-        ExperimentError: with one condensed message.
-    """
-    return cli(config, arguments, where, instantiate=False).config
 
 
 def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bool) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -112,11 +112,10 @@ class GRPO(OnPolicyModule):
         self.aggregation, self.advantage, self.lone = aggregation, advantage, lone
         self.importance_cap, self.entropy_coef = importance_cap, entropy_coef
 
-    def setup(self, stage: str) -> None:
-        """Refuse, before the policy is loaded, a data module whose groups hold nothing to compare."""
-        super().setup(stage)
-        size = getattr(getattr(self.trainer, "datamodule", None), "samples_per_prompt", None)
-        if stage == "fit" and size == 1 and self.compares:
+    def check_data(self, data: Any) -> None:
+        """Refuse groups that hold nothing to compare."""
+        super().check_data(data)
+        if getattr(data, "samples_per_prompt", None) == 1 and self.compares:
             raise ValueError(
                 "data.samples_per_prompt is 1, so that every group advantage is 0; sample more per prompt, or take "
                 "advantage: global"

@@ -10,34 +10,27 @@ An algorithm says three things and never sees micro-batches, optimisers or ranks
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_modules import optimisation, ranks, scoring
-from lightning_modules.batch import RowTensors, TokenBatch, aligned, collate, tensors_BT, with_prompts
+from lightning_modules.batch import RowTensors, TokenBatch, collate, tensors_BT
 from lightning_modules.metrics import StepMetrics
-from lightning_modules.policy import (
-    DType,
-    TokenStats,
-    ValueModel,
-    load_frozen_lm,
-    require_same_tokenizer,
-    token_logprobs,
-)
-from lightning_modules.policy_module import PolicyModule
+from lightning_modules.policy import DType
 from lightning_modules.rollout_figures import log_rollout
 from lightning_modules.schedules import warmup_constant
 from lightning_modules.scoring import Outputs, Scores, token_figures
+from lightning_modules.scoring_module import ScoringModule
 from rollout.trajectory import turn_rows
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
 
 
-class OnPolicyModule(PolicyModule):
+class OnPolicyModule(ScoringModule):
     """Scores, annotates and learns from ``list[Trajectory]``; see the module docstring for what an algorithm adds.
 
     Trajectories whose turns have prompts of their own are learnt from turn by turn: what an algorithm then sees are the
@@ -93,21 +86,18 @@ class OnPolicyModule(PolicyModule):
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
     ) -> None:
-        super().__init__(policy, dtype, attention, gradient_checkpointing)
+        reading = {"temperature": temperature, "micro_batch_tokens": micro_batch_tokens, "logits_chunk": logits_chunk}
+        loading = {"dtype": dtype, "teacher_dtype": teacher_dtype, "attention": attention}
+        loading["gradient_checkpointing"] = gradient_checkpointing
+        super().__init__(policy, teacher, critic, **reading, **loading)
         if mini_batches < 1 or epochs < 1:
             raise ValueError(f"mini_batches is {mini_batches}, epochs is {epochs}; expected both to be at least 1")
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}; expected a positive number (training needs sampling)")
-        self.teacher_path, self.critic_path = teacher, critic
         self.lr, self.warmup_steps = lr, warmup_steps
         self.critic_lr, self.critic_warmup_steps = critic_lr, critic_warmup_steps
         self.weight_decay, self.betas, self.max_grad_norm = weight_decay, betas, max_grad_norm
-        self.mini_batches, self.epochs, self.temperature = mini_batches, epochs, temperature
-        self.micro_batch_tokens, self.logits_chunk = micro_batch_tokens, logits_chunk
-        self.teacher_dtype: DType = teacher_dtype
-        self.teacher: nn.Module | None = None  # built in build_models
-        self.critic: ValueModel | None = None
+        self.mini_batches, self.epochs = mini_batches, epochs
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
+        self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors] | None = None
 
     # ------------------------------------------------------------------ what an algorithm says
@@ -123,32 +113,28 @@ class OnPolicyModule(PolicyModule):
         """By stream, the weights [B, T] whose sum over the mini-batch and all ranks divides it."""
         return {"policy": batch.mask}
 
-    def teacher_prompts(self, trajectories: Sequence[Trajectory]) -> Sequence[Sequence[int]] | None:
-        """Ids of the prompt that the teacher reads before each response; None: what the policy has read. All ranks must
-        answer alike, with prompts or without."""
-        return None
+    # ------------------------------------------------------------------ what it can be trained on
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self.accept_data(getattr(self.trainer, "datamodule", None))
 
-    def teacher_logprobs(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
-        """The teacher's log-probs [B, T] of the sampled tokens; None without one. Override for a teacher that is not
-        a frozen folder (``score_logprobs(self.policy, ...)``: the policy itself). Every rank must call."""
-        return None if self.teacher is None else self.score_logprobs(self.teacher, trajectories, batch)
+    def accept_data(self, data: Any) -> None:
+        """``check_data``, once for a data module: one that rolls out asks before its engine loads a model, ``setup``
+        asks for any other."""
+        if self._accepted != id(data):
+            self.check_data(data)
+            self._accepted = id(data)
 
-    # ------------------------------------------------------------------ models and optimiser
-    def build_models(self) -> None:
-        super().build_models()
-        if self.teacher_path is not None:
-            require_same_tokenizer(self.policy_path, self.teacher_path)
-            self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
-        if self.critic_path is not None:
-            self.critic = ValueModel(self.critic_path, self.dtype_name, self.attention, self.gradient_checkpointing)
-        optimisation.set_clipping(self, self.max_grad_norm)
+    def check_data(self, data: Any) -> None:
+        """Refuse a data module that cannot be learnt from; no model is loaded yet, and its questions are read. Override
+        for what an algorithm needs besides, calling this first. Here: a sampler whose distribution is not the one that
+        log-probs are computed for.
 
-    def trained_parts(self) -> dict[str, nn.Module]:
-        return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
-
-    def on_fit_start(self) -> None:
-        """Refuse a sampler whose distribution is not the one that log-probs are computed for."""
-        sampling = getattr(getattr(self.trainer, "datamodule", None), "train_sampling", None)
+        Args:
+            data: null where the Trainer was given loaders.
+        """
+        sampling = getattr(data, "train_sampling", None)
         if sampling is None:
             return
         if sampling.temperature != self.temperature:
@@ -161,6 +147,11 @@ class OnPolicyModule(PolicyModule):
                 f"train_sampling cuts the distribution (top_p {sampling.top_p}, top_k {sampling.top_k}), but log-probs "
                 "are those of the whole one; train with top_p 1.0 and top_k -1"
             )
+
+    # ------------------------------------------------------------------ optimiser
+    def build_models(self) -> None:
+        super().build_models()
+        optimisation.set_clipping(self, self.max_grad_norm)
 
     def configure_optimizers(self) -> Any:
         rates = {"policy": (self.lr, self.warmup_steps), "critic": (self.critic_lr, self.critic_warmup_steps)}
@@ -196,8 +187,9 @@ class OnPolicyModule(PolicyModule):
 
     @property
     def last_annotated(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:
-        """The last batch for people to read: with each trajectory, by name, one figure per response token (everything
-        ``score`` and ``annotate`` gave, and the log-ratio of student to teacher as ``kl``)."""
+        """The last batch for people to read: with each trajectory, whole where its turns were learnt from one by one,
+        by name, one figure per response token (everything ``score`` and ``annotate`` gave, and the log-ratio of student
+        to teacher as ``kl``)."""
         if self._last is None:
             return []
         trajectories, batch, scores, notes = self._last
@@ -205,48 +197,6 @@ class OnPolicyModule(PolicyModule):
         if scores.teacher_logprobs is not None:
             figures["kl"] = (scores.old_logprobs - scores.teacher_logprobs) * batch.mask
         return token_figures(trajectories, batch, figures)
-
-    def score(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Scores:
-        """Run the declared models over the batch without gradient, micro-batch by micro-batch."""
-
-        def policy_stats(micro: TokenBatch) -> Tensor:
-            stats = self._token_stats(self.policy, micro)
-            return torch.stack([stats.logprobs, stats.entropy])
-
-        old, entropy = scoring.score(batch, policy_stats, self.micro_batch_tokens, leading=(2,))
-        teacher = self.teacher_logprobs(trajectories, batch)
-        values = scoring.score(batch, self.critic, self.micro_batch_tokens) if self.critic is not None else None
-        return Scores(old, teacher, values, entropy)
-
-    def score_logprobs(self, model: nn.Module, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-        """Log-probs [B, T] of the sampled tokens under any model, after ``teacher_prompts`` where there are any."""
-
-        return self.read_by_teacher(trajectories, batch, lambda read: self.logprobs_of(model, read))
-
-    def logprobs_of(self, model: nn.Module, batch: TokenBatch) -> Tensor:
-        """Log-probs [B, T] of the sampled tokens under any model, without gradient. Every rank must call."""
-        return scoring.score(batch, lambda micro: self._token_stats(model, micro).logprobs, self.micro_batch_tokens)
-
-    def read_by_teacher(
-        self, trajectories: Sequence[Trajectory], batch: TokenBatch, score: Callable[[TokenBatch], Tensor]
-    ) -> Tensor:
-        """``score`` of the responses after ``teacher_prompts``, moved back to the places of ``batch``: [B, T]."""
-        prompts = self.teacher_prompts(trajectories)
-        return score(batch) if prompts is None else self.read_after(prompts, trajectories, batch, score)
-
-    def read_after(
-        self,
-        prompts: Sequence[Sequence[int]],
-        trajectories: Sequence[Trajectory],
-        batch: TokenBatch,
-        score: Callable[[TokenBatch], Tensor],
-    ) -> Tensor:
-        """``score`` of the responses after other prompts, moved back to the places of ``batch``: [B, T]."""
-        read = with_prompts(trajectories, prompts, batch)
-        return aligned(score(read), read, batch)
-
-    def _token_stats(self, model: nn.Module, micro: TokenBatch) -> TokenStats:
-        return token_logprobs(model, micro, self.logits_chunk, self.temperature)
 
     # ------------------------------------------------------------------ optimiser steps
     def update(self, batch: TokenBatch, notes: RowTensors, places: Sequence[int]) -> None:

@@ -58,13 +58,12 @@ class OPSD(SOD):
             if f"{{{name}}}" not in self.template:
                 raise ValueError(f"template: expected {{{name}}} where the task's {name} goes; found {self.template!r}")
 
-    def setup(self, stage: str) -> None:
-        """Refuse, before the policy is loaded, questions about which there is nothing to tell the teacher, or whose
-        prompt with it cannot be rendered (a hint that quotes a control token)."""
-        super().setup(stage)
-        if stage != "fit" or not self.distils:
+    def check_data(self, data: Any) -> None:
+        """Refuse questions about which there is nothing to tell the teacher, or whose prompt with it cannot be rendered
+        (a hint that quotes a control token)."""
+        super().check_data(data)
+        if not self.distils:
             return
-        data = getattr(self.trainer, "datamodule", None)
         protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
         questions = getattr(data, "training_questions", None)
         if protocol is None or questions is None:

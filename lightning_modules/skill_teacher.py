@@ -90,12 +90,12 @@ class SkillTaught(EpisodeGRPO):
         return self.skills_coef > 0
 
     # ------------------------------------------------------------------ models
-    def setup(self, stage: str) -> None:
-        """Refuse, before the policy is loaded, skills that do not fit and a sampler that does not render prompts."""
-        super().setup(stage)
-        if stage != "fit" or not self.is_taught:
+    def check_data(self, data: Any) -> None:
+        """Refuse skills that do not fit, tasks that the retriever does not know, and a data module that does not render
+        prompts."""
+        super().check_data(data)
+        if not self.is_taught:
             return
-        data = getattr(self.trainer, "datamodule", None)
         protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
         if protocol is None:
             raise ValueError(
@@ -109,8 +109,7 @@ class SkillTaught(EpisodeGRPO):
             )
         self._count = token_counter(protocol.tokenizer)
         self.skills.check(self._count)  # type: ignore[union-attr]  # checked in __init__
-        for task in getattr(data, "training_questions", ()):  # a kind of task that the retriever does not know
-            self._injection(task)
+        self.skills.check_tasks(getattr(data, "training_questions", ()))  # type: ignore[union-attr]
 
     def build_models(self) -> None:
         super().build_models()

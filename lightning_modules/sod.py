@@ -132,10 +132,11 @@ class SOD(GRPO):
     def compares(self) -> bool:
         return self.use_grpo and super().compares
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "fit" and self.teacher_server is not None:
-            budgets = getattr(getattr(getattr(self.trainer, "datamodule", None), "rollouts", None), "budgets", None)
+    def check_data(self, data: Any) -> None:
+        """Refuse a server of the teacher that is not there, or does not read what the student does."""
+        super().check_data(data)
+        if self.teacher_server is not None:
+            budgets = getattr(getattr(data, "rollouts", None), "budgets", None)
             with ranks.stop_together():
                 self.teacher_server.check(self.policy_path, getattr(budgets, "max_length", None))
 

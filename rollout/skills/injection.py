@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollout.skills.reading import read_bank
@@ -89,6 +90,11 @@ class Skills:
         """Try what the retriever can select against ``max_tokens``, before a model loads. Returns the most entries
         that will be left out; ValueError as in ``inject``."""
         return max(self._render(selection, count).left_out for selection in self.retriever.possible())
+
+    def check_tasks(self, tasks: Iterable[Task]) -> None:
+        """Raises ValueError for the first task for which the retriever knows no skills; computes no selection."""
+        for task in tasks:
+            self.retriever.check_task(task)
 
     def _render(self, selection: Selection, count: CountTokens) -> Rendered:
         budget = Budget(self.max_tokens, count, self.on_overflow)

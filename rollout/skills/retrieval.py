@@ -50,6 +50,10 @@ class SkillRetriever(ABC):
         """Selections to try a budget with before a model loads: all of them where they are few, else examples."""
         return (self.with_categories(name) for name in self.bank.by_category)
 
+    def check_task(self, task: Task) -> None:
+        """Raises ValueError where ``select`` would, whatever the text; for all tasks before a model loads, so that it
+        computes next to nothing."""
+
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:
         """Learn from an iteration: what was selected for a trajectory, and its reward. The order does not matter."""
 
@@ -104,13 +108,16 @@ class TaskType(SkillRetriever):
         self.unknown = unknown
 
     def select(self, task: Task, text: str) -> Selection:
+        self.check_task(task)
         category = self.bank.category_of(task.data_source)
-        if category is None and self.unknown == "error":
+        return self.with_categories(*([] if category is None else [category]))
+
+    def check_task(self, task: Task) -> None:
+        if self.unknown == "error" and self.bank.category_of(task.data_source) is None:
             raise ValueError(
                 f"task {task.id}: the skill bank has no category for data source {task.data_source!r}; it knows "
                 f"{sorted({*self.bank.tasks, *self.bank.by_category})}. Add it there, or set unknown: general"
             )
-        return self.with_categories(*([] if category is None else [category]))
 
 
 class Random(SkillRetriever):

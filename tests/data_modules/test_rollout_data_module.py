@@ -18,6 +18,8 @@ from data_modules.evaluation_data import EvaluationData
 from data_modules.failures import TooManyFailuresError
 from data_modules.loaders import TrainLoader
 from data_modules.rollout_data_module import RolloutDataModule
+from rollout.skills.injection import Skills
+from rollout.skills.retrieval import TaskType
 from tests.data_modules.toys import Recorder, sampled_by, trainer
 
 
@@ -287,6 +289,40 @@ def test_rollout_system_stays_up_from_fit_to_test_and_is_closed_after(make_data,
     assert starts == ["start", "close"]
     data.close()
     assert starts == ["start", "close"]
+
+
+def test_the_module_is_asked_before_the_engine_starts(make_data, question_file, tmp_path):
+    """With its questions read, and with validation questions too, for which ``setup`` of the base class starts it."""
+
+    class Picky(Recorder):
+        def accept_data(self, data):
+            self.seen = [task.id for task in data.training_questions]
+            raise ValueError("nothing to learn here")
+
+    for files in ([], [question_file("val", ["right"])]):
+        data, module = make_data(val_files=files), Picky()
+        with pytest.raises(ValueError, match="nothing to learn here"):
+            trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+        assert module.seen == [f"q{i}" for i in range(10)]
+        assert data.rollouts._loop is None and not data._running, "nothing was started"
+
+
+def test_tasks_that_the_students_skills_do_not_know_are_refused_before_the_engine_starts(make_data, question_file):
+    """Those of a test are given none where ``eval_skills`` is false."""
+
+    def advised(**options):
+        data = make_data(test_files=[question_file("test", ["right"], source="juggling")], **options)
+        data.rollouts.skills = Skills("search", TaskType())
+        return data
+
+    training, test, plain = advised(), advised(), advised(eval_skills=False)
+    with pytest.raises(DatasetError, match="no category for data source 'made_up'"):
+        training.setup("fit")
+    with pytest.raises(DatasetError, match="no category for data source 'juggling'"):
+        test.setup("test")
+    assert training.rollouts._loop is test.rollouts._loop is None
+    plain.setup("test")
+    assert plain.rollouts._loop is not None
 
 
 def test_evaluation_is_greedy_complete_and_says_which_loader_is_which(make_data, question_file, tmp_path):

@@ -10,7 +10,7 @@ from experiments.errors import ExperimentError
 from experiments.graph import Graph, closure, require_files
 from experiments.overrides import parse
 from experiments.project import ROOT, Project
-from experiments.validate import check, check_classes, condense
+from experiments.validate import check, check_classes, cli, condense
 
 PROJECT = Project()
 NAMES = registry.names(PROJECT)
@@ -180,6 +180,7 @@ def test_whatever_is_not_shipped_is_listed_with_a_way_to_get_it(name, stages):
         (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
         (["--model=lightning_modules.ppo.POP"], "POP"),
         (["--data.iterations=5"], "val_check_interval is 40, but the run has only 5 iterations"),
+        (["--model.mini_batches=0"], "'dgpo_tiny': model: mini_batches is 0"),
     ],
 )
 def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
@@ -189,11 +190,24 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600, str(caught.value)
 
 
-def test_an_override_of_the_class_keeps_the_arguments_that_fit():
-    from experiments.validate import parse as parse_types
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.skills.bank=household_tinny"], "household_tinny"),
+        (["--model.skills.mistakes=99"], "mistakes is 99; the skill bank"),
+        (["--model.skills.bank=household_tiny", "--model.skills.retriever=rollout.skills.bandit.UCB",
+          "--model.skills.retriever.c=-1"], "c is -1"),
+    ],
+)  # fmt: skip
+def test_skills_that_cannot_be_used_are_refused_before_the_first_stage_of_the_chain(overrides, message):
+    stage = Graph(PROJECT, "sdar_tiny", parse(overrides)).target()
+    with pytest.raises(ExperimentError, match=f"experiment 'sdar_tiny': .*{message}"):
+        check(stage, ROOT)
 
+
+def test_an_override_of_the_class_keeps_the_arguments_that_fit():
     stage = Graph(PROJECT, "dgpo_tiny", parse(["--model=lightning_modules.ppo.PPO", "--model.clip_low=0.1"])).target()
-    parsed = parse_types(stage.config, stage.arguments, "x").model
+    parsed = cli(stage.config, stage.arguments, "x", instantiate=False).config.model
     assert parsed.class_path == "lightning_modules.ppo.PPO"
     assert parsed.init_args.clip_low == 0.1 and parsed.init_args.lr == stage.config["model"]["init_args"]["lr"]
 

@@ -2,8 +2,8 @@
 
 import random
 import shutil
-from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 
@@ -11,7 +11,6 @@ from lightning_modules import optimisation
 from lightning_modules.batch import collate
 from lightning_modules.dgpo import DGPO
 from lightning_modules.divergences import reverse_kl
-from lightning_modules.on_policy import OnPolicyModule
 from lightning_modules.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.ppo import PPO
 from lightning_modules.scoring import Scores
@@ -338,9 +337,11 @@ def test_a_sampler_with_another_distribution_is_refused(model_dir, teacher_dir, 
     from data_modules.decoding import Decoding
 
     module = dgpo(model_dir, teacher_dir)
-    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(train_sampling=Decoding(**sampling)))
+    data = type("Data", (L.LightningDataModule,), {"__len__": lambda self: 1, "train_dataloader": lambda self: [[]]})()
+    data.train_sampling = Decoding(**sampling)
     with pytest.raises(ValueError, match=message):
-        OnPolicyModule.on_fit_start(module)
+        fit(module, data)
+    assert module.policy is None, "refused before a model is loaded"
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(model_dir, tmp_path):

@@ -8,16 +8,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import lightning as L
+from data_modules.datasets.questions import write_tasks
+from data_modules.rollout_data_module import RolloutDataModule
 from lightning_modules.batch import collate
 from lightning_modules.episode_grpo import EpisodeGRPO
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.scoring import Outputs
 from lightning_modules.sdar import RLSD, SDAR, SkillSD
 from lightning_modules.skill_teacher import SkillNotes
+from rollout.protocols.episodes import EpisodeProtocol
 from rollout.skills.bandit import UCB
 from rollout.skills.retrieval import NoSkills, TaskType
-from tests.lightning_modules.episode_helpers import EpisodeData, episodes, skills
+from rollout.system import RolloutSystem
+from tests.lightning_modules.episode_helpers import TASKS, TYPES, EpisodeData, Rooms, episodes, say, skills
 from tests.lightning_modules.helpers import fit
+from tests.rollout.scripted import TextEngine
 
 WINDOWS = [None, 1]
 EXACT = {"lr": 1e-3, "mini_batches": 1}
@@ -283,6 +289,25 @@ def test_what_stops_before_a_policy_is_loaded(model_dir):
         module.setup("fit")
     with pytest.raises(ValueError, match="reference is another model"):
         SDAR("p", skills=skills(), teacher_weights="fixed", reference="q", kl_coef=0.1)
+
+
+@pytest.mark.parametrize(
+    "options, source, message",
+    [({}, "juggling", "no category for data source 'juggling'"), ({"max_tokens": 20}, TYPES[0], "max_tokens is 20")],
+)
+def test_what_stops_before_an_engine_loads(model_dir, tmp_path, options, source, message):
+    """Kinds of tasks that the retriever does not know, skills that their budget has no room for."""
+    protocol = EpisodeProtocol(str(model_dir), texts="short", window=1, require_thinking=False)
+    system = RolloutSystem(TextEngine(protocol, say), protocol, Rooms, final_turn=False)
+    path = tmp_path / "questions.parquet"
+    write_tasks(path, [dataclasses.replace(task, data_source=source, golden_answers=("-",)) for task in TASKS])
+    data = RolloutDataModule(system, [str(path)], prompts_per_step=3, samples_per_prompt=4)
+    module = SDAR(str(model_dir), skills=skills(**options), **EXACT)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer(accelerator="cpu", max_steps=1, **quiet)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, datamodule=data)
+    assert system._loop is None and module.policy is None, "neither engine nor policy"
 
 
 def test_skills_are_chosen_once_a_group(model_dir):
