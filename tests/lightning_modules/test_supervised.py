@@ -9,18 +9,13 @@ from lightning_modules.cold_start_kd import ColdStartKD
 from lightning_modules.policy import load_causal_lm, named_weights
 from lightning_modules.sft import SFT
 from rollout.trajectory import StopReason
-from tests.lightning_modules.helpers import fit, make_trajectories
+from tests.lightning_modules.helpers import fit, largest_difference, make_trajectories
 
 
 def train(module, batches=None, **options):
     trainer = fit(module, batches or [make_trajectories(6)], **options)
     weights = {k: v.clone() for k, v in module.policy_weights()}
     return weights, {k: float(v) for k, v in trainer.callback_metrics.items()}, trainer
-
-
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[k] - b[k]).abs().max()) for k in a)
 
 
 def plain_figures(model_dir, teacher_dir, rows):
