@@ -10,7 +10,7 @@ BENCHMARKS := retrieval engines rollouts branching sandbox chunked_logprobs step
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup alfworld train evaluate test retriever compare ui export experiments dry-run ask download reproduce benchmark status clean
+.PHONY: help setup alfworld train evaluate test retriever compare ui export experiments dry-run size ask download reproduce benchmark status clean
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
@@ -51,6 +51,9 @@ experiments: setup ## list the experiments
 
 dry-run: setup ## print an experiment's resolved configuration and validate it; loads no model
 	@$(RUN) dry-run $(EXP) $(SEED_FLAG) $(ARGS)
+
+size: setup ## GPU memory by component and the roofline's speeds, before any download; GPUS=1,8,16 GPU=h100
+	@$(RUN) size $(EXP) $(if $(GPUS),--gpus $(GPUS)) $(if $(GPU),--gpu $(GPU)) $(ARGS)
 
 ask: setup ## put a question to a trained model and watch it search: Q="..."
 	@$(RUN) ask $(EXP) $(SEED_FLAG) $(if $(Q),--question "$$Q") $(ARGS)

@@ -33,7 +33,8 @@ class CollapseGuard(L.Callback):
     """Watches training iterations and reacts once per rule (``callbacks.collapse_rules``).
 
     * ``train/em``, ``train/acc`` (right answers, where the reward says so), ``train/success`` (where the environment
-      scores itself) and the share of valid actions: under half of their running maximum for ``patience`` iterations (specs/dgpo.md 2.5);
+      scores itself) and the share of valid actions: under half of their running maximum for ``patience`` iterations
+      (specs/dgpo.md 2.5);
     * tool calls per trajectory: for 3 iterations more than 40 % below the median of the last 20 calm ones, about what
       they were ten iterations before (specs/sod.md 8.3; a policy that unlearns its tool is lost within 20, 8.1);
     * ``train/reward``: for 5 iterations more than 5 times its own scatter below its recent median;

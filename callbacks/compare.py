@@ -194,7 +194,7 @@ def _labels(frame: pl.DataFrame) -> list[str]:
 
 
 def comparison(frame: pl.DataFrame, metrics: Sequence[str]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The columns worth reading: name, status, seconds and the last value of each metric; the parameters that differ."""
+    """Columns worth reading: name, status, seconds and the last value of each metric; the parameters that differ."""
     measured = {f"metrics.{m}": m for m in metrics if f"metrics.{m}" in frame.columns}
     params = {c: c.removeprefix("params.") for c in differing_params(frame)}
     figures = frame.with_columns(run=pl.Series(_labels(frame))).select("run", "status", "seconds", *measured)

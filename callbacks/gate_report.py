@@ -40,8 +40,8 @@ def write_gates(runs: Sequence[Run], tracking_uri: str, picture: Path) -> tuple[
     sections = [
         "\n## Gates\n",
         "The self-teacher is the student itself after a prompt with skills. Gap: mean log p_teacher - log p_student "
-        "over the sampled tokens, in nats; endorsed: share of them with a gate above one half (for the gap gate: those that "
-        "the teacher finds likelier). Means over seeds and over the first and the last "
+        "over the sampled tokens, in nats; endorsed: share of them with a gate above one half (for the gap gate: those "
+        "that the teacher finds likelier). Means over seeds and over the first and the last "
         f"{TAIL} iterations; by third of a turn, and by number of the turn, over the last.\n",
         _ends_table(of),
         _places_table(of),

@@ -16,35 +16,30 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-# label on the line -> metric; whichever the module logs is shown, in this order
-FIGURES = {
-    "loss": "train/loss",
-    "ce": "train/ce",
-    "acc": "train/token_accuracy",
-    "success": "train/success",
-    "em": "train/em",
-    "reward": "train/reward",
-    "kl": ("train/kl_teacher", "train/kl"),
-    "entropy": "train/entropy",
-    "len": "train/response_tokens",
-    "tok/s": "throughput/tokens_per_s",
-    "val success": "val/reward/success",
-    "val em": "val/em",
-}
-INSTEAD = {"em": "success", "val em": "val success"}  # an environment's tasks have no answer to compare
+# In this order; of each row the first metric that the module logs is shown, under its label. An environment's tasks
+# have no answer to compare: em says nothing where there is a success.
+FIGURES: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("loss", "train/loss"),),
+    (("ce", "train/ce"),),
+    (("acc", "train/token_accuracy"),),
+    (("success", "train/success"), ("em", "train/em")),
+    (("reward", "train/reward"),),
+    (("kl", "train/kl_teacher"), ("kl", "train/kl")),
+    (("entropy", "train/entropy"),),
+    (("len", "train/response_tokens"),),
+    (("tok/s", "throughput/tokens_per_s"),),
+    (("val success", "val/reward/success"), ("val em", "val/em")),
+)
 
 
 def figures_line(metrics: dict[str, Any]) -> str:
     """``em 0.312 · reward 0.300 · ...`` of those metrics that exist."""
     shown = []
-    for label, names in FIGURES.items():
-        if label in INSTEAD and FIGURES[INSTEAD[label]] in metrics:
-            continue
-        for name in (names,) if isinstance(names, str) else names:
-            if name in metrics:
-                value = float(metrics[name])
-                shown.append(f"{label} {value:,.0f}" if abs(value) >= 100 else f"{label} {value:.3f}")
-                break
+    for alternatives in FIGURES:
+        found = next(((label, float(metrics[name])) for label, name in alternatives if name in metrics), None)
+        if found is not None:
+            label, value = found
+            shown.append(f"{label} {value:,.0f}" if abs(value) >= 100 else f"{label} {value:.3f}")
     return " · ".join(shown)
 
 

@@ -36,7 +36,8 @@ class Run:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
-        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled, model, fixed_seed."""
+        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled, model,
+        fixed_seed."""
         return cls(
             row["name"], row["label"], row["seed"], Path(row["folder"]), row["seconds"], row["command"], row["commit"],
             *(Path(row[name]) if row.get(name) else None for name in ("sampled", "model")),

@@ -140,13 +140,13 @@ def _difference_table(of: dict[str, list[Run]], main: str, score: Score) -> str:
     for method, others in of.items():
         if method == main:
             continue
-        same = all(o.fixed_seed for o in others)  # one model, such as the cold start of all seeds
+        same = all(o.fixed_seed for o in others)  # one model, such as the cold start of all seeds: a pair with each
         pairs = [(str(run.seed), [run], [o for o in others if same or o.seed == run.seed]) for run in of[main]]
-        seeds = {run.seed for run in of[main]} & {o.seed for o in others}  # what only one side has proves nothing
-        if seeds and not same:
-            pairs.append(("all", *([run for run in side if run.seed in seeds] for side in (of[main], others))))
-        else:  # also where there is another seed alone
+        shared = {run.seed for run in of[main]} & {o.seed for o in others}
+        if same or not shared:  # without a seed in common nothing can be paired by seed: all there is on both sides
             pairs.append(("all", of[main], others))
+        else:  # a seed that only one side has proves nothing
+            pairs.append(("all", *([run for run in side if run.seed in shared] for side in (of[main], others))))
         name = f"{main} - {method}"
         rows += [[name, seed, *_difference(mine, theirs, score, kinds)] for seed, mine, theirs in pairs if theirs]
     titles = [word for sampled in kinds for word in (f"{score.title} at T = 1" if sampled else score.title, "p")]

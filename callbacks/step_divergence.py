@@ -107,7 +107,7 @@ class StepDivergence(EvaluationHooks):
         if trainer.sanity_checking or not self._scores(split):
             return
         mine, self._kept = self._chosen(trainer), []
-        scored = pl_module.step_divergences(mine, self.teacher)  # a collective: every rank calls it, with or without any
+        scored = pl_module.step_divergences(mine, self.teacher)  # a collective: every rank calls it, with none too
         own = [row for t, figures in zip(mine, scored, strict=True) for row in step_rows(t, figures)]
         steps = by_trajectory(gather_lists(own))
         figures = step_figures(steps, shown_steps=self.shown_steps)

@@ -39,6 +39,15 @@ def best_and_worst(annotated: Iterable[Annotated], count: int) -> list[tuple[str
     return [("best", a) for a in reversed(best)] + [("worst", a) for a in worst]
 
 
+def heading(kind: str, trajectory: Trajectory) -> str:
+    """``best: EM 1, answer``; where an environment says whether its task succeeded, that in the place of EM: there is no
+    answer to compare."""
+    row = row_of(trajectory)
+    success = row.reward_parts.get("success")
+    score = f"EM {row.em:g}" if success is None else f"success {success:g}"
+    return f"{kind}: {score}, {trajectory.stop_reason.value}"
+
+
 class TrajectoryLog(EvaluationHooks):
     """Writes ``trajectories/<split>-<step>.html`` in the stage folder after each validation and test, and
     ``trajectories/train-<iteration>.html`` every ``train_every`` iterations; MLflow gets a copy as artifact.
@@ -93,9 +102,7 @@ class TrajectoryLog(EvaluationHooks):
         self, trainer: L.Trainer, module: L.LightningModule, name: str, title: str, annotated: Iterable[Annotated]
     ) -> Path:
         chosen = best_and_worst(annotated, self.count)
-        items = [
-            PageItem(t, f"{kind}: EM {row_of(t).em:g}, {t.stop_reason.value}", signals) for kind, (t, signals) in chosen
-        ]
+        items = [PageItem(t, heading(kind, t), signals) for kind, (t, signals) in chosen]
         tokenizer = _tokenizer(self.tokenizer or policy_source(module))
         path = stage_dir(trainer) / "trajectories" / f"{name}.html"
         write_atomically(path, render_page(f"{stage_dir(trainer).parent.name}: {title}", items, tokenizer))

@@ -45,8 +45,8 @@ class GenerateTrajectories:
     Args:
         rollouts: the teacher.
         files: question files (see datasets/questions.py).
-        limit: at most so many questions, evenly spaced over the files; where kinds of question take turns, a stride that
-            shares a factor with their number leaves kinds out.
+        limit: at most so many questions, evenly spaced over the files; where kinds of question take turns, a stride
+            that shares a factor with their number leaves kinds out.
         samples_per_question: trajectories per question.
         sampling: decoding.
         gold_think: share of the questions that are asked with their gold passages shown, search off (ARCap's probe

@@ -212,6 +212,12 @@ def reproduce(args: argparse.Namespace, request: Request) -> None:
     run(args, request)
 
 
+def size(args: argparse.Namespace, request: Request) -> None:
+    from experiments.size import size as run
+
+    run(args, request)
+
+
 def evaluate(args: argparse.Namespace, request: Request) -> None:
     from experiments.use import evaluate as run
 

@@ -2,7 +2,8 @@
 
 A key is a SHA-256 over
 
-* the resolved configuration without the parts that only watch (progress bar, logger, trajectory pages, ...),
+* the resolved configuration without the parts that only watch (progress bar, logger, trajectory pages, ...) and without
+  the number of ranks, which changes no result: a stage goes on, from its checkpoint, on as many as there are,
 * with every reference to another stage replaced by that stage's key,
 * and every path of an existing file or folder replaced by the hash of its contents (where it lies does not matter),
 * and the arguments left for the parser.
@@ -34,6 +35,7 @@ WATCHING_TRAINER_KEYS = (
     "default_root_dir",
     "barebones",
 )
+RANKS = ("devices", "num_nodes")
 WATCHING_CALLBACKS = (
     "callbacks.progress.",
     "callbacks.throughput.",
@@ -54,7 +56,7 @@ def semantic(config: Config) -> Config:
     """The part of a resolved configuration that can change a result."""
     out = {k: v for k, v in config.items() if k in ("seed_everything", "model", "data", "task")}
     out["kind"] = config["experiment"]["kind"]
-    trainer = {k: v for k, v in (config.get("trainer") or {}).items() if k not in WATCHING_TRAINER_KEYS}
+    trainer = {k: v for k, v in (config.get("trainer") or {}).items() if k not in (*WATCHING_TRAINER_KEYS, *RANKS)}
     if isinstance(trainer.get("callbacks"), list):
         trainer["callbacks"] = [c for c in trainer["callbacks"] if not _watches(c)]
     out["trainer"] = trainer

@@ -42,7 +42,7 @@ def check(stage: Stage, root: Path) -> None:
 
 
 def check_validation_interval(parsed: Any, where: str) -> None:
-    """A run that ends before its first validation is refused here; Lightning would do so after the models are loaded."""
+    """A run that ends before its first validation is refused here; Lightning would do so once the models are loaded."""
     interval = parsed.get("trainer.val_check_interval")
     iterations = parsed.get("data.init_args.iterations")
     epoch_wise = parsed.get("trainer.check_val_every_n_epoch", 1) is not None

@@ -89,9 +89,9 @@ def require_same_tokenizer(student: str, teacher: str) -> None:
         return
     token = min(ours.keys() ^ theirs.keys() or {t for t in ours if ours[t] != theirs[t]})
     raise ValueError(
-        f"the teacher at '{teacher}' has another tokenizer than the student at '{student}' ({len(theirs)} and {len(ours)} "
-        f"tokens; {token!r} is {theirs.get(token, 'missing')} there, {ours.get(token, 'missing')} here); take a teacher "
-        "of the same family"
+        f"the teacher at '{teacher}' has another tokenizer than the student at '{student}' ({len(theirs)} and "
+        f"{len(ours)} tokens; {token!r} is {theirs.get(token, 'missing')} there, {ours.get(token, 'missing')} here); "
+        "take a teacher of the same family"
     )
 
 

@@ -75,10 +75,9 @@ def token_figures(
     found: list[tuple[Trajectory, TokenFigures]] = []
     spans = zip(batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
     for place, (row, (start, end)) in enumerate(zip(rows, spans, strict=True)):
-        whole = row.episode or row
+        whole, first = _place(row)
         if row.row is None or not found or found[-1][0] is not whole:
             found.append((whole, {name: [0.0] * len(whole.response_ids) for name in figures}))
-        first = 0 if row.row is None else whole.turns[row.row].start
         for name, values in figures.items():
             found[-1][1][name][first : first + end - start] = values[place, start:end].tolist()
     return found
@@ -92,12 +91,17 @@ def regrouped(
     found = whole.mask.new_zeros(whole.mask.shape)
     place = {id(t): i for i, t in enumerate(trajectories)}
     for row, t in enumerate(rows):
-        episode = t.episode or t
-        start = len(episode.prompt_ids) + (0 if t.row is None else episode.turns[t.row].start)
-        read = len(t.prompt_ids)
-        n = len(t.response_ids)
+        episode, first = _place(t)
+        start, read, n = len(episode.prompt_ids) + first, len(t.prompt_ids), len(t.response_ids)
         found[place[id(episode)], start : start + n] = values_BT[row, read : read + n]
     return found
+
+
+def _place(row: Trajectory) -> tuple[Trajectory, int]:
+    """Of which trajectory this is a row, and where in its response the row's own begins; a whole one's is itself, 0."""
+    if row.episode is None or row.row is None:
+        return row, 0
+    return row.episode, row.episode.turns[row.row].start
 
 
 def figures_by_step(

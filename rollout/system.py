@@ -92,8 +92,8 @@ class RolloutSystem:
         if getattr(protocol, "windowed", False) and not isinstance(self.sampler, IndependentSampler):
             raise ValueError(
                 f"{type(self.sampler).__name__} forks trajectories at what they have read, but "
-                f"{type(protocol).__name__} writes a new prompt for every turn; take window: null (one conversation), or "
-                "leave the sampler out"
+                f"{type(protocol).__name__} writes a new prompt for every turn; take window: null (one conversation), "
+                "or leave the sampler out"
             )
         self.concurrency = concurrency
         if skills is not None and skills.retriever.learns:

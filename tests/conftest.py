@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background so, and it is inherited
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what runs in its background; it is inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXTS = [

@@ -10,9 +10,9 @@ from data_modules.fictional_world.expert import CarelessPolicy, ExpertEngine
 from rollout.environments.household.expert import Expert
 from rollout.environments.household.games import Game
 from rollout.environments.household.simulator import Observation, Simulator
+from rollout.protocols.episodes import ACTION
 from rollout.trajectory import Task
 
-ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 IDLE = ("look", "inventory")
 IDLES = 0.2  # share of the careless steps that look around; in the others it goes somewhere
 

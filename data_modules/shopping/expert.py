@@ -10,9 +10,9 @@ from data_modules.fictional_world.expert import ExpertEngine
 from rollout.environments.shopping import pages
 from rollout.environments.shopping.expert import ShoppingExpert
 from rollout.environments.shopping.goals import Goal, goal_of
+from rollout.protocols.episodes import ACTION
 from rollout.trajectory import Task
 
-ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 class ShoppingExpertPolicy:

@@ -23,10 +23,10 @@ SYSTEM = (
     "Python interpreter. Think between <think> and </think> first. To search, write <search> your query </search>; to "
     "compute, write <python> your program </python>. What the tool returns will follow between <result> and </result>; "
     "then think again. Close with <answer> The final answer is \\[ \\boxed{your answer} \\] </answer>, the answer "
-    "itself in LaTeX within \\boxed{}. For example: <think> I need the year of the fire first. </think> <search> year of "
-    "the great fire of London </search> <result> The Great Fire of London was in 1666. </result> <think> Now the sum of "
-    "its digits. </think> <python> print(sum(map(int, str(1666)))) </python> <result> 19 </result> <think> That is it. "
-    "</think> <answer> The final answer is \\[ \\boxed{19} \\] </answer>"
+    "itself in LaTeX within \\boxed{}. For example: <think> I need the year of the fire first. </think> <search> year "
+    "of the great fire of London </search> <result> The Great Fire of London was in 1666. </result> <think> Now the "
+    "sum of its digits. </think> <python> print(sum(map(int, str(1666)))) </python> <result> 19 </result> <think> That "
+    "is it. </think> <answer> The final answer is \\[ \\boxed{19} \\] </answer>"
 )
 SYSTEMS = {"arpo": SYSTEM, "none": ""}
 

@@ -5,8 +5,8 @@ option ``texts``).
 
 Placeholders. In all: ``{observation}`` and ``{actions}``. In ``first`` and ``later`` also ``{task}``, which a shop's
 texts need in both: its pages are shown without their instruction (but for a first one whose text has no ``{task}``,
-which is shown whole, as it came). In ``later`` also ``{history}``, ``{taken}`` (steps
-taken so far), ``{shown}`` (how many of them the history shows) and ``{step}`` (number of the step to come).
+which is shown whole, as it came). In ``later`` also ``{history}``, ``{taken}`` (steps taken so far), ``{shown}`` (how
+many of them the history shows) and ``{step}`` (number of the step to come).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ FORMS: dict[str, Form] = {
     "household": "brackets", "shopping": "brackets", "search": "search", "short": "short", "bare": "short",
 }  # fmt: skip
 TASK_SENTENCE = re.compile(r"your task is to: *(.+)", re.IGNORECASE)
+ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)  # each action of a transcript
 CJK = re.compile(r"[\u4e00-\u9fff]")
 PAGE_BREAK = " [SEP] "
 

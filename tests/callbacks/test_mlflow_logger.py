@@ -251,6 +251,24 @@ def test_two_runs_of_one_name_are_two_lines():
         curves_figure(history, ["train/loss"])
 
 
+def differences(rows, folder, outputs):
+    page, *_ = write_results("dgpo", rows, folder, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| DGPO - KD")]
+    return {line.split(" | ")[1]: line.split(" | ")[2].split()[0] for line in lines}
+
+
+def test_a_model_of_all_seeds_is_compared_with_each_of_them(outputs, tmp_path):
+    """KD's model stands in for DGPO's second seed: the seeds differ, and "all" is seen to hold both of them."""
+    kd, other, first, second = rows_of(outputs)
+    second |= {"folder": other["folder"]}  # one folder is one run
+    shared = [kd | {"fixed_seed": True}, first, second]
+    assert differences(shared, tmp_path, outputs) == {"0": "+0.500", "1": "+0.000", "all": "+0.250"}
+    own = [kd | {"fixed_seed": False}, first, second]
+    assert differences(own, tmp_path, outputs) == {"0": "+0.500", "all": "+0.500"}
+    elsewhere = [kd | {"seed": 7}, first, second]  # no seed in common
+    assert differences(elsewhere, tmp_path, outputs) == {"all": "+0.250"}
+
+
 def test_only_seeds_that_both_methods_have_are_compared(outputs, tmp_path):
     rows = [row for row in rows_of(outputs) if not (row["name"] == "dgpo" and row["seed"] == 1)]
     assert len(rows) == 3

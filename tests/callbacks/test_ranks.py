@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,15 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from callbacks.checkpoint_export import checkpoint_weights, export_checkpoint
 from tests.callbacks.helpers import policy_state, same_weights
+from tests.processes import run_group
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 
 
 def test_zero3_on_two_ranks(tmp_path, model_dir):
     command = [sys.executable, str(WORKER), str(tmp_path), str(model_dir)]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
-    )
+    done = run_group(command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     weights = torch.load(tmp_path / "weights.pt")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "stage" / "model")

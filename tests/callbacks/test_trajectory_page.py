@@ -189,6 +189,9 @@ def test_training_pages_show_whole_episodes_with_the_figures_of_their_turns(trai
     page = Page(path.read_text())
     shown = [t for _, (t, _) in best_and_worst([(t, {}) for t in whole], 2)]
     assert len(page.headings) == len(shown) == 4 and len({(t.group, t.index) for t in shown}) == 4
+    expected = [f"success {t.reward.total / 10:g}, {t.stop_reason.value}" for t in shown]  # no answer, hence no EM
+    assert [text.partition(": ")[2] for text in page.headings] == expected
+    assert {text[:9] for text in expected} == {"success 0", "success 1"}
     turns = [turn for t in shown for turn in t.turns]
     assert page.ids == [list(turn.prompt_ids) for turn in turns] and len(page.turns) == len(turns) > 8
     assert len(page.tokens) == sum(len(t.response_ids) for t in shown)

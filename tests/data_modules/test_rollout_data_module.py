@@ -1,11 +1,9 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import jsonargparse
@@ -21,6 +19,7 @@ from data_modules.rollout_data_module import RolloutDataModule
 from rollout.skills.injection import Skills
 from rollout.skills.retrieval import TaskType
 from tests.data_modules.toys import Recorder, sampled_by, trainer
+from tests.processes import run_group
 
 
 def groups(batches):
@@ -131,7 +130,7 @@ def test_position_survives_kill_9_while_rolling_out(make_data, model_dir, tmp_pa
     whole, module = make_data(), Recorder()
     trainer(tmp_path, max_epochs=2).fit(module, datamodule=whole)
     command = [sys.executable, "-c", KILLED, str(model_dir), whole.train_files[0], str(tmp_path / "c")]
-    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400)
+    child = run_group(command, timeout=400)
     assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
     resumed, rest = make_data(), Recorder()
     trainer(tmp_path, max_epochs=2).fit(rest, datamodule=resumed, ckpt_path=tmp_path / "c" / "last.ckpt")
@@ -227,10 +226,8 @@ def test_under_ddp_ranks_share_the_prompts_and_stop_together(make_data, model_di
     alone.setup("fit")
     expected = [[t.group for t in batch] for batch in alone.train_dataloader()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    child = subprocess.run(
-        [*torchrun, sys.executable, "-c", RANKS, str(model_dir), alone.train_files[0], str(tmp_path)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+    worker = [sys.executable, "-c", RANKS, str(model_dir), alone.train_files[0], str(tmp_path)]
+    child = run_group([*torchrun, *worker], timeout=400)
     assert child.returncode == 0, child.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for step, whole in enumerate(expected):  # the two iterations of the first pass

@@ -53,11 +53,13 @@ def test_keys_are_stable(chain):
         ["--trainer.logger=false"],
         ["--trainer.enable_progress_bar=false"],
         ["--trainer.log_every_n_steps=1"],
+        ["--trainer.devices=8"],
+        ["--trainer.devices", "2", "--trainer.num_nodes", "4"],
         ["--trainer.callbacks.bar=null"],
         ["--trainer.callbacks.bar.line_every_s=3"],
     ],
 )
-def test_what_only_watches_is_outside_the_key(chain, change):
+def test_what_only_watches_and_the_number_of_ranks_are_outside_the_key(chain, change):
     assert key(chain, *change) == key(chain)
 
 
@@ -67,6 +69,7 @@ def test_what_only_watches_is_outside_the_key(chain, change):
         ["--model.lr=0.2"],
         ["--values.lr=0.2"],
         ["--trainer.max_steps=4"],
+        ["--trainer.strategy=zero3"],
         ["--trainer.callbacks.guard=null"],
         ["--trainer.callbacks+=c.X"],
         ["--seed_everything=1"],

@@ -38,9 +38,13 @@ RIGHT = {"arpo": 7, "grpo": 4, "arpo_random": 5}  # of ten questions, at both at
 @pytest.fixture
 def done(workshop, model_dir):
     """A project in which two seeds of ARPO, and of what it is compared with, are trained and tested in both ways."""
+    return make_done(workshop, model_dir)
+
+
+def make_done(workshop, model_dir, about_grpo=""):
     more = ", compare: [grpo], ablations: [arpo_random], columns: [em, tool_calls, pass/2, train_tool_calls]"
     workshop.write("arpo", FIT.format(label="ARPO", branch=1, more=more))
-    workshop.write("grpo", FIT.format(label="GRPO", branch=0, more=""))
+    workshop.write("grpo", FIT.format(label="GRPO", branch=0, more=about_grpo))
     workshop.write("arpo_random", FIT.format(label="random branches", branch=2, more=""))
     project = Project(root=workshop.folder, experiment_dirs=(workshop.files,), outputs=workshop.folder / "outputs")
     request = Request(project, "arpo", (), None)
@@ -50,7 +54,7 @@ def done(workshop, model_dir):
             graph = make_graph(asked)
             stage = graph.target()
             finish(stage, right - seed, asked.command())
-            (stage.folder / "model").mkdir()
+            (stage.folder / "model").mkdir(exist_ok=True)
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(model_dir / file, stage.folder / "model")
             (stage.folder / "training.json").write_text(json.dumps({"tool_calls": 100 * right}))
@@ -104,6 +108,16 @@ def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done,
     for line in ("| ARPO - GRPO | all | +0.300 [", "| ARPO - random branches | all | +0.200 [", "| ARPO | 2 | 0.650 ["):
         assert line in page
     assert "`make reproduce EXP=arpo SEEDS=0,1`" in page
+
+
+def test_one_model_for_all_seeds_is_compared_with_each_of_them(workshop, model_dir):
+    project, request = make_done(workshop, model_dir, about_grpo=", fixed_seed: true")  # 3 of 10 right
+    run(request)
+    objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
+    assert [o["seed"] for o in objects if o["method"] == "GRPO"] == [0]
+    page = (project.root / "docs" / "results" / "arpo.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ARPO - GRPO")]
+    assert [(row[1], row[2].split()[0]) for row in rows] == [("0", "+0.400"), ("1", "+0.300"), ("all", "+0.350")]
 
 
 def test_fewer_seeds_of_the_ablations(done):

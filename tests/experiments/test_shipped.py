@@ -10,6 +10,8 @@ from experiments.errors import ExperimentError
 from experiments.graph import Graph, closure, require_files
 from experiments.overrides import parse
 from experiments.project import ROOT, Project
+from experiments.size import advice, sized
+from experiments.sizing import CHIPS
 from experiments.validate import check, check_classes, cli, condense
 
 PROJECT = Project()
@@ -39,6 +41,14 @@ def test_composes_and_validates(name, stages):
     about = stage.config["experiment"]
     assert all(about[key] for key in ("summary", "algorithm", "models", "data", "hardware"))
     yaml.safe_dump(stage.config)  # what config.yaml will hold
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_fits_the_gpus_that_it_names(name, stages):
+    stage = stages.stage(name)
+    if stage.kind == "fit":
+        gpus = int(stage.config["experiment"]["hardware"].split()[0])
+        assert advice([sized(stage, gpus, PROJECT.root)], CHIPS["a100"]) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -70,6 +70,12 @@ def make_group(
     return made
 
 
+def largest_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+    """Over all entries of two states of the same model."""
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max()) for k in a)
+
+
 def fit(module: Any, batches: Any, ckpt_path: Any = None, **options: Any) -> Any:
     """Train on the given batches (a list or a dataset of lists, or a data module that says how many it has), one per
     step, and return the Trainer."""

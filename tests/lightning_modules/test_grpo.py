@@ -12,7 +12,7 @@ from lightning_modules.grpo import GRPO
 from lightning_modules.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.scoring import Outputs, Scores
 from rollout.trajectory import CallOutcome, Reward, StopReason, ToolCall, ToolRequest, ToolResult
-from tests.lightning_modules.helpers import fit, make_group
+from tests.lightning_modules.helpers import fit, largest_difference, make_group
 
 
 def groups(seed=0):
@@ -24,11 +24,6 @@ def train(module, batches, **options):
     trainer = fit(module, batches, **options)
     weights = {k: v.clone() for k, v in named_weights(module) if not k.startswith("teacher.")}
     return weights, {k: float(v) for k, v in trainer.callback_metrics.items()}
-
-
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[k] - b[k]).abs().max()) for k in a)
 
 
 def random_scores(batch, seed=0):

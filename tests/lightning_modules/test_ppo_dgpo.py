@@ -15,7 +15,7 @@ from lightning_modules.policy import load_causal_lm, named_weights, token_logpro
 from lightning_modules.ppo import PPO
 from lightning_modules.scoring import Scores
 from rollout.trajectory import Reward, StopReason
-from tests.lightning_modules.helpers import fit, make_trajectories, make_trajectory
+from tests.lightning_modules.helpers import fit, largest_difference, make_trajectories, make_trajectory
 
 
 def dgpo(model_dir, teacher_dir, **options):
@@ -26,11 +26,6 @@ def train(module, batches=None, **options):
     trainer = fit(module, batches or [make_trajectories(6)], **options)
     weights = {k: v.clone() for k, v in named_weights(module) if not k.startswith("teacher.")}
     return weights, {k: float(v) for k, v in trainer.callback_metrics.items()}, trainer
-
-
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[k] - b[k]).abs().max()) for k in a)
 
 
 def random_scores(batch, seed=0):

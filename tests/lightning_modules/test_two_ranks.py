@@ -1,12 +1,13 @@
 """Policy, critic and frozen teacher on two CPU ranks (ZeRO-3, ZeRO-2, DDP) do what one process does."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import run_group
 
 pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
 CONVERSATIONS = ["kd", "dgpo", "grpo", "aepo", "sod", "opsd"]
@@ -26,7 +27,7 @@ def both(request, one, model_dir, teacher_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp(request.param) / "result.pt"
     command = [sys.executable, str(WORKER), str(out), str(model_dir), str(teacher_dir), request.param]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # half of its time is imports
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=420)
+    done = run_group(command, environment, timeout=420)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return request.param, one, torch.load(out, weights_only=False)
 

@@ -1,0 +1,224 @@
+"""How much GPU memory a training needs, and how fast it can be at most: arithmetic over a model's dimensions.
+
+Nothing is loaded and nothing is measured here. What is counted, and how near it comes:
+
+* parameters: exactly, as ``transformers`` makes these models (tests/experiments/test_sizing.py);
+* activations: what autograd keeps of transformers' Qwen2, Qwen3 and Llama layers with SDPA, to 2 % (same test). What a
+  layer needs besides while it runs, fragmentation and the CUDA context are the allowance ``OVERHEAD``;
+* speeds: the roofline, that is, what the chip's arithmetic or its memory allows. Trainings reach a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+GB = 1e9
+OVERHEAD = 3 * GB  # CUDA context, NCCL's buffers, fragmentation: an allowance, not a count
+ADAM = 8  # bytes per trained parameter: two moments in float32
+LIVE_PARAMETERS = 1e9  # DeepSpeed's stage3_max_live_parameters: gathered at once, at most
+Precision = Literal["float32", "autocast", "bfloat16"]
+Strategy = Literal["single", "ddp", "zero2", "zero3"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Of a Llama-like transformer: grouped-query attention, gated MLP."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocabulary: int
+    tied: bool  # embedding and output matrix are one
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Dimensions:
+        """From a Hugging Face config.json of type qwen2, qwen3 or llama. Raises ValueError for another."""
+        kind = config.get("model_type")
+        if kind not in ("qwen2", "qwen3", "llama"):
+            raise ValueError(f"model_type is {kind!r}; sizes are known of qwen2, qwen3 and llama")
+        heads = config["num_attention_heads"]
+        return cls(
+            hidden=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            mlp=config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2",
+            qk_norm=kind == "qwen3",
+        )
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of one layer's matrices."""
+        return 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.mlp
+
+    @property
+    def parameters(self) -> int:
+        small = 2 * self.hidden
+        small += (self.query + 2 * self.key) if self.qkv_bias else 0
+        small += 2 * self.head_dim if self.qk_norm else 0
+        ends = self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+        return self.layers * (self.layer_matrices + small) + ends
+
+    @property
+    def body(self) -> int:
+        """Parameters of a critic: no output matrix, a head of one column."""
+        return self.parameters - (0 if self.tied else self.vocabulary * self.hidden) + self.hidden + 1
+
+    def kv_bytes(self, element: int = 2) -> int:
+        """Keys and values of one token in the engine's cache."""
+        return 2 * self.layers * self.key * element
+
+    def layer_bytes(self, precision: Precision) -> float:
+        """What autograd keeps of one layer per token: inputs of norms and matrices, queries, keys, values, the MLP's
+        two halves and their product. Norms compute in float32; under autocast the residual stream is, too."""
+        hidden, element = {"float32": (24, 4), "autocast": (26, 2), "bfloat16": (16, 2)}[precision]
+        normed = {"float32": 8, "autocast": 6, "bfloat16": 6}[precision] if self.qk_norm else 0
+        per_head = (2 * element + normed) * (self.query + self.key)
+        return hidden * self.hidden + 4 * element * self.mlp + per_head + 4 * self.heads
+
+    def residual_bytes(self, precision: Precision) -> int:
+        """One layer's input of one token: all that gradient checkpointing keeps of the layer."""
+        return self.hidden * (2 if precision == "bfloat16" else 4)
+
+    def forward_flops(self, context: float) -> float:
+        """Floating-point operations of one token after ``context`` others, output matrix included."""
+        matrices = self.layers * self.layer_matrices + self.vocabulary * self.hidden
+        return 2 * matrices + 4 * self.layers * self.query * context
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """A GPU as its maker's data sheet has it: dense bfloat16, no sparsity."""
+
+    name: str
+    memory: float  # bytes
+    flops: float  # per second
+    bandwidth: float  # bytes per second
+
+
+# NVIDIA's data sheets of the A100 80GB SXM, H100 SXM, H200 SXM, L40S and the Ada GeForce white paper
+CHIPS = {
+    "a100": Chip("A100 80 GB", 80 * GB, 312e12, 2.039e12),
+    "h100": Chip("H100 80 GB", 80 * GB, 989e12, 3.35e12),
+    "h200": Chip("H200 141 GB", 141 * GB, 989e12, 4.8e12),
+    "l40s": Chip("L40S 48 GB", 48 * GB, 362e12, 0.864e12),
+    "4090": Chip("RTX 4090 24 GB", 24 * GB, 165e12, 1.008e12),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What of a configuration decides memory and speed."""
+
+    policy: Dimensions
+    critic: Dimensions | None = None
+    frozen: tuple[tuple[str, Dimensions, int], ...] = ()  # name, dimensions, bytes per parameter
+    strategy: Strategy = "single"
+    gpus: int = 1
+    precision: Precision = "float32"
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    adapters: int | None = None  # trained parameters of LoRA; None: all are trained
+    checkpointing: bool = False
+    micro_batch_tokens: int = 16384
+    logits_chunk: int = 1024
+    engine_share: float = 0.0  # of the GPU's memory, for vLLM (gpu_memory_utilization)
+    max_length: int = 4096
+
+    @property
+    def sharded(self) -> bool:
+        return self.strategy in ("zero2", "zero3")
+
+    @property
+    def trained(self) -> int:
+        return (self.policy.parameters if self.adapters is None else self.adapters) + (
+            self.critic.body if self.critic else 0
+        )
+
+
+def memory(training: Training, chip: Chip) -> dict[str, float]:
+    """Bytes per GPU, by component; what is offloaded to the host is not among them."""
+    t = training
+    shard = t.gpus if t.strategy == "zero3" else 1  # of parameters
+    shard_states = t.gpus if t.sharded else 1
+    element = 2 if t.precision == "bfloat16" or (t.sharded and t.precision != "float32") else 4
+    whole = t.policy.parameters + (t.critic.body if t.critic else 0) + (t.adapters or 0)
+    masters = 4 * t.trained / shard_states if element == 2 else 0.0
+    parts = {
+        "weights": 0.0 if t.offload_parameters else element * whole / shard,
+        "gradients": element * t.trained / shard_states,
+        "master weights": 0.0 if t.offload_optimizer else masters,
+        "optimizer": 0.0 if t.offload_optimizer else ADAM * t.trained / shard_states,
+    }
+    for name, dimensions, size in t.frozen:
+        parts[name] = 0.0 if t.offload_parameters else size * dimensions.parameters / shard
+    if shard > 1 or t.offload_parameters:
+        parts["gathered parameters"] = element * min(LIVE_PARAMETERS, whole)
+    parts["activations"] = activations(t)
+    parts["logits"] = 3 * 4.0 * t.logits_chunk * t.policy.vocabulary  # logits, log-probs and their gradient, float32
+    if t.precision == "autocast" and element == 4:
+        parts["autocast's copies"] = 2.0 * t.policy.parameters
+    parts["engine"] = t.engine_share * chip.memory
+    parts["overhead"] = OVERHEAD
+    return parts
+
+
+def activations(t: Training) -> float:
+    """Bytes that a micro-batch keeps for its backward pass, in the larger of policy and critic."""
+    precision: Precision = "bfloat16" if t.sharded and t.precision != "float32" else t.precision
+    sizes = []
+    for d in filter(None, (t.policy, t.critic)):
+        layer = d.layer_bytes(precision)
+        kept = d.layers * d.residual_bytes(precision) + layer if t.checkpointing else d.layers * layer
+        sizes.append(t.micro_batch_tokens * kept)
+    return max(sizes)
+
+
+def training_flops(t: Training, context: float, epochs: int = 1) -> float:
+    """Per token of a trajectory: the passes that score it, then forward and backward (checkpointing: forward again)."""
+    forward = t.policy.forward_flops(context)
+    passes = (4 if t.checkpointing else 3) * epochs
+    total = forward * (1 + passes)
+    if t.critic is not None:
+        total += t.critic.forward_flops(context) * (1 + passes)
+    return total + sum(d.forward_flops(context) for _, d, _ in t.frozen)
+
+
+def training_speed(t: Training, chip: Chip, context: float) -> float:
+    """Tokens per second of all GPUs if they did nothing but arithmetic at their peak."""
+    return t.gpus * chip.flops / training_flops(t, context)
+
+
+def cache_tokens(t: Training, chip: Chip) -> int:
+    """Tokens whose keys and values fit beside the engine's weights (bfloat16), per GPU."""
+    room = t.engine_share * chip.memory - 2 * t.policy.parameters
+    return max(0, int(room // t.policy.kv_bytes()))
+
+
+def generation_speed(t: Training, chip: Chip, sequences: int, context: float) -> float:
+    """Tokens per second of all GPUs' engines: each step reads the weights and every sequence's cache once, and computes
+    a token per sequence; whichever takes longer."""
+    if not sequences:
+        return 0.0
+    reading = (2 * t.policy.parameters + sequences * context * t.policy.kv_bytes()) / chip.bandwidth
+    computing = sequences * t.policy.forward_flops(context) / chip.flops
+    return t.gpus * sequences / max(reading, computing)

@@ -1,0 +1,60 @@
+"""Subprocesses of tests that start processes of their own: ranks, engines, servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_group(
+    command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 400, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a session of its own; what is left of its processes when it ends, or is late, is killed.
+
+    Args:
+        command: as for ``subprocess.run``.
+        env: the whole environment; None for this process's.
+        timeout: seconds.
+        cwd: working folder.
+
+    Returns:
+        What ``subprocess.run`` does, with stdout and stderr as text; the caller looks at the return code.
+
+    Raises:
+        TimeoutError: it was not done in time; with the ends of what it had written.
+    """
+    process = subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_group(process)
+        out, err = process.communicate()
+        raise TimeoutError(
+            f"{command[:4]} was not done after {timeout} s and was killed with all its processes; the machine may be "
+            f"busy, or ranks wait for each other. It wrote:\n{out[-3000:]}{err[-5000:]}"
+        ) from None
+    finally:
+        kill_group(process)
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """Kill what ``process``, started with ``start_new_session``, has started, and it itself."""
+    below: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(process.pid).children(recursive=True)  # torchrun gives each rank a session of its own
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for other in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            other.kill()
