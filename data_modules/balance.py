@@ -23,11 +23,11 @@ class Share:
 
     Attributes:
         trajectories: each with its ``place`` in the batch of all ranks.
-        imbalance: tokens of the rank with the most over the mean, before and after.
+        imbalance: tokens of the rank with the most over the mean, before and after; None where nothing was exchanged.
     """
 
     trajectories: list[Trajectory]
-    imbalance: tuple[float, float]
+    imbalance: tuple[float, float] | None = None
 
 
 def tokens_of(group: Sequence[Trajectory]) -> int:
@@ -86,17 +86,22 @@ def imbalance(sums: Sequence[int]) -> float:
     return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
 
 
-def balance(groups: Sequence[Sequence[Trajectory]], first_place: int, rank: int, ranks: int) -> Share:
-    """Exchange groups over the ranks' process group. Every rank must call, whatever it holds.
+def balance(
+    groups: Sequence[Sequence[Trajectory]], first_place: int, rank: int, ranks: int, exchange: bool = True
+) -> Share:
+    """Number this rank's trajectories, and exchange groups over the ranks' process group. Every rank must call.
 
     Args:
         groups: this rank's, each whole.
         first_place: of its first trajectory in the batch of all ranks.
+        exchange: else every group stays, and there is no collective.
     """
     own, place = [], first_place
     for group in groups:
         own.append([t.replace(place=place + k) for k, t in enumerate(group)])
         place += len(group)
+    if not exchange:
+        return Share([t for group in own for t in group])
     costs = _gather([tokens_of(group) for group in own], ranks)
     wanted = assign(costs)
     moved = {(rank, i): own[i] for i in range(len(own)) if (rank, i) not in wanted[rank]}
@@ -104,10 +109,10 @@ def balance(groups: Sequence[Sequence[Trajectory]], first_place: int, rank: int,
     arrived = {key: group for part in _gather(moved, ranks) for key, group in part.items()}
     found = [own[key[1]] if key[0] == rank else arrived[key] for key in wanted[rank]]
     before, after = (sum(part) for part in costs), (sum(costs[r][i] for r, i in part) for part in wanted)
-    share = Share([t for group in found for t in group], (imbalance([*before]), imbalance([*after])))
+    figures = imbalance([*before]), imbalance([*after])
     if rank == 0:
-        logger.info("tokens per rank, largest over mean: %.3f as rolled out, %.3f balanced", *share.imbalance)
-    return share
+        logger.info("tokens per rank, largest over mean: %.3f as rolled out, %.3f balanced", *figures)
+    return Share([t for group in found for t in group], figures)
 
 
 _HOSTS: dict[str, Any] = {}  # the process group that objects go through, where the main one is the GPUs'

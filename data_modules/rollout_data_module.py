@@ -204,9 +204,10 @@ class RolloutDataModule(TrainingData):
             self.discarded = [t for group in everything if id(group) not in chosen for t in group]
         rolled_out = [t for group in everything for t in group]
         self._guard.check(rolled_out, f"training iteration {iteration + 1}", self.rollouts.failures)
-        if not self.balance_tokens or self.world_size == 1:
+        if self.world_size == 1:
             return [t for group in kept for t in group]
-        share = balance(kept, first * self.samples_per_prompt, self.rank, self.world_size)
+        place = first * self.samples_per_prompt
+        share = balance(kept, place, self.rank, self.world_size, self.balance_tokens)
         self.token_imbalance = share.imbalance
         return share.trajectories
 

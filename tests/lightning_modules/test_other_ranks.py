@@ -43,7 +43,7 @@ def launch(folder, number, ranks, plan, *models):
     with open(folder / f"launch{number}.txt", "w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = process.wait(timeout=300)
+            code = process.wait(timeout=580)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
