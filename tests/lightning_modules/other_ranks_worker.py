@@ -118,7 +118,7 @@ def run(leg, model, teacher, devices):
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False)
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy(leg.strategy), max_epochs=1, callbacks=callbacks,
-        default_root_dir=leg.folder, **quiet,
+        default_root_dir=leg.folder, limit_val_batches=0, **quiet,
     )  # fmt: skip
     checkpoint = str(find_checkpoint(leg.resume)) if leg.resume else None
     trainer.fit(module, datamodule=Data(make), ckpt_path=checkpoint)
