@@ -1,7 +1,8 @@
 """What ranks tell each other of themselves, and what to make of it: who is gone, who waits for whom.
 
-Every rank posts a ``Beat`` a second into a TCPStore of its own (not the process group's: a rank that hangs in a collective
-still answers), and reads those of the others.  Ages are measured on one clock each, so that nodes' clocks may differ.
+Every rank posts a ``Beat`` a second into a TCPStore of its own (not the process group's: a rank that hangs in a
+collective still answers), and reads those of the others. Ages are measured on one clock each: nodes' clocks may
+differ.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def lost(me: Beat, beats: Mapping[int, Beat], silent_s: Mapping[int, float], dea
             if not alive(beat):
                 found[rank] = "its process has ended without a word (killed, or out of memory?)"
         elif silent_s[rank] >= dead_after_s:
-            found[rank] = f"no sign of life for {silent_s[rank]:.0f} s (its process or its node is gone, or the network)"
+            found[rank] = f"no sign of life for {silent_s[rank]:.0f} s (its process, its node or the network is gone)"
     return found
 
 

@@ -50,7 +50,7 @@ class RankWatch(L.Callback):
     code 75. Rollouts may take as long as they like, until other ranks have waited that long for them.
 
     Args:
-        report_after_s: seconds without a move after which the table is printed (and again when twice as many have gone).
+        report_after_s: seconds without a move after which the table is printed (and again after twice as many).
         stop_after_s: seconds without a move after which the run ends; null for never.
         dead_after_s: seconds of silence after which a rank on another node counts as dead.
         grace_s: seconds that a rank gets to end by its own error, after another has died.

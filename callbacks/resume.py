@@ -82,8 +82,8 @@ class IterationCheckpoint(Checkpoint):
     ``best.ckpt`` links to the checkpoint with the best monitored value in the same way.
 
     What makes the continuation exact: weights, optimiser, schedulers, loop progress (Lightning), the data module's
-    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank. On another number
-    of ranks than wrote it, and under another strategy, all of that but the generators continues as well. When a
+    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank. On another
+    number of ranks than wrote it, and under another strategy, all of that but the generators continues as well. When a
     validation follows the iteration, the checkpoint is written after it: Lightning would skip the validation on
     resume otherwise.
 

@@ -1,8 +1,8 @@
 """Prompt groups change ranks after the rollout, whole, so that every rank has about as many tokens to learn from.
 
-A group stays together (its advantages need no communication), every rank keeps as many groups as it rolled out, and each
-trajectory keeps its place in the rollout batch of all ranks, by which it is dealt to optimiser steps: what is learnt does
-not depend on who holds it.
+A group stays together (its advantages need no communication), every rank keeps as many groups as it rolled out,
+and each trajectory keeps its place in the rollout batch of all ranks, by which it is dealt to optimiser steps:
+what is learnt does not depend on who holds it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def assign(costs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """For each rank, the groups (rank, position) that it is to have: as many as it has now, sums as even as can be
     found quickly, and the same wherever it is computed.
 
-    The costliest group first, each to the rank with the least so far that has room; then two ranks swap a group, as long
-    as that makes the larger of their sums smaller, beginning with the rank that has the most.
+    The costliest group first, each to the rank with the least so far that has room; then two ranks swap a group, as
+    long as that makes the larger of their sums smaller, beginning with the rank that has the most.
 
     Args:
         costs: of each rank's groups.
     """
     room = [len(own) for own in costs]
-    every = sorted(((cost, r, i) for r, own in enumerate(costs) for i, cost in enumerate(own)), key=lambda c: (-c[0], *c[1:]))
+    every = [(cost, r, i) for r, own in enumerate(costs) for i, cost in enumerate(own)]
+    every.sort(key=lambda item: (-item[0], *item[1:]))
     bins: list[list[tuple[int, int, int]]] = [[] for _ in costs]
     sums = [0] * len(costs)
     for item in every:

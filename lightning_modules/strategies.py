@@ -9,7 +9,8 @@ lightning 2.6.6 with deepspeed 0.19.8; numbers refer to stack/lightning_deepspee
 5. accumulation counters of the two drift apart between epochs     -> automatic accumulation is refused
 6. validate/test with ckpt_path fails at stage 3                   -> ``load_checkpoint`` supplies the missing method
 
-A checkpoint of another number of ranks, of the other stage or of another strategy is resumed from as well (resharding.py).
+A checkpoint of another number of ranks, of the other stage or of another strategy is resumed from as well
+(resharding.py).
 """
 
 from __future__ import annotations

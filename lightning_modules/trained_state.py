@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the trained parameters, whoever wrote it: weights and optimiser state by name, in any part.
+"""What a checkpoint holds of the trained parameters, whoever wrote it: weights and optimiser state by name, in part.
 
 DeepSpeed writes a file per rank, in which the parameters of a group lie one after the other, each cut over the ranks;
 every other strategy writes one file of whole tensors.  Either is read here without a copy (files are mapped into
@@ -50,16 +50,18 @@ class Piece:
 
 @dataclass(slots=True)
 class TrainedState:
-    """Args:
-    names: of the trained parameters, group by group, in the optimiser's order.
-    groups: the optimiser's settings of each group (lr, weight_decay, ...), without its parameters.
-    pieces: of each parameter, in order, without gaps.
-    scalars: of each parameter, what the optimiser counts (``step``).
-    rest: everything else in the checkpoint: loops, schedulers, callbacks, the data's position.
-    counters: DeepSpeed's own (``global_steps``, ...); empty from other strategies.
-    buffers: what modules hold besides parameters, by name (parameters may be among them).
-    ranks: how many wrote it.
-    stage: of ZeRO; 0 for none.
+    """The trained parameters of a checkpoint, and what else is in it.
+
+    Args:
+        names: of the trained parameters, group by group, in the optimiser's order.
+        groups: the optimiser's settings of each group (lr, weight_decay, ...), without its parameters.
+        pieces: of each parameter, in order, without gaps.
+        scalars: of each parameter, what the optimiser counts (``step``).
+        rest: everything else in the checkpoint: loops, schedulers, callbacks, the data's position.
+        counters: DeepSpeed's own (``global_steps``, ...); empty from other strategies.
+        buffers: what modules hold besides parameters, by name (parameters may be among them).
+        ranks: how many wrote it.
+        stage: of ZeRO; 0 for none.
     """
 
     names: list[list[str]]

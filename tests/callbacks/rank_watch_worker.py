@@ -61,8 +61,9 @@ if __name__ == "__main__":
     callbacks = [RankWatch(**limits), IterationCheckpoint(keep_best=False), *(Sleeper(int(r)) for r in sleeping)]
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=callbacks, default_root_dir=folder, **quiet
-    )
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=callbacks, default_root_dir=folder,
+        **quiet,
+    )  # fmt: skip
     loader = TrainLoader(int(iterations), lambda i: torch.full((2, 4), float(i + rank)), "the same")
     checkpoint = find_checkpoint(Path(folder))
     trainer.fit(Sums(), loader, ckpt_path=None if checkpoint is None else str(checkpoint))

@@ -1,4 +1,4 @@
-"""A rank that dies, or does not move: the others say so and end, nothing is left over, and the run goes on afterwards."""
+"""A rank that dies, or does not move: the others say so and end, nothing is left over, and the run goes on after it."""
 
 import contextlib
 import os
@@ -107,13 +107,15 @@ def test_who_is_lost():
     me = own_beat(0)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        here = own_beat(1).__class__(1, me.host, me.node, child.pid, Path(f"/proc/{child.pid}/stat").read_text().split()[21])
+        born = Path(f"/proc/{child.pid}/stat").read_text().split()[21]
+        here = Beat(1, me.host, me.node, child.pid, born)
         assert alive(me) and alive(here)
         silent = {0: 0.0, 1: 99.0, 2: 20.0}
         others = {0: me, 1: here, 2: beat(2)}
         assert lost(me, others, silent, 30) == {}, "here the process counts, elsewhere the silence"
         assert list(lost(me, others, silent, 10)) == [2]
-        assert lost(me, others | {1: beat(1, state="ValueError: no")}, silent, 100) == {1: "stopped by itself: ValueError: no"}
+        failed = others | {1: beat(1, state="ValueError: no")}
+        assert lost(me, failed, silent, 100) == {1: "stopped by itself: ValueError: no"}
         child.kill()
         time.sleep(0.3)
         assert list(lost(me, others, silent, 30)) == [1], "a zombie has died"

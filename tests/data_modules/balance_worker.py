@@ -45,7 +45,7 @@ class Imbalance(L.Callback):
 
 
 def questions(path, model):
-    """All are asked in each iteration; which kind each is of is chosen so that the first half of the first pass is long."""
+    """All are asked in each iteration; of which kind each is: the first half of the first pass is long."""
     probe = RolloutDataModule(system(model), [write(path, ["short"] * QUESTIONS)], prompts_per_step=QUESTIONS, seed=1)
     probe.setup("fit")
     first = {task.id for task in probe.prompts(0)[: QUESTIONS // 2]}

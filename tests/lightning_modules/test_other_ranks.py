@@ -145,6 +145,7 @@ def test_parts_of_parameters_are_put_together_from_any_number_of_ranks():
     address = lambda start, numel: SimpleNamespace(start=start, numel=numel)  # noqa: E731
     mappings = [{"a": address(0, 5), "b": address(5, 1)}, {"c": address(0, 6)}]
     assert [(f.name, f.start, f.count, f.at) for f in stage2_fragments(mappings, 1)] == [("c", 0, 6, 0)]
-    mappings = [{"a": address(0, 4)}, {"a": address(0, 1), "b": address(1, 1), "c": address(2, 2)}, {"c": address(0, 4)}]
+    middle = {"a": address(0, 1), "b": address(1, 1), "c": address(2, 2)}
+    mappings = [{"a": address(0, 4)}, middle, {"c": address(0, 4)}]
     assert [(f.start, f.count, f.at) for f in stage2_fragments(mappings, 1)] == [(4, 1, 0), (0, 1, 1), (0, 2, 2)]
     assert [(f.start, f.count, f.at) for f in stage2_fragments(mappings, 2)] == [(2, 4, 0)]
