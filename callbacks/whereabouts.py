@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = str(Path(__file__).parents[1]) + os.sep
-LIBRARIES = ("site-packages" + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
+LIBRARIES = ("site-packages" + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<")  # <: made at run time
 COLLECTIVES = (os.path.join("torch", "distributed", ""), os.path.join("deepspeed", "comm", ""))
 # What an innermost frame of ours means: beginning of its file, function (any, if empty), words. First match counts.
 WORDS = (

@@ -123,7 +123,7 @@ def _torch_state(
         sample = fragments[0].name if fragments else state.names[owners[flat]][0]
         runs = {kind: _flat(state, fragments, kind, size) for kind in state.kinds(sample)}
         if runs or state.scalars[sample]:
-            found[flat] = {**state.scalars[sample], **runs}
+            found[flat] = {**state.counted(sample), **runs}
     members = [[flat for flat in range(len(flats)) if owners[flat] == group] for group in range(len(state.groups))]
     groups = [{**settings, "params": params} for settings, params in zip(state.groups, members, strict=True)]
     return {"state": found, "param_groups": groups}
@@ -182,7 +182,7 @@ def whole_checkpoint(module: nn.Module, path: Path) -> dict[str, Any]:
     weights |= {name: state.buffers[name] for name, _ in module.named_buffers() if name in state.buffers}
     order = [name for group in state.names for name in group]
     optimiser = {
-        i: {**state.scalars[name], **{kind: state.whole(name, kind, shapes[name]) for kind in state.kinds(name)}}
+        i: {**state.counted(name), **{kind: state.whole(name, kind, shapes[name]) for kind in state.kinds(name)}}
         for i, name in enumerate(order)
     }
     groups, at = [], 0

@@ -78,6 +78,11 @@ class TrainedState:
         """What is kept of every element of a parameter besides its weight."""
         return [kind for kind in self.pieces[name][0].values if kind != WEIGHTS]
 
+    def counted(self, name: str) -> dict[str, Any]:
+        """``scalars`` of a parameter, in tensors of its own: an optimiser counts in place, and torch takes them as they
+        are, so that parameters sharing a tensor would each count the steps of all."""
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.scalars[name].items()}
+
     def count(self, name: str) -> int:
         return sum(piece.count for piece in self.pieces[name])
 

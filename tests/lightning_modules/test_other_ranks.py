@@ -149,3 +149,12 @@ def test_parts_of_parameters_are_put_together_from_any_number_of_ranks():
     mappings = [{"a": address(0, 4)}, middle, {"c": address(0, 4)}]
     assert [(f.start, f.count, f.at) for f in stage2_fragments(mappings, 1)] == [(4, 1, 0), (0, 1, 1), (0, 2, 2)]
     assert [(f.start, f.count, f.at) for f in stage2_fragments(mappings, 2)] == [(2, 4, 0)]
+
+
+def test_parameters_of_a_group_count_their_steps_each_for_itself():
+    pieces = {name: [Piece(0, 1, {WEIGHTS: torch.zeros(1)})] for name in "ab"}
+    step = torch.tensor(3.0)
+    state = TrainedState([["a", "b"]], [{}], pieces, {"a": {"step": step}, "b": {"step": step}}, {})
+    first, second = (state.counted(name)["step"] for name in "ab")
+    first += 1
+    assert (float(first), float(second), float(step)) == (4.0, 3.0, 3.0)
