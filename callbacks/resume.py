@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import random
 import time
@@ -18,6 +20,7 @@ from callbacks.common import gather_objects, is_better, stage_dir
 from callbacks.files import link_atomically, remove
 from rollout.files import DiskFullError, is_no_room, no_room_message
 
+logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 
 
@@ -50,6 +53,21 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
+def derived_seed(states: list[dict[str, Any]], rank: int, ranks: int) -> int:
+    """For a rank of a run with another number of ranks than wrote ``states``: from these, and other for each rank."""
+    digest = hashlib.blake2b(repr((rank, ranks)).encode(), digest_size=4)
+    for state in states:
+        digest.update(repr((state["python"], state["numpy"])).encode())
+        digest.update(state["torch"].cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def set_seeds(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # the GPUs' too
+
+
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files under a folder."""
     path = path.resolve()
@@ -64,7 +82,8 @@ class IterationCheckpoint(Checkpoint):
     ``best.ckpt`` links to the checkpoint with the best monitored value in the same way.
 
     What makes the continuation exact: weights, optimiser, schedulers, loop progress (Lightning), the data module's
-    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank. When a
+    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank. On another
+    number of ranks than wrote it, and under another strategy, all of that but the generators continues as well. When a
     validation follows the iteration, the checkpoint is written after it: Lightning would skip the validation on
     resume otherwise.
 
@@ -122,12 +141,17 @@ class IterationCheckpoint(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._rng_states is None:
             return
-        if len(self._rng_states) != trainer.world_size:
-            raise ValueError(
-                f"the checkpoint was written by {len(self._rng_states)} ranks, this run has {trainer.world_size}: "
-                "an exact continuation needs the same number of ranks"
-            )
-        set_rng_state(self._rng_states[trainer.global_rank])
+        if len(self._rng_states) == trainer.world_size:
+            set_rng_state(self._rng_states[trainer.global_rank])
+        else:
+            set_seeds(derived_seed(self._rng_states, trainer.global_rank, trainer.world_size))
+            if trainer.is_global_zero:
+                logger.warning(
+                    "the checkpoint was written by %d ranks, this run has %d: weights, optimiser, schedules and the "
+                    "data's position go on exactly; the ranks' random generators (dropout) begin anew, with seeds made "
+                    "from the saved states, so that a second attempt draws the same",
+                    len(self._rng_states), trainer.world_size,
+                )  # fmt: skip
         self._rng_states = None
         self._saved = self._iterations(trainer)
         epoch_loop = trainer.fit_loop.epoch_loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from data_modules.balance import balance
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.ground_truths import ABILITIES
 from data_modules.decoding import Decoding
@@ -52,6 +53,8 @@ class RolloutDataModule(TrainingData):
         abilities: train on questions of these only (``math``, ``choice``, ``code``, ``qa``: ``metadata["ability"]``);
             the log counts the others. For OPSD with answers: [math, choice], since a program's tests are no answer that
             a teacher could be told.
+        balance_tokens: with several ranks, exchange whole groups after the rollout, so that each rank learns from about
+            as many tokens; changes speed only (``data_modules.balance``).
         evaluation: see ``EvaluationData``.
 
     Raises (on ``setup``):
@@ -72,6 +75,7 @@ class RolloutDataModule(TrainingData):
         failure_patience: int = 3,
         max_prompt_tokens: Optional[int] = None,
         abilities: Optional[list[str]] = None,
+        balance_tokens: bool = True,
         **evaluation: Any,
     ) -> None:
         super().__init__(rollouts=rollouts, **evaluation)
@@ -98,6 +102,9 @@ class RolloutDataModule(TrainingData):
         self.max_train = max_train
         self.max_prompt_tokens = max_prompt_tokens
         self.dynamic_sampling = dynamic_sampling
+        self.balance_tokens = balance_tokens
+        # Of the last iteration: tokens of the rank with most over the mean, as rolled out and balanced; None: not done.
+        self.token_imbalance: Optional[tuple[float, float]] = None
         # Of the last iteration, on this rank: (groups thrown away, groups rolled out); None without dynamic sampling.
         self.discarded_groups: Optional[tuple[int, int]] = None
         self.discarded: list[Trajectory] = []  # of the last iteration, this rank's
@@ -197,7 +204,12 @@ class RolloutDataModule(TrainingData):
             self.discarded = [t for group in everything if id(group) not in chosen for t in group]
         rolled_out = [t for group in everything for t in group]
         self._guard.check(rolled_out, f"training iteration {iteration + 1}", self.rollouts.failures)
-        return [t for group in kept for t in group]
+        if self.world_size == 1:
+            return [t for group in kept for t in group]
+        place = first * self.samples_per_prompt
+        share = balance(kept, place, self.rank, self.world_size, self.balance_tokens)
+        self.token_imbalance = share.imbalance
+        return share.trajectories
 
     def _groups(self, tasks: list[Task], iteration: int) -> list[list[Trajectory]]:
         """Roll out a group per question. One seed for the whole iteration: requests derive theirs from the group."""

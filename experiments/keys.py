@@ -42,6 +42,7 @@ WATCHING_CALLBACKS = (
     "callbacks.trajectory_log.",
     "callbacks.training_totals.",
     "callbacks.mlflow_logger.",
+    "callbacks.rank_watch.",
     "callbacks.resume.",
     "lightning.pytorch.callbacks.LearningRateMonitor",
     "lightning.pytorch.callbacks.RichProgressBar",

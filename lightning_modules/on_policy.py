@@ -170,7 +170,8 @@ class OnPolicyModule(ScoringModule):
                 raise ValueError(f"trajectory {t.group}/{t.index} has no reward; score it before training on it")
             rows = turn_rows(t)  # itself, unless every turn has a prompt of its own
             usable += rows
-            places += [i + (row.row or 0) for row in rows]
+            place = i if t.place is None else t.place  # it may come from another rank
+            places += [place + (row.row or 0) for row in rows]
         self.metrics = StepMetrics()
         batch = collate(usable, self.device)
         with torch.no_grad():

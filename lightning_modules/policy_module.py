@@ -21,6 +21,7 @@ from lightning_modules.policy import (
     require_same_tokenizer,
     token_logprobs,
 )
+from lightning_modules.resharding import accept_shards
 from lightning_modules.scoring import StepFigures, figures_by_step, regrouped, score
 from rollout.trajectory import turn_rows
 
@@ -84,6 +85,7 @@ class PolicyModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         # Half-precision plugins would walk through the (frozen) trajectories in search of floats to cast.
         self.trainer.precision_plugin.convert_input = _unchanged
+        accept_shards(self)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # trajectories are plain Python; collate makes the tensors where they are needed

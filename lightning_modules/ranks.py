@@ -15,6 +15,10 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Element-wise sum; the argument is left as it is. Every rank must call."""
     if world_size() == 1:

@@ -8,17 +8,24 @@ lightning 2.6.6 with deepspeed 0.19.8; numbers refer to stack/lightning_deepspee
 4. manual accumulation is silently wrong at stage 2                -> ``managed_gradient_accumulation: false``
 5. accumulation counters of the two drift apart between epochs     -> automatic accumulation is refused
 6. validate/test with ckpt_path fails at stage 3                   -> ``load_checkpoint`` supplies the missing method
+
+A checkpoint of another number of ranks, of the other stage or of another strategy is resumed from as well
+(resharding.py).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_modules import resharding
 
 
 class ZeRO(DeepSpeedStrategy):
@@ -107,6 +114,9 @@ class ZeRO(DeepSpeedStrategy):
         engine_optimizer = self.deepspeed_engine.optimizer
         if not hasattr(engine_optimizer, "_restore_from_bit16_weights"):
             engine_optimizer._restore_from_bit16_weights = lambda: None  # nothing to restore without an optimiser
+        fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fitting and resharding.written_otherwise(Path(checkpoint_path), self.deepspeed_engine):
+            return resharding.load_into_engine(self.deepspeed_engine, Path(checkpoint_path))
         return super().load_checkpoint(checkpoint_path, weights_only)
 
 

@@ -200,6 +200,8 @@ class Trajectory:
     tokens_computed: int | None = None
     episode: Trajectory | None = None  # of a row: the whole that it was taken from (never stored)
     row: int | None = None  # of a row: its turn's index in the episode
+    # In the rollout batch of all ranks, where groups have changed ranks since (data_modules.balance); never stored.
+    place: int | None = None
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.resume import IterationCheckpoint, find_checkpoint
+from callbacks.resume import IterationCheckpoint, derived_seed, find_checkpoint
 from rollout.files import DiskFullError
 
 BATCHES = 4  # an epoch
@@ -213,14 +214,25 @@ def test_no_room_says_so_and_leaves_the_previous_checkpoint(trainer_for, tmp_pat
     assert torch.equal(weights(rest), weights(straight))
 
 
-def test_a_checkpoint_of_more_ranks_is_refused(trainer_for, tmp_path):
+def test_a_checkpoint_of_other_ranks_goes_on_with_new_generators_that_are_always_the_same(
+    trainer_for, tmp_path, straight, caplog
+):
     folder = tmp_path / "ranks"
     with pytest.raises(Crash):
         run(trainer_for, folder, Noisy(crash_at=1))
     path = find_checkpoint(folder)
     content = torch.load(path, weights_only=True)  # plain types only: readable without executing code
     key = next(k for k in content["callbacks"] if k.startswith("IterationCheckpoint"))
-    content["callbacks"][key]["rng"] *= 2
-    torch.save(content, path)
-    with pytest.raises(ValueError, match="written by 2 ranks, this run has 1"):
-        run(trainer_for, folder, Noisy(), resume=True)
+    states = content["callbacks"][key]["rng"] = content["callbacks"][key]["rng"] * 2
+    assert len({derived_seed(states, rank, ranks) for ranks in (1, 3) for rank in range(ranks)}) == 4
+
+    def resumed(name):
+        shutil.copytree(folder, tmp_path / name, symlinks=True)
+        torch.save(content, find_checkpoint(tmp_path / name).resolve())
+        rest, _ = run(trainer_for, tmp_path / name, Noisy(), resume=True)
+        return rest
+
+    one, two = resumed("one"), resumed("two")
+    assert [r.getMessage() for r in caplog.records if "written by 2 ranks, this run has 1" in r.getMessage()]
+    assert one.seen == straight.seen[1:], "the data goes on where it was"
+    assert torch.equal(weights(one), weights(two)) and not torch.equal(weights(one), weights(straight))

@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_sampling_is_refused_but_not_one_from_before_it_
 
 def test_two_ranks_together_do_what_one_does(make_data):
     def first_batches(rank, world):
-        data = make_data(prompts_per_step=4)
+        data = make_data(prompts_per_step=4, balance_tokens=False)
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
         data.setup("fit")
         loader = data.train_dataloader()
@@ -208,7 +208,7 @@ def script(ids, sampling):
     down = rank == 1 and len(asked) > 4  # in the third iteration, on one rank only
     return InfrastructureError("down") if down else "<answer> x </answer>"
 system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}), ExactMatchReward())
-data = RolloutDataModule(system, [questions], prompts_per_step=4, seed=1,
+data = RolloutDataModule(system, [questions], prompts_per_step=4, seed=1, balance_tokens=False,
                          max_infrastructure_failures=0.4, failure_patience=1)
 module, stopped = Recorder(), ""
 one = trainer(folder, ranks=2, max_epochs=9)

@@ -1,0 +1,77 @@
+"""Groups change ranks so that tokens are even; what is learnt stays what one process learns."""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_modules.balance import assign, imbalance
+from tests.data_modules import balance_worker
+
+
+def sums(costs, wanted):
+    return [sum(costs[r][i] for r, i in part) for part in wanted]
+
+
+def test_by_hand():
+    assert assign([[5, 4], [1, 2]]) == [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]  # 6 and 6 for 9 and 3
+    assert assign([[3, 3], [3, 3]]) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]], "what is even stays"
+    assert assign([[9], [1]]) == [[(0, 0)], [(1, 0)]], "one group each: nothing to gain"
+    assert assign([[], []]) == [[], []] and assign([[0, 0], [0, 0]]) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    assert imbalance([9, 3]) == 1.5 and imbalance([0, 0]) == 1.0
+    # longest first alone gives 6 + 2 + 2 and 5 + 4 + 3; swapping 2 for 3 makes both 11
+    assert sorted(sums([[6, 2, 4], [5, 2, 3]], assign([[6, 2, 4], [5, 2, 3]]))) == [11, 11]
+
+
+def test_against_brute_force():
+    rng = random.Random(0)
+    exact = 0
+    for _ in range(150):
+        ranks, share = rng.choice([(2, 2), (2, 3), (2, 4), (3, 2)])
+        costs = [[rng.choice([rng.randint(0, 9), rng.randint(50, 90)]) for _ in range(share)] for _ in range(ranks)]
+        wanted = assign(costs)
+        everything = [(r, i) for r in range(ranks) for i in range(share)]
+        assert sorted(key for part in wanted for key in part) == everything, "none is lost or doubled"
+        assert [len(part) for part in wanted] == [share] * ranks
+        best = min(
+            max(sums(costs, [p[k * share : (k + 1) * share] for k in range(ranks)]))
+            for p in (itertools.permutations(everything) if ranks * share < 7 else halves(everything))
+        )
+        found = max(sums(costs, wanted))
+        assert found <= max(map(sum, costs)) and found <= 1.25 * best, (costs, wanted, best)
+        exact += found == best
+    assert exact > 130
+
+
+def halves(items):
+    for chosen in itertools.combinations(items, len(items) // 2):
+        yield [*chosen, *(i for i in items if i not in chosen)]
+
+
+@pytest.mark.slow
+def test_two_ranks_with_uneven_groups_learn_what_one_process_learns(model_dir, tmp_path):
+    command = [sys.executable, balance_worker.__file__, str(model_dir), str(tmp_path), "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    with open(tmp_path / "log.txt", "w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = process.wait(timeout=400)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, Path(log.name).read_text()[-4000:]
+    balance_worker.run(str(model_dir), tmp_path, 1)
+    alone = torch.load(tmp_path / "ranks1.pt", weights_only=False)
+    for name, found in torch.load(tmp_path / "ranks2.pt", weights_only=False).items():
+        worst = max(float((found["weights"][k] - v).abs().max()) for k, v in alone[name]["weights"].items())
+        assert worst < 1e-5 < 1e-3 < found["moved"], (name, worst, found["moved"])
+        if name == "balanced":
+            assert all(before > 1.5 and after < 1.1 for before, after in found["imbalance"]), found["imbalance"]
+        else:
+            assert found["imbalance"] == [None, None]
