@@ -27,7 +27,8 @@ from experiments.request import Request, StageFailed
 from experiments.store import StageFolder
 
 INDEX_TASK = "retrieval.index.BuildIndex"
-SERVER_OPTIONS = ("topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap")  # handed through
+# Handed through to the server.
+SERVER_OPTIONS = ("topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce")
 
 
 def make_graph(request: Request) -> Graph:

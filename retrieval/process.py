@@ -87,7 +87,7 @@ class RetrieverProcess:
     def identity(self) -> str:
         """The same for two that would start equal servers."""
         settings = dataclasses.asdict(self.settings) | {"corpus": self.corpus}
-        indexes = [str(Path(index).absolute()) for index in self.indexes]
+        indexes = [os.path.abspath(index) for index in self.indexes]
         return orjson.dumps([indexes, settings], option=orjson.OPT_SORT_KEYS).decode()
 
     def start(self) -> str:
