@@ -6,11 +6,13 @@ RUN := $(PY) -m experiments
 SEED_FLAG := $(if $(SEED),--seed $(SEED))
 RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 FRESH_FLAG := $(if $(FRESH),--fresh)
+SBATCH_ALL := $(strip $(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) $(if $(TIME),--time=$(TIME)) $(SBATCH))
+LAUNCH_FLAGS = $(if $(LAUNCH),--launch $(LAUNCH)) $(if $(NNODES),--nodes $(NNODES)) $(if $(NPROC),--processes $(NPROC)) $(if $(SBATCH_ALL),--sbatch "$(SBATCH_ALL)")
 BENCHMARKS := retrieval engines rollouts branching sandbox chunked_logprobs step_weights sod_cost household
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup alfworld train evaluate test retriever compare ui export experiments dry-run size ask download reproduce benchmark status clean
+.PHONY: help help-launch setup alfworld train evaluate test retriever compare ui export experiments dry-run size ask download reproduce benchmark status clean
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
@@ -25,8 +27,15 @@ setup: ## make .venv with everything in it (the other targets do this by themsel
 alfworld: ## make .venv-alfworld, for original ALFWorld games (compiles for about 4 minutes; nothing else needs it)
 	@./scripts/setup_alfworld.sh
 
-train: setup ## make an experiment and its stages; RESUME=last continues, FRESH=1 starts its own stage anew
-	@$(RUN) train $(EXP) $(SEED_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(ARGS)
+train: setup ## make an experiment and its stages; RESUME=last continues, FRESH=1 starts its own stage anew; LAUNCH=torchrun|slurm: see `make help-launch`
+	@$(RUN) train $(EXP) $(SEED_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(LAUNCH_FLAGS) $(ARGS)
+
+help-launch: ## training on several devices, on several nodes, by torchrun or Slurm
+	@echo "several devices:       make train EXP=... ARGS=\"--trainer.strategy=zero3 --trainer.devices 8\""
+	@echo "by torchrun, 2 nodes:  make train EXP=... LAUNCH=torchrun NNODES=2 NPROC=8 MASTER_ADDR=host0 NODE_RANK=0"
+	@echo "                       and the same on the other node with NODE_RANK=1 (MASTER_PORT=29400 LAUNCH_TIMEOUT=600)"
+	@echo "by Slurm:              make train EXP=... LAUNCH=slurm NNODES=2 NPROC=8 PARTITION=gpu TIME=24:00:00 SBATCH=\"--mem=0\""
+	@echo "NNODES and NPROC are short for --trainer.num_nodes and --trainer.devices in ARGS; docs/scaling.md has the rest"
 
 evaluate: setup ## test a checkpoint or model folder: EXP=... CKPT=path (default: the experiment's own result)
 	@$(RUN) evaluate $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)

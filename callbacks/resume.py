@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks.common import gather_objects, is_better, stage_dir
 from callbacks.files import link_atomically, remove
+from callbacks.stop_request import StopRequested, is_asked
 from rollout.files import DiskFullError, is_no_room, no_room_message
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class IterationCheckpoint(Checkpoint):
     validation follows the iteration, the checkpoint is written after it: Lightning would skip the validation on
     resume otherwise.
 
+    A training that is asked to stop (``stop_request``) saves after the iteration under way, whichever is due.
+
     Args:
         every_n_iterations: one iteration is one training batch (for on-policy stages one rollout batch).
         keep_best: keep the checkpoint with the best ``monitor`` (looked up after each validation) as well.
@@ -94,6 +97,7 @@ class IterationCheckpoint(Checkpoint):
 
     Raises (while training):
         DiskFullError: no room; the previous checkpoint is intact.
+        StopRequested: on every rank, after the checkpoint.
     """
 
     phase = "checkpoint"
@@ -115,14 +119,17 @@ class IterationCheckpoint(Checkpoint):
         self.seconds = 0.0  # spent saving so far; throughput.py reads it
         self._saved: int | None = None  # iterations done at the last save
         self._rng_states: list[dict[str, Any]] | None = None  # read from a checkpoint, by rank
+        self._to_stop = False
 
     # --- when -------------------------------------------------------------------------------------------------
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._to_stop = is_asked(trainer, stage_dir(trainer))
         if self._due(trainer) and not self._validation_follows(trainer):
             self._save(trainer)
+            self._stop_if_asked(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
@@ -133,6 +140,7 @@ class IterationCheckpoint(Checkpoint):
             self.best_score = float(value)
         if improved or self._due(trainer):
             self._save(trainer, best=improved)
+        self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._saved != self._iterations(trainer):
@@ -165,7 +173,11 @@ class IterationCheckpoint(Checkpoint):
         return trainer.fit_loop.total_batch_idx + 1
 
     def _due(self, trainer: L.Trainer) -> bool:
-        return self._iterations(trainer) % self.every_n_iterations == 0
+        return self._to_stop or self._iterations(trainer) % self.every_n_iterations == 0
+
+    def _stop_if_asked(self, trainer: L.Trainer) -> None:
+        if self._to_stop:
+            raise StopRequested(f"stopped on request after iteration {self._iterations(trainer)}, with a checkpoint")
 
     def _validation_follows(self, trainer: L.Trainer) -> bool:
         fit_loop = trainer.fit_loop

@@ -1,6 +1,7 @@
 """The command line.
 
-Exit codes: 0 well, 1 a stage failed, 2 something in the command or in a file is wrong, 130 stopped.
+Exit codes: 0 well, 1 a stage failed, 2 something in the command or in a file is wrong, 75 stopped by SIGUSR1 after a
+checkpoint, 130 stopped.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 from experiments import commands, download
 from experiments.compose import SECTIONS
 from experiments.errors import ExperimentError
+from experiments.launch import overrides_of
 from experiments.overrides import STAGE_PREFIX
 from experiments.project import Project
-from experiments.runner import Request, StageFailed
+from experiments.request import Request, StageFailed
 from experiments.stage import explain
 
 OVERRIDE_WORDS = {*SECTIONS, "config", STAGE_PREFIX}
@@ -58,9 +60,11 @@ def build_parser() -> argparse.ArgumentParser:
     resume_help = "continue an interrupted stage: the default, but with a word when there is none"
     train.add_argument("--resume", choices=["last"], help=resume_help)
     train.add_argument("--fresh", action="store_true", help="make the experiment's own stage anew, even if it is done")
+    add_launch_options(train)
     add("dry-run", commands.dry_run, "print the resolved configuration and validate it; loads no model")
     check = add("validate", commands.validate, "validate the stages that `train` would run, quietly")
     check.add_argument("--fresh", action="store_true")
+    check.add_argument("--elsewhere", action="store_true", help="for another machine: this one's devices do not matter")
     add("status", commands.status, "which stages of an experiment are done, and where they lie")
     size = add("size", commands.size, "GPU memory by component and the roofline's speeds; loads nothing")
     size.add_argument("--gpus", default="1,8,16", help="comma-separated")
@@ -99,6 +103,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_launch_options(train: argparse.ArgumentParser) -> None:
+    how = "torchrun: start the ranks with it, on every node that runs this command; slurm: write a job and submit it"
+    train.add_argument("--launch", choices=["torchrun", "slurm"], help=how)
+    train.add_argument("--nodes", type=int, metavar="N", help="as --trainer.num_nodes N")
+    train.add_argument("--processes", type=int, metavar="N", help="ranks per node; as --trainer.devices N")
+    train.add_argument("--node-rank", type=int, metavar="R", help="this node's number; default: NODE_RANK, or 0")
+    train.add_argument("--master-addr", metavar="HOST", help="node 0; default: MASTER_ADDR")
+    train.add_argument("--master-port", type=int, metavar="P", help="of node 0; default: MASTER_PORT, or 29400")
+    train.add_argument("--sbatch", help="further options of the job, as '--partition=gpu --time=24:00:00'")
+
+
 def main(argv: Sequence[str]) -> int:
     ours, overrides = split_overrides(argv)
     parser = build_parser()
@@ -110,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     request = Request(
         project=Project.from_environment(),
         target=args.name if args.name_given else "",
-        arguments=tuple(overrides),
+        arguments=(*(overrides_of(args) if args.command == "train" else ()), *overrides),
         seed=getattr(args, "seed", None),
         fresh=getattr(args, "fresh", False),
         resume=getattr(args, "resume", None) is not None,

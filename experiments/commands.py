@@ -7,6 +7,7 @@ mend. Heavy imports stay inside the functions.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -21,11 +22,13 @@ from callbacks.records import SQLITE, default_tracking_uri
 from experiments import overrides, registry, runner
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Need, Stage, closure
-from experiments.runner import Request
+from experiments.nodes import Crew
+from experiments.request import Request, StageFailed
 from experiments.store import StageFolder
 
 INDEX_TASK = "retrieval.index.BuildIndex"
-SERVER_OPTIONS = ("topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap")  # handed through
+# Handed through to the server.
+SERVER_OPTIONS = ("topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce")
 
 
 def make_graph(request: Request) -> Graph:
@@ -53,12 +56,14 @@ def dry_run(args: argparse.Namespace, request: Request) -> None:
     target = graph.target()
     from experiments.validate import check
 
-    check(target, request.project.root)
+    notes = check(target, request.project.root)
     print(yaml.safe_dump(target.config, sort_keys=False, allow_unicode=True, width=110))
     stages = closure([target, *graph.compared(target)])
     runner.print_plan(stages, runner.to_make(stages), request)
     for need in unique_needs(stages):
         print(f"  needs: {need.path}{'' if need.present else ' -- not there yet'} ({need.how})")
+    for note in notes:
+        print(f"  note: {note}")
     print(f"the configuration of {target.name} is valid")
 
 
@@ -67,20 +72,51 @@ def unique_needs(stages: Sequence[Stage]) -> list[Need]:
 
 
 def validate(args: argparse.Namespace, request: Request) -> None:
-    """Check all stages that `train` would run, quietly."""
+    """Check all stages that `train` would run, quietly, and that this machine has what they ask for."""
     graph = make_graph(request)
     target = graph.target()
     stages = closure([target, *graph.compared(target)])
     from experiments.validate import check
 
     for stage in runner.to_make(stages, fresh=target if args.fresh else None):
-        check(stage, request.project.root)
+        if (notes := check(stage, request.project.root)) and not args.elsewhere:
+            raise ExperimentError(notes[0])
 
 
 def train(args: argparse.Namespace, request: Request) -> None:
-    """Make everything, then the table and where things lie."""
+    """Make everything, then the table and where things lie. With LAUNCH, see ``launch.py`` and ``slurm.py``."""
+    from experiments import launch, slurm
+    from experiments.work import help_out
+
+    launch.require_no_rank(os.environ)
     graph = make_graph(request)
-    target, compared = runner.make(graph, request)
+    target = graph.target()
+    if args.launch is None:
+        launch.require_no_options(args)
+    else:
+        ranks = launch.require_ranks(target.config, args)
+        request = dataclasses.replace(request, variables=(f"LAUNCH={args.launch}",))
+        if args.launch == "slurm":
+            slurm.submit(graph, request, args, ranks)
+            return
+        here = launch.from_arguments(args, os.environ, ranks.nodes)
+        if not here.leads:
+            if StageFolder(target.folder).result() is None or args.fresh:
+                help_out(here, request)
+            print(f"{target.name} is done: {request.project.relative(target.folder)}")
+            return
+        request = dataclasses.replace(request, launch=here, crew=Crew(here, request.project))
+    request.stop.install()
+    code = 1
+    try:
+        target, compared = runner.make(graph, request)
+        code = 0
+    except StageFailed as error:
+        code = error.exit_code
+        raise
+    finally:
+        if request.crew is not None:
+            request.crew.close(code)
     closing_table([*compared, target], target.config["experiment"].get("columns"))
     print_closing_words(target, request)
 
@@ -196,7 +232,7 @@ def retriever(args: argparse.Namespace, request: Request) -> None:
     print(f"search over {index}: POST {where}/retrieve (Ctrl-C ends it)", flush=True)
     code = subprocess.run([*command, *server_options(args)], cwd=request.project.root, check=False).returncode
     if code not in (0, -2, 130):
-        raise runner.StageFailed(f"the search server ended with exit code {code}", 1)
+        raise StageFailed(f"the search server ended with exit code {code}", 1)
 
 
 def server_options(args: argparse.Namespace) -> list[str]:

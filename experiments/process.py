@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,12 +27,15 @@ from typing import BinaryIO
 
 ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[=>78]")
 PR_SET_PDEATHSIG = 1
+GRACE_S = 10.0  # for the child to notice itself, and say better, what the watch has reported
+END_S = 45.0  # after which it is killed
 
 
 @dataclass(frozen=True, slots=True)
 class ChildResult:
     returncode: int
     interrupted: bool  # by Ctrl-C or SIGTERM
+    trouble: str | None = None  # what the watch reported
 
 
 def die_with_parent(parent: int) -> None:
@@ -42,9 +46,19 @@ def die_with_parent(parent: int) -> None:
 
 
 def run_child(
-    command: Sequence[str], *, cwd: Path, env: dict[str, str], log: Path, on_interrupt: Callable[[int], None]
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    log: Path,
+    on_interrupt: Callable[[int], None],
+    watch: Callable[[], str | None] = lambda: None,
 ) -> ChildResult:
-    """Run to the end. ``on_interrupt(n)`` is called at the n-th Ctrl-C, to tell the user what happens next."""
+    """Run to the end. ``on_interrupt(n)`` is called at the n-th Ctrl-C, to tell the user what happens next.
+
+    ``watch`` is asked several times a second. When it reports trouble (another node is gone), the child is asked to
+    stop ``GRACE_S`` later and killed ``END_S`` later, unless it has ended by itself.
+    """
     terminal = sys.stdout.isatty()
     ours, theirs = pty.openpty() if terminal else os.pipe()
     if terminal:
@@ -64,16 +78,42 @@ def run_child(
         else:
             os.killpg(child.pid, signal.SIGKILL)
 
+    guard = _Guard(child, watch)
     try:
         with _handlers(interrupt), log.open("ab") as stream:
-            _copy_output(ours, child, _LogWriter(stream))
-            child.wait()
+            _copy_output(ours, child, _LogWriter(stream), guard.look)
+            while child.poll() is None:  # it has closed its output and lives on
+                guard.look()
+                time.sleep(0.05)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         os.close(ours)
-    return ChildResult(child.returncode, presses > 0)
+    return ChildResult(child.returncode, presses > 0, guard.trouble)
+
+
+class _Guard:
+    """Ends the child some time after the watch has reported trouble."""
+
+    def __init__(self, child: subprocess.Popen[bytes], watch: Callable[[], str | None]) -> None:
+        self._child, self._watch = child, watch
+        self.trouble: str | None = None
+        self._since = 0.0
+        self._asked = False
+
+    def look(self) -> None:
+        if self.trouble is None:
+            self.trouble, self._since = self._watch(), time.monotonic()
+            if self.trouble is not None:
+                print(f"\n{self.trouble}; what runs here ends in {GRACE_S:.0f} s", flush=True)
+            return
+        waited = time.monotonic() - self._since
+        if waited > END_S:
+            os.killpg(self._child.pid, signal.SIGKILL)
+        elif waited > GRACE_S and not self._asked:
+            self._asked = True
+            self._child.send_signal(signal.SIGINT)
 
 
 @contextmanager
@@ -87,9 +127,12 @@ def _handlers(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[No
             signal.signal(s, handler)
 
 
-def _copy_output(source: int, child: subprocess.Popen[bytes], log: _LogWriter) -> None:
+def _copy_output(
+    source: int, child: subprocess.Popen[bytes], log: _LogWriter, look: Callable[[], None]
+) -> None:
     """Until the child is gone and has said everything (a grandchild may keep the other end open for longer)."""
     while True:
+        look()
         ready, _, _ = select.select([source], [], [], 0.2)
         if not ready:
             if child.poll() is not None:

@@ -26,7 +26,8 @@ Identity = str | list[dict[str, Any]]  # UNKNOWN, or kind, corpus_sha256 and pas
 
 
 def describe(config: Config, name: str) -> dict[str, Identity]:
-    """URL -> identity, for every URL of a search server in the configuration of stage ``name``.
+    """Address -> identity, for every address of a search server in the configuration of stage ``name``. An address is
+    a URL, or ``file:PATH``: then the server may have moved since, and is found at the URL that stands there now.
 
     Raises:
         ExperimentError: nothing answers at a URL, or servers that should be equal serve different indexes.
@@ -46,15 +47,24 @@ def describe(config: Config, name: str) -> dict[str, Identity]:
 
 def identity(url: str, name: str) -> Identity:
     """What ``GET <url>/health`` says of the indexes; UNKNOWN if the server has no such page."""
+    from retrieval.client import FILE_PREFIX, current_url
+
     try:
-        with _DIRECTLY.open(f"{url}/health", timeout=TIMEOUT_S) as answer:
+        base = current_url(url).rstrip("/").removesuffix("/retrieve")
+    except OSError as error:
+        raise ExperimentError(
+            f"'{name}' searches over the server whose address stands in {url.removeprefix(FILE_PREFIX)}, which cannot "
+            f"be read ({error.strerror}): start the server with make retriever EXP=... ARGS=\"--announce FILE\""
+        ) from None
+    try:
+        with _DIRECTLY.open(f"{base}/health", timeout=TIMEOUT_S) as answer:
             indexes = json.load(answer)["indexes"]
             return [{key: index[key] for key in ("kind", "corpus_sha256", "passages")} for index in indexes]
     except (urllib.error.HTTPError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return UNKNOWN  # it answers, but something else
     except OSError as error:
         raise ExperimentError(
-            f"'{name}' searches over {url}, where no server answers ({error}): start one in another shell "
+            f"'{name}' searches over {base}, where no server answers ({error}): start one in another shell "
             "(make retriever EXP=...), or name the right address (see `paths` in make dry-run)"
         ) from None
 

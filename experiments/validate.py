@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from experiments import hardware
 from experiments.compose import Config
 from experiments.errors import ExperimentError, nearest
 from experiments.graph import Stage, require_files
@@ -26,19 +27,26 @@ from experiments.lean import import_torchmetrics
 CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 
 
-def check(stage: Stage, root: Path) -> None:
+def check(stage: Stage, root: Path) -> list[str]:
     """Everything that can be known about a stage without running it.
+
+    Returns:
+        what this machine lacks for it: it may be meant for another.
 
     Raises:
         ExperimentError: unknown class, unknown argument, wrong type, missing argument, a file that is not there, an
-            argument of the module that it refuses.
+            argument of the module that it refuses, a strategy that is none, ranks that cannot share the prompts.
     """
     require_files([stage], root)
     where = f"experiment '{stage.name}'"
     check_classes(stage.config, where)
     parsed = cli(stage.config, stage.arguments, where, instantiate=False)
+    if stage.kind != "task":
+        hardware.check_strategy(parsed.config.get("trainer.strategy"), where)
+        hardware.check_shares(stage.config, where)
     check_validation_interval(parsed.config, where)
     check_module(parsed, where)
+    return hardware.missing_devices(stage.config, where)
 
 
 def check_validation_interval(parsed: Any, where: str) -> None:

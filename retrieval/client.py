@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Awaitable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -25,8 +26,12 @@ class RetrieverClient:
 
     Use it from one event loop at a time; a new loop gets new connections.
 
+    An address may also be ``file:PATH``: the URL is what stands in that file, which the server writes when it listens
+    (``--announce``). It is read again after a failed attempt, so that a server that comes back elsewhere is found, by
+    a run under way and by one that is continued.
+
     Args:
-        urls: such as ``["http://127.0.0.1:8000"]``, with or without ``/retrieve``.
+        urls: such as ``["http://127.0.0.1:8000"]``, with or without ``/retrieve``, or ``["file:outputs/search.url"]``.
         timeout: seconds for one attempt, waiting for a free connection not counted.
         retries: further attempts after the first.
         backoff: seconds before the first retry.
@@ -41,14 +46,14 @@ class RetrieverClient:
         backoff: float = 0.2,
         max_connections: int = 64,
     ) -> None:
-        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ValueError(f'urls: expected at least one "http://host:port"; found {urls}')
+        if not urls or not all(url.startswith(("http://", "https://", FILE_PREFIX)) for url in urls):
+            raise ValueError(f'urls: expected at least one "http://host:port" or "file:PATH"; found {urls}')
         if timeout <= 0 or retries < 0 or backoff < 0 or max_connections < 1:
             raise ValueError(
                 "expected timeout > 0, retries >= 0, backoff >= 0, max_connections >= 1; found "
                 f"{timeout}, {retries}, {backoff}, {max_connections}"
             )
-        self.urls = [url.rstrip("/").removesuffix("/retrieve") + "/retrieve" for url in urls]
+        self.urls = [url if url.startswith(FILE_PREFIX) else _endpoint(url) for url in urls]
         self.timeout, self.retries, self.backoff, self.max_connections = timeout, retries, backoff, max_connections
         self._next_url = itertools.cycle(self.urls)
         self._session: aiohttp.ClientSession | None = None
@@ -79,8 +84,9 @@ class RetrieverClient:
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            url = next(urls)
+            address = url = next(urls)
             try:
+                url = _endpoint(current_url(address))
                 return parse_answer(await self._post(url, body), len(queries), k)
             except _Rejected as error:
                 raise RetrievalError(f"{url} rejected the request: {error}") from error
@@ -145,6 +151,20 @@ class Done(Awaitable[None]):
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
+
+
+FILE_PREFIX = "file:"
+
+
+def current_url(address: str) -> str:
+    """The URL behind an address, which is one or names a file that holds one. Raises OSError without such a file."""
+    if not address.startswith(FILE_PREFIX):
+        return address
+    return Path(address.removeprefix(FILE_PREFIX)).read_text().strip()
+
+
+def _endpoint(url: str) -> str:
+    return url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
 
 
 def _current_loop() -> asyncio.AbstractEventLoop | None:

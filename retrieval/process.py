@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import select
 import subprocess
@@ -20,11 +21,16 @@ from retrieval.client import Done, RetrieverClient
 from retrieval.opening import SearchSettings, check_indexes
 from retrieval.types import Document, RetrievalError, RetrieverStartError
 
+SHARED_VARIABLE = "COMPACT_AGENTS_RETRIEVERS"  # servers that several processes share: identity -> URL, as JSON
+
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 class RetrieverProcess:
     """Starts ``python -m retrieval.server`` when first needed and ends it with this process, even by kill -9.
+
+    Where ``SHARED_VARIABLE`` names a server over the same indexes with the same settings (whoever started several ranks
+    has started one for all of them), that one is used, and is left to its owner.
 
     Several on one machine do not disturb one another (``port`` 0 takes a free one).  The child has its own session:
     Ctrl-C reaches only the owner, which may still want to search while it winds up.
@@ -77,6 +83,13 @@ class RetrieverProcess:
         self._start_error: Exception | None = None
         self._lock = threading.Lock()
 
+    @property
+    def identity(self) -> str:
+        """The same for two that would start equal servers."""
+        settings = dataclasses.asdict(self.settings) | {"corpus": self.corpus}
+        indexes = [os.path.abspath(index) for index in self.indexes]
+        return orjson.dumps([indexes, settings], option=orjson.OPT_SORT_KEYS).decode()
+
     def start(self) -> str:
         """Start the server unless it was started, wait until it listens, return its URL.
 
@@ -89,7 +102,7 @@ class RetrieverProcess:
             if self.url is None:
                 try:
                     self.settings.check(check_indexes(self.indexes, self.corpus))
-                    self.url = self._launch()
+                    self.url = self._shared() or self._launch()
                 except Exception as error:
                     self._start_error = error
                     raise
@@ -142,6 +155,9 @@ class RetrieverProcess:
         }  # fmt: skip
         command += [str(part) for pair in options.items() if pair[1] is not None for part in pair]
         return [*command, "--gpu"] if self.settings.gpu else command
+
+    def _shared(self) -> str | None:
+        return orjson.loads(os.environ.get(SHARED_VARIABLE, "{}")).get(self.identity)
 
     def _launch(self) -> str:
         self._log_path = self._make_log()

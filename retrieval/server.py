@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import orjson
@@ -95,16 +96,26 @@ def _json(content: object, status: int = 200) -> Response:
 class _Server(uvicorn.Server):
     """Says where it listens once it does."""
 
-    def __init__(self, config: uvicorn.Config, report: dict, ready_fd: int | None) -> None:
+    def __init__(self, config: uvicorn.Config, report: dict, ready_fd: int | None, announce: Path | None) -> None:
         super().__init__(config)
-        self._report, self._ready_fd = report, ready_fd
+        self._report, self._ready_fd, self._announce = report, ready_fd, announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._ready_fd is not None:
             with os.fdopen(self._ready_fd, "wb") as pipe:
                 pipe.write(orjson.dumps(self._report) + b"\n")
+        if self._announce is not None:
+            half = self._announce.with_name(f".{self._announce.name}.{os.getpid()}")
+            half.write_text(announced_url(self._report))
+            half.replace(self._announce)
         print(f"retriever ready at {self._report['url']} (POST /retrieve, GET /health)", flush=True)
+
+
+def announced_url(report: dict) -> str:
+    """Where other machines find the server: one that listens on all interfaces goes by this machine's name."""
+    anywhere = report["url"].startswith(("http://0.0.0.0:", "http://[::]:"))
+    return f"http://{socket.gethostname()}:{report['port']}" if anywhere else report["url"]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -158,6 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--encoder", help="folder of the encoder, if it moved since the index was built")
     parser.add_argument("--device", help="where the encoder runs (auto)")
     parser.add_argument("--gpu", action="store_true", default=None, help="exact vectors on all GPUs, as 16-bit floats")
+    parser.add_argument("--announce", type=Path, help="write the server's URL into this file when it listens")
     parser.add_argument("--parent", type=int, help="end when the process with this id, our parent, ends")
     parser.add_argument("--ready-fd", type=int, help="write one JSON line (url, port, pid) here when ready")
     return parser
@@ -191,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     report = {"url": f"http://{host}:{port}", "port": port, "pid": os.getpid()}
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    _Server(config, report, options.ready_fd).run(sockets=[listener])
+    _Server(config, report, options.ready_fd, options.announce).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # What says to a library that it is one rank of the trainer's process group; the engine is no part of it.
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+)  # fmt: skip
+TORCHRUN_PREFIX = "TORCHELASTIC_"
 
 
 def child_environment(environment: Mapping[str, str], threads: int, *, several_devices: bool = False) -> dict[str, str]:
@@ -14,7 +18,11 @@ def child_environment(environment: Mapping[str, str], threads: int, *, several_d
     Without the last, the engines of all ranks would load on the first GPU. An engine over ``several_devices`` sees what
     the trainer sees.
     """
-    child = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
+    child = {
+        name: value
+        for name, value in environment.items()
+        if name not in RANK_VARIABLES and not name.startswith(TORCHRUN_PREFIX)
+    }
     child |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     if "LOCAL_RANK" in environment and not several_devices:
         rank = int(environment["LOCAL_RANK"])

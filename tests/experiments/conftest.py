@@ -49,7 +49,7 @@ class Workshop:
     def start(self, *words: str, **kwargs) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "experiments", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, cwd=ROOT, **pipes, **{"env": self.environment(), **kwargs})
+        return subprocess.Popen(command, cwd=ROOT, **{**pipes, "env": self.environment(), **kwargs})
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*words)

@@ -96,3 +96,26 @@ def test_a_stage_records_what_it_searched_and_does_not_go_on_over_another_corpus
         runner.make_stage(stage, request, fresh=False)
     assert StageFolder(stage.folder).about()["retrievers"] == {url: [INDEX]}, "refused before anything is written"
     assert workshop.journal.read_text().count("\n") == 1
+
+
+def test_a_run_goes_on_with_a_server_that_has_moved(serve, workshop, tmp_path):
+    """The key holds the name of the file in which the address stands, not the address."""
+    announced = tmp_path / "search.url"
+    (_, first), (_, second), (_, wrong) = serve([INDEX]), serve([INDEX]), serve([OTHER])
+    address = f"file:{announced}"
+    arguments = "{class_path: retrieval.client.RetrieverClient, init_args: {urls: ['" + address + "']}}"
+    workshop.task("a", f"text: A, retriever: {arguments}")
+    found, keys = [], []
+    for url in (first, second, wrong):
+        announced.write_text(url + "\n")
+        stage = workshop.graph("a").target()
+        found.append(retrievers.describe(stage.config, "a"))
+        keys.append(stage.key)
+    assert len(set(keys)) == 1
+    assert found == [{address: [INDEX]}, {address: [INDEX]}, {address: [OTHER]}]
+    retrievers.require_same("a", found[0], found[1])
+    with pytest.raises(ExperimentError, match="another index behind file:"):
+        retrievers.require_same("a", found[0], found[2])
+    announced.unlink()
+    with pytest.raises(ExperimentError, match="search.url, which cannot be read .*--announce"):
+        retrievers.describe(stage.config, "a")

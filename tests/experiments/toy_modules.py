@@ -74,3 +74,37 @@ class Noise(L.LightningDataModule):
 
     def test_dataloader(self) -> Batches:
         return Batches(1)
+
+
+class Share(Walk):
+    """``Walk`` on several ranks; each writes the number of every step into ``rank-R-of-N``. Steps take TOY_SLOW seconds,
+    and TOY_PAUSE holds rank TOY_PAUSE_RANK.
+
+    Args:
+        note: folder of the stage it stands on.
+    """
+
+    def __init__(self, note: str) -> None:
+        super().__init__()
+        self.note = note
+
+    def setup(self, stage: str) -> None:
+        assert (Path(self.note) / "note.txt").is_file()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        time.sleep(float(os.environ.get("TOY_SLOW", "0")))
+        folder, rank = Path(self.trainer.default_root_dir), self.trainer.global_rank
+        with (folder / f"rank-{rank}-of-{self.trainer.world_size}").open("a") as stream:
+            stream.write(f"{batch_idx + 1}\n")
+        if os.environ.get("TOY_PAUSE_RANK", str(rank)) == str(rank):
+            super().training_step(batch, batch_idx)
+        else:
+            pause = os.environ.pop("TOY_PAUSE", None)
+            super().training_step(batch, batch_idx)
+            if pause:
+                os.environ["TOY_PAUSE"] = pause
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        torch.save(self.walk.detach(), Path(self.trainer.default_root_dir) / f"walk-{self.trainer.global_rank}.pt")
+        if self.trainer.is_global_zero:
+            super().test_step(batch, batch_idx)

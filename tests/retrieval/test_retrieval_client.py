@@ -223,3 +223,25 @@ def test_wrong_options_are_refused(options):
 def test_k_must_be_positive():
     with pytest.raises(ValueError, match="k must be at least 1"):
         asyncio.run(RetrieverClient(["http://a"]).search(["q"], 0))
+
+
+def test_a_server_that_comes_back_elsewhere_is_found(tmp_path):
+    """The file is read for every attempt: while the first server answers, after it has gone, and from the start."""
+    announced = tmp_path / "search.url"
+
+    async def main():
+        client = RetrieverClient([f"file:{announced}"], backoff=0.01, retries=2)
+        with pytest.raises(RetrievalError, match="search.url"):
+            await client.search(["q"], 2)
+        async with serving(GOOD) as (first, _):
+            announced.write_text(first)
+            await client.search(["q"], 2)
+        async with serving(GOOD) as (second, asked):
+            assert second != first
+            announced.write_text(second + "\n")
+            found = await client.search(["q"], 2)
+            await client.close()
+            return found, asked
+
+    found, asked = asyncio.run(main())
+    assert len(found[0]) == 1 and len(asked) == 1

@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import json
 import os
 import signal
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import jsonargparse
 import pytest
 
-from retrieval.process import RetrieverProcess
+from retrieval.process import SHARED_VARIABLE, RetrieverProcess
 from retrieval.types import IndexFolderError, RetrievalError, RetrieverStartError
 from rollout.tools.search import SearchTool
 from tests.rollout.serving import serving
@@ -127,3 +128,16 @@ def test_configurable_from_yaml():
 def test_wrong_options_are_refused(options):
     with pytest.raises(ValueError, match="expected"):
         RetrieverProcess("index", **options)
+
+
+def test_processes_share_a_server_that_one_has_started_for_them(bm25_index, monkeypatch):
+    """Whoever has other settings starts its own; a shared one is left to its owner."""
+    owner = RetrieverProcess(bm25_index)
+    monkeypatch.setenv(SHARED_VARIABLE, json.dumps({owner.identity: "http://127.0.0.1:1"}))
+    launched = []
+    monkeypatch.setattr(RetrieverProcess, "_launch", lambda self: launched.append(self) or "http://127.0.0.1:2")
+    user, other = RetrieverProcess(os.path.relpath(bm25_index), topk=5), RetrieverProcess(bm25_index, k1=1.2)
+    assert (user.start(), other.start()) == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert launched == [other]
+    user.close()
+    assert user.start() == "http://127.0.0.1:1", "closing it has ended nothing"
