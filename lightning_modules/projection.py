@@ -51,8 +51,9 @@ class _ChunkedProjection(torch.autograd.Function):
         with (ctx.context or nullcontext)(), torch.autocast(hidden.device.type, enabled=False):
             h, w, b = _cast(ctx.compute_dtype, hidden, weight, bias)
             grad_hidden = torch.empty_like(h) if ctx.needs_input_grad[0] else None
-            grad_weight = torch.zeros_like(w, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-            grad_bias = torch.zeros_like(b, dtype=torch.float32) if b is not None and ctx.needs_input_grad[2] else None
+            total = torch.promote_types(ctx.compute_dtype, torch.float32)  # sums over chunks, never in bfloat16
+            grad_weight = torch.zeros_like(w, dtype=total) if ctx.needs_input_grad[1] else None
+            grad_bias = torch.zeros_like(b, dtype=total) if b is not None and ctx.needs_input_grad[2] else None
             for s in _slices(len(h), ctx.chunk):
                 with torch.enable_grad():
                     logits = F.linear(h[s], w, b).detach().requires_grad_()
