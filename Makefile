@@ -6,11 +6,11 @@ RUN := $(PY) -m experiments
 SEED_FLAG := $(if $(SEED),--seed $(SEED))
 RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 FRESH_FLAG := $(if $(FRESH),--fresh)
-BENCHMARKS := retrieval engines rollouts branching sandbox chunked_logprobs step_weights sod_cost household
+BENCHMARKS := retrieval engines weight_push rollouts branching sandbox chunked_logprobs step_weights sod_cost household
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup alfworld train evaluate test retriever compare ui export experiments dry-run ask download reproduce benchmark status clean
+.PHONY: help setup alfworld train evaluate test retriever engine compare ui export experiments dry-run ask download reproduce benchmark status clean
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
@@ -36,6 +36,9 @@ test: setup ## run the tests; ARGS="tests/rollout -k parse" for some of them
 
 retriever: setup ## serve an experiment's search index by itself; PORT=8000 INDEX=folder ARGS="--threads 8 --host 0.0.0.0 --gpu"
 	@$(RUN) retriever $(EXP) --port $(or $(PORT),8000) $(if $(INDEX),--index "$(INDEX)") $(ARGS)
+
+engine: setup ## serve an experiment's engine to trainers (ServerEngine, docs/scaling.md); PORT=8100 ARGS="--host 0.0.0.0"
+	@$(RUN) engine-server $(EXP) $(SEED_FLAG) --port $(or $(PORT),8100) $(ARGS)
 
 compare: setup ## a table of runs and a page with curves; EXPS="dgpo_tiny ppo_tiny" for some
 	@$(RUN) compare $(EXPS)

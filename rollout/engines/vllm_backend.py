@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.weights import WeightFiles
+from rollout.engines.weights import WeightFiles, names_and_shapes
 
 # On CPU: smallest block its attention takes (only whole blocks are prefix-cached), and a modest cache, because vLLM
 # touches all of it at once and would otherwise take a share of all memory.
@@ -77,7 +77,7 @@ class VLLMBackend:
             )
         )
         self._truncates = all(self._engine.collective_rpc("report_untruncated_logprobs"))
-        self._expected, self._tied = _names_and_shapes(model)
+        self._expected, self._tied = names_and_shapes(model)
         self._top_logprobs: dict[int, int] = {}  # request id -> k, where k > 0
         self.version = 0
         vocab_size = self._engine.model_config.get_vocab_size()
@@ -86,6 +86,8 @@ class VLLMBackend:
             "device": current_platform.device_type,
             "truncation": self._truncates,
             "max_top_logprobs": MAX_TOP_LOGPROBS,
+            "weights": self._expected,
+            "tied": sorted(self._tied),
         }
 
     @property
@@ -153,13 +155,3 @@ class VLLMBackend:
             top_logprobs=top if k else None,
             cached_tokens=output.num_cached_tokens or 0,
         )
-
-
-def _names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Hugging Face's names and shapes of the model's weights, and the names that are tied to others. No memory used."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    tied = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
-    return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}, tied
