@@ -45,7 +45,7 @@ async def make_transport(name: str, servers: Sequence[ServerClient], bucket_byte
     if name == "nccl":
         from rollout.engines.nccl_transport import NCCLTransport
 
-        return NCCLTransport()
+        return NCCLTransport(bucket_bytes)
     if name in ("auto", "shared_memory"):
         blind = await blind_servers(servers)
         if not blind:

@@ -14,7 +14,7 @@ from rollout.engines.process import ROOT
 
 
 class Running:
-    """One server; ``kill`` takes it and its engine away, ``again`` starts another on the same port."""
+    """One server; ``kill`` takes it and its engine away; ``begin`` and ``wait`` start another on the same port."""
 
     def __init__(self, folder: Path, staging: Path, **options) -> None:
         self._config = {
@@ -23,7 +23,7 @@ class Running:
             **options,
         }
         self._staging, self.port = staging, 0
-        self.again()
+        self.begin()
 
     def begin(self) -> None:
         staging = ["--staging", str(self._staging)]
@@ -42,24 +42,18 @@ class Running:
         self.url = line.split()[3]
         self.port = int(self.url.rpartition(":")[2])
 
-    def again(self) -> None:
-        self.begin()
-        self.wait()
-
     def kill(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
 
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(timeout=20)
-
 
 @contextmanager
 def running(*servers: Running):
     try:
+        for server in servers:
+            server.wait()
         yield servers
     finally:
         for server in servers:
