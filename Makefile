@@ -37,8 +37,8 @@ test: setup ## run the tests; ARGS="tests/rollout -k parse" for some of them
 retriever: setup ## serve an experiment's search index by itself; PORT=8000 INDEX=folder ARGS="--threads 8 --host 0.0.0.0 --gpu"
 	@$(RUN) retriever $(EXP) --port $(or $(PORT),8000) $(if $(INDEX),--index "$(INDEX)") $(ARGS)
 
-engine: setup ## serve an experiment's engine to trainers (ServerEngine, docs/scaling.md); PORT=8100 ARGS="--host 0.0.0.0"
-	@$(RUN) engine-server $(EXP) $(SEED_FLAG) --port $(or $(PORT),8100) $(ARGS)
+engine: setup ## serve an experiment's engine to trainers (ServerEngine, docs/scaling.md); PORT=8100 CKPT=folder ARGS="--host 0.0.0.0"
+	@$(RUN) engine-server $(EXP) $(SEED_FLAG) --port $(or $(PORT),8100) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
 
 compare: setup ## a table of runs and a page with curves; EXPS="dgpo_tiny ppo_tiny" for some
 	@$(RUN) compare $(EXPS)

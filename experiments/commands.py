@@ -206,9 +206,9 @@ def engine_server(args: argparse.Namespace, request: Request) -> None:
 
     target = make_graph(request).target()
     engine = rollouts_of(target.config)["init_args"]["engine"]
-    if args.model is not None:
-        engine["init_args"]["model"] = args.model
-    for upstream in target.upstream if args.model is None else ():
+    if args.checkpoint is not None:
+        engine["init_args"]["model"] = args.checkpoint
+    for upstream in target.upstream if args.checkpoint is None else ():
         runner.folder_of(request.project, upstream)  # the model's stage: made by train
     require_free_port(args.port, "make engine PORT=8101")
     words = ["--port", str(args.port), "--host", args.host, *(["--staging", args.staging] if args.staging else [])]

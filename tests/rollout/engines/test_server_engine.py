@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import time
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from rollout.engines.affinity import PrefixAffinity
 from rollout.engines.base import SamplingParams
 from rollout.engines.server_engine import ServerEngine
 from rollout.engines.transformers_engine import TransformersEngine
+from rollout.engines.vllm_engine import VLLMEngine
 from rollout.engines.weight_transport import HTTPBuckets
 from rollout.engines.weights import PREFIX, SHARED_MEMORY
 from rollout.trajectory import InfrastructureError
@@ -214,3 +216,28 @@ def test_affinity_binds_what_was_sampled_and_nothing_else():
     for i in range(2):
         affinity.remember([i], "c")
     assert affinity.find([1, 2, 3, 4]) == "c"  # by its first token: the longer one is forgotten
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.slow
+def test_a_vllm_server_gives_what_a_vllm_engine_of_ones_own_gives(model_dir, other_reference, tmp_path):
+    options = {"max_length": 256, "kv_cache_bytes": 32 << 20}
+    path = "rollout.engines.vllm_engine.VLLMEngine"
+    prompts = random_prompts(5, seed=33)
+    settings = [SamplingParams(12, temperature=0.8, seed=i, top_logprobs=2) for i in range(4)] + [GREEDY]
+
+    async def main():
+        own = VLLMEngine(str(model_dir), **options)
+        async with opened(own, ServerEngine([server.url], str(model_dir), 256, transport="http")) as (own, engine):
+            for one in (own, engine):
+                await one.load_weights(other_reference.weights(), 1, checksum=True)
+            here, there = await all_of(own, prompts, *settings), await all_of(engine, prompts, *settings)
+            assert tokens(there) == tokens(here)
+            assert tokens(there)[-1] == other_reference.greedy(prompts[-1], 12)
+            assert {g.policy_version for g in there} == {1}
+            for a, b in zip(here, there, strict=True):
+                assert [set(t) for t in a.top_logprobs or ()] == [set(t) for t in b.top_logprobs or ()]
+
+    served = Running(model_dir, tmp_path, class_path=path, init_args={"model": str(model_dir), **options})
+    with running(served) as (server,):
+        run(main)
