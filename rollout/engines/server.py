@@ -153,7 +153,7 @@ class EngineServer:
         body = await request.json()
         paths: list[Path] = []
         try:
-            async with aiohttp.ClientSession() as session:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_read=60)) as session:
                 for index in range(body["buckets"]):
                     async with session.get(f"{body['source']}/weights/file/{body['tag']}/{index}") as answer:
                         if answer.status != 200:

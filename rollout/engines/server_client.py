@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,10 +71,15 @@ class ServerClient:
         return await self._ask("POST", path, json.dumps(body).encode(), "application/json")
 
     async def put(self, path: str, body: bytes) -> None:
-        await self._ask("PUT", path, body, "application/octet-stream")
+        await self._ask("PUT", path, io.BytesIO(body), "application/octet-stream")  # sent in pieces, from one copy
 
     async def _ask(
-        self, method: str, path: str, body: bytes | None = None, kind: str = "", timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | io.BytesIO | None = None,
+        kind: str = "",
+        timeout_s: float | None = None,
     ) -> dict[str, Any]:
         session, _ = self._sessions.open()
         timeout_s = timeout_s or self._timeout_s

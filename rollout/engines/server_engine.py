@@ -136,7 +136,7 @@ class ServerEngine:
             held = pool.held
             try:
                 generation = await server.generate(ids, sampling, held.tag)
-                if generation.policy_version != held.version and held is pool.held:
+                if generation.policy_version < held.version and held is pool.held:  # newer: it came during a push
                     raise OtherWeights(f"it answered from version {generation.policy_version}, not {held.version}")
             except InfrastructureError as error:
                 if held is pool.held or not isinstance(error, OtherWeights):  # else new weights came meanwhile

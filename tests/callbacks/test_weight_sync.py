@@ -149,12 +149,16 @@ def test_servers_are_probed_one_by_one_and_shared_by_two_ranks(trainer_for, mode
         system.close()
         forgetful.kill()
         command = [sys.executable, str(WORKER), str(tmp_path), str(model_dir), sound.url]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ranks = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         try:
-            said, _ = ranks.communicate(timeout=300)
+            said, _ = ranks.communicate(timeout=500)
         finally:
             if ranks.poll() is None:
                 os.killpg(ranks.pid, signal.SIGKILL)
