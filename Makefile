@@ -8,11 +8,11 @@ RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 FRESH_FLAG := $(if $(FRESH),--fresh)
 SBATCH_ALL := $(strip $(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) $(if $(TIME),--time=$(TIME)) $(SBATCH))
 LAUNCH_FLAGS = $(if $(LAUNCH),--launch $(LAUNCH)) $(if $(NNODES),--nodes $(NNODES)) $(if $(NPROC),--processes $(NPROC)) $(if $(SBATCH_ALL),--sbatch "$(SBATCH_ALL)")
-BENCHMARKS := retrieval engines rollouts branching sandbox chunked_logprobs step_weights sod_cost household
+BENCHMARKS := retrieval engines weight_push rollouts branching sandbox chunked_logprobs step_weights sod_cost household
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld train evaluate test retriever compare ui export experiments dry-run size ask download reproduce benchmark status clean
+.PHONY: help help-launch setup alfworld train evaluate test retriever engine compare ui export experiments dry-run size ask download reproduce benchmark status clean
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
@@ -45,6 +45,9 @@ test: setup ## run the tests; ARGS="tests/rollout -k parse" for some of them
 
 retriever: setup ## serve an experiment's search index by itself; PORT=8000 INDEX=folder ARGS="--threads 8 --host 0.0.0.0 --gpu"
 	@$(RUN) retriever $(EXP) --port $(or $(PORT),8000) $(if $(INDEX),--index "$(INDEX)") $(ARGS)
+
+engine: setup ## serve an experiment's engine to trainers (ServerEngine, docs/scaling.md); PORT=8100 CKPT=folder ARGS="--host 0.0.0.0"
+	@$(RUN) engine-server $(EXP) $(SEED_FLAG) --port $(or $(PORT),8100) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
 
 compare: setup ## a table of runs and a page with curves; EXPS="dgpo_tiny ppo_tiny" for some
 	@$(RUN) compare $(EXPS)

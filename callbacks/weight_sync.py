@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import lightning as L
 import torch
 
-from callbacks.common import settle_parameters
-from rollout.engines.base import SamplingParams
-from rollout.protocols.base import PromptMode
-from rollout.trajectory import Task, Trajectory
+from callbacks.common import gather_objects, settle_parameters
+from rollout.engines.base import Generation
+from rollout.trajectory import InfrastructureError, Trajectory
 
-PROBE_TASK = Task(
-    id="weight_sync_probe", question="Where is the old lighthouse?", golden_answers=("nowhere",), data_source="probe"
-)
+PROBE_TEXT = "Where is the old lighthouse?"
 
 
 class WeightSync(L.Callback):
@@ -25,32 +23,54 @@ class WeightSync(L.Callback):
     Args:
         during_training: False for supervised stages, whose engine is used for evaluation only: then weights are
             pushed before validation and test alone.
-        probe: after each push, let the engine continue a fixed prompt greedily and log the largest difference
-            between its log-probs and the trainer's as ``weight_sync/probe_gap``. A stale or half-written engine
-            shows at once; the figure also holds the numerical difference between the two implementations.
+        probe: after each push, let the engine (each server, where there are several) continue a fixed text greedily
+            and log the largest difference between its log-probs and the trainer's as ``weight_sync/probe_gap``. A stale
+            or half-written engine shows at once; the figure also holds the numerical difference between the two
+            implementations.
         probe_tokens: tokens to compare.
+        probe_tolerance: nats; a larger difference is an error that says whose it is. None: the figure is logged only.
+        checksum: let the engine compare every tensor that arrives with a checksum of the trainer's.
 
-    Every rank pushes into its own engine; ``policy_weights`` gathers collectively.
+    Every rank pushes into its own engine, or the first one into the servers that all share; ``policy_weights`` gathers
+    collectively.
     """
 
     phase = "sync"
 
-    def __init__(self, during_training: bool = True, probe: bool = False, probe_tokens: int = 8) -> None:
+    def __init__(
+        self,
+        during_training: bool = True,
+        probe: bool = False,
+        probe_tokens: int = 8,
+        probe_tolerance: Optional[float] = None,
+        checksum: bool = False,
+    ) -> None:
         if probe_tokens < 1:
             raise ValueError(f"WeightSync(probe_tokens={probe_tokens}): expected at least 1")
+        if probe_tolerance is not None and (not probe or probe_tolerance <= 0):
+            raise ValueError(
+                f"WeightSync(probe={probe}, probe_tolerance={probe_tolerance}): expected probe: true with a tolerance "
+                "above 0 nats, or no tolerance"
+            )
         self.during_training = during_training
         self.probe = probe
         self.probe_tokens = probe_tokens
+        self.probe_tolerance = probe_tolerance
+        self.checksum = checksum
         self.seconds = 0.0  # spent in pushes so far; throughput.py reads it
         self.gap: float | None = None  # of the last probe
         self._pushed: int | None = None
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if getattr(trainer.datamodule, "rollouts", None) is None:
+    def accept_data(self, data: Any) -> None:
+        """Data modules ask before an engine loads a model (``EvaluationData.ask_module``). Raises ValueError."""
+        if getattr(data, "rollouts", None) is None:
             raise ValueError(
-                f"WeightSync needs a data module with a rollout system, found {type(trainer.datamodule).__name__}; "
+                f"WeightSync needs a data module with a rollout system, found {type(data).__name__}; "
                 "give it its `rollouts` option or remove WeightSync from trainer.callbacks"
             )
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.accept_data(trainer.datamodule)
         self._pushed = None  # a checkpoint may be restored between two stages: the version alone proves nothing
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -79,21 +99,52 @@ class WeightSync(L.Callback):
             return
         start = time.perf_counter()
         settle_parameters(trainer)
-        trainer.datamodule.rollouts.load_weights(module.policy_weights(), version)
+        options = {"checksum": True} if self.checksum else {}
+        trainer.datamodule.rollouts.load_weights(module.policy_weights(), version, **options)
         self._pushed = version
         if self.probe:
-            self.gap = self._probe(trainer, module)
+            self.gap = self._probe(trainer, module, version)
         self.seconds += time.perf_counter() - start
 
-    def _probe(self, trainer: L.Trainer, module: L.LightningModule) -> float:
-        sampling = SamplingParams(max_new_tokens=self.probe_tokens, temperature=0.0)
-        (trajectory,) = trainer.datamodule.rollouts.rollout(
-            [PROBE_TASK], n=1, sampling=sampling, seed=0, mode=PromptMode.CLOSED_BOOK
-        )
-        return logprob_gap(module.policy, trajectory)
+    def _probe(self, trainer: L.Trainer, module: L.LightningModule, version: int) -> float:
+        """Largest gap over all engines of all ranks. A collective."""
+        rollouts = trainer.datamodule.rollouts
+        shared = rollouts.shares_engine
+        heard: tuple[list[int], dict[str, Generation]] | str = ([], {})
+        if not shared or trainer.is_global_zero:
+            try:
+                heard = rollouts.probe(PROBE_TEXT, self.probe_tokens)
+            except InfrastructureError as error:
+                heard = str(error)
+        everywhere = gather_objects(heard)
+        if failed := [said for said in everywhere if isinstance(said, str)]:
+            raise InfrastructureError(f"log-prob probe of version {version}: {failed[0]}")
+        # Under ZeRO-3 a forward pass is a collective: every rank must run as many.
+        ids, mine = everywhere[0] if shared else heard
+        gaps = {who: generation_gap(module.policy, ids, generation) for who, generation in mine.items()}
+        return self._judge(gather_objects(gaps)[:1] if shared else gather_objects(gaps), version)
+
+    def _judge(self, gaps: list[dict[str, float]], version: int) -> float:
+        """The largest of all ranks' gaps. Raises ValueError if it is above the tolerance, or no number."""
+        suffix = " of rank {}" if len(gaps) > 1 else ""
+        named = {who + suffix.format(rank): gap for rank, own in enumerate(gaps) for who, gap in own.items()}
+        bound = float("inf") if self.probe_tolerance is None else self.probe_tolerance
+        off = {who: gap for who, gap in named.items() if not gap <= bound}
+        if off and self.probe_tolerance is not None:
+            told = "; ".join(f"{who}: {gap:.3g}" for who, gap in off.items())
+            raise ValueError(
+                f"log-prob probe of version {version}: {len(off)} of {len(named)} engines differ from the trainer by "
+                f"more than probe_tolerance {bound:g} nats ({told}). They hold other weights than were pushed, or "
+                "compute in another precision: compare with weight_sync/probe_gap of a run that is known to be sound"
+            )
+        return max(named.values())
 
 
-@torch.no_grad()
+def generation_gap(policy: torch.nn.Module, prompt_ids: list[int], generation: Generation) -> float:
+    """As `logprob_gap`, of a continuation of ``prompt_ids``."""
+    return _gap(policy, prompt_ids, generation.token_ids, generation.logprobs, [1] * len(generation.token_ids))
+
+
 def logprob_gap(policy: torch.nn.Module, trajectory: Trajectory) -> float:
     """Largest absolute difference, in nats, between the sampler's log-probs of the sampled tokens and the policy's.
 
@@ -102,14 +153,25 @@ def logprob_gap(policy: torch.nn.Module, trajectory: Trajectory) -> float:
     """
     if not any(trajectory.loss_mask):
         raise ValueError(f"log-prob probe: {trajectory.stop_reason.value}, the engine sampled no token to compare")
+    response, logprobs = trajectory.response_ids, trajectory.logprobs
+    return _gap(policy, trajectory.prompt_ids, response, logprobs, trajectory.loss_mask)
+
+
+@torch.no_grad()
+def _gap(
+    policy: torch.nn.Module,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    logprobs: Sequence[float],
+    mask: Sequence[int],
+) -> float:
     device = next(policy.parameters()).device
-    ids = torch.tensor([trajectory.prompt_ids + trajectory.response_ids], device=device)
-    length = len(trajectory.response_ids)
+    ids = torch.tensor([[*prompt_ids, *response_ids]], device=device)
+    length = len(response_ids)
     was_training = policy.training
     policy.eval()
     logits = policy(input_ids=ids, logits_to_keep=length + 1).logits[0, :-1].float()
     policy.train(was_training)
-    logprobs = logits.log_softmax(-1).gather(1, ids[0, -length:, None]).squeeze(1)
-    sampled = torch.tensor(trajectory.logprobs, device=device)
-    mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool, device=device)
-    return float((logprobs - sampled).abs()[mask].max())
+    found = logits.log_softmax(-1).gather(1, ids[0, -length:, None]).squeeze(1)
+    sampled = torch.tensor(logprobs, device=device)
+    return float((found - sampled).abs()[torch.tensor(mask, dtype=torch.bool, device=device)].max())

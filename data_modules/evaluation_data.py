@@ -194,12 +194,12 @@ class EvaluationData(L.LightningDataModule):
         self.close()
 
     def ask_module(self) -> None:
-        """Let the module that is to be trained refuse this data (``accept_data``, if it has one): its own ``setup``
-        comes after this one's, when the engine has loaded a model."""
-        module = getattr(self.trainer, "lightning_module", None)
-        accept = getattr(module, "accept_data", None)
-        if accept is not None:
-            accept(self)
+        """Let the module that is to be trained, and the callbacks, refuse this data (``accept_data``, if they have
+        one): their own ``setup`` comes after this one's, when the engine has loaded a model."""
+        for part in (getattr(self.trainer, "lightning_module", None), *getattr(self.trainer, "callbacks", ())):
+            accept = getattr(part, "accept_data", None)
+            if accept is not None:
+                accept(self)
 
     def start_rollouts(self) -> None:
         """Idempotent."""

@@ -95,6 +95,11 @@ def build_parser() -> argparse.ArgumentParser:
     for option in commands.SERVER_OPTIONS:
         serve.add_argument(f"--{option}", help="as `python -m retrieval.server` takes it")
     serve.add_argument("--gpu", action="store_true", help="exact vectors on all GPUs, as 16-bit floats")
+    engine = add("engine-server", commands.engine_server, "serve the engine that an experiment configures, over HTTP")
+    engine.add_argument("--checkpoint", help="folder of a model of the same shapes; default: the one the YAML names")
+    engine.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines (there is no password)")
+    engine.add_argument("--port", type=int, default=8100)
+    engine.add_argument("--staging", help="folder for weights on their way, with room for the model; default: /tmp")
     clean = add("clean", commands.clean, "remove unfinished stages", experiment=False, overrides=False)
     clean.add_argument("--all", action="store_true", help="remove everything under outputs/")
     stage = add("stage", commands.run_stage, "run one prepared stage folder", experiment=False, overrides=False)

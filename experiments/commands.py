@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -233,6 +234,25 @@ def retriever(args: argparse.Namespace, request: Request) -> None:
     code = subprocess.run([*command, *server_options(args)], cwd=request.project.root, check=False).returncode
     if code not in (0, -2, 130):
         raise StageFailed(f"the search server ended with exit code {code}", 1)
+
+
+def engine_server(args: argparse.Namespace, request: Request) -> None:
+    """The engine that an experiment configures, over HTTP, in the foreground."""
+    from experiments.use import rollouts_of
+
+    target = make_graph(request).target()
+    engine = rollouts_of(target.config)["init_args"]["engine"]
+    if args.checkpoint is not None:
+        engine["init_args"]["model"] = args.checkpoint
+    for upstream in target.upstream if args.checkpoint is None else ():
+        runner.folder_of(request.project, upstream)  # the model's stage: made by train
+    require_free_port(args.port, "make engine PORT=8101")
+    words = ["--port", str(args.port), "--host", args.host, *(["--staging", args.staging] if args.staging else [])]
+    command = [sys.executable, "-m", "rollout.engines.server", "--engine", json.dumps(engine), *words]
+    print(f"loading {engine['init_args'].get('model')} into {engine['class_path']} (Ctrl-C ends it)", flush=True)
+    code = subprocess.run(command, cwd=request.project.root, check=False).returncode
+    if code not in (0, -2, 130):
+        raise StageFailed(f"the engine server ended with exit code {code}", 1)
 
 
 def server_options(args: argparse.Namespace) -> list[str]:

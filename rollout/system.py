@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent_loop import AgentLoop, Budgets, Request
-from rollout.engines.base import Engine, SamplingParams
+from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.environments.base import EnvironmentFactory
 from rollout.places import Places
 from rollout.prompt_group import PromptGroup, group_names
@@ -23,7 +23,7 @@ from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
 from rollout.tools.base import Startable
 from rollout.trajectory import Task, Trajectory
-from rollout.weight_relay import WeightRelay
+from rollout.weight_push import push
 
 if TYPE_CHECKING:
     import torch
@@ -207,18 +207,38 @@ class RolloutSystem:
                     pass
         _raise_first_error(task)
 
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+    ) -> None:
         """Replace the engine's weights. ``tensors`` is consumed in this thread, one at a time and to its end, even if
         the engine refuses them: gathering sharded weights is collective, and other ranks wait for this one.
 
-        Raises ValueError, and changes nothing, if a name or a shape does not fit.
+        Where ranks share the engine (servers), the first rank sends, and all return when the servers hold the weights.
+
+        Args:
+            checksum: the engine compares what arrives with checksums of what was given.
+
+        Raises ValueError, and changes nothing, if a name, a shape or a checksum does not fit.
         """
         self.start()
-        relay = WeightRelay(tensors)
-        future = self._submit(self.engine.load_weights(relay, version))
-        relay.serve_until(future)
-        future.result()
+        push(self.engine, self._submit, tensors, version, checksum)
         self._policy_version = version
+
+    def probe(self, text: str, max_new_tokens: int) -> tuple[list[int], dict[str, Generation]]:
+        """Continue ``text`` greedily, without any protocol: its token ids, and what each server (or "the engine") made
+        of them, by its name. Raises InfrastructureError if one does not answer."""
+        self.start()
+        ids = list(self.protocol.tokenizer.encode(text))
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
+        ask_all = getattr(self.engine, "probe", None)
+        if ask_all is not None:
+            return ids, self._submit(ask_all(ids, sampling)).result()
+        return ids, {"the engine": self._submit(self.engine.generate(ids, sampling)).result()}
+
+    @property
+    def shares_engine(self) -> bool:
+        """Whether other ranks sample from the same servers."""
+        return getattr(self.engine, "shared_by_ranks", False)
 
     def close(self) -> None:
         """Close tools, reward and engine, end the thread. Idempotent; a later use starts all again (see

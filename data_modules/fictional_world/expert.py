@@ -122,7 +122,9 @@ class ExpertEngine:
         """Of several tasks that ask the same, which one it is."""
         return tasks[-1]
 
-    async def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+    ) -> None:
         raise ValueError("the expert has no weights; it cannot be the engine of a training run")
 
     async def close(self) -> None:

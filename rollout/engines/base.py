@@ -47,9 +47,12 @@ class Engine(Protocol):
         """Continue ``token_ids``. Raises InfrastructureError if the engine has died."""
         ...
 
-    async def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+    ) -> None:
         """Replace all weights (Hugging Face names), drop every prefix cache, set the policy version.
-        Raises ValueError, and changes nothing, if a name or shape does not fit."""
+        Raises ValueError, and changes nothing, if a name or shape does not fit, or, with ``checksum``, if what arrives
+        is not what was sent."""
         ...
 
     async def close(self) -> None: ...

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,11 @@ class EngineProcess:
         return self._process.pid if self._process else None
 
     @property
+    def model(self) -> str:
+        """Folder or name of the model that the child loads."""
+        return self._options.get("model", "")
+
+    @property
     def info(self) -> dict[str, Any]:
         """What the child says of its model: vocab_size, device."""
         if self._info is None:
@@ -105,9 +110,28 @@ class EngineProcess:
             if abandoned:  # this task was cancelled: free the slot
                 self._outbox.put(("cancel", request_id))
 
-    async def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+    ) -> None:
         """See `base.Engine.load_weights`. Requests under way finish on the old weights first; requests that come
         later wait for the new ones. ``tensors`` is consumed in the calling thread, each tensor copied at once."""
+        await self._load(lambda: WeightFiles.write(tensors, checksum), version, WeightFiles.remove)
+
+    async def load_files(self, files: WeightFiles, version: int) -> None:
+        """As `load_weights`, from files of safetensors that the child can read; they stay where they are."""
+        await self._load(lambda: files, version, lambda _: None)
+
+    async def transfer(self, method: str, arguments: dict[str, Any], version: int | None = None) -> None:
+        """One call of vLLM's weight transfer, while nothing is being generated; the last one brings a ``version``.
+        Raises ValueError with what the backend said if it fails; the weights may then be damaged."""
+        future = self._begin_load()
+        future.add_done_callback(lambda _: setattr(self, "_loading", None))
+        self._outbox.put(("transfer", method, arguments, version))
+        error = await asyncio.shield(future)
+        if error is not None:
+            raise ValueError(error)
+
+    def _begin_load(self) -> asyncio.Future:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         with self._lock:
@@ -115,13 +139,19 @@ class EngineProcess:
             if self._loading is not None:
                 raise RuntimeError("load_weights was called while another load is under way")
             self._loading = (loop, future)
+        return future
+
+    async def _load(
+        self, write: Callable[[], WeightFiles], version: int, dispose: Callable[[WeightFiles], None]
+    ) -> None:
+        future = self._begin_load()
         try:
-            files = WeightFiles.write(tensors)
+            files = write()
         except BaseException:
             self._loading = None
             raise
         # Not in a finally clause: if this task is cancelled the child still reads the files, and answers.
-        future.add_done_callback(lambda _: self._end_load(files))
+        future.add_done_callback(lambda _: self._end_load(files, dispose))
         self._outbox.put(("load", files.paths, version))
         error = await asyncio.shield(future)
         if error is not None:
@@ -131,9 +161,9 @@ class EngineProcess:
         """End the child; pending requests fail with InfrastructureError. Idempotent."""
         await asyncio.to_thread(self._close)
 
-    def _end_load(self, files: WeightFiles) -> None:
+    def _end_load(self, files: WeightFiles, dispose: Callable[[WeightFiles], None]) -> None:
         self._loading = None
-        files.remove()
+        dispose(files)
 
     def _check_request(self, ids: list[int], sampling: SamplingParams) -> None:
         if not ids:

@@ -130,7 +130,9 @@ class ScriptedEngine:
         new = len(ids) - generation.cached_tokens
         return seconds + self._prefill_s * new + self._decode_s * len(generation.token_ids)
 
-    async def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+    ) -> None:
         self._check_alive()
         self.weights = {name: tuple(tensor.shape) for name, tensor in tensors}
         self.policy_version = version

@@ -51,6 +51,7 @@ class TransformersBackend:
         self._device = torch.device(device)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype], attn_implementation=register())
         self._model.to(self._device).eval()
+        self._tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
         config = self._model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or max_length
         if max_length > limit:
@@ -72,7 +73,12 @@ class TransformersBackend:
         self._running: list[Running] = []  # row by row
         self._sampler: BatchSampler | None = None  # None: the rows have changed since it was built
         self.version = 0
-        self.info = {"vocab_size": config.vocab_size, "device": device}
+        self.info = {
+            "vocab_size": config.vocab_size,
+            "device": device,
+            "weights": {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()},
+            "tied": sorted(self._tied),
+        }
 
     @property
     def has_work(self) -> bool:
@@ -103,9 +109,8 @@ class TransformersBackend:
     def load(self, files: WeightFiles) -> None:
         """Replace all weights, drop every prefix. Raises ValueError, and changes nothing, if they do not fit."""
         targets = self._model.state_dict()  # tied names refer to the same storage
-        tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
-        files.validate({name: tuple(tensor.shape) for name, tensor in targets.items()}, optional=tied)
-        for name, tensor in files.tensors(skip=tied):
+        files.validate(self.info["weights"], optional=self._tied)
+        for name, tensor in files.tensors(skip=self._tied):
             targets[name].copy_(tensor)
         self._slots.clear()
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.weights import WeightFiles
+from rollout.engines.weights import WeightFiles, names_and_shapes
 
 # On CPU: smallest block its attention takes (only whole blocks are prefix-cached), and a modest cache, because vLLM
 # touches all of it at once and would otherwise take a share of all memory.
@@ -15,6 +15,10 @@ CPU_BLOCK = 32
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_STEP_TOKENS = 4096
 MAX_TOP_LOGPROBS = 64
+TRANSFER_METHODS = (
+    "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
+    "shutdown_weight_transfer_engine",
+)  # fmt: skip
 
 
 class WorkerExtension:
@@ -49,7 +53,13 @@ class VLLMBackend:
     """The methods `worker.py` calls, by vLLM's ``LLMEngine``: continuous batching, prefix caching, paged attention."""
 
     def __init__(
-        self, model: str, max_length: int, kv_cache_bytes: int | None, prefix_reuse: bool = True, **engine_args: Any
+        self,
+        model: str,
+        max_length: int,
+        kv_cache_bytes: int | None,
+        prefix_reuse: bool = True,
+        weight_transfer: str | None = None,
+        **engine_args: Any,
     ) -> None:
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
@@ -62,6 +72,8 @@ class VLLMBackend:
             engine_args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_length, CPU_STEP_TOKENS)}
         if kv_cache_bytes is not None or on_cpu:
             engine_args["kv_cache_memory_bytes"] = kv_cache_bytes or CPU_KV_CACHE_BYTES
+        if weight_transfer is not None:
+            engine_args["weight_transfer_config"] = {"backend": weight_transfer}
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=model,
@@ -77,7 +89,7 @@ class VLLMBackend:
             )
         )
         self._truncates = all(self._engine.collective_rpc("report_untruncated_logprobs"))
-        self._expected, self._tied = _names_and_shapes(model)
+        self._expected, self._tied = names_and_shapes(model)
         self._top_logprobs: dict[int, int] = {}  # request id -> k, where k > 0
         self.version = 0
         vocab_size = self._engine.model_config.get_vocab_size()
@@ -86,6 +98,10 @@ class VLLMBackend:
             "device": current_platform.device_type,
             "truncation": self._truncates,
             "max_top_logprobs": MAX_TOP_LOGPROBS,
+            "weights": self._expected,
+            "tied": sorted(self._tied),
+            "weight_transfer": weight_transfer,
+            "workers": engine_args.get("tensor_parallel_size", 1),
         }
 
     @property
@@ -133,6 +149,15 @@ class VLLMBackend:
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its prefix cache after a weight update")
 
+    def transfer(self, method: str, arguments: dict[str, Any]) -> None:
+        """One call of vLLM's weight transfer (vllm/v1/worker/gpu_worker.py), while nothing is under way. Between start
+        and finish the weights are no model's."""
+        if method not in TRANSFER_METHODS:
+            raise ValueError(f"{method} is no step of a weight transfer; expected one of {', '.join(TRANSFER_METHODS)}")
+        self._engine.collective_rpc(method, kwargs=arguments)
+        if method == "finish_weight_update" and not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its prefix cache after a weight update")
+
     def _generation(self, output: Any) -> Generation:
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
@@ -153,13 +178,3 @@ class VLLMBackend:
             top_logprobs=top if k else None,
             cached_tokens=output.num_cached_tokens or 0,
         )
-
-
-def _names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Hugging Face's names and shapes of the model's weights, and the names that are tied to others. No memory used."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    tied = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
-    return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}, tied

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, Optional
 
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import EngineProcess, check_model_folder
@@ -29,6 +30,7 @@ class VLLMEngine(EngineProcess):
         max_num_seqs: int = 256,
         threads: int = 1,
         prefix_reuse: bool = True,
+        weight_transfer: Optional[Literal["nccl"]] = None,
     ) -> None:
         """
         Args:
@@ -41,6 +43,7 @@ class VLLMEngine(EngineProcess):
             max_num_seqs: sequences generated at once; more wait.
             threads: of the child process on CPU. More than 1 is slower for tiny models.
             prefix_reuse: False computes every request whole. For measurements.
+            weight_transfer: "nccl" for a server (`make engine`) that trainers push to with ``transport: nccl``. CUDA.
 
         Raises:
             ModuleNotFoundError: vLLM is not installed.
@@ -70,6 +73,7 @@ class VLLMEngine(EngineProcess):
                 "tensor_parallel_size": tensor_parallel_size,
                 "max_num_seqs": max_num_seqs,
                 "prefix_reuse": prefix_reuse,
+                "weight_transfer": weight_transfer,
             },
             max_length=max_length,
             threads=threads,

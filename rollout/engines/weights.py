@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rollout.engines.checksum import tensor_checksum
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +20,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "compact-agents-weights-"  # then the writer's process id
+CHECKSUMS = "checksums"  # in a file's metadata: {name: checksum} as JSON
 
 
 class WeightFiles:
@@ -28,42 +34,31 @@ class WeightFiles:
         self.paths = list(paths)
 
     @classmethod
-    def write(cls, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightFiles:
-        """Copy ``tensors`` into new files. The caller deletes them with `remove`.
+    def write(cls, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False) -> WeightFiles:
+        """Copy ``tensors`` into new files. The caller deletes them with `remove`. With ``checksum`` the files say what
+        the given tensors were, for `verify`.
 
         Raises:
             ValueError: a name comes twice.
             OSError: neither shared memory nor the temporary folder has room.
         """
-        files, shard, size, names = cls([]), {}, 0, set()
+        files = cls([])
         try:
-            for name, tensor in tensors:
-                if name in names:
-                    raise ValueError(f"weight {name!r} was given twice")
-                names.add(name)
-                shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-                size += shard[name].nbytes
-                if size >= SHARD_BYTES:
-                    files._write_shard(shard, size)
-                    shard, size = {}, 0
-            if shard:
-                files._write_shard(shard, size)
+            for bucket in buckets(tensors, SHARD_BYTES, checksum):
+                files._write_shard(bucket)
         except BaseException:
             files.remove()
             raise
         return files
 
-    def _write_shard(self, shard: dict[str, torch.Tensor], size: int) -> None:
+    def _write_shard(self, bucket: Bucket) -> None:
         from safetensors.torch import save_file
 
         # Containers often have a /dev/shm of 64 MB: fall back to the disk where it is too small.
-        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size + (16 << 20)
-        folder = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
-        _remove_leftovers(folder)
-        handle, path = tempfile.mkstemp(".safetensors", f"{PREFIX}{os.getpid()}-", folder)
-        os.close(handle)
-        self.paths.append(path)
-        save_file(shard, path)
+        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > bucket.size + (16 << 20)
+        path = new_file(SHARED_MEMORY if roomy else Path(tempfile.gettempdir()))
+        self.paths.append(str(path))
+        save_file(bucket.tensors, path, bucket.metadata)
 
     def remove(self) -> None:
         for path in self.paths:
@@ -97,6 +92,25 @@ class WeightFiles:
                 "parameter under its Hugging Face name, from a model of the configuration the engine was started with."
             )
 
+    def verify(self) -> None:
+        """Compare all tensors with the checksums that their files tell, if they tell any.
+
+        Raises ValueError with the first tensor that is not what was sent.
+        """
+        from safetensors import safe_open
+
+        for path in self.paths:
+            with safe_open(path, framework="pt") as file:
+                sent = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
+                for name in file.keys() if sent else ():  # noqa: SIM118
+                    found = tensor_checksum(file.get_tensor(name))
+                    if found != sent.get(name):
+                        raise ValueError(
+                            f"the weights changed on their way: {name} has the checksum {found}, the trainer sent "
+                            f"{sent.get(name, 'none')}. Nothing was changed; push again, and if this comes back, "
+                            "suspect the memory or the network between trainer and engine."
+                        )
+
     def tensors(self, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors but those named in ``skip``, one at a time."""
         from safetensors import safe_open
@@ -106,6 +120,79 @@ class WeightFiles:
                 for name in file.keys():  # noqa: SIM118
                     if name not in skip:
                         yield name, file.get_tensor(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Copies of some tensors in host memory, and what a safetensors file is to say of them."""
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+    size: int  # bytes of the tensors
+
+
+def buckets(tensors: Iterable[tuple[str, torch.Tensor]], size: int, checksum: bool = False) -> Iterator[Bucket]:
+    """Copy ``tensors`` bucket by bucket; a bucket ends with the tensor that brings it to ``size`` bytes.
+
+    Raises:
+        ValueError: a name comes twice.
+    """
+    held: dict[str, torch.Tensor] = {}
+    checksums: dict[str, str] = {}
+    names: set[str] = set()
+    for name, tensor in tensors:
+        if name in names:
+            raise ValueError(f"weight {name!r} was given twice")
+        names.add(name)
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if checksum:
+            checksums[name] = tensor_checksum(tensor)  # of the trainer's own, not of the copy
+        if sum(t.nbytes for t in held.values()) >= size:
+            yield _bucket(held, checksums)
+            held, checksums = {}, {}
+    if held:
+        yield _bucket(held, checksums)
+
+
+def _bucket(tensors: dict[str, torch.Tensor], checksums: dict[str, str]) -> Bucket:
+    metadata = {CHECKSUMS: json.dumps(checksums)} if checksums else {}
+    return Bucket(tensors, metadata, sum(t.nbytes for t in tensors.values()))
+
+
+def names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Hugging Face's names and shapes of the model's weights, and the names that are tied to others. No memory used."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _not_partitioned(), torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    tied = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
+    return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}, tied
+
+
+@contextmanager
+def _not_partitioned() -> Iterator[None]:
+    """In a trainer under ZeRO-3, transformers partitions whatever it builds: a collective, and no model has shapes."""
+    from transformers.integrations import deepspeed
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    notice = None if reference is None else reference()
+    if notice is None:
+        yield
+        return
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed.set_hf_deepspeed_config(notice)
+
+
+def new_file(folder: Path) -> Path:
+    """An empty file of this process; what killed processes left in ``folder`` is removed."""
+    _remove_leftovers(folder)
+    handle, path = tempfile.mkstemp(".safetensors", f"{PREFIX}{os.getpid()}-", folder)
+    os.close(handle)
+    return Path(path)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """The child process of an engine: ``python -m rollout.engines.worker FD PARENT_PID``, started by `EngineProcess`.
 
 Messages from the parent: ("generate", id, token ids, SamplingParams), ("cancel", id), ("load", paths, version),
-("close",). To the parent: ("ready", info), ("refused", message), ("results", [(id, Generation)]),
-("loaded", error or None), ("fatal", traceback).
+("transfer", method, arguments, version), ("close",). To the parent: ("ready", info), ("refused", message),
+("results", [(id, Generation)]), ("loaded", error or None), ("fatal", traceback).
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ def _serve(connection: Connection, backend: Any) -> None:
                 backend.cancel(*arguments)
             elif kind == "load":
                 load = tuple(arguments)
+            elif kind == "transfer":  # the parent has seen to it that nothing is being generated
+                connection.send(("loaded", _transfer(backend, *arguments)))
             elif load:
                 held.append(tuple(arguments))
             else:
@@ -80,11 +82,24 @@ def _serve(connection: Connection, backend: Any) -> None:
 
 def _load(backend: Any, paths: list[str], version: int) -> str | None:
     """Returns why the weights were refused (nothing has changed then), or None."""
+    files = WeightFiles(paths)
     try:
-        backend.load(WeightFiles(paths))
+        files.verify()
+        backend.load(files)
     except ValueError as error:
         return str(error)
     backend.version = version
+    return None
+
+
+def _transfer(backend: Any, method: str, arguments: dict[str, Any], version: int | None) -> str | None:
+    """Returns what the backend said against it, or None."""
+    try:
+        backend.transfer(method, arguments)
+    except Exception:  # the engine lives on, unfit until whole weights have come; the parent sees to that
+        return f"{method} failed in the engine:\n{traceback.format_exc()}"
+    if version is not None:
+        backend.version = version
     return None
 
 

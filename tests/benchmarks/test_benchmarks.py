@@ -26,6 +26,18 @@ SHAPES = {
             rf"TransformersEngine: {ENGINE}, ratio {N}, [1-9][0-9]* prefix tokens spared",
         ],
     ),
+    "weight_push": (
+        "--layers 1 --hidden 64 --repeats 1",
+        [
+            rf"{way}: [0-9]+ ms for {N} MiB, [0-9]+ MiB/s, ratio {N}"
+            for way in (
+                "own engine, shared memory",
+                "own engine, with checksums",
+                "server, shared memory",
+                "server, HTTP buckets",
+            )
+        ],
+    ),
     "rollouts": (
         "--trajectories 2 --turns 1 --repeats 1",
         [

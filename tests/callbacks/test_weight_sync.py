@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from callbacks.weight_sync import PROBE_TASK, WeightSync, logprob_gap
+from callbacks.weight_sync import WeightSync, logprob_gap
 from rollout.engines.base import SamplingParams
+from rollout.engines.server_engine import ServerEngine
 from rollout.engines.transformers_engine import TransformersEngine
+from rollout.engines.weights import WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
+from rollout.trajectory import Task
 from tests.callbacks.helpers import make_learner
+from tests.rollout.engines.engine_servers import Running, running
 from tests.rollout.scripted import ToyRetriever
+
+PROBE_TASK = Task("probe", "Where is the old lighthouse?", ("nowhere",), "probe")
+WORKER = Path(__file__).with_name("server_ranks_worker.py")
 
 
 class Recorded(RolloutSystem):
     """The real system; also notes which versions were pushed."""
 
-    def load_weights(self, tensors, version):
-        super().load_weights(tensors, version)
+    forgets = False  # whether what is pushed is thrown away
+
+    def load_weights(self, tensors, version, checksum=False):
+        if not self.forgets:
+            super().load_weights(tensors, version, checksum)
         self.__dict__.setdefault("versions", []).append(version)
 
 
@@ -39,7 +55,7 @@ def rollouts(model_dir):
 
 @pytest.fixture(autouse=True)
 def fresh_record(rollouts):
-    rollouts.versions = []
+    rollouts.versions, rollouts.forgets = [], False
 
 
 def sample(rollouts):
@@ -51,7 +67,7 @@ def sample(rollouts):
 
 def test_every_iteration_pushes_once_and_the_engine_follows_the_trainer(trainer_for, model_dir, rollouts):
     module, data = make_learner(model_dir, ["grey harbor"] * 2, rollouts=rollouts)
-    sync = WeightSync(probe=True)
+    sync = WeightSync(probe=True, probe_tolerance=1e-3, checksum=True)
     trainer = trainer_for([sync], max_epochs=1, val_check_interval=2)
     trainer.fit(module, datamodule=data)
     assert rollouts.versions == [0, 1, 2, 3, 4]  # at the start and after each step; validations find it done
@@ -82,3 +98,69 @@ def test_a_data_module_without_rollouts_is_refused(trainer_for, model_dir):
     module, data = make_learner(model_dir)
     with pytest.raises(ValueError, match="WeightSync needs a data module with a rollout system, found Data"):
         trainer_for([WeightSync()], max_epochs=1).fit(module, datamodule=data)
+
+
+def test_a_stale_engine_is_an_error_above_the_tolerance(trainer_for, model_dir, rollouts):
+    module, data = make_learner(model_dir, rollouts=rollouts)
+    trainer_for([WeightSync()], max_epochs=1, max_steps=1).fit(module, datamodule=data)
+    rollouts.forgets = True
+    sync = WeightSync(probe=True, probe_tolerance=1e-3)
+    with pytest.raises(ValueError, match=r"version 1: 1 of 1 engines differ .* 0.001 nats .the engine: "):
+        trainer_for([sync], max_epochs=1).fit(module, datamodule=data)
+
+
+def test_weights_that_change_on_their_way_are_refused(trainer_for, model_dir, rollouts, monkeypatch):
+    write = WeightFiles._write_shard
+
+    def damage(files, bucket):
+        write(files, bucket)
+        with open(files.paths[-1], "r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)[0]
+            file.seek(-1, 2)
+            file.write(bytes([last ^ 1]))
+
+    monkeypatch.setattr(WeightFiles, "_write_shard", damage)
+    module, data = make_learner(model_dir, rollouts=rollouts)
+    with pytest.raises(ValueError, match=r"changed on their way: model\.\S+ has the checksum float32\[.*Nothing was"):
+        trainer_for([WeightSync(checksum=True)], max_epochs=1).fit(module, datamodule=data)
+
+
+def test_options_and_data_are_refused_early(model_dir):
+    for options in ({"probe_tolerance": 0.1}, {"probe": True, "probe_tolerance": 0.0}):
+        with pytest.raises(ValueError, match="expected probe: true with a tolerance"):
+            WeightSync(**options)
+    with pytest.raises(ValueError, match="found Data"):  # asked by EvaluationData.ask_module, before an engine loads
+        WeightSync().accept_data(make_learner(model_dir)[1])
+
+
+def test_servers_are_probed_one_by_one_and_shared_by_two_ranks(trainer_for, model_dir, tmp_path):
+    stale = "tests.rollout.engines.stale_engine.StaleEngine"
+    with running(Running(model_dir, tmp_path), Running(model_dir, tmp_path, class_path=stale)) as (sound, forgetful):
+        system = RolloutSystem(
+            ServerEngine([sound.url, forgetful.url], str(model_dir), 256),
+            SearchR1Protocol(str(model_dir), template="short"),
+            QuestionAnswering({"search": SearchTool(ToyRetriever())}),
+        )
+        module, data = make_learner(model_dir, rollouts=system)
+        sync = WeightSync(probe=True, probe_tolerance=1e-3, checksum=True)
+        with pytest.raises(ValueError, match=rf"version 1: 1 of 2 engines differ .*\({forgetful.url}: [^;]*\)"):
+            trainer_for([sync], max_epochs=1).fit(module, datamodule=data)
+        system.close()
+        forgetful.kill()
+        command = [sys.executable, str(WORKER), str(tmp_path), str(model_dir), sound.url]
+        ranks = subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, _ = ranks.communicate(timeout=500)
+        finally:
+            if ranks.poll() is None:
+                os.killpg(ranks.pid, signal.SIGKILL)
+        assert ranks.returncode == 0, said[-5000:]
+        assert "rank is through" in said

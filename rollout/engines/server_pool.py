@@ -1,0 +1,203 @@
+"""The engine servers that a trainer knows: which of them serve, which are lost and how they come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.engines.affinity import PrefixAffinity
+from rollout.engines.server_client import Held, ServerClient
+from rollout.engines.server_weights import START
+from rollout.trajectory import InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 10.0  # between looks at a server that is lost
+WARN_EVERY_S = 60.0
+Shapes = dict[str, tuple[int, ...]]
+
+
+class ServerPool:
+    """Servers that all serve one model, and ``held``, the weights that they must hold. Belongs to one event loop.
+
+    A server is *lost* when it cannot be reached, its engine has died, or it holds other weights. It is looked at again
+    and again, and serves again when it has the right weights: those that it still holds, or from the sender's files,
+    or from another server's.
+    """
+
+    def __init__(
+        self, servers: Sequence[ServerClient], model: str, max_length: int, expected: Shapes, tied: set[str]
+    ) -> None:
+        """``expected``: names and shapes of the model's weights, ``tied`` the names that a server need not have."""
+        self.servers, self.held = list(servers), Held(START, 0)
+        self._model, self._max_length, self._expected, self._tied = model, max_length, expected, tied
+        self._affinity = PrefixAffinity()
+        self._searches: dict[ServerClient, asyncio.Task[None]] = {}
+        self._foreign = ""  # what to do where servers hold what another run pushed
+        self._told = float("-inf")
+        self._changed = asyncio.Event()
+        self._settled = asyncio.Event()  # no push is under way
+        self._settled.set()
+
+    # ------------------------------------------------------------------ pushes
+    async def settled(self) -> None:
+        """Wait while a push is under way."""
+        await self._settled.wait()
+
+    def expect_push(self) -> None:
+        self._settled.clear()
+
+    def adopt(self, held: Held) -> None:
+        """From now on these are the weights that the servers must hold."""
+        self.held = held
+        self._affinity.clear()
+        for server, task in self._searches.items():  # what they were looking for has changed
+            task.cancel()
+            if server.lost is not None:
+                self._searches[server] = asyncio.ensure_future(self._search(server))
+        self.give_up()
+
+    def give_up(self) -> None:
+        """No push is under way any more."""
+        self._settled.set()
+        self._wake()
+
+    async def close(self) -> None:
+        tasks = list(self._searches.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ which server
+    @property
+    def serving(self) -> list[ServerClient]:
+        return [server for server in self.servers if server.lost is None]
+
+    def sampled(self, ids: Sequence[int], server: ServerClient) -> None:
+        """``server`` holds the whole of ``ids`` in its prefix cache."""
+        self._affinity.remember(ids, server)
+
+    def choose(self, ids: Sequence[int]) -> ServerClient | None:
+        """The server that has sampled the beginning of ``ids``, else the least busy one; None: nobody serves."""
+        serving = self.serving
+        owner = self._affinity.find(ids) if len(serving) > 1 else None
+        return owner if owner in serving else min(serving, key=lambda s: s.under_way, default=None)
+
+    async def wait(self, until: float) -> None:
+        """Until something has changed. Raises InfrastructureError at ``until``, ValueError where waiting is in vain."""
+        if self._foreign and self.held.tag == START:
+            raise ValueError(self._foreign)
+        left = until - time.monotonic()
+        if left <= 0:
+            raise InfrastructureError(self.nobody())
+        if time.monotonic() - self._told >= WARN_EVERY_S:
+            self._told = time.monotonic()
+            logger.warning("%s; requests wait up to %.0f s", self.nobody(), left)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), left)
+
+    def nobody(self) -> str:
+        return "no engine server serves: " + "; ".join(f"{s.url}: {s.lost or 'ready'}" for s in self.servers)
+
+    def lose(self, server: ServerClient, why: str) -> None:
+        """Send it nothing more, and look for it until it is back."""
+        if server.lost is None:
+            logger.warning("engine server %s is lost (%s); its requests go to the others, or wait", server, why)
+        server.lost = why
+        if server not in self._searches or self._searches[server].done():
+            self._searches[server] = asyncio.ensure_future(self._search(server))
+
+    async def _search(self, server: ServerClient) -> None:
+        pause = 0.1
+        while True:
+            await self._settled.wait()
+            try:
+                await self._recover(server)
+            except (InfrastructureError, ValueError) as error:
+                server.lost = str(error)
+                self._wake()
+            else:
+                server.lost = None
+                logger.warning("engine server %s is back, with version %d", server, self.held.version)
+                self._wake()
+                return
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause)
+
+    async def _recover(self, server: ServerClient) -> None:
+        """Returns if the server serves what it should; raises what is in the way."""
+        health, held = await self.check(server), self.held
+        if health["weights"] == held.tag and not health["refusal"]:
+            return
+        if held.tag == START:
+            self._foreign = (
+                f"{server} holds what another run pushed (version {health['version']}), and nothing has been pushed by "
+                "this one; start the server anew, or push (callbacks.weight_sync.WeightSync)"
+            )
+            raise ValueError(self._foreign)
+        if health["version"] > held.version:
+            found = health["version"]
+            raise InfrastructureError(f"it holds version {found}: of a push not heard of yet here, or of another run")
+        order = {"tag": held.tag, "version": held.version, "replaces": health["weights"]}
+        if held.paths:
+            await server.post("/weights/load", {**order, "paths": list(held.paths)})
+            return
+        for other in self.servers if held.buckets else ():
+            if other.lost is None:
+                order |= {"source": other.url, "buckets": held.buckets}
+                await server.post("/weights/copy", order)
+                return
+        raise InfrastructureError(
+            f"it holds version {health['version']}, not {held.version}, and nobody has kept these weights: it gets the "
+            "next push"
+        )
+
+    # ------------------------------------------------------------------ what they serve
+    async def reachable(self) -> list[ServerClient]:
+        """Those that answer, of whatever weights. Raises InfrastructureError if there is none."""
+        answers = await asyncio.gather(*map(self.check, self.servers), return_exceptions=True)
+        for server, answer in zip(self.servers, answers, strict=True):
+            if isinstance(answer, (InfrastructureError, ValueError)):
+                self.lose(server, str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+        reachable = [s for s, answer in zip(self.servers, answers, strict=True) if isinstance(answer, dict)]
+        if not reachable:
+            raise InfrastructureError(self.nobody())
+        return reachable
+
+    async def check(self, server: ServerClient) -> dict[str, Any]:
+        """The server's health, once it is known to serve the model that is expected."""
+        health = await server.health()
+        if "instance" not in health:
+            raise ValueError(f"{server} is no engine server: its /health tells no instance; start one by `make engine`")
+        if health.get("instance") == server.checked:
+            return health
+        if health["max_length"] < self._max_length:
+            raise ValueError(
+                f"{server} takes {health['max_length']} tokens, {self._max_length} are wanted; start it with that "
+                "max_length, or lower this engine's"
+            )
+        answer = await server.shapes()
+        found = {name: tuple(shape) for name, shape in answer["weights"].items()}
+        shapes = ((name, found.get(name), self._expected.get(name)) for name in sorted(self._expected.keys() | found))
+        optional = self._tied & set(answer["tied"])
+        wrong = [(name, there, here) for name, there, here in shapes if there != here and name not in optional]
+        if wrong:
+            name, there, here = wrong[0]
+            raise ValueError(
+                f"{server} serves {health['model']}, another model than {self._model}: {len(wrong)} weights differ, "
+                f"first {name}: {there or 'missing'} there, {here or 'missing'} here; start it on a model of the same "
+                "configuration"
+            )
+        server.checked = health["instance"]
+        return health
+
+    def _wake(self) -> None:
+        """Let those who wait look again."""
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()

@@ -1,0 +1,78 @@
+"""Weights on their way from the trainer's thread into the engine, for one rank or for many that share their engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from rollout.engines.base import Engine
+from rollout.trajectory import InfrastructureError
+from rollout.weight_relay import WeightRelay
+
+if TYPE_CHECKING:
+    import torch
+
+Submit = Callable[[Coroutine[Any, Any, Any]], Future[Any]]
+Tensors = Iterable[tuple[str, "torch.Tensor"]]
+
+
+def push(engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool) -> None:
+    """Replace the engine's weights; ``tensors`` is consumed in this thread, to its end.
+
+    Where ranks share the engine, the first rank sends, the others only gather, and all return (or raise) when they have
+    heard what became of it.
+
+    Args:
+        submit: runs a coroutine in the engine's event loop.
+    """
+    if not getattr(engine, "shared_by_ranks", False):
+        _send(engine, submit, tensors, version, checksum)
+        return
+    error: Exception | None = None
+    if _several() and _rank() > 0:
+        submit(engine.expect_push()).result()
+        for _ in tensors:
+            pass
+    else:
+        try:
+            _send(engine, submit, tensors, version, checksum)
+        except (ValueError, InfrastructureError) as refusal:  # what fails in gathering, all ranks meet
+            error = refusal
+    told = _word_of_first_rank(error or engine.held)
+    if isinstance(told, Exception):
+        submit(engine.give_up()).result()
+        raise told
+    submit(engine.adopt(told)).result()
+
+
+def _send(engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool) -> None:
+    relay = WeightRelay(tensors)
+    options = {"checksum": True} if checksum else {}
+    future = submit(engine.load_weights(relay, version, **options))
+    relay.serve_until(future)
+    future.result()
+
+
+def _several() -> bool:
+    import torch
+
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return ready and torch.distributed.get_world_size() > 1
+
+
+def _rank() -> int:
+    import torch
+
+    return torch.distributed.get_rank()
+
+
+def _word_of_first_rank(word: Any) -> Any:
+    """A collective, in the trainer's thread, after all its gathering."""
+    if not _several():
+        return word
+    import torch
+
+    box = [word]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]

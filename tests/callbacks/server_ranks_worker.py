@@ -1,0 +1,68 @@
+"""Started by test_weight_sync.py: two ranks under ZeRO-3 that share one engine server.
+
+``python server_ranks_worker.py OUT MODEL URL``; asserts on both ranks.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import lightning as L
+import torch
+
+from callbacks.weight_sync import WeightSync
+from lightning_modules.strategies import ZeRO3
+from rollout.engines.server_engine import ServerEngine
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.system import RolloutSystem
+from rollout.tools.search import SearchTool
+from tests.callbacks.helpers import make_learner
+from tests.rollout.scripted import ToyRetriever
+
+torch.set_num_threads(1)
+OUT, MODEL, URL = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+
+class Rank(L.Callback):
+    """Both ranks sample from the version that was just pushed; only the first one has sent it."""
+
+    tags: list[str] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        rollouts = trainer.datamodule.rollouts
+        _, said = rollouts.probe("Where?", 4)
+        assert [g.policy_version for g in said.values()] == [trainer.global_step]
+        self.tags.append(rollouts.engine.held.tag)
+
+
+def main() -> None:
+    rollouts = RolloutSystem(
+        ServerEngine([URL], MODEL, 256, transport="http", bucket_mb=1),
+        SearchR1Protocol(MODEL, template="short"),
+        QuestionAnswering({"search": SearchTool(ToyRetriever())}),
+    )
+    module, data = make_learner(Path(MODEL), rollouts=rollouts)
+    sync, rank = WeightSync(probe=True, probe_tolerance=1e-3, checksum=True), Rank()
+    trainer = L.Trainer(
+        default_root_dir=OUT, accelerator="cpu", devices=2, strategy=ZeRO3(), max_steps=2, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[sync, rank],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    everyone = [None, None]
+    torch.distributed.all_gather_object(everyone, (rank.tags, sync.gap))
+    assert everyone[0] == everyone[1], everyone
+    assert len(set(rank.tags)) == 2
+    # What the servers refuse, both ranks hear of.
+    try:
+        rollouts.load_weights([("nonsense", torch.zeros(1))], 9)
+    except ValueError as error:
+        assert "nonsense" in str(error)
+    else:
+        raise AssertionError("the refusal was not heard")
+    rollouts.close()
+    print("rank is through", flush=True)
+
+
+main()
