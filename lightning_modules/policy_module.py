@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_modules.batch import TokenBatch, collate
+from lightning_modules.packing import check_unpacked, packed_name
 from lightning_modules.policy import (
     DType,
     Zero3Notice,
@@ -41,6 +42,8 @@ class PolicyModule(L.LightningModule):
         dtype: type the policy's parameters are kept in; float32 unless only used for inference.
         attention: attention implementation of transformers (sdpa, eager, flash_attention_2).
         gradient_checkpointing: recompute activations in the backward pass: less memory, a third more time.
+        packing: rows go through the models without padding, one after the other in one row (packing.py).
+        liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class PolicyModule(L.LightningModule):
         dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        packing: bool = False,
+        liger: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -56,7 +61,9 @@ class PolicyModule(L.LightningModule):
         self.strict_loading = False  # frozen submodules are not in checkpoints; on_load_checkpoint does the checking
         self.policy_path = policy
         self.dtype_name: DType = dtype
-        self.attention = attention
+        check_unpacked(attention)
+        self.attention = packed_name(attention) if packing else attention  # packs whatever is loaded with it
+        self.packing, self.liger = packing, liger
         self.gradient_checkpointing = gradient_checkpointing
         self.policy: nn.Module = None  # type: ignore[assignment]  # built in configure_model
         self._zero3_notice: Zero3Notice | None = None
@@ -115,7 +122,7 @@ class PolicyModule(L.LightningModule):
             trajectories: whose sampled tokens are judged; tool results are read and not counted.
             teacher: folder of the teacher, which must share the policy's tokenizer. It is loaded once, kept for the
                 next call, whole on every rank, in ``teacher_dtype`` where the module has one, and is in no checkpoint.
-            micro_batch_tokens: tokens, padding included, that go through a model at once.
+            micro_batch_tokens: tokens (without packing: padding included) that go through a model at once.
             temperature: divides the logits of both.
             logits_chunk: tokens whose logits exist at once.
         """
@@ -125,7 +132,7 @@ class PolicyModule(L.LightningModule):
         batch, whole = collate(rows, self.device), collate(trajectories, self.device)
         judge = self._judge_from(teacher)
         (student, _), (judged, entropy) = (
-            score(batch, partial(_both, model, logits_chunk, temperature), micro_batch_tokens, leading=(2,))
+            score(batch, partial(_both, model, logits_chunk, temperature), micro_batch_tokens, (2,), self.packing)
             for model in (self.policy, judge)
         )
         figures = (regrouped(values, rows, trajectories, whole) for values in (student, judged, entropy))
