@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_modules.batch import TokenBatch, collate
+from lightning_modules.liger import use_liger
 from lightning_modules.packing import check_unpacked, packed_name
 from lightning_modules.policy import (
     DType,
@@ -22,6 +24,7 @@ from lightning_modules.policy import (
     require_same_tokenizer,
     token_logprobs,
 )
+from lightning_modules.precision import check_master_weights
 from lightning_modules.scoring import StepFigures, figures_by_step, regrouped, score
 from rollout.trajectory import turn_rows
 
@@ -39,7 +42,8 @@ class PolicyModule(L.LightningModule):
 
     Args:
         policy: Hugging Face folder (or owner/name) to start from.
-        dtype: type the policy's parameters are kept in; float32 unless only used for inference.
+        dtype: type the policy's parameters are loaded in; float32 to train it, bfloat16 products are
+            ``trainer.precision: bf16-mixed`` (precision.py).
         attention: attention implementation of transformers (sdpa, eager, flash_attention_2).
         gradient_checkpointing: recompute activations in the backward pass: less memory, a third more time.
         packing: rows go through the models without padding, one after the other in one row (packing.py).
@@ -72,9 +76,14 @@ class PolicyModule(L.LightningModule):
     # ------------------------------------------------------------------ building
     def configure_model(self) -> None:
         """Load the models, once (Lightning calls this before each of fit, validate and test)."""
+        strategy = self.trainer.strategy
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            check_master_weights(self.trainer, self.dtype_name)
         if self.policy is not None:
             return
-        strategy = self.trainer.strategy
+        if self.liger:
+            named = (getattr(self, f"{part}_path", None) for part in ("policy", "teacher", "critic"))
+            use_liger({folder for folder in named if folder is not None}, strategy.root_device)
         if getattr(strategy, "zero_stage_3", False):
             self._zero3_notice = Zero3Notice(strategy.config)
             self.build_models()

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks import memory
 from experiments.project import ROOT
 
 N = r"[0-9]+(\.[0-9]+)?"
@@ -80,6 +81,24 @@ SHAPES = {
         [
             *(rf"{name}: {N} CPU s per step, peak \+{N} MiB" for name in ("GRPO", "OPD", "SOD")),
             *(rf"{names}: {N} in time, {N} in peak memory" for names in ("SOD / OPD", "OPD / GRPO")),
+        ],
+    ),
+    "packing": (
+        "--rows 4 --budget 1200 --layers 1 --hidden 32 --repeats 1",
+        [
+            rf"{low} to {high} tokens, {form}: {N} tokens per CPU s, ratio {N}, padding {N}%, [1-9][0-9]* micro-batches; "
+            r"gradient norms differ by ([0-9]e-(0[4-9]|1[0-9])|0e\+00)"
+            for low, high in (("100", "1,000"), ("400", "500"))
+            for form in ("unsorted", "sorted", "packed")
+        ],
+    ),
+    "memory": (
+        "--layers 1 --hidden 64 --rows 3 --skip-ranks",
+        [
+            rf"{technique}, {form}: peak \+{N} MiB, {'the naive form' if naive else f'naive / this {N}'}"
+            for technique, forms in memory.FORMS.items()
+            if technique != "ranks"
+            for form, naive in zip(forms, (True, False), strict=True)
         ],
     ),
     "chunked_logprobs": (
