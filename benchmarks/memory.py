@@ -1,6 +1,6 @@
 """Peak memory of each technique against its naive form.
 
-``python -m benchmarks.memory [--layers 6] [--hidden 256] [--rows 16] [--skip-ranks]``
+``python -m benchmarks.memory [--layers 6] [--hidden 256] [--rows 16] [--techniques logits packing ...]``
 
 Every form runs in a process of its own, which reports by how much its peak resident memory exceeds what it held before
 (model and tokens made; under *ranks*: before the model is loaded). What is compared:
@@ -164,17 +164,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16, help="trajectories of 100 to 1,000 tokens")
-    parser.add_argument("--skip-ranks", action="store_true", help="without the launches of two ranks")
+    parser.add_argument("--techniques", nargs="+", choices=FORMS, default=list(FORMS), help="which to measure")
     page.add_option(parser)
     sizes = vars(parser.parse_args())
-    markdown, skip = sizes.pop("markdown"), sizes.pop("skip_ranks")
+    markdown, techniques = sizes.pop("markdown"), sizes.pop("techniques")
     figures = []
     with tempfile.TemporaryDirectory() as folder:
-        if not skip:
+        if "ranks" in techniques:
             make_model("sdpa", 2 * sizes["layers"], 2 * sizes["hidden"]).save_pretrained(Path(folder) / "model")
-        for technique, forms in FORMS.items():
-            if technique == "ranks" and skip:
-                continue
+        for technique in techniques:
+            forms = FORMS[technique]
             found = {form: child(technique, form, sizes, Path(folder)) for form in forms}
             naive = found[forms[0]]
             for form, peak in found.items():

@@ -5,9 +5,9 @@ less than half of one is rounded back. At lr 1e-6 AdamW moves a weight of 0.02 b
 never moves. So the weights that the optimiser moves, its two moments and the sums of gradients over micro-batches are
 float32, whatever the type of the products. Where they are, and what they take, in bytes per trained parameter:
 
-======================  =====================  ==================================================================
+======================  =====================  ========================================================================
 strategy                trainer.precision      kept
-======================  =====================  ==================================================================
+======================  =====================  ========================================================================
 one device, DDP         bf16-mixed             weights 4, gradients 4, moments 8 = 16; and a bfloat16 copy of the
                                                weights (2) while a graph holds it, with gradient checkpointing of
                                                one layer
@@ -15,8 +15,9 @@ ZeRO-2, n ranks         bf16-mixed             weights 2 whole; masters 4, gradi
                                                2 + 16 / n
 ZeRO-3, n ranks         bf16-mixed             the same, the weights sharded, too: 18 / n
 one device, DDP         32-true                weights 4, gradients 4, moments 8 = 16
-ZeRO-2, ZeRO-3          32-true                as with bf16-mixed, the weights 4: DeepSpeed keeps its copy of them
-======================  =====================  ==================================================================
+ZeRO-2, n ranks         32-true                weights 4 whole; masters (a copy), gradients, moments sharded: 4 + 16 / n
+ZeRO-3, n ranks         32-true                weights 4, gradients 4, moments 8, all sharded: 16 / n
+======================  =====================  ========================================================================
 
 Parameters in bfloat16 with masters beside them on one device would take 2 + 4 + 4 + 8 = 18 with float32 gradients (16
 with bfloat16 ones, whose sums over micro-batches lose what is small): no less than autocast over float32 weights, whose

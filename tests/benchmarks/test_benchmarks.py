@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from benchmarks import memory
 from experiments.project import ROOT
 
 N = r"[0-9]+(\.[0-9]+)?"
@@ -93,12 +92,10 @@ SHAPES = {
         ],
     ),
     "memory": (
-        "--layers 1 --hidden 64 --rows 3 --skip-ranks",
+        "--layers 1 --hidden 64 --rows 3 --techniques packing",
         [
-            rf"{technique}, {form}: peak \+{N} MiB, {'the naive form' if naive else f'naive / this {N}'}"
-            for technique, forms in memory.FORMS.items()
-            if technique != "ranks"
-            for form, naive in zip(forms, (True, False), strict=True)
+            rf"packing, padded: peak \+{N} MiB, the naive form",
+            rf"packing, packed: peak \+{N} MiB, naive / this {N}",
         ],
     ),
     "chunked_logprobs": (

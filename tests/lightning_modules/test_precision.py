@@ -81,7 +81,7 @@ def test_zero_on_two_ranks(model_dir, tmp_path):
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        code = process.wait(timeout=300)
+        code = process.wait(timeout=420)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
