@@ -54,12 +54,14 @@ class OnPolicyModule(ScoringModule):
         mini_batches: optimiser steps per pass over the rollout batch (trajectory i goes to step i mod mini_batches).
         epochs: passes over the rollout batch.
         temperature: sampling temperature the log-probs are computed at; must be the sampler's.
-        micro_batch_tokens: tokens, padding included, that go through the models at once.
+        micro_batch_tokens: tokens (without packing: padding included) that go through the models at once.
         logits_chunk: tokens whose logits exist at once.
         dtype: type the policy's and the critic's parameters are kept in.
         teacher_dtype: type the teacher's parameters are kept in.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute activations in the backward pass.
+        packing: rows go through the models without padding, one after the other in one row (packing.py).
+        liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
     """
 
     PROGRESS: ClassVar[tuple[str, ...]] = ("train/reward", "train/em", "train/response_tokens")
@@ -85,10 +87,12 @@ class OnPolicyModule(ScoringModule):
         teacher_dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        packing: bool = False,
+        liger: bool = False,
     ) -> None:
         reading = {"temperature": temperature, "micro_batch_tokens": micro_batch_tokens, "logits_chunk": logits_chunk}
         loading = {"dtype": dtype, "teacher_dtype": teacher_dtype, "attention": attention}
-        loading["gradient_checkpointing"] = gradient_checkpointing
+        loading |= {"gradient_checkpointing": gradient_checkpointing, "packing": packing, "liger": liger}
         super().__init__(policy, teacher, critic, **reading, **loading)
         if mini_batches < 1 or epochs < 1:
             raise ValueError(f"mini_batches is {mini_batches}, epochs is {epochs}; expected both to be at least 1")
@@ -224,7 +228,7 @@ class OnPolicyModule(ScoringModule):
         whole = {name: weights[list(index)].sum() for name, weights in self.streams(batch, notes).items()}
         names = list(whole)
         counts = ranks.sum_over_ranks(torch.stack([whole[n] for n in names]))
-        for group, length in scoring.plan(batch, index, self.micro_batch_tokens):
+        for group, length in scoring.plan(batch, index, self.micro_batch_tokens, self.packing):
             micro, micro_notes = batch.rows(group, length), notes.rows(group, length)
             stats = self._token_stats(self.policy, micro)
             values = self.critic(micro) if self.critic is not None else None

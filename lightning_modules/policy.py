@@ -2,7 +2,7 @@
 
 All results follow the convention of batch.py: [B, T], entry t belongs to token t given the tokens before it.
 No attention mask is passed: rows are padded on the right and attention is causal, so no real token can see padding,
-and SDPA takes its fast path.
+and SDPA takes its fast path. Models loaded for packing (packing.py) read rows without padding, to the same results.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_modules import packing
 from lightning_modules.batch import TokenBatch
 from lightning_modules.projection import LMHead, token_statistics
 
@@ -114,12 +115,16 @@ def load_causal_lm(
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: the model bends its logits after the output matrix, which the chunked log-probs would miss.
+        ValueError: the model bends its logits after the output matrix, which the chunked log-probs would miss, or
+            cannot be packed.
     """
     from transformers import AutoModelForCausalLM
 
     _check_folder(path)
+    packing.register(attention)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+    if packing.is_packed(model):
+        packing.check_body(model, path)
     for name in UNSUPPORTED:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"the model at '{path}' sets {name}, which the chunked log-probs do not apply")
@@ -157,7 +162,10 @@ class ValueModel(nn.Module):
 
         super().__init__()
         _check_folder(path)
+        packing.register(attention)
         self.body = AutoModel.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        if packing.is_packed(self.body):
+            packing.check_body(self.body, path)
         disable_dropout(self.body)
         self.body.train()
         if gradient_checkpointing:
@@ -168,7 +176,14 @@ class ValueModel(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """Values [B, T] float32; entry t is read before token t is known, entry 0 is 0."""
+        """Values [B, T] float32; entry t is read before token t is known, entry 0 is 0. Behind the end of a row they
+        mean nothing (packed: 0)."""
+        if packing.is_packed(self.body):
+            hidden, rows, columns = packing.packed_states(self.body, batch)
+            values = self.head(hidden)[:, 0].float()
+            read = columns + 1 < batch.lengths[rows]  # nothing is predicted from a row's last token
+            tied = scatter(values[read], (rows[read], columns[read] + 1), batch.mask)
+            return tied + 0.0 * values[-1]  # ties 1-token rows to the graph
         hidden = self.body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         values = self.head(hidden)[..., 0].float()
         return torch.nn.functional.pad(values[:, :-1], (1, 0)) + 0.0 * values[:, -1:]  # ties a 1-token row to the graph
@@ -176,6 +191,10 @@ class ValueModel(nn.Module):
 
 def hidden_before(model: PreTrainedModel, batch: TokenBatch, at: tuple[Tensor, Tensor]) -> Tensor:
     """Hidden states [N, H] from which the tokens at (rows [N], columns [N]) are predicted."""
+    if packing.is_packed(model):
+        hidden, _, _ = packing.packed_states(model.base_model, batch)
+        starts = batch.lengths.cumsum(0) - batch.lengths
+        return hidden[starts[at[0]] + at[1] - 1]
     hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
     return hidden[at[0], at[1] - 1]
 

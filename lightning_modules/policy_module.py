@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_modules.batch import TokenBatch, collate
+from lightning_modules.liger import use_liger
+from lightning_modules.packing import check_unpacked, packed_name
 from lightning_modules.policy import (
     DType,
     Zero3Notice,
@@ -22,6 +25,7 @@ from lightning_modules.policy import (
     token_logprobs,
 )
 from lightning_modules.resharding import accept_shards
+from lightning_modules.precision import check_master_weights
 from lightning_modules.scoring import StepFigures, figures_by_step, regrouped, score
 from rollout.trajectory import turn_rows
 
@@ -39,9 +43,12 @@ class PolicyModule(L.LightningModule):
 
     Args:
         policy: Hugging Face folder (or owner/name) to start from.
-        dtype: type the policy's parameters are kept in; float32 unless only used for inference.
+        dtype: type the policy's parameters are loaded in; float32 to train it, bfloat16 products are
+            ``trainer.precision: bf16-mixed`` (precision.py).
         attention: attention implementation of transformers (sdpa, eager, flash_attention_2).
         gradient_checkpointing: recompute activations in the backward pass: less memory, a third more time.
+        packing: rows go through the models without padding, one after the other in one row (packing.py).
+        liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
     """
 
     def __init__(
@@ -50,6 +57,8 @@ class PolicyModule(L.LightningModule):
         dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        packing: bool = False,
+        liger: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -57,7 +66,9 @@ class PolicyModule(L.LightningModule):
         self.strict_loading = False  # frozen submodules are not in checkpoints; on_load_checkpoint does the checking
         self.policy_path = policy
         self.dtype_name: DType = dtype
-        self.attention = attention
+        check_unpacked(attention)
+        self.attention = packed_name(attention) if packing else attention  # packs whatever is loaded with it
+        self.packing, self.liger = packing, liger
         self.gradient_checkpointing = gradient_checkpointing
         self.policy: nn.Module = None  # type: ignore[assignment]  # built in configure_model
         self._zero3_notice: Zero3Notice | None = None
@@ -66,9 +77,14 @@ class PolicyModule(L.LightningModule):
     # ------------------------------------------------------------------ building
     def configure_model(self) -> None:
         """Load the models, once (Lightning calls this before each of fit, validate and test)."""
+        strategy = self.trainer.strategy
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            check_master_weights(self.trainer, self.dtype_name)
         if self.policy is not None:
             return
-        strategy = self.trainer.strategy
+        if self.liger:
+            named = (getattr(self, f"{part}_path", None) for part in ("policy", "teacher", "critic"))
+            use_liger({folder for folder in named if folder is not None}, strategy.root_device)
         if getattr(strategy, "zero_stage_3", False):
             self._zero3_notice = Zero3Notice(strategy.config)
             self.build_models()
@@ -117,7 +133,7 @@ class PolicyModule(L.LightningModule):
             trajectories: whose sampled tokens are judged; tool results are read and not counted.
             teacher: folder of the teacher, which must share the policy's tokenizer. It is loaded once, kept for the
                 next call, whole on every rank, in ``teacher_dtype`` where the module has one, and is in no checkpoint.
-            micro_batch_tokens: tokens, padding included, that go through a model at once.
+            micro_batch_tokens: tokens (without packing: padding included) that go through a model at once.
             temperature: divides the logits of both.
             logits_chunk: tokens whose logits exist at once.
         """
@@ -127,7 +143,7 @@ class PolicyModule(L.LightningModule):
         batch, whole = collate(rows, self.device), collate(trajectories, self.device)
         judge = self._judge_from(teacher)
         (student, _), (judged, entropy) = (
-            score(batch, partial(_both, model, logits_chunk, temperature), micro_batch_tokens, leading=(2,))
+            score(batch, partial(_both, model, logits_chunk, temperature), micro_batch_tokens, (2,), self.packing)
             for model in (self.policy, judge)
         )
         figures = (regrouped(values, rows, trajectories, whole) for values in (student, judged, entropy))

@@ -39,22 +39,28 @@ class Outputs:
     values: Tensor | None  # at every position; None without a critic
 
 
-def plan(batch: TokenBatch, index: Sequence[int], token_budget: int) -> list[tuple[list[int], int]]:
+def plan(
+    batch: TokenBatch, index: Sequence[int], token_budget: int, packed: bool = False
+) -> list[tuple[list[int], int]]:
     """(rows, longest) per micro-batch of the rows ``index``. Every rank gets as many as the rank that needs most, empty
     ones last, so that collectives inside of models stay in step. Every rank must call."""
     lengths = batch.lengths.tolist()
-    groups = micro_batches(lengths, index, token_budget)
+    groups = micro_batches(lengths, index, token_budget, packed)
     groups += [[]] * (ranks.max_over_ranks(len(groups), batch.mask.device) - len(groups))
     return [(group, max((lengths[i] for i in group), default=1)) for group in groups]
 
 
 def score(
-    batch: TokenBatch, function: Callable[[TokenBatch], Tensor], token_budget: int, leading: tuple[int, ...] = ()
+    batch: TokenBatch,
+    function: Callable[[TokenBatch], Tensor],
+    token_budget: int,
+    leading: tuple[int, ...] = (),
+    packed: bool = False,
 ) -> Tensor:
     """[*leading, B, T] from a function that gives [*leading, b, t] for a micro-batch. Every rank must call."""
     out = batch.mask.new_zeros((*leading, *batch.mask.shape))
     with torch.no_grad():
-        for group, length in plan(batch, range(len(batch.lengths)), token_budget):
+        for group, length in plan(batch, range(len(batch.lengths)), token_budget, packed):
             values = function(batch.rows(group, length))
             if group:
                 out[..., torch.as_tensor(group, device=out.device), :length] = values

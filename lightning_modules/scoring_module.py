@@ -33,12 +33,14 @@ class ScoringModule(PolicyModule):
         teacher: folder of a frozen teacher or reference model; null for none.
         critic: folder a critic is started from; null for none.
         temperature: that log-probs are computed at.
-        micro_batch_tokens: tokens, padding included, that go through the models at once.
+        micro_batch_tokens: tokens (without packing: padding included) that go through the models at once.
         logits_chunk: tokens whose logits exist at once.
         dtype: type the policy's and the critic's parameters are kept in.
         teacher_dtype: type the teacher's parameters are kept in.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute activations in the backward pass.
+        packing: rows go through the models without padding, one after the other in one row (packing.py).
+        liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class ScoringModule(PolicyModule):
         teacher_dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        packing: bool = False,
+        liger: bool = False,
     ) -> None:
-        super().__init__(policy, dtype, attention, gradient_checkpointing)
+        super().__init__(policy, dtype, attention, gradient_checkpointing, packing, liger)
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number (training needs sampling)")
         self.teacher_path, self.critic_path = teacher, critic
@@ -95,9 +99,9 @@ class ScoringModule(PolicyModule):
             stats = self._token_stats(self.policy, micro)
             return torch.stack([stats.logprobs, stats.entropy])
 
-        old, entropy = scoring.score(batch, policy_stats, self.micro_batch_tokens, leading=(2,))
+        old, entropy = self._scored(batch, policy_stats, leading=(2,))
         teacher = self.teacher_logprobs(trajectories, batch)
-        values = scoring.score(batch, self.critic, self.micro_batch_tokens) if self.critic is not None else None
+        values = self._scored(batch, self.critic) if self.critic is not None else None
         return Scores(old, teacher, values, entropy)
 
     def score_logprobs(self, model: nn.Module, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
@@ -106,7 +110,12 @@ class ScoringModule(PolicyModule):
 
     def logprobs_of(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """Log-probs [B, T] of the sampled tokens under any model, without gradient. Every rank must call."""
-        return scoring.score(batch, lambda micro: self._token_stats(model, micro).logprobs, self.micro_batch_tokens)
+        return self._scored(batch, lambda micro: self._token_stats(model, micro).logprobs)
+
+    def _scored(
+        self, batch: TokenBatch, function: Callable[[TokenBatch], Tensor], leading: tuple[int, ...] = ()
+    ) -> Tensor:
+        return scoring.score(batch, function, self.micro_batch_tokens, leading, self.packing)
 
     def read_by_teacher(
         self, trajectories: Sequence[Trajectory], batch: TokenBatch, score: Callable[[TokenBatch], Tensor]

@@ -33,11 +33,13 @@ class SupervisedModule(PolicyModule):
         weight_decay: AdamW's decoupled weight decay, of matrices only: biases and norms have none.
         betas: AdamW's betas.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
-        micro_batch_tokens: tokens, padding included, that go through the model at once.
+        micro_batch_tokens: tokens (without packing: padding included) that go through the model at once.
         logits_chunk: tokens whose logits exist at once.
         dtype: type the policy's parameters are kept in.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute activations in the backward pass.
+        packing: rows go through the models without padding, one after the other in one row (packing.py).
+        liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class SupervisedModule(PolicyModule):
         dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        packing: bool = False,
+        liger: bool = False,
     ) -> None:
-        super().__init__(policy, dtype, attention, gradient_checkpointing)
+        super().__init__(policy, dtype, attention, gradient_checkpointing, packing, liger)
         self.lr = lr
         self.schedule: ScheduleName = schedule
         self.warmup_steps = warmup_steps
@@ -84,7 +88,8 @@ class SupervisedModule(PolicyModule):
         batch = collate([t for t in trajectories if not t.failed_by_infrastructure], self.device)
         tokens = ranks.sum_over_ranks(batch.mask.sum())
         metrics = StepMetrics()
-        for group, length in scoring.plan(batch, range(len(batch.lengths)), self.micro_batch_tokens):
+        rows = range(len(batch.lengths))
+        for group, length in scoring.plan(batch, rows, self.micro_batch_tokens, self.packing):
             figures = self.token_losses(batch.rows(group, length))
             optimisation.backward(self, figures["loss"].sum() / tokens.clamp(min=1))
             for name, values in figures.items():

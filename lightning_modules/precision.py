@@ -1,0 +1,59 @@
+"""Half precision with float32 master weights: which settings keep updates, and which would lose them.
+
+bfloat16 has 8 significant bits: next to a weight w it has steps of |w| / 256 to |w| / 128, and a sum that changes it by
+less than half of one is rounded back. At lr 1e-6 AdamW moves a weight of 0.02 by 5e-5 of itself: kept in bfloat16 it
+never moves. So the weights that the optimiser moves, its two moments and the sums of gradients over micro-batches are
+float32, whatever the type of the products. Where they are, and what they take, in bytes per trained parameter:
+
+======================  =====================  ========================================================================
+strategy                trainer.precision      kept
+======================  =====================  ========================================================================
+one device, DDP         bf16-mixed             weights 4, gradients 4, moments 8 = 16; and a bfloat16 copy of the
+                                               weights (2) while a graph holds it, with gradient checkpointing of
+                                               one layer
+ZeRO-2, n ranks         bf16-mixed             weights 2 whole; masters 4, gradients 4, moments 8 sharded:
+                                               2 + 16 / n
+ZeRO-3, n ranks         bf16-mixed             the same, the weights sharded, too: 18 / n
+one device, DDP         32-true                weights 4, gradients 4, moments 8 = 16
+ZeRO-2, n ranks         32-true                weights 4 whole; masters (a copy), gradients, moments sharded: 4 + 16 / n
+ZeRO-3, n ranks         32-true                weights 4, gradients 4, moments 8, all sharded: 16 / n
+======================  =====================  ========================================================================
+
+Parameters in bfloat16 with masters beside them on one device would take 2 + 4 + 4 + 8 = 18 with float32 gradients (16
+with bfloat16 ones, whose sums over micro-batches lose what is small): no less than autocast over float32 weights, whose
+checkpoints, clipping and DDP need no second copy. Hence ``bf16-mixed``. Under DeepSpeed ``bf16-true`` is the same as
+``bf16-mixed``: the engine casts the models and keeps the masters, and its checkpoints hold them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+if TYPE_CHECKING:
+    import lightning as L
+
+HALF = {"bfloat16", "float16"}
+
+
+def check_master_weights(trainer: L.Trainer, dtype: str) -> None:
+    """Refuse to train weights that are kept in half precision without float32 masters.
+
+    Args:
+        trainer: its strategy and ``precision``.
+        dtype: type that the module loads the trained models in.
+
+    Raises:
+        ValueError: small updates would be lost.
+    """
+    precision = str(trainer.precision)
+    if isinstance(trainer.strategy, DeepSpeedStrategy) and precision.startswith(("bf16", "16")):
+        return  # the engine keeps masters
+    if dtype in HALF or precision in ("bf16-true", "16-true"):
+        raise ValueError(
+            f"the trained weights would be kept in half precision (model.dtype: {dtype}, trainer.precision: "
+            f"{precision}), where updates below some 0.2% of a weight are rounded away and little is learnt at a small "
+            "learning rate; set model.dtype: float32 and trainer.precision: bf16-mixed (bfloat16 products over float32 "
+            "master weights), or take ZeRO with bf16-mixed, whose engine keeps the masters"
+        )
