@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_modules import scoring
 from lightning_modules.batch import TokenBatch, aligned, with_prompts
+from lightning_modules.lora import InitialPolicy, LoRA
 from lightning_modules.policy import (
     DType,
     TokenStats,
@@ -39,6 +40,7 @@ class ScoringModule(PolicyModule):
         teacher_dtype: type the teacher's parameters are kept in.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute activations in the backward pass.
+        lora: train low-rank adapters instead of the whole, of the critic's body too; null for the whole.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class ScoringModule(PolicyModule):
         teacher_dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
-        super().__init__(policy, dtype, attention, gradient_checkpointing)
+        super().__init__(policy, dtype, attention, gradient_checkpointing, lora)
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number (training needs sampling)")
         self.teacher_path, self.critic_path = teacher, critic
@@ -80,9 +83,17 @@ class ScoringModule(PolicyModule):
         super().build_models()
         if self.teacher_path is not None:
             require_same_tokenizer(self.policy_path, self.teacher_path)
-            self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
+            self.teacher = self.load_teacher(self.teacher_path)
         if self.critic_path is not None:
             self.critic = ValueModel(self.critic_path, self.dtype_name, self.attention, self.gradient_checkpointing)
+            if self.lora is not None:
+                self.lora.attach(self.critic.body)
+
+    def load_teacher(self, folder: str) -> nn.Module:
+        """The frozen model of a folder; the adapted policy's own base where it is that one."""
+        if self.lora is not None and folder == self.policy_path:
+            return InitialPolicy(self.policy)
+        return load_frozen_lm(folder, self.teacher_dtype, self.attention)
 
     def trained_parts(self) -> dict[str, nn.Module]:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_modules import optimisation, ranks, scoring
 from lightning_modules.batch import TokenBatch, collate
+from lightning_modules.lora import LoRA
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.policy import DType
 from lightning_modules.policy_module import PolicyModule
@@ -38,6 +39,7 @@ class SupervisedModule(PolicyModule):
         dtype: type the policy's parameters are kept in.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute activations in the backward pass.
+        lora: train low-rank adapters instead of the whole; null for the whole.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class SupervisedModule(PolicyModule):
         dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
-        super().__init__(policy, dtype, attention, gradient_checkpointing)
+        super().__init__(policy, dtype, attention, gradient_checkpointing, lora)
         self.lr = lr
         self.schedule: ScheduleName = schedule
         self.warmup_steps = warmup_steps
