@@ -72,7 +72,7 @@ class LoRA:
         Raises:
             ValueError: the model has no module of a name that is asked for.
         """
-        head = model.get_output_embeddings() if hasattr(model, "lm_head") else None
+        head = model.get_output_embeddings()
         linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
         if self.targets == [ALL_LINEAR]:
             chosen, unknown = linear, []
