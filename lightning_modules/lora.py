@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft: W x becomes W x + alpha / rank * B (A x), and W stays as it is.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft: W x becomes W x + alpha / rank * B (A x), and W stays.
 
 The layers are injected into the model, which keeps its class, its output layer and its way to be called, so that no
 algorithm sees a difference. B starts at 0: an untrained adapted model is the base model, bit for bit. There is no
@@ -253,7 +253,7 @@ class InitialPolicy(nn.Module):
 
 
 def summary(lora: LoRA, parts: dict[str, nn.Module], lr: float | None) -> str:
-    """One line for the log: how much is trained, and a hint where the learning rate looks like that of a whole model."""
+    """One line for the log: how much is trained, and a hint where the rate looks like that of a whole model."""
     sums = [counts(part) for part in parts.values()]
     trained, whole = sum(t for t, _ in sums), sum(n for _, n in sums)
     adapted = sum(len(layers(part)) for part in parts.values())

@@ -57,7 +57,7 @@ def test_a_checkpoint_holds_adapters_and_is_merged_from_files(run, tmp_path, mod
     checkpoint = find_checkpoint(tmp_path / "stage")
     assert same_weights(checkpoint_weights(checkpoint), seen[3]), "the last ones, and no base"
     export_checkpoint(checkpoint, tmp_path / "out", str(model_dir))
-    for name, parameter in module.policy.named_parameters():  # the last adapters, merged by the module that trained them
+    for name, parameter in module.policy.named_parameters():  # the last adapters
         if name in seen[3]:
             parameter.data.copy_(seen[3][name])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

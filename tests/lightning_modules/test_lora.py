@@ -143,7 +143,7 @@ def test_grpo_equals_a_loop_by_hand(model_dir):
     module = GRPO(str(model_dir), lora=LoRA(4, 8.0), dual_clip=None, **options)
     trajectories = rows()
     trainer = fit(module, [trajectories])
-    plain, factors = merged_parametrisation(model_dir, adapted(model_dir, trained=False))  # the same seed, so the same A
+    plain, factors = merged_parametrisation(model_dir, adapted(model_dir, trained=False))  # the same A
     start = {name: p.detach().clone() for name, p in factors.items()}
     optimizer = torch.optim.AdamW(list(factors.values()), lr=1e-2, weight_decay=0.1)
     whole = collate(trajectories)
