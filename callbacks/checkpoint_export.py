@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from callbacks.export import read_weights, write_folder
+from callbacks import adapters
+from callbacks.export import Adapter, read_weights, write_folder
 
 SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files
 POLICY = "policy."  # what the policy's names begin with in the module that was trained
@@ -24,7 +25,8 @@ UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 def export_checkpoint(
     checkpoint: Path, folder: Path, source: str, *, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"
 ) -> None:
-    """Write the policy in ``checkpoint``, with the configuration and tokenizer of ``source``, to ``folder``.
+    """Write the policy in ``checkpoint``, with the configuration and tokenizer of ``source``, to ``folder``. Adapters,
+    which are all that a checkpoint of LoRA holds, are merged into the weights of ``source``.
 
     Args:
         checkpoint: what ``checkpoint_weights`` reads.
@@ -36,7 +38,11 @@ def export_checkpoint(
         ValueError: no checkpoint, one with a missing shard, or one of another model than ``source``.
         DiskFullError: no room.
     """
-    found = checkpoint_weights(checkpoint)
+    found, adapter = checkpoint_weights(checkpoint), None
+    settings = checkpoint_lora(checkpoint)
+    if settings is not None:
+        adapter = Adapter(found, settings, source)
+        found = adapters.merge_into(source, found, settings)
     policy = skeleton(source)
     wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
     missing, extra = sorted(wanted.keys() - found), sorted(found.keys() - policy.state_dict().keys())
@@ -50,7 +56,7 @@ def export_checkpoint(
             "the experiment that it belongs to"
         )
     state = {name: found[name].to(dtype) if dtype else found[name] for name in wanted}
-    write_folder(policy, state, folder, source, max_shard_size)
+    write_folder(policy, state, folder, source, max_shard_size, adapter)
 
 
 def skeleton(source: str) -> Any:
@@ -92,7 +98,21 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+def checkpoint_lora(checkpoint: Path) -> dict[str, Any] | None:
+    """LoRA's settings in a checkpoint that holds adapters alone; None for any other. As ``checkpoint_weights``."""
+    if (checkpoint / "config.json").is_file():
+        return None
+    if checkpoint.is_file():
+        return _content(checkpoint).get("lora")
+    model = min((checkpoint / SHARDS).glob("*_model_states.pt"))  # every rank's holds the same
+    return torch.load(model, map_location="cpu", weights_only=False, mmap=True).get("lora")
+
+
 def _lightning_state(path: Path) -> dict[str, torch.Tensor]:
+    return _content(path)["state_dict"]
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UNREADABLE as error:
@@ -100,7 +120,7 @@ def _lightning_state(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path} is no checkpoint, or an incomplete one: {reason[0] if reason else error!r}") from None
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise ValueError(f"{path} is no Lightning checkpoint: there is no state_dict in it")
-    return content["state_dict"]
+    return content
 
 
 def _sharded_state(folder: Path) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -13,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from callbacks import adapters
 from callbacks.common import is_better, policy_source, settle_parameters, stage_dir
 from callbacks.files import recover_folder, remove, replace_folder
 from rollout.files import DiskFullError, is_no_room, no_room_message
@@ -40,14 +42,33 @@ def export_policy(
     for name, tensor in module.policy_weights():  # every rank iterates to the end: gathering is collective
         if is_global_zero:
             state[name] = tensor.detach().to("cpu", dtype=dtype, copy=True)
+    settings, low_rank = getattr(module, "lora_settings", None), {}
+    if settings is not None:
+        low_rank = {name: tensor.cpu() for name, tensor in module.adapter_weights()}
     if is_global_zero:
-        write_folder(module.policy, state, folder, tokenizer or policy_source(module), max_shard_size)
+        adapter = Adapter(low_rank, settings, policy_source(module)) if settings is not None else None
+        write_folder(module.policy, state, folder, tokenizer or policy_source(module), max_shard_size, adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank adapters of a trained policy: see ``adapters.write_adapter``."""
+
+    weights: dict[str, torch.Tensor]
+    settings: dict[str, Any]
+    base: str
 
 
 def write_folder(
-    policy: Any, state: dict[str, torch.Tensor], folder: Path, tokenizer: str, max_shard_size: str = "5GB"
+    policy: Any,
+    state: dict[str, torch.Tensor],
+    folder: Path,
+    tokenizer: str,
+    max_shard_size: str = "5GB",
+    adapter: Adapter | None = None,
 ) -> None:
-    """Write weights with the configurations of ``policy`` and a tokenizer to ``folder``, replacing it as a whole.
+    """Write weights with the configurations of ``policy`` and a tokenizer to ``folder``, replacing it as a whole; what
+    was merged into the weights goes to a folder ``adapter`` in it.
 
     Raises:
         DiskFullError: no room; the previous folder is intact.
@@ -57,6 +78,8 @@ def write_folder(
     try:
         temporary.mkdir(parents=True)
         _write(policy, state, temporary, tokenizer, max_shard_size)
+        if adapter is not None:
+            adapters.write_adapter(temporary / adapters.FOLDER, adapter.weights, adapter.settings, adapter.base)
     except (OSError, RuntimeError) as error:
         remove(temporary)
         if is_no_room(error) or "No space left" in str(error):
@@ -94,14 +117,17 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def load_policy(policy: torch.nn.Module, folder: Path) -> None:
-    """Copy exported weights back into a policy, ZeRO-3 partitioned or not. A collective under ZeRO-3.
+    """Copy exported weights back into a policy, ZeRO-3 partitioned or not; into one with adapters, the adapters. A
+    collective under ZeRO-3.
 
     Raises:
         ValueError: a parameter is missing in the folder.
     """
     parameters = dict(policy.named_parameters())
+    low_rank = {name: parameter for name, parameter in parameters.items() if adapters.is_adapter(name)}
+    parameters = low_rank or parameters
     missing = set(parameters)
-    for name, tensor in read_weights(folder):
+    for name, tensor in adapters.read_adapter(folder / adapters.FOLDER) if low_rank else read_weights(folder):
         if name not in parameters:
             continue  # a tied head, written under its own name too
         parameter = parameters[name]

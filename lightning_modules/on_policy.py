@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_modules import optimisation, ranks, scoring
 from lightning_modules.batch import RowTensors, TokenBatch, collate, tensors_BT
+from lightning_modules.lora import LoRA
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.policy import DType
 from lightning_modules.rollout_figures import log_rollout
@@ -62,6 +63,7 @@ class OnPolicyModule(ScoringModule):
         gradient_checkpointing: recompute activations in the backward pass.
         packing: rows go through the models without padding, one after the other in one row (packing.py).
         liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
+        lora: train low-rank adapters instead of the whole, of the critic's body too; null for the whole.
     """
 
     PROGRESS: ClassVar[tuple[str, ...]] = ("train/reward", "train/em", "train/response_tokens")
@@ -89,10 +91,12 @@ class OnPolicyModule(ScoringModule):
         gradient_checkpointing: bool = False,
         packing: bool = False,
         liger: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
         reading = {"temperature": temperature, "micro_batch_tokens": micro_batch_tokens, "logits_chunk": logits_chunk}
-        loading = {"dtype": dtype, "teacher_dtype": teacher_dtype, "attention": attention}
-        loading |= {"gradient_checkpointing": gradient_checkpointing, "packing": packing, "liger": liger}
+        loading: dict[str, Any] = {"dtype": dtype, "teacher_dtype": teacher_dtype, "attention": attention}
+        loading |= {"gradient_checkpointing": gradient_checkpointing}
+        loading |= {"packing": packing, "liger": liger, "lora": lora}
         super().__init__(policy, teacher, critic, **reading, **loading)
         if mini_batches < 1 or epochs < 1:
             raise ValueError(f"mini_batches is {mini_batches}, epochs is {epochs}; expected both to be at least 1")
@@ -160,7 +164,8 @@ class OnPolicyModule(ScoringModule):
     def configure_optimizers(self) -> Any:
         rates = {"policy": (self.lr, self.warmup_steps), "critic": (self.critic_lr, self.critic_warmup_steps)}
         parts = self.trained_parts()
-        groups = [{"params": list(part.parameters()), "lr": rates[name][0]} for name, part in parts.items()]
+        trained = {name: [p for p in part.parameters() if p.requires_grad] for name, part in parts.items()}
+        groups = [{"params": parameters, "lr": rates[name][0]} for name, parameters in trained.items()]
         factors = [warmup_constant(rates[name][1]) for name in parts]
         return optimisation.adamw(groups, factors, betas=self.betas, weight_decay=self.weight_decay)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -11,9 +14,11 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_modules import lora as adapters
 from lightning_modules.batch import TokenBatch, collate
 from lightning_modules.liger import use_liger
 from lightning_modules.packing import check_unpacked, packed_name
+from lightning_modules.lora import LoRA
 from lightning_modules.policy import (
     DType,
     Zero3Notice,
@@ -24,13 +29,15 @@ from lightning_modules.policy import (
     require_same_tokenizer,
     token_logprobs,
 )
-from lightning_modules.resharding import accept_shards
 from lightning_modules.precision import check_master_weights
+from lightning_modules.resharding import accept_shards
 from lightning_modules.scoring import StepFigures, figures_by_step, regrouped, score
 from rollout.trajectory import turn_rows
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
 
 FROZEN = ("teacher.",)  # submodules that never change: left out of checkpoints, loaded from their folder again
 
@@ -49,6 +56,7 @@ class PolicyModule(L.LightningModule):
         gradient_checkpointing: recompute activations in the backward pass: less memory, a third more time.
         packing: rows go through the models without padding, one after the other in one row (packing.py).
         liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
+        lora: train low-rank adapters instead of the whole; null for the whole.
     """
 
     def __init__(
@@ -59,9 +67,14 @@ class PolicyModule(L.LightningModule):
         gradient_checkpointing: bool = False,
         packing: bool = False,
         liger: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        if lora is not None:
+            self.save_hyperparameters({"lora": asdict(lora)})  # checkpoints hold plain types only
+            if (Path(policy) / "config.json").is_file():  # else it is made or fetched later: ``setup`` looks again
+                lora.check(policy)
         self.automatic_optimization = False
         self.strict_loading = False  # frozen submodules are not in checkpoints; on_load_checkpoint does the checking
         self.policy_path = policy
@@ -70,6 +83,7 @@ class PolicyModule(L.LightningModule):
         self.attention = packed_name(attention) if packing else attention  # packs whatever is loaded with it
         self.packing, self.liger = packing, liger
         self.gradient_checkpointing = gradient_checkpointing
+        self.lora = lora
         self.policy: nn.Module = None  # type: ignore[assignment]  # built in configure_model
         self._zero3_notice: Zero3Notice | None = None
         self._judges: dict[str, nn.Module] = {}  # a dict, so that it is no submodule: in no checkpoint, in no engine
@@ -89,27 +103,45 @@ class PolicyModule(L.LightningModule):
             self._zero3_notice = Zero3Notice(strategy.config)
             self.build_models()
             return
-        # Lightning makes the accelerator torch's default device here, which transformers takes as a device_map and
-        # refuses without accelerate; load in host memory and let the strategy move the whole.
+        # Lightning makes the accelerator torch's default device here, which transformers takes as a device_map;
+        # load in host memory and let the strategy move the whole.
         with torch.device("cpu"):
             self.build_models()
 
     def build_models(self) -> None:
         """Load submodules; override to add more, calling this first."""
         self.policy = load_causal_lm(self.policy_path, self.dtype_name, self.attention, self.gradient_checkpointing)
+        if self.lora is not None:
+            self.lora.attach(self.policy)
 
     def setup(self, stage: str) -> None:
+        if self.lora is not None and self.policy is None:
+            self.lora.check(self.policy_path)
         # Half-precision plugins would walk through the (frozen) trajectories in search of floats to cast.
         self.trainer.precision_plugin.convert_input = _unchanged
         accept_shards(self)
+
+    def on_fit_start(self) -> None:
+        if self.lora is None or not self.trainer.is_global_zero:
+            return
+        parts = {name: part for name, part in self.named_children() if name in ("policy", "critic")}
+        log.info(adapters.summary(self.lora, parts, getattr(self, "lr", None)))
+        trained = sum(adapters.counts(part)[0] for part in parts.values())
+        for logger in self.loggers:
+            logger.log_metrics({"lora/trained_parameters": trained}, step=0)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # trajectories are plain Python; collate makes the tensors where they are needed
 
     # ------------------------------------------------------------------ for the sampler and for export
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the policy; all ranks must iterate to the end (see ``named_weights``)."""
-        return named_weights(self.policy)
+        """(Hugging Face name, tensor) of the policy, adapters merged; all ranks must iterate to the end (see
+        ``named_weights``)."""
+        return named_weights(self.policy) if self.lora is None else adapters.merged_weights(self.policy)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the policy, tensor) of the adapters, none without LoRA; all ranks must iterate to the end."""
+        return iter(()) if self.lora is None else adapters.adapter_weights(self.policy)
 
     # ------------------------------------------------------------------ evaluation
     def validation_step(self, batch: list[Trajectory], batch_idx: int, dataloader_idx: int = 0) -> list[Trajectory]:
@@ -166,15 +198,32 @@ class PolicyModule(L.LightningModule):
     # ------------------------------------------------------------------ checkpoints
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:
-            checkpoint["state_dict"] = {
-                k: v for k, v in checkpoint["state_dict"].items() if not k.startswith(FROZEN)
-            }
+            checkpoint["state_dict"] = self._trained(checkpoint["state_dict"])
+        if self.lora is not None:
+            checkpoint["lora"] = self.lora_settings  # what merging takes besides the adapters
+
+    @property
+    def lora_settings(self) -> dict[str, Any] | None:
+        """LoRA's numbers, and the type that merged weights have; None without LoRA."""
+        return None if self.lora is None else asdict(self.lora) | {"dtype": self.dtype_name}
+
+    def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Without what is loaded from its folder again: frozen models, and the bases of adapters."""
+        parts = [] if self.lora is None else list(self.named_children())
+        bases = {n for name, part in parts if adapters.layers(part) for n in adapters.frozen_names(part, name)}
+        return {k: v for k, v in state.items() if not k.startswith(FROZEN) and k not in bases}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises ValueError if the checkpoint belongs to another model (strict loading is off for frozen parts)."""
+        theirs_lora, mine_lora = checkpoint.get("lora"), self.lora_settings
+        if theirs_lora != mine_lora:
+            raise ValueError(
+                f"the checkpoint was written with lora {theirs_lora}, this module has {mine_lora}; continue with the "
+                "same settings, or start from the checkpoint's merged model (make export)"
+            )
         if "state_dict" not in checkpoint or self.policy is None:
             return
-        mine = {k: v.shape for k, v in self.state_dict().items() if not k.startswith(FROZEN)}
+        mine = {k: v.shape for k, v in self._trained(self.state_dict()).items()}
         theirs = {k: v.shape for k, v in checkpoint["state_dict"].items()}
         wrong = [k for k in mine if k in theirs and mine[k] != theirs[k]]
         missing, extra = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_modules import scoring
 from lightning_modules.batch import TokenBatch, aligned, with_prompts
+from lightning_modules.lora import InitialPolicy, LoRA
 from lightning_modules.policy import (
     DType,
     TokenStats,
@@ -41,6 +42,7 @@ class ScoringModule(PolicyModule):
         gradient_checkpointing: recompute activations in the backward pass.
         packing: rows go through the models without padding, one after the other in one row (packing.py).
         liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
+        lora: train low-rank adapters instead of the whole, of the critic's body too; null for the whole.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class ScoringModule(PolicyModule):
         gradient_checkpointing: bool = False,
         packing: bool = False,
         liger: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
-        super().__init__(policy, dtype, attention, gradient_checkpointing, packing, liger)
+        super().__init__(policy, dtype, attention, gradient_checkpointing, packing, liger, lora)
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number (training needs sampling)")
         self.teacher_path, self.critic_path = teacher, critic
@@ -84,9 +87,17 @@ class ScoringModule(PolicyModule):
         super().build_models()
         if self.teacher_path is not None:
             require_same_tokenizer(self.policy_path, self.teacher_path)
-            self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
+            self.teacher = self.load_teacher(self.teacher_path)
         if self.critic_path is not None:
             self.critic = ValueModel(self.critic_path, self.dtype_name, self.attention, self.gradient_checkpointing)
+            if self.lora is not None:
+                self.lora.attach(self.critic.body)
+
+    def load_teacher(self, folder: str) -> nn.Module:
+        """The frozen model of a folder; the adapted policy's own base where it is that one."""
+        if self.lora is not None and folder == self.policy_path:
+            return InitialPolicy(self.policy)
+        return load_frozen_lm(folder, self.teacher_dtype, self.attention)
 
     def trained_parts(self) -> dict[str, nn.Module]:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})

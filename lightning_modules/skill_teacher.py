@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,9 +113,9 @@ class SkillTaught(EpisodeGRPO):
     def build_models(self) -> None:
         super().build_models()
         if self.is_taught and self.teacher_weights == "fixed" and self.teacher is None:
-            self.teacher = load_frozen_lm(self.policy_path, self.teacher_dtype, self.attention)
+            self.teacher = self.load_teacher(self.policy_path)
         if self.is_taught and self.teacher_weights == "ema":
-            self.average = copy.deepcopy(self.policy).requires_grad_(False).eval()
+            self.average = load_frozen_lm(self.policy_path, "float32", self.attention)
 
     def teacher_logprobs(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
         """Those of the reference, for the KL; the self-teacher is asked in ``annotate``."""
@@ -209,8 +208,8 @@ class SkillTaught(EpisodeGRPO):
         super().update(batch, notes, places)
         if self.average is not None:
             with torch.no_grad():
-                for mean, now in zip(self.average.parameters(), self.policy.parameters(), strict=True):
-                    mean.lerp_(now, 1.0 - self.ema_decay)
+                for name, now in self.policy_weights():  # merged under LoRA: the product of two means is no mean
+                    self.average.get_parameter(name).lerp_(now.float(), 1.0 - self.ema_decay)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_modules import optimisation, ranks, scoring
 from lightning_modules.batch import TokenBatch, collate
+from lightning_modules.lora import LoRA
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.policy import DType
 from lightning_modules.policy_module import PolicyModule
@@ -40,6 +41,7 @@ class SupervisedModule(PolicyModule):
         gradient_checkpointing: recompute activations in the backward pass.
         packing: rows go through the models without padding, one after the other in one row (packing.py).
         liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
+        lora: train low-rank adapters instead of the whole; null for the whole.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class SupervisedModule(PolicyModule):
         gradient_checkpointing: bool = False,
         packing: bool = False,
         liger: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
-        super().__init__(policy, dtype, attention, gradient_checkpointing, packing, liger)
+        super().__init__(policy, dtype, attention, gradient_checkpointing, packing, liger, lora)
         self.lr = lr
         self.schedule: ScheduleName = schedule
         self.warmup_steps = warmup_steps

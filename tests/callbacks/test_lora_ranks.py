@@ -1,0 +1,66 @@
+"""LoRA on two ranks does what it does on one; its sharded checkpoints resume, and are merged from files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from callbacks.adapters import read_adapter
+from callbacks.checkpoint_export import checkpoint_weights, export_checkpoint
+from tests.callbacks import lora_worker
+from tests.callbacks.helpers import policy_state, same_weights
+from tests.conftest import make_model_dir
+
+pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
+
+
+def launch(folder, model):
+    command = [sys.executable, str(Path(lora_worker.__file__)), str(folder), str(model)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            output, _ = process.communicate(timeout=420)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # both ranks
+            raise
+    assert process.returncode == 0, output[-6000:]
+    return torch.load(folder / "result.pt", weights_only=True)
+
+
+def test_two_ranks(tmp_path):
+    model_dir = make_model_dir(tmp_path / "model", layers=1)
+    two = launch(tmp_path, model_dir)
+    merged, low_rank, figures, module = lora_worker.train(str(model_dir), lambda rows: rows)
+    for name in ("zero3", "zero2", "ddp"):
+        weights, factors, told = two[name]
+        assert list(weights) == list(merged) and factors.keys() == low_rank.keys()
+        worst = max(float((factors[k] - low_rank[k]).abs().max()) for k in low_rank)
+        assert worst < 1e-5, (name, worst)
+        assert max(float((weights[k] - merged[k]).abs().max()) for k in merged) < 1e-5, name
+        assert {k: told[k] for k in told if k.startswith("train/loss")} == pytest.approx(
+            {k: v for k, v in figures.items() if k.startswith("train/loss")}, rel=1e-4, abs=1e-5
+        )
+    assert two["gap"] < 2e-5, "what is pushed does not say what is trained"
+    for straight, resumed in zip(two["zero3"], two["resumed"], strict=False):
+        assert same_weights(resumed, straight)
+    first = checkpoint_weights(tmp_path / "first.ckpt")
+    moved = {k: float((low_rank[k] - v).abs().max()) for k, v in first.items()}
+    assert max(moved.values()) > 1e-3, "nothing was learnt, so equality proves nothing"
+    frozen = [k for k in merged if "proj" not in k]
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert frozen and all(torch.equal(merged[k], dict(base.named_parameters())[k]) for k in frozen)
+
+    checkpoint = tmp_path / "stage" / "checkpoints" / "last.ckpt"
+    adapters = {k: v for k, v in two["resumed"][1].items() if not k.startswith("critic.")}
+    assert same_weights(checkpoint_weights(checkpoint), adapters), "adapters, and no base"
+    export_checkpoint(checkpoint, tmp_path / "out", str(model_dir))
+    assert same_weights(policy_state(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), two["resumed"][0])
+    assert same_weights(dict(read_adapter(tmp_path / "out" / "adapter")), adapters)
