@@ -30,6 +30,9 @@ class WeightSync(L.Callback):
             shows at once; the figure also holds the numerical difference between the two implementations.
         probe_tokens: tokens to compare.
 
+    Where batches are generated ahead (``data.staleness``) a push may wait until what is under way is done
+    (``rollouts.in_flight: finish``); ``seconds`` leaves that out.
+
     Every rank pushes into its own engine; ``policy_weights`` gathers collectively.
     """
 
@@ -79,7 +82,10 @@ class WeightSync(L.Callback):
             return
         start = time.perf_counter()
         settle_parameters(trainer)
-        trainer.datamodule.rollouts.load_weights(module.policy_weights(), version)
+        rollouts = trainer.datamodule.rollouts
+        waited = rollouts.waited_s
+        rollouts.load_weights(module.policy_weights(), version)
+        start += rollouts.waited_s - waited  # for rollouts under way: that is waiting for rollouts, not a push
         self._pushed = version
         if self.probe:
             self.gap = self._probe(trainer, module)

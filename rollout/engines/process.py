@@ -105,9 +105,12 @@ class EngineProcess:
             if abandoned:  # this task was cancelled: free the slot
                 self._outbox.put(("cancel", request_id))
 
-    async def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `base.Engine.load_weights`. Requests under way finish on the old weights first; requests that come
-        later wait for the new ones. ``tensors`` is consumed in the calling thread, each tensor copied at once."""
+    async def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, between_steps: bool = False
+    ) -> None:
+        """See `base.Engine.load_weights`. Requests under way finish on the old weights first, and requests that come
+        later wait for the new ones; or, ``between_steps``, all go on with the new ones from the next token on.
+        ``tensors`` is consumed in the calling thread, each tensor copied at once."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         with self._lock:
@@ -122,7 +125,7 @@ class EngineProcess:
             raise
         # Not in a finally clause: if this task is cancelled the child still reads the files, and answers.
         future.add_done_callback(lambda _: self._end_load(files))
-        self._outbox.put(("load", files.paths, version))
+        self._outbox.put(("load_between" if between_steps else "load", files.paths, version))
         error = await asyncio.shield(future)
         if error is not None:
             raise ValueError(error)
