@@ -6,7 +6,7 @@ RUN := $(PY) -m experiments
 SEED_FLAG := $(if $(SEED),--seed $(SEED))
 RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 FRESH_FLAG := $(if $(FRESH),--fresh)
-BENCHMARKS := retrieval engines rollouts branching sandbox chunked_logprobs step_weights sod_cost household
+BENCHMARKS := retrieval engines rollouts branching sandbox chunked_logprobs step_weights sod_cost household staleness
 export Q
 
 .DEFAULT_GOAL := help
