@@ -3,7 +3,7 @@
     python -m benchmarks.staleness [--prompts 4] [--samples 4] [--turns 2] [--iterations 6] [--repeats 2]
 
 GRPO on a random Qwen3 (4 layers, hidden 128) with everything that a training has: data module, rollout system, the
-transformers engine in its process, weight updates. Each trajectory is ``turns`` turns of up to 24 tokens, each read as a
+embedded engine in its process, weight updates. Each trajectory is ``turns`` turns of up to 24 tokens, each read as a
 search, and a last one; a search takes a log-normal time with medians of 0, 50 and 200 ms. Trainer and engine have one
 thread each. The modes take turns within each repeat, on the same engine: ``staleness: 0``, ``staleness: 1`` with
 ``in_flight: finish``, and the same with ``continue``. The first two iterations of each are not counted (the first batch

@@ -20,8 +20,8 @@ class Throughput(L.Callback):
     - ``throughput/trajectories_per_s``, ``throughput/tokens_per_s`` (prompt and response) over the whole iteration;
     - ``time/generation``: seconds in which the batch was generated, from its beginning to its end, waited for or not;
       where the data module says (``generation_s``);
-    - ``throughput/hidden_generation``: 1 - time/rollout / time/generation, at least 0: what of the generation took place
-      while something else was done (``data.staleness``; without it about 0);
+    - ``throughput/hidden_generation``: 1 - time/rollout / time/generation, at least 0: what of the generation took
+      place while something else was done (``data.staleness``; without it about 0);
     - ``throughput/rollout_tokens_per_s``: sampled tokens per second of generation (of waiting for the batch, where the
       data module does not say how long it took).
 
