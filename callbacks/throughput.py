@@ -18,7 +18,14 @@ class Throughput(L.Callback):
     - ``time/rollout`` (``time/data`` when the batch was not just generated): seconds waiting for the batch;
     - ``time/sync``, ``time/checkpoint``: seconds in WeightSync and IterationCheckpoint since the previous iteration;
     - ``throughput/trajectories_per_s``, ``throughput/tokens_per_s`` (prompt and response) over the whole iteration;
-    - ``throughput/rollout_tokens_per_s``: sampled tokens per second of waiting for the batch.
+    - ``time/generation``: seconds in which the batch was generated, from its beginning to its end, waited for or not;
+      where the data module says (``generation_s``);
+    - ``throughput/hidden_generation``: 1 - time/rollout / time/generation, at least 0: what of the generation took
+      place while something else was done (``data.staleness``; without it about 0);
+    - ``throughput/rollout_tokens_per_s``: sampled tokens per second of generation (of waiting for the batch, where the
+      data module does not say how long it took).
+
+    With ``rollouts.in_flight: finish`` a push of weights may wait for rollouts; that counts as time/rollout.
 
     Validation is not part of any of them.
 
@@ -65,8 +72,13 @@ class Throughput(L.Callback):
         sync = trainer.world_size > 1
         times = {f"time/{phase}": seconds for phase, seconds in self._waited.items()} | {"time/train": self._train}
         pl_module.log_dict(times, sync_dist=sync, batch_size=1)
+        generated = getattr(trainer.datamodule, "generation_s", None) if self.on_policy else None
+        if generated:
+            hidden = max(0.0, 1.0 - self._waited["rollout"] / generated)
+            figures = {"time/generation": generated, "throughput/hidden_generation": hidden}
+            pl_module.log_dict(figures, sync_dist=sync, batch_size=1)
         if is_trajectories(batch):
-            rates = _rates(batch, sum(times.values()), self._waited.get("rollout"))
+            rates = _rates(batch, sum(times.values()), generated or self._waited.get("rollout"))
             pl_module.log_dict(rates, sync_dist=sync, reduce_fx="sum", batch_size=1)
 
 

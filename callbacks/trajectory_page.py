@@ -59,8 +59,9 @@ def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedToke
     """One page with all trajectories, in the order given.
 
     Tokens are coloured by role (prompt, model, observation); a coloured underline shows the sign and size of the
-    first signal. Hovering (or focusing) a token shows its id, mask, sampler log-prob and signals at the foot. With
-    signals every turn has a line above it with what they say about the whole turn (``turn_figures``).
+    first signal. Hovering (or focusing) a token shows its id, mask, sampler log-prob (the weights that sampled it,
+    where several have) and signals at the foot. With signals every turn has a line above it with what they say about the
+    whole turn (``turn_figures``).
 
     Where turns have prompts of their own, each stands below such a line, signals or not: its prompt, folded, as text
     and ids; what was sampled; and what the environment showed next.
@@ -163,11 +164,13 @@ def _calls(trajectory: Trajectory) -> str:
 
 def _response_notes(item: PageItem) -> list[str]:
     trajectory = item.trajectory
+    versions = trajectory.token_versions
+    several = len({*versions} - {-1}) > 1
     notes = []
     for i, mask in enumerate(trajectory.loss_mask):
         note = f"mask {mask}"
         if mask:
-            note += f"   log-prob {trajectory.logprobs[i]:.4f}"
+            note += f"   log-prob {trajectory.logprobs[i]:.4f}" + (f"   weights {versions[i]}" if several else "")
         for name, values in item.signals.items():
             note += f"   {name} {values[i]:+.4g}"
         notes.append(note)

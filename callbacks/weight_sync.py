@@ -31,6 +31,9 @@ class WeightSync(L.Callback):
         probe_tolerance: nats; a larger difference is an error that says whose it is. None: the figure is logged only.
         checksum: let the engine compare every tensor that arrives with a checksum of the trainer's.
 
+    Where batches are generated ahead (``data.staleness``) a push may wait until what is under way is done
+    (``rollouts.in_flight: finish``); ``seconds`` leaves that out.
+
     Every rank pushes into its own engine, or the first one into the servers that all share; ``policy_weights`` gathers
     collectively.
     """
@@ -100,7 +103,10 @@ class WeightSync(L.Callback):
         start = time.perf_counter()
         settle_parameters(trainer)
         options = {"checksum": True} if self.checksum else {}
-        trainer.datamodule.rollouts.load_weights(module.policy_weights(), version, **options)
+        rollouts = trainer.datamodule.rollouts
+        waited = rollouts.waited_s
+        rollouts.load_weights(module.policy_weights(), version, **options)
+        start += rollouts.waited_s - waited  # for rollouts under way: that is waiting for rollouts, not a push
         self._pushed = version
         if self.probe:
             self.gap = self._probe(trainer, module, version)

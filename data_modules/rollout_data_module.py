@@ -1,21 +1,27 @@
-"""On-policy data: each training batch is rolled out when it is asked for, with the engine's current weights."""
+"""On-policy data: each training batch is rolled out when it is asked for, with the engine's current weights, or, with
+``staleness``, while the ones before it train."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from typing import Any, Optional
 
 from data_modules.balance import balance
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.ground_truths import ABILITIES
 from data_modules.decoding import Decoding
-from data_modules.evaluation_data import as_list
+from data_modules.evaluation_data import Split, as_list
 from data_modules.failures import FailureGuard
 from data_modules.loaders import TrainLoader, fingerprint, permutation
+from data_modules.rollouts_ahead import RolledOut, RolloutsAhead, check_staleness
 from data_modules.training_data import TrainingData
+from rollout.protocols.base import PromptMode
 from rollout.sampling import derive_seed
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
+
+Groups = list[list[Trajectory]]
 
 
 class RolloutDataModule(TrainingData):
@@ -36,6 +42,16 @@ class RolloutDataModule(TrainingData):
     iteration i depend on (seed, i, s) alone: a resumed run offers the same, and so does any number of ranks, each of
     which fills its own places. ``discarded_groups`` counts what was thrown away, ``discarded`` holds it.
 
+    With ``staleness`` k >= 1, when batch i is handed out the generation of the batches up to i + k begins, in the
+    background and with the weights v_i that the engine then has (v_i: after i iterations). So every token trained on in
+    iteration i was sampled with v_(i-k) or later: this is checked. What a background generation raises is raised when
+    its batch is asked for. Validation waits until nothing is being generated. A checkpoint's position counts batches
+    handed out: what was generated ahead is generated anew after a resume, with the weights of the checkpoint, so that
+    the continuation is not that of the uninterrupted run, token for token. The questions of each batch, its seeds, and
+    with dynamic sampling what is offered, are the same at any staleness. The collectives (of the failure guard) stay
+    in the training thread, batch by batch. What becomes of trajectories under way at a weight update is
+    ``rollouts.in_flight``.
+
     Args:
         rollouts: rolls the questions out.
         train_files: question files (see datasets/questions.py).
@@ -55,6 +71,7 @@ class RolloutDataModule(TrainingData):
             a teacher could be told.
         balance_tokens: with several ranks, exchange whole groups after the rollout, so that each rank learns from about
             as many tokens; changes speed only (``data_modules.balance``).
+        staleness: batches generated ahead of the one that trains; 0: none, each is rolled out when it is asked for.
         evaluation: see ``EvaluationData``.
 
     Raises (on ``setup``):
@@ -76,6 +93,7 @@ class RolloutDataModule(TrainingData):
         max_prompt_tokens: Optional[int] = None,
         abilities: Optional[list[str]] = None,
         balance_tokens: bool = True,
+        staleness: int = 0,
         **evaluation: Any,
     ) -> None:
         super().__init__(rollouts=rollouts, **evaluation)
@@ -86,6 +104,8 @@ class RolloutDataModule(TrainingData):
         ):  # fmt: skip
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
+        if staleness < 0:
+            raise ValueError(f"staleness is {staleness}; expected 0 (on policy) or the number of batches ahead")
         if dynamic_sampling is not None and samples_per_prompt < 2:
             raise ValueError(
                 f"dynamic_sampling is {dynamic_sampling}, but samples_per_prompt is {samples_per_prompt}: the rewards "
@@ -105,6 +125,9 @@ class RolloutDataModule(TrainingData):
         self.balance_tokens = balance_tokens
         # Of the last iteration: tokens of the rank with most over the mean, as rolled out and balanced; None: not done.
         self.token_imbalance: Optional[tuple[float, float]] = None
+        self.staleness = staleness
+        self.generation_s: Optional[float] = None  # seconds that generating the last batch took, hidden or not
+        self._ahead = RolloutsAhead(rollouts, self._roll_out_ahead, staleness) if staleness else None
         # Of the last iteration, on this rank: (groups thrown away, groups rolled out); None without dynamic sampling.
         self.discarded_groups: Optional[tuple[int, int]] = None
         self.discarded: list[Trajectory] = []  # of the last iteration, this rank's
@@ -183,41 +206,104 @@ class RolloutDataModule(TrainingData):
             )
 
     def _roll_out(self, iteration: int) -> list[Trajectory]:
-        # A block per rank: the module deals rows to optimiser steps by place, and blocks keep that the same on any
-        # number of ranks whose share is a multiple of the steps.
-        share = self.prompts_per_step // self.world_size
-        first = self.rank * share
-        kept = self._groups(self.prompts(iteration)[first : first + share], iteration)
-        everything = list(kept)
-        for attempt in range(self.dynamic_sampling or 0):
-            constant = [place for place, group in enumerate(kept) if not differs(group)]
-            if not constant:
-                break
-            offered = self.further_prompts(iteration, attempt)
-            groups = self._groups([offered[first + place] for place in constant], iteration)
-            everything += groups
-            for place, group in zip(constant, groups, strict=True):
-                kept[place] = group if differs(group) else kept[place]
+        if self._ahead is None:
+            made = self._roll_out_now(iteration)
+        else:
+            made = self._ahead.take(iteration, self._last_iteration())
+        kept, everything, self.generation_s = made.kept, made.everything, made.seconds
         if self.dynamic_sampling is not None:
             self.discarded_groups = (len(everything) - len(kept), len(everything))
             chosen = {id(group) for group in kept}
             self.discarded = [t for group in everything if id(group) not in chosen for t in group]
         rolled_out = [t for group in everything for t in group]
         self._guard.check(rolled_out, f"training iteration {iteration + 1}", self.rollouts.failures)
+        if self.staleness:
+            check_staleness(rolled_out, self.rollouts.policy_version, self.staleness)
         if self.world_size == 1:
             return [t for group in kept for t in group]
-        place = first * self.samples_per_prompt
+        place = self.rank * (self.prompts_per_step // self.world_size) * self.samples_per_prompt
         share = balance(kept, place, self.rank, self.world_size, self.balance_tokens)
         self.token_imbalance = share.imbalance
         return share.trajectories
 
-    def _groups(self, tasks: list[Task], iteration: int) -> list[list[Trajectory]]:
-        """Roll out a group per question. One seed for the whole iteration: requests derive theirs from the group."""
+    def _roll_out_now(self, iteration: int) -> RolledOut:
+        began = time.perf_counter()
+        work = self._rounds(iteration)
+        tasks = next(work)
+        while True:
+            try:
+                tasks = work.send(self._groups(tasks, iteration))
+            except StopIteration as done:
+                return RolledOut(*done.value, time.perf_counter() - began)
+
+    async def _roll_out_ahead(self, iteration: int) -> RolledOut:
+        work = self._rounds(iteration)
+        tasks = next(work)
+        while True:
+            trajectories = await self.rollouts.roll_out(tasks, batch=iteration, **self._how(iteration))
+            try:
+                tasks = work.send(self._by_group(trajectories))
+            except StopIteration as done:
+                return RolledOut(*done.value)
+
+    def _rounds(self, iteration: int) -> Generator[list[Task], Groups, tuple[Groups, Groups]]:
+        """Yields questions of this rank and is sent their groups, round by round; returns the groups that are kept, by
+        place, and all that were rolled out."""
+        # A block per rank: the module deals rows to optimiser steps by place, and blocks keep that the same on any
+        # number of ranks whose share is a multiple of the steps.
+        share = self.prompts_per_step // self.world_size
+        first = self.rank * share
+        kept = yield self.prompts(iteration)[first : first + share]
+        everything = list(kept)
+        for attempt in range(self.dynamic_sampling or 0):
+            constant = [place for place, group in enumerate(kept) if not differs(group)]
+            if not constant:
+                break
+            offered = self.further_prompts(iteration, attempt)
+            groups = yield [offered[first + place] for place in constant]
+            everything += groups
+            for place, group in zip(constant, groups, strict=True):
+                kept[place] = group if differs(group) else kept[place]
+        return kept, everything
+
+    def _groups(self, tasks: list[Task], iteration: int) -> Groups:
+        """Roll out a group per question."""
+        return self._by_group(self.rollouts.rollout(tasks, **self._how(iteration)))
+
+    def _how(self, iteration: int) -> dict[str, Any]:
+        # One seed for the whole iteration: requests derive theirs from the group.
+        seed = derive_seed(self.seed, "train", iteration)
+        return {"n": self.samples_per_prompt, "sampling": self.train_sampling.params, "seed": seed}
+
+    def _by_group(self, trajectories: list[Trajectory]) -> Groups:
         n = self.samples_per_prompt
-        trajectories = self.rollouts.rollout(  # type: ignore[union-attr]  # required here
-            tasks, n=n, sampling=self.train_sampling.params, seed=derive_seed(self.seed, "train", iteration)
-        )
         return [trajectories[i : i + n] for i in range(0, len(trajectories), n)]
+
+    def _last_iteration(self) -> Optional[int]:
+        """How many batches the training will ask for in all, as far as is known: none are generated beyond."""
+        epochs, steps = (getattr(self.trainer, name, None) or -1 for name in ("max_epochs", "max_steps"))
+        length = getattr(self.trainer, "num_training_batches", None)
+        ends = [steps] if steps > 0 else []
+        if epochs > 0 and isinstance(length, int):
+            ends.append(epochs * length)
+        return min(ends, default=None)
+
+    # --- what is under way ---------------------------------------------------------------------------------------
+
+    def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
+        if self._ahead is not None:
+            self._ahead.settle()  # an evaluation has the engine to itself
+        return super()._evaluate(split, tasks, mode)
+
+    def teardown(self, stage: str) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+        super().teardown(stage)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+        super().close()
 
 
 def differs(group: Sequence[Trajectory]) -> bool:

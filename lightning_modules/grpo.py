@@ -30,7 +30,7 @@ class GRPONotes(RowTensors):
 
     advantages: Tensor
     old_logprobs: Tensor
-    importance: Tensor | None  # truncated pi_old / pi_sampler; None for no correction
+    importance: Tensor | None  # what the policy's loss of each token is multiplied by; None for no correction
     reference_logprobs: Tensor | None  # None without a KL
 
 
@@ -40,7 +40,7 @@ class GRPO(OnPolicyModule):
         A_i = (R_i - mean R) / (std R + 1e-6)      over the trajectories of one prompt, unbiased std; on every token
         rho = pi / pi_old                          pi_old: recomputed before the first update, not the sampler's
         l   = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0
-        L   = mean (w l + kl_coef k3(pi, pi_ref) - entropy_coef H)      w: 1, or min(pi_old / pi_sampler, cap)
+        L   = mean (w l + kl_coef k3(pi, pi_ref) - entropy_coef H)      w: 1, or the correction (importance_cap, ...)
 
     Relatives that are settings of this class (with what the data module has to do, where it has to):
 
@@ -67,9 +67,6 @@ class GRPO(OnPolicyModule):
             over the model's tokens of the whole batch and all ranks (verl's REINFORCE++ at gamma 1).
         lone: advantage of a trajectory that is alone in its group, because the others failed: zero, or its reward as
             in verl.
-        importance_cap: bound C of the importance weights min(pi_old / pi_sampler, C) that correct, without gradient,
-            for an engine whose probabilities differ from the trainer's ("TIS", Yao et al. 2025,
-            fengyao.notion.site/off-policy-rl; verl's tis_imp_ratio_cap; 2.0 is usual); null for no correction.
         entropy_coef: weight of the entropy bonus.
     """
 
@@ -85,7 +82,6 @@ class GRPO(OnPolicyModule):
         aggregation: Aggregation = "token_mean",
         advantage: Advantage = "std",
         lone: Lone = "zero",
-        importance_cap: float | None = None,
         entropy_coef: float = 0.0,
         **kwargs,
     ) -> None:
@@ -105,12 +101,10 @@ class GRPO(OnPolicyModule):
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
         if dual_clip is not None and dual_clip <= 1:
             raise ValueError(f"dual_clip is {dual_clip}; expected a number above 1 (3.0 is usual) or null")
-        if importance_cap is not None and importance_cap < 1:
-            raise ValueError(f"importance_cap is {importance_cap}; expected at least 1 (2.0 is usual) or null")
         self.kl_coef, self.kl_estimator = kl_coef, kl_estimator
         self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
         self.aggregation, self.advantage, self.lone = aggregation, advantage, lone
-        self.importance_cap, self.entropy_coef = importance_cap, entropy_coef
+        self.entropy_coef = entropy_coef
 
     def check_data(self, data: Any) -> None:
         """Refuse groups that hold nothing to compare."""
@@ -138,11 +132,7 @@ class GRPO(OnPolicyModule):
     def annotate(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> GRPONotes:
         advantages = self.token_advantages(trajectories, batch, scores)
         self.metrics.mean("train/advantage_abs", advantages.abs().sum(), batch.mask.sum())
-        importance = None
-        if self.importance_cap is not None:
-            weights = losses.importance_ratio(scores.old_logprobs, batch.sampler_logprobs) * batch.mask
-            self.metrics.mean("train/importance_truncated", (weights > self.importance_cap).sum(), batch.mask.sum())
-            importance = weights.clamp(max=self.importance_cap)
+        importance = self.importance(batch, scores)
         reference = scores.teacher_logprobs if self.kl_coef > 0 else None
         if reference is not None:
             kl = sampled_kl(scores.old_logprobs, reference, self.kl_estimator)

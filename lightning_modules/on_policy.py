@@ -9,6 +9,7 @@ An algorithm says three things and never sees micro-batches, optimisers or ranks
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +21,7 @@ from lightning_modules import optimisation, ranks, scoring
 from lightning_modules.batch import RowTensors, TokenBatch, collate, tensors_BT
 from lightning_modules.lora import LoRA
 from lightning_modules.metrics import StepMetrics
+from lightning_modules.mismatch import Correction, Level, MaskRatio, log_mismatch
 from lightning_modules.policy import DType
 from lightning_modules.rollout_figures import log_rollout
 from lightning_modules.schedules import warmup_constant
@@ -40,6 +42,12 @@ class OnPolicyModule(ScoringModule):
     Every loss stream is divided by its own count over the whole mini-batch, all micro-batches and all ranks, so that
     neither ``micro_batch_tokens`` nor the number of ranks changes the gradient.  Policy and critic are clipped
     separately (DeepSpeed: jointly, inside its engine).
+
+    The correction for what sampled (``importance_cap``, ``mask_ratio``) is weights on the policy's loss of each token,
+    in any algorithm: they multiply ``notes.advantages``, in which every such loss is linear for weights of 0 or more,
+    unless the notes have a field ``importance`` by which the algorithm weighs itself (GRPO). KL, entropy and value
+    losses are not weighted, and what divides counts all tokens, those left out too: masking makes a step smaller
+    rather than the other tokens heavier.
 
     Args:
         policy: Hugging Face folder (or owner/name) to start from.
@@ -64,6 +72,14 @@ class OnPolicyModule(ScoringModule):
         packing: rows go through the models without padding, one after the other in one row (packing.py).
         liger: Liger's kernels for RMSNorm, rotary embeddings and SwiGLU; needs CUDA and the extra ``liger``.
         lora: train low-rank adapters instead of the whole, of the critic's body too; null for the whole.
+        importance_cap: bound C of the importance weights min(r, C), r = pi_old / pi_sampler, by which the policy's loss
+            of a token is multiplied, without gradient: they correct for an engine whose probabilities differ from the
+            trainer's, and for weights that were older (``data.staleness``). "TIS", Yao et al. 2025,
+            fengyao.notion.site/off-policy-rl; verl's tis_imp_ratio_cap; 2.0 is usual. Null for no correction.
+        importance_level: whether r is each token's own, or the geometric mean over the tokens of its sequence (a
+            trajectory; a turn, where turns have prompts of their own).
+        mask_ratio: bounds (low, high) outside of which r leaves a token out of the policy's loss; null for none.
+        mask_level: whether that is each token's r, or the sequence's, which is then left out as a whole.
     """
 
     PROGRESS: ClassVar[tuple[str, ...]] = ("train/reward", "train/em", "train/response_tokens")
@@ -92,6 +108,10 @@ class OnPolicyModule(ScoringModule):
         packing: bool = False,
         liger: bool = False,
         lora: LoRA | None = None,
+        importance_cap: float | None = None,
+        importance_level: Level = "token",
+        mask_ratio: MaskRatio | None = None,
+        mask_level: Level = "token",
     ) -> None:
         reading = {"temperature": temperature, "micro_batch_tokens": micro_batch_tokens, "logits_chunk": logits_chunk}
         loading: dict[str, Any] = {"dtype": dtype, "teacher_dtype": teacher_dtype, "attention": attention}
@@ -104,6 +124,8 @@ class OnPolicyModule(ScoringModule):
         self.critic_lr, self.critic_warmup_steps = critic_lr, critic_warmup_steps
         self.weight_decay, self.betas, self.max_grad_norm = weight_decay, betas, max_grad_norm
         self.mini_batches, self.epochs = mini_batches, epochs
+        self.importance_cap = importance_cap
+        self.correction = Correction(importance_cap, importance_level, mask_ratio, mask_level)
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
         self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors] | None = None
@@ -186,14 +208,31 @@ class OnPolicyModule(ScoringModule):
         with torch.no_grad():
             scores = self.score(usable, batch)
             notes = self.annotate(usable, batch, scores)
+            learnt_from = self._corrected(notes, batch, scores)
         self._last = (usable, batch, scores, notes)
-        self.update(batch, notes, places)
+        log_mismatch(self.metrics, usable, batch, scores.old_logprobs, self.correction, self.trainer.global_step)
+        self.update(batch, learnt_from, places)
         log_rollout(self.metrics, trajectories)
         self._describe(usable, batch, scores)
         figures = self.metrics.reduce()
         shown = {k: v for k, v in figures.items() if k in self.PROGRESS}
         self.log_dict(shown, prog_bar=True, batch_size=1)
         self.log_dict({k: v for k, v in figures.items() if k not in shown}, batch_size=1)
+
+    def importance(self, batch: TokenBatch, scores: Scores) -> Tensor | None:
+        """By what each token's policy loss is to be multiplied [B, T]; None where nothing is corrected."""
+        return self.correction.weights(scores.old_logprobs, batch)
+
+    def _corrected(self, notes: RowTensors, batch: TokenBatch, scores: Scores) -> RowTensors:
+        weights = self.importance(batch, scores)
+        if weights is None or hasattr(notes, "importance"):
+            return notes
+        if not hasattr(notes, "advantages"):
+            raise TypeError(
+                f"importance_cap and mask_ratio weigh advantages, but {type(notes).__name__} has none; name a field "
+                "`advantages` what the policy's loss is linear in, or leave the options out"
+            )
+        return dataclasses.replace(notes, advantages=notes.advantages * weights)  # type: ignore[type-var]
 
     @property
     def last_annotated(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:
@@ -206,6 +245,8 @@ class OnPolicyModule(ScoringModule):
         figures = tensors_BT(notes) | tensors_BT(scores)  # the page underlines by the first: PPO's advantages
         if scores.teacher_logprobs is not None:
             figures["kl"] = (scores.old_logprobs - scores.teacher_logprobs) * batch.mask
+        if (weights := self.importance(batch, scores)) is not None:
+            figures["importance"] = weights
         return token_figures(trajectories, batch, figures)
 
     # ------------------------------------------------------------------ optimiser steps
@@ -260,9 +301,4 @@ class OnPolicyModule(ScoringModule):
     # ------------------------------------------------------------------ figures
     def _describe(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> None:
         """What every algorithm logs about its batch, infrastructure failures left out; beside ``log_rollout``."""
-        mean = self.metrics.mean
-        mean("train/response_tokens", batch.mask.sum(), len({(t.group, t.index) for t in trajectories}))
-        gap = (scores.old_logprobs - batch.sampler_logprobs).abs() * batch.mask
-        mean("train/logprob_gap", gap.sum(), batch.mask.sum())
-        if gap.numel():
-            self.metrics.maximum("train/logprob_gap_max", gap.max())
+        self.metrics.mean("train/response_tokens", batch.mask.sum(), len({(t.group, t.index) for t in trajectories}))

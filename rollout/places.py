@@ -8,6 +8,9 @@ import itertools
 from collections.abc import Awaitable
 
 
+Priority = int | tuple[int, int]  # of one kind within one object
+
+
 class Places:
     """At most ``count`` holders at once. Who waits is let in by priority, the lowest first, then in order of arrival,
     so that the forks of a prompt come before the prompts behind it. Belongs to one event loop."""
@@ -15,12 +18,12 @@ class Places:
     def __init__(self, count: int) -> None:
         self._free = count
         self._order = itertools.count()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Priority, int, asyncio.Future[None]]] = []
 
-    def take(self, priority: int) -> Place:
+    def take(self, priority: Priority) -> Place:
         return Place(self, priority)
 
-    async def acquire(self, priority: int) -> None:
+    async def acquire(self, priority: Priority) -> None:
         if self._free:
             self._free -= 1
             return
@@ -45,7 +48,7 @@ class Places:
 class Place:
     """One place, as an asynchronous context manager."""
 
-    def __init__(self, places: Places, priority: int) -> None:
+    def __init__(self, places: Places, priority: Priority) -> None:
         self._places, self._priority = places, priority
         self._held = False
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from rollout.agent_loop import AgentLoop, Request
 from rollout.places import Place, Places
+from rollout.update_gate import GroupPass
 from rollout.rewards.base import AsyncReward, RewardFunction, score
 from rollout.running_trajectory import RunningTrajectory
 from rollout.sampling import Watch, derive_seed
@@ -27,9 +29,10 @@ class PromptGroup:
     reward: RewardFunction | AsyncReward | None
     task: Task
     group: str
-    position: int  # of the prompt among all: earlier ones come first
+    position: tuple[int, int]  # of its batch, and of the prompt in it: lower ones come first
     request: Request
     deliver: Callable[[Trajectory], None]  # takes each trajectory that counts, as soon as it is scored
+    gate: GroupPass  # lets the group begin, unless new weights are being waited for
 
     @property
     def seed(self) -> int:
@@ -49,7 +52,7 @@ class PromptGroup:
         watch: Watch = Watch(),
         counts: bool = True,
     ) -> Trajectory:
-        async with self.places.take(self.position) as place:
+        async with self._admitted() as place:
             request = dataclasses.replace(self.request, watch=_leaving_its_place(watch, place))
             trajectory = await self.agent_loop.run(
                 self.task, group=self.group, index=index, request=request, start=start, at=at, key=key
@@ -59,6 +62,16 @@ class PromptGroup:
         trajectory = await self._scored(trajectory)
         self.deliver(trajectory)
         return trajectory
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[Place]:
+        """A place, which is given back while the group may not begin: others, which have begun, need it to end."""
+        while True:
+            await self.gate.opened()
+            async with self.places.take(self.position) as place:
+                if self.gate.begin():
+                    yield place
+                    return
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
         """A reward whose service failed says nothing about the policy: the trajectory is left out, as if a tool had

@@ -19,6 +19,7 @@ from rollout.trajectory import (
     Trajectory,
     Turn,
 )
+from rollout.versions import Runs, merged, recorded, runs_of
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class RunningTrajectory:
     turns: list[Turn] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     key: int | str = 0  # what the seeds of its requests are derived from, with group and turn
+    open_runs: Runs = ()  # versions of what an open turn holds already
     open_turn: int | None = None  # where a turn begins that is sampled in part: forked in its middle, or looked at
     last_turn: bool = False  # no result of a call follows the turn that comes next
     entropy: float | None = None  # of the turn being sampled
@@ -79,6 +81,7 @@ class RunningTrajectory:
         self.logprobs, self.turns = list(source.logprobs[:at]), kept
         self.calls = [call for call in source.calls if call.turn < len(kept)]
         self.open_turn = cut.start if inside else None
+        self.open_runs = runs_of(cut.policy_version, cut.version_runs, at - cut.start) if cut and inside else ()
         self.fork = Fork(parent=source.index, at=at)
 
     def count(self, generation: Generation) -> None:
@@ -90,10 +93,12 @@ class RunningTrajectory:
         """Take in the first tokens of a turn whose other tokens follow in ``add_turn``."""
         self.open_turn = len(self.response_ids)
         self._extend(opening.token_ids, 1, opening.logprobs)
+        self.open_runs = _versions(opening)
 
     def add_turn(self, generation: Generation, action: Action) -> None:
         start = self.turn_start
         self._extend(generation.token_ids, 1, generation.logprobs)
+        self.open_runs = merged((*self.open_runs, *_versions(generation)))
         self._close_turn(start, action, generation.finish_reason, generation.policy_version)
 
     def _close_turn(self, start: int, action: Action, finish_reason: str, policy_version: int) -> None:
@@ -110,9 +115,11 @@ class RunningTrajectory:
                 entropy=self.entropy,
                 branch_probability=self.branch_probability,
                 prompt_ids=None if self.turn_prompt is None else tuple(self.turn_prompt),
+                version_runs=recorded(self.open_runs),
             )
         )
         self.open_turn = self.entropy = self.branch_probability = None
+        self.open_runs = ()
 
     def add_calls(self, action: Action, results: Sequence[ToolResult], latencies_s: Sequence[float]) -> None:
         turn = len(self.turns) - 1
@@ -138,7 +145,7 @@ class RunningTrajectory:
     def finish(self, stop_reason: StopReason, seconds: float) -> Trajectory:
         if self.open_turn is not None:  # the engine failed before the turn was complete
             action = Action(ActionKind.INVALID, error="the turn was never completed", ended=False)
-            self._close_turn(self.open_turn, action, "length", -1)
+            self._close_turn(self.open_turn, action, "length", self.open_runs[-1][0] if self.open_runs else -1)
         reward = self.environment_reward
         return Trajectory(
             task=self.task,
@@ -157,3 +164,7 @@ class RunningTrajectory:
             seconds=seconds,
             tokens_computed=self.tokens_computed,
         )
+
+
+def _versions(generation: Generation) -> Runs:
+    return runs_of(generation.policy_version, generation.version_runs, len(generation.token_ids))

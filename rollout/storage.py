@@ -204,6 +204,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "branch_probability": turn.branch_probability,
         "prompt_ids": None if turn.prompt_ids is None else list(turn.prompt_ids),
         "reward": turn.reward,
+        "version_runs": [list(run) for run in turn.version_runs],
     }
 
 
@@ -213,7 +214,9 @@ def _turn_from_json(data: dict[str, Any]) -> Turn:
     later = {name: action[name] for name in ("ended", "well_formed") if name in action}  # not recorded by older files
     parsed = Action(ActionKind(action["kind"]), calls, action["answer"], action["error"], **later)
     prompt = data.get("prompt_ids")
-    return Turn(**{**data, "action": parsed, "prompt_ids": None if prompt is None else tuple(prompt)})
+    changed = {"action": parsed, "prompt_ids": None if prompt is None else tuple(prompt)}
+    changed["version_runs"] = tuple((version, count) for version, count in data.get("version_runs", ()))
+    return Turn(**{**data, **changed})
 
 
 def _call_to_json(call: ToolCall) -> dict[str, Any]:

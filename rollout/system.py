@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, closing
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from rollout.agent_loop import AgentLoop, Budgets, Request
 from rollout.engines.base import Engine, Generation, SamplingParams
@@ -23,6 +25,7 @@ from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
 from rollout.tools.base import Startable
 from rollout.trajectory import Task, Trajectory
+from rollout.update_gate import UpdateGate
 from rollout.weight_push import push
 
 if TYPE_CHECKING:
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+InFlight = Literal["finish", "continue"]
+Result = TypeVar("Result")
 
 
 class RolloutSystem:
@@ -55,6 +61,10 @@ class RolloutSystem:
             sampler asks for it, by its own number of tokens.
         top_logprobs: of how many of the most likely tokens that entropy is made.
         skills: advice for whoever acts (Skill-GRPO, skill prompts); SDAR's, for the teacher alone, are the module's.
+        in_flight: what becomes of trajectories that are under way when new weights arrive (only with
+            ``data.staleness`` any are). ``finish``: the update waits until every prompt group that has begun is done,
+            with the weights it began with; groups that have not begun wait for the new ones. ``continue``: the engine
+            takes the new weights between two tokens, and each token records which sampled it (``Turn.versions``).
     """
 
     def __init__(
@@ -74,6 +84,7 @@ class RolloutSystem:
         entropy_tokens: int = 0,
         top_logprobs: int = 10,
         skills: Skills | None = None,
+        in_flight: InFlight = "finish",
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; expected at least 1")
@@ -95,7 +106,9 @@ class RolloutSystem:
                 f"{type(protocol).__name__} writes a new prompt for every turn; take window: null (one conversation), "
                 "or leave the sampler out"
             )
-        self.concurrency = concurrency
+        self.concurrency, self.in_flight = concurrency, in_flight
+        self.waited_s = 0.0  # seconds that updates have waited for trajectories under way, so far
+        check_in_flight(in_flight, engine)
         if skills is not None and skills.retriever.learns:
             raise ValueError(
                 f"{type(skills.retriever).__name__} learns from rewards, which nothing tells it in a prompt of the "
@@ -138,7 +151,7 @@ class RolloutSystem:
                 thread = threading.Thread(target=loop.run_forever, name="rollout", daemon=True)
                 thread.start()
                 self._loop, self._thread = loop, thread
-                self._places = Places(self.concurrency)
+                self._places, self._gate = Places(self.concurrency), UpdateGate()
             self._submit(self._start()).result()
 
     def rollout(
@@ -195,7 +208,8 @@ class RolloutSystem:
         finished: queue.SimpleQueue[Trajectory | None] = queue.SimpleQueue()
         if sampler is None:
             sampler = self.sampler if mode is PromptMode.AGENT else IndependentSampler()
-        work = self._roll_out(tasks, n, Request(seed, sampling, mode, advise=advise), sampler, finished.put)
+        request = Request(seed, sampling, mode, advise=advise)
+        work = self._roll_out(tasks, n, request, sampler, finished.put)
         task = self._submit(_launch(work, on_done=lambda: finished.put(None))).result()
         try:
             while (trajectory := finished.get()) is not None:
@@ -207,11 +221,34 @@ class RolloutSystem:
                     pass
         _raise_first_error(task)
 
+    def background(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine, which awaits ``roll_out``, in the system's event loop beside everything else. Cancelling the
+        future cancels it; ``close`` does, too."""
+        self.start()
+        return self._submit(work)
+
+    async def roll_out(
+        self, tasks: Sequence[Task], *, n: int, sampling: SamplingParams, seed: int, batch: int
+    ) -> list[Trajectory]:
+        """``rollout``, to be awaited in the system's own event loop (``background``).
+
+        Args:
+            batch: of those under way at once the lower ones come first; a number from 0.
+        """
+        order = {group: position for position, group in enumerate(group_names(tasks))}
+        finished: list[Trajectory] = []
+        try:
+            await self._roll_out(tasks, n, Request(seed, sampling), self.sampler, finished.append, batch)
+        except BaseExceptionGroup as error:
+            raise _first(error) from None
+        return sorted(finished, key=lambda t: (order[t.group], t.index))
+
     def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
     ) -> None:
         """Replace the engine's weights. ``tensors`` is consumed in this thread, one at a time and to its end, even if
-        the engine refuses them: gathering sharded weights is collective, and other ranks wait for this one.
+        the engine refuses them: gathering sharded weights is collective, and other ranks wait for this one. What is
+        under way ends first, or goes on with the new weights (option ``in_flight``).
 
         Where ranks share the engine (servers), the first rank sends, and all return when the servers hold the weights.
 
@@ -221,7 +258,12 @@ class RolloutSystem:
         Raises ValueError, and changes nothing, if a name, a shape or a checksum does not fit.
         """
         self.start()
-        push(self.engine, self._submit, tensors, version, checksum)
+        options = {"checksum": True} if checksum else {}
+        if self.in_flight == "continue":
+            push(self.engine, self._submit, tensors, version, options | {"between_steps": True})
+        else:
+            with self._nothing_under_way():
+                push(self.engine, self._submit, tensors, version, options)
         self._policy_version = version
 
     def probe(self, text: str, max_new_tokens: int) -> tuple[list[int], dict[str, Generation]]:
@@ -263,6 +305,17 @@ class RolloutSystem:
                 await part.start()
         await self.engine.start()
 
+    @contextmanager
+    def _nothing_under_way(self) -> Iterator[None]:
+        """For the caller's thread: entered when all groups that have begun are done; no other begins meanwhile."""
+        gate, began = self._gate.update(), time.monotonic()
+        self._submit(gate.__aenter__()).result()
+        self.waited_s += time.monotonic() - began
+        try:
+            yield
+        finally:
+            self._submit(gate.__aexit__(None, None, None)).result()
+
     async def _close(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in running:
@@ -284,10 +337,16 @@ class RolloutSystem:
         request: Request,
         sampler: Sampler,
         deliver: Callable[[Trajectory], None],
+        batch: int = -1,
     ) -> None:
+        """``batch``: lower ones come first; -1 is whatever somebody waits for in ``stream``."""
+
         async def sample(position: int, task: Task, group: str) -> None:
-            one = PromptGroup(self.agent_loop, self._places, self.reward, task, group, position, request, deliver)
-            made = await sampler.sample(one, n)
+            place = (batch, position)
+            loop, places, reward = self.agent_loop, self._places, self.reward
+            with self._gate.group() as gate:
+                one = PromptGroup(loop, places, reward, task, group, place, request, deliver, gate)
+                made = await sampler.sample(one, n)
             if [t.index for t in made] != list(range(n)):
                 raise RuntimeError(
                     f"{type(sampler).__name__} made members {[t.index for t in made]} of group {group}; expected "
@@ -297,6 +356,17 @@ class RolloutSystem:
         async with asyncio.TaskGroup() as running:
             for position, (task, group) in enumerate(zip(tasks, group_names(tasks), strict=True)):
                 running.create_task(sample(position, task, group))
+
+
+def check_in_flight(in_flight: str, engine: Engine) -> None:
+    """Raises ValueError for an unknown value, or ``continue`` with an engine that takes weights only when idle."""
+    if in_flight not in get_args(InFlight):
+        raise ValueError(f"in_flight is {in_flight!r}; expected one of {', '.join(get_args(InFlight))}")
+    if in_flight == "continue" and "between_steps" not in inspect.signature(engine.load_weights).parameters:
+        raise ValueError(
+            f"in_flight is continue, but {type(engine).__name__} cannot take new weights between two tokens "
+            "(load_weights has no between_steps); take in_flight: finish, or another engine"
+        )
 
 
 async def _launch(work: Coroutine[Any, Any, None], on_done: Callable[[], None]) -> asyncio.Task[None]:
@@ -309,8 +379,11 @@ def _raise_first_error(task: asyncio.Task[None]) -> None:
     """Nothing if the task went well; else the error that ended it, without the groups around it."""
     if task.cancelled():
         raise RuntimeError("the rollout system was closed while trajectories were under way")
-    error = task.exception()
+    if (error := task.exception()) is not None:
+        raise _first(error)
+
+
+def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if error is not None:
-        raise error
+    return error

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rollout.versions import Runs, runs_of
+
 
 class StopReason(StrEnum):
     """Why a trajectory ended. Closed: each value is mirrored as the metric ``stop/<value>``."""
@@ -143,7 +145,7 @@ class Turn:
     end: int
     action: Action
     finish_reason: str  # engine's: "stop", "eos", "length"
-    policy_version: int
+    policy_version: int  # of its last token
     observation_end: int  # == end when nothing followed; observation is [end, observation_end)
     observation_truncated: bool = False  # or its own prompt had to leave history out
     # Mean entropy (nats) of the distributions its first tokens were drawn from, one figure per turn; None where the
@@ -154,6 +156,12 @@ class Turn:
     # What it was sampled after, where that is not the trajectory's prompt and all that followed; see module docstring.
     prompt_ids: tuple[int, ...] | None = None
     reward: float = 0.0  # what the environment gave for it; what a reward function gives afterwards is in none
+    version_runs: Runs = ()  # (policy version, tokens) in order, where the weights changed in its middle
+
+    @property
+    def versions(self) -> Runs:
+        """(policy version, tokens) in order, over all its tokens."""
+        return runs_of(self.policy_version, self.version_runs, self.end - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +238,18 @@ class Trajectory:
     @property
     def policy_versions(self) -> tuple[int, int]:
         """First and last weights that sampled a token here ((-1, -1) for an empty response)."""
-        return (self.turns[0].policy_version, self.turns[-1].policy_version) if self.turns else (-1, -1)
+        if not self.turns:
+            return (-1, -1)
+        first = self.turns[0]
+        return (first.version_runs[0][0] if first.version_runs else first.policy_version, self.turns[-1].policy_version)
+
+    @property
+    def token_versions(self) -> tuple[int, ...]:
+        """By response token, the version of the weights that sampled it [L]; -1 for observations."""
+        found = [-1] * len(self.response_ids)
+        for turn in self.turns:
+            found[turn.start : turn.end] = [version for version, count in turn.versions for _ in range(count)]
+        return tuple(found)
 
     def replace(self, **changes: Any) -> Trajectory:
         return dataclasses.replace(self, **changes)

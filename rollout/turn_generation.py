@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.entropy import opening_entropy
 from rollout.protocols.base import ChatProtocol
 from rollout.running_trajectory import RunningTrajectory
 from rollout.sampling import Watch, derive_seed
+from rollout.versions import recorded, runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +97,11 @@ class TurnGenerator:
                     finish_reason="stop",
                     stop_string=found[0],
                     top_logprobs=None if top is None else top[:end],
+                    **_cut_versions(generation, end),
                 )
         return generation
+
+
+def _cut_versions(generation: Generation, end: int) -> dict[str, Any]:
+    runs = runs_of(generation.policy_version, generation.version_runs, end)
+    return {"policy_version": runs[-1][0], "version_runs": recorded(runs)}

@@ -17,7 +17,7 @@ Submit = Callable[[Coroutine[Any, Any, Any]], Future[Any]]
 Tensors = Iterable[tuple[str, "torch.Tensor"]]
 
 
-def push(engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool) -> None:
+def push(engine: Engine, submit: Submit, tensors: Tensors, version: int, options: dict[str, bool]) -> None:
     """Replace the engine's weights; ``tensors`` is consumed in this thread, to its end.
 
     Where ranks share the engine, the first rank sends, the others only gather, and all return (or raise) when they have
@@ -25,18 +25,20 @@ def push(engine: Engine, submit: Submit, tensors: Tensors, version: int, checksu
 
     Args:
         submit: runs a coroutine in the engine's event loop.
+        options: of the engine's ``load_weights``.
     """
     if not getattr(engine, "shared_by_ranks", False):
-        _send(engine, submit, tensors, version, checksum)
+        _send(engine, submit, tensors, version, options)
         return
     error: Exception | None = None
+    _meet()
     if _several() and _rank() > 0:
         submit(engine.expect_push()).result()
         for _ in tensors:
             pass
     else:
         try:
-            _send(engine, submit, tensors, version, checksum)
+            _send(engine, submit, tensors, version, options)
         except (ValueError, InfrastructureError) as refusal:  # what fails in gathering, all ranks meet
             error = refusal
     told = _word_of_first_rank(error or engine.held)
@@ -46,12 +48,19 @@ def push(engine: Engine, submit: Submit, tensors: Tensors, version: int, checksu
     submit(engine.adopt(told)).result()
 
 
-def _send(engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool) -> None:
+def _send(engine: Engine, submit: Submit, tensors: Tensors, version: int, options: dict[str, bool]) -> None:
     relay = WeightRelay(tensors)
-    options = {"checksum": True} if checksum else {}
     future = submit(engine.load_weights(relay, version, **options))
     relay.serve_until(future)
     future.result()
+
+
+def _meet() -> None:
+    """Nothing is sent before every rank has come: what their trajectories still ask is answered from the old weights."""
+    if _several():
+        import torch
+
+        torch.distributed.barrier()
 
 
 def _several() -> bool:

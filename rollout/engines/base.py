@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from rollout.versions import Runs
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,10 +32,11 @@ class Generation:
     token_ids: tuple[int, ...]  # [n] exactly as sampled, incl. the token that completed a stop string
     logprobs: tuple[float, ...]  # [n]
     finish_reason: str  # "stop" (a stop string), "eos" (a stop token id), "length"
-    policy_version: int  # weights that sampled it
+    policy_version: int  # weights that sampled it (its last token, where an update came in between)
     stop_string: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None  # [n] of {token id: log-prob}
     cached_tokens: int = 0  # of the given token_ids, how many needed no computation (prefix reuse)
+    version_runs: Runs = ()  # (version, tokens) in order, where weights changed in between; see rollout.versions
 
 
 class Engine(Protocol):
@@ -52,7 +55,8 @@ class Engine(Protocol):
     ) -> None:
         """Replace all weights (Hugging Face names), drop every prefix cache, set the policy version.
         Raises ValueError, and changes nothing, if a name or shape does not fit, or, with ``checksum``, if what arrives
-        is not what was sent."""
+        is not what was sent. An engine whose method has a further option ``between_steps`` can take them while
+        requests are under way: these go on with the new weights."""
         ...
 
     async def close(self) -> None: ...

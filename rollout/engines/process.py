@@ -111,11 +111,17 @@ class EngineProcess:
                 self._outbox.put(("cancel", request_id))
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        checksum: bool = False,
+        between_steps: bool = False,
     ) -> None:
-        """See `base.Engine.load_weights`. Requests under way finish on the old weights first; requests that come
-        later wait for the new ones. ``tensors`` is consumed in the calling thread, each tensor copied at once."""
-        await self._load(lambda: WeightFiles.write(tensors, checksum), version, WeightFiles.remove)
+        """See `base.Engine.load_weights`. Requests under way finish on the old weights first, and requests that come
+        later wait for the new ones; or, ``between_steps``, all go on with the new ones from the next token on.
+        ``tensors`` is consumed in the calling thread, each tensor copied at once."""
+        kind = "load_between" if between_steps else "load"
+        await self._load(lambda: WeightFiles.write(tensors, checksum), version, WeightFiles.remove, kind)
 
     async def load_files(self, files: WeightFiles, version: int) -> None:
         """As `load_weights`, from files of safetensors that the child can read; they stay where they are."""
@@ -142,7 +148,11 @@ class EngineProcess:
         return future
 
     async def _load(
-        self, write: Callable[[], WeightFiles], version: int, dispose: Callable[[WeightFiles], None]
+        self,
+        write: Callable[[], WeightFiles],
+        version: int,
+        dispose: Callable[[WeightFiles], None],
+        kind: str = "load",
     ) -> None:
         future = self._begin_load()
         try:
@@ -152,7 +162,7 @@ class EngineProcess:
             raise
         # Not in a finally clause: if this task is cancelled the child still reads the files, and answers.
         future.add_done_callback(lambda _: self._end_load(files, dispose))
-        self._outbox.put(("load", files.paths, version))
+        self._outbox.put((kind, files.paths, version))
         error = await asyncio.shield(future)
         if error is not None:
             raise ValueError(error)

@@ -15,6 +15,7 @@ from rollout.engines.sampler import BatchSampler, Sampled, uniforms
 from rollout.engines.slot_attention import Prefill, SlotBatch, register
 from rollout.engines.stopping import StopChecker
 from rollout.engines.weights import WeightFiles
+from rollout.versions import Runs, merged, recorded
 
 # New prompt tokens computed in one forward pass (one request is always taken, however long): bounds the activations,
 # on CPU to what the caches hold.
@@ -30,10 +31,12 @@ class Running:
     request_id: int
     sampling: SamplingParams
     uniforms: list[float]
+    prompt: np.ndarray
     cached: int
     generated: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
+    version_runs: Runs = ()  # of what was sampled before the weights changed
 
 
 class TransformersBackend:
@@ -70,6 +73,7 @@ class TransformersBackend:
         self._stops = StopChecker(AutoTokenizer.from_pretrained(model), config.vocab_size)
         self._prefill_tokens = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS["cuda"])
         self._queue: deque[tuple[int, np.ndarray, SamplingParams]] = deque()
+        self._interrupted: dict[int, Running] = {}  # in the queue again: the weights changed while they were running
         self._running: list[Running] = []  # row by row
         self._sampler: BatchSampler | None = None  # None: the rows have changed since it was built
         self.version = 0
@@ -89,6 +93,7 @@ class TransformersBackend:
 
     def cancel(self, request_id: int) -> None:
         self._queue = deque(item for item in self._queue if item[0] != request_id)
+        self._interrupted.pop(request_id, None)
         for row, running in enumerate(self._running):
             if running.request_id == request_id:
                 self._remove(row)
@@ -107,12 +112,31 @@ class TransformersBackend:
 
     @torch.no_grad()
     def load(self, files: WeightFiles) -> None:
-        """Replace all weights, drop every prefix. Raises ValueError, and changes nothing, if they do not fit."""
+        """Replace all weights, drop every prefix. Raises ValueError, and changes nothing, if they do not fit.
+
+        Requests that are running go on with the new weights after the tokens they have, whose keys and values are
+        computed anew: what follows is then sampled by the new model and by no mixture of both, and its log-probs are
+        those of one forward pass."""
         targets = self._model.state_dict()  # tied names refer to the same storage
         files.validate(self.info["weights"], optional=self._tied)
         for name, tensor in files.tensors(skip=self._tied):
             targets[name].copy_(tensor)
+        self._interrupt()
         self._slots.clear()
+
+    def _interrupt(self) -> None:
+        """Put what is running back to the front of the queue, in its order, with the tokens sampled so far."""
+        for row in reversed(range(len(self._running))):
+            running = self._running[row]
+            self._remove(row)
+            running.version_runs = self._versions(running)
+            self._interrupted[running.request_id] = running
+            ids = np.concatenate([running.prompt, np.asarray(running.generated, dtype=np.int64)])
+            self._queue.appendleft((running.request_id, ids, running.sampling))
+
+    def _versions(self, running: Running) -> Runs:
+        before = sum(count for _, count in running.version_runs)
+        return merged((*running.version_runs, (self.version, len(running.generated) - before)))
 
     def _admit(self) -> list[tuple[np.ndarray, Prefill]]:
         """Move requests from the queue into rows, first come first served, as long as there is room for them."""
@@ -130,9 +154,9 @@ class TransformersBackend:
             admitted.append((new, Prefill(placed.row, placed.cached, begin, begin + len(new))))
             begin += len(new)
             budget += len(new)
-            numbers = uniforms(sampling.seed, sampling.max_new_tokens).tolist() if sampling.temperature > 0 else ()
-            numbers = numbers or [0.0] * sampling.max_new_tokens
-            self._running.append(Running(request_id, sampling, numbers, placed.cached))
+            self._running.append(
+                self._interrupted.pop(request_id, None) or _begun(request_id, sampling, token_ids, placed.cached)
+            )
             self._sampler = None
         return admitted
 
@@ -206,6 +230,7 @@ class TransformersBackend:
             stop_string=stop_string,
             top_logprobs=tuple(running.top) if running.sampling.top_logprobs else None,
             cached_tokens=running.cached,
+            version_runs=recorded(self._versions(running)),
         )
 
     def _remove(self, row: int) -> None:
@@ -213,3 +238,8 @@ class TransformersBackend:
         self._running[row] = self._running[last]
         self._running.pop()
         self._sampler = None
+
+
+def _begun(request_id: int, sampling: SamplingParams, prompt: np.ndarray, cached: int) -> Running:
+    numbers = uniforms(sampling.seed, sampling.max_new_tokens).tolist() if sampling.temperature > 0 else ()
+    return Running(request_id, sampling, numbers or [0.0] * sampling.max_new_tokens, prompt, cached)

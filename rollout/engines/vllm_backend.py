@@ -8,6 +8,7 @@ import torch
 
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.weights import WeightFiles, names_and_shapes
+from rollout.versions import Runs, merged, recorded
 
 # On CPU: smallest block its attention takes (only whole blocks are prefix-cached), and a modest cache, because vLLM
 # touches all of it at once and would otherwise take a share of all memory.
@@ -91,6 +92,7 @@ class VLLMBackend:
         self._truncates = all(self._engine.collective_rpc("report_untruncated_logprobs"))
         self._expected, self._tied = names_and_shapes(model)
         self._top_logprobs: dict[int, int] = {}  # request id -> k, where k > 0
+        self._versions: dict[int, Runs] = {}  # request id -> versions of its tokens up to the latest weight update
         self.version = 0
         vocab_size = self._engine.model_config.get_vocab_size()
         self.info = {
@@ -135,6 +137,7 @@ class VLLMBackend:
     def cancel(self, request_id: int) -> None:
         self._engine.abort_request([str(request_id)])
         self._top_logprobs.pop(request_id, None)
+        self._versions.pop(request_id, None)
 
     def step(self) -> list[tuple[int, Generation]]:
         return [
@@ -143,10 +146,16 @@ class VLLMBackend:
 
     def load(self, files: WeightFiles) -> None:
         """Replace all weights, drop every prefix. Raises ValueError, and changes nothing, if they do not fit (a
-        reload that fails half-way would leave vLLM's model unusable)."""
+        reload that fails half-way would leave vLLM's model unusable).
+
+        Requests under way are preempted, keep their tokens, and are computed anew with the new weights when they go on
+        (``Scheduler.reset_prefix_cache`` of vLLM 0.32)."""
         files.validate(self._expected, optional=self._tied)
         self._engine.collective_rpc("load_files", args=(files.paths, sorted(self._tied)))
-        if not self._engine.reset_prefix_cache():
+        for state in self._engine.output_processor.request_states.values():
+            request_id, sampled = int(state.external_req_id), state.detokenizer.num_output_tokens()
+            self._versions[request_id] = self._runs(request_id, sampled)
+        if not self._engine.reset_prefix_cache(reset_running_requests=self.has_work):
             raise RuntimeError("vLLM did not drop its prefix cache after a weight update")
 
     def transfer(self, method: str, arguments: dict[str, Any]) -> None:
@@ -158,6 +167,10 @@ class VLLMBackend:
         if method == "finish_weight_update" and not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its prefix cache after a weight update")
 
+    def _runs(self, request_id: int, sampled: int) -> Runs:
+        before = self._versions.get(request_id, ())
+        return merged((*before, (self.version, sampled - sum(count for _, count in before))))
+
     def _generation(self, output: Any) -> Generation:
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
@@ -168,6 +181,8 @@ class VLLMBackend:
             reason = "eos"
         ids = tuple(completion.token_ids)
         k = self._top_logprobs.pop(int(output.request_id), 0)
+        runs = self._runs(int(output.request_id), len(ids))
+        self._versions.pop(int(output.request_id), None)
         top = tuple({t: e.logprob for t, e in entry.items() if e.rank <= k} for entry in completion.logprobs)
         return Generation(
             token_ids=ids,
@@ -177,4 +192,5 @@ class VLLMBackend:
             stop_string=stop_string,
             top_logprobs=top if k else None,
             cached_tokens=output.num_cached_tokens or 0,
+            version_runs=recorded(runs),
         )

@@ -1,8 +1,8 @@
 """The child process of an engine: ``python -m rollout.engines.worker FD PARENT_PID``, started by `EngineProcess`.
 
 Messages from the parent: ("generate", id, token ids, SamplingParams), ("cancel", id), ("load", paths, version),
-("transfer", method, arguments, version), ("close",). To the parent: ("ready", info), ("refused", message),
-("results", [(id, Generation)]), ("loaded", error or None), ("fatal", traceback).
+("load_between", paths, version), ("transfer", method, arguments, version), ("close",). To the parent: ("ready", info),
+("refused", message), ("results", [(id, Generation)]), ("loaded", error or None), ("fatal", traceback).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main() -> None:
 
 def _serve(connection: Connection, backend: Any) -> None:
     """Alternate between messages and steps. A load waits until the requests that came before it have finished, and
-    those that come after it wait for the load: every generation is sampled by one version of the weights."""
+    those that come after it wait for the load: every generation is sampled by one version of the weights. Only a
+    "load_between" takes place at once, between two steps: what is under way goes on with the new weights."""
     load: tuple[list[str], int] | None = None
     held: list[tuple] = []
     while True:
@@ -64,6 +65,8 @@ def _serve(connection: Connection, backend: Any) -> None:
                 load = tuple(arguments)
             elif kind == "transfer":  # the parent has seen to it that nothing is being generated
                 connection.send(("loaded", _transfer(backend, *arguments)))
+            elif kind == "load_between":
+                connection.send(("loaded", _load(backend, *arguments)))
             elif load:
                 held.append(tuple(arguments))
             else:

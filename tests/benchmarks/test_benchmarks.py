@@ -80,6 +80,17 @@ SHAPES = {
             rf"|1 games, [0-9]+ steps without a difference: simulator {N} steps/s, ALFWorld {N} steps/s, ratio {N}"
         ],
     ),
+    "staleness": (
+        "--prompts 1 --samples 2 --turns 1 --iterations 3 --repeats 1",
+        [
+            rf"search takes {ms} ms \(median\), {mode}: {N} s per iteration, {N} s of them waiting for rollouts, "
+            rf"[0-9]+% of the generation hidden, tokens {lag} iterations old, ratio {N}"
+            for ms in (0, 50, 200)
+            for mode, lag in (
+                ("staleness 0", r"0\.00"), ("staleness 1, finish", r"1\.00"), ("staleness 1, continue", r"[01]\.[0-9]+")
+            )
+        ],
+    ),
     "step_weights": (
         "--rows 2 --tokens 200 --turns 4 --repeats 1",
         [

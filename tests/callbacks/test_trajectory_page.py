@@ -120,6 +120,16 @@ def test_page_shows_every_token_with_role_text_and_figures(tokenizer):
     assert page.cells == ["0", "search", 'who "is" <Mira>', "ok", "12.5 ms", "Title 0"]
 
 
+def test_tokens_name_the_weights_that_sampled_them_where_several_have(tokenizer):
+    plain = make_trajectory()
+    first, last = plain.turns  # four tokens each, of weights 7
+    mixed = plain.replace(turns=(dataclasses.replace(first, version_runs=((6, 1), (7, 3))), last))
+    pages = [render_page("t", [PageItem(t, "best")], tokenizer) for t in (plain, mixed)]
+    assert ", weights 7</dd>" in pages[0] and "   weights " not in pages[0]
+    assert ", weights 6 to 7</dd>" in pages[1]
+    assert (pages[1].count("   weights 6"), pages[1].count("   weights 7")) == (1, 7)
+
+
 def test_turns_have_the_figures_of_their_tokens_above_them(tokenizer):
     trajectory = written(tokenizer, TEXT)
     (one, two), length = trajectory.turns, len(trajectory.response_ids)

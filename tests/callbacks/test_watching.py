@@ -91,6 +91,25 @@ def test_phases_add_up_and_validation_is_in_none_of_them(trainer_for, order):
         assert row["throughput/rollout_tokens_per_s"] == pytest.approx(12 / row["time/rollout"], rel=1e-3)
 
 
+class Generated(L.LightningDataModule):
+    """Says that each batch took 2 s to generate, 60 ms of which the trainer waits for."""
+
+    generation_s = 2.0
+
+    def train_dataloader(self):
+        return SlowTrajectories([[make_trajectory()]] * 2)
+
+
+def test_what_of_the_generation_was_hidden(trainer_for):
+    keep = Keep()
+    trainer_for([Throughput(), keep], max_epochs=1, limit_val_batches=0).fit(Scripted([{}] * 2), datamodule=Generated())
+    for row in keep.rows:
+        assert row["time/generation"] == pytest.approx(2.0)
+        assert row["throughput/hidden_generation"] == pytest.approx(1 - row["time/rollout"] / 2.0, rel=1e-4)
+        assert 0.06 <= row["time/rollout"] < 1.0
+        assert row["throughput/rollout_tokens_per_s"] == pytest.approx(8 / 2.0)
+
+
 def test_supervised_batches_wait_for_data_not_for_rollouts(trainer_for):
     keep = Keep()
     trainer_for([Throughput(on_policy=False), keep], max_epochs=1).fit(Scripted([{}]))

@@ -1,0 +1,165 @@
+"""What becomes of trajectories under way when new weights arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.scripted import ScriptedEngine
+from rollout.engines.transformers_engine import TransformersEngine
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.rewards.qa import ExactMatchReward
+from rollout.running_trajectory import RunningTrajectory
+from rollout.storage import load_trajectories, save_trajectories
+from rollout.system import RolloutSystem
+from rollout.tools.search import SearchTool
+from rollout.trajectory import Action, ActionKind, StopReason, Task, turn_rows
+from rollout.turn_generation import TurnGenerator
+from rollout.update_gate import UpdateGate
+from tests.conftest import make_model_dir
+from tests.rollout.scripted import TASK, TextEngine, ToyRetriever, search_then_answer
+
+CALL = Action(ActionKind.CALL)
+
+
+def tasks(n):
+    return [dataclasses.replace(TASK, id=f"q{i}") for i in range(n)]
+
+
+def generation(n, version, *runs):
+    return Generation(tuple(range(n)), (-0.5,) * n, "stop", version, version_runs=runs)
+
+
+def test_versions_of_turns_that_were_opened_forked_and_cut(tmp_path):
+    state = RunningTrajectory(TASK, "g", 0, prompt_ids=[1])
+    state.add_turn(generation(2, 3), CALL)
+    state.add_observation([7, 7], False)
+    state.open(generation(3, 4, (3, 1), (4, 2)))
+    state.add_turn(generation(3, 5, (4, 1), (5, 2)), CALL)
+    whole = state.finish(StopReason.MAX_TURNS, 0.0)
+    assert [turn.versions for turn in whole.turns] == [((3, 2),), ((3, 1), (4, 3), (5, 2))]
+    assert whole.turns[0].version_runs == ()
+    assert whole.token_versions == (3, 3, -1, -1, 3, 4, 4, 4, 5, 5) and whole.policy_versions == (3, 5)
+    save_trajectories(tmp_path / "t.parquet", [whole])
+    assert load_trajectories(tmp_path / "t.parquet") == [whole]
+
+    branch = RunningTrajectory(TASK, "g", 1)
+    branch.continue_from(whole, 7)  # in the middle of the second turn, three tokens of which it takes over
+    branch.add_turn(generation(2, 6), CALL)
+    done = branch.finish(StopReason.MAX_TURNS, 0.0)
+    assert done.token_versions == (3, 3, -1, -1, 3, 4, 4, 6, 6)
+    rows = turn_rows(whole.replace(turns=tuple(dataclasses.replace(turn, prompt_ids=(1,)) for turn in whole.turns)))
+    assert [row.token_versions for row in rows] == [(3, 3), (3, 4, 4, 4, 5, 5)]
+
+
+def test_a_turn_that_is_cut_at_a_stop_string_keeps_the_versions_of_what_is_left(protocol):
+    ids = protocol.tokenizer.encode("</search> and more", add_special_tokens=False)
+    state = RunningTrajectory(TASK, "g", 0, prompt_ids=[1], response_ids=[], open_turn=0)
+    runs = ((1, 1), (2, len(ids) - 1))
+    given = Generation(tuple(ids), (-0.5,) * len(ids), "length", 2, version_runs=runs)
+    cut = TurnGenerator(ScriptedEngine([]), protocol)._cut_across_boundary(state, given)
+    n = len(cut.token_ids)
+    assert 0 < n < len(ids) and cut.stop_string == "</search>"
+    assert sum(count for _, count in cut.version_runs) == (n if n > 1 else 0)
+    assert cut.policy_version == (2 if n > 1 else 1)
+
+
+def test_an_update_comes_between_groups():
+    async def main():
+        gate, log = UpdateGate(), []
+
+        async def group(name, seconds):
+            with gate.group() as one:
+                while not one.begin():
+                    await one.opened()
+                log.append(f"{name} begins")
+                await asyncio.sleep(seconds)
+                assert one.begin(), "its next member need not wait, whatever waits"
+                log.append(f"{name} ends")
+
+        async def update():
+            async with gate.update():
+                log.append("update")
+
+        first = asyncio.ensure_future(group("a", 0.02))
+        await asyncio.sleep(0)
+        cancelled = asyncio.ensure_future(group("b", 60))
+        await asyncio.sleep(0)
+        updates = [asyncio.ensure_future(update()) for _ in range(2)]
+        await asyncio.sleep(0)
+        later = asyncio.ensure_future(group("c", 0))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(first, later, *updates)
+        return log
+
+    log = asyncio.run(asyncio.wait_for(main(), 5))
+    assert log == ["a begins", "b begins", "a ends", "update", "update", "c begins", "c ends"]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 100])
+def test_finish_gives_every_group_one_version(protocol, concurrency):
+    """Also with fewer places than trajectories: a group that waits holds no place that one under way needs."""
+    engine = TextEngine(protocol, search_then_answer, latency=0.005)
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), concurrency=concurrency)
+    sampling = SamplingParams(max_new_tokens=200)
+    try:
+        future = system.background(system.roll_out(tasks(4), n=3, sampling=sampling, seed=0, batch=0))
+        version = 0
+        while not future.done():
+            time.sleep(0.02)
+            version += 1
+            system.load_weights([("a", torch.zeros(1))], version)
+        done = future.result()
+        again = system.rollout(tasks(4), n=3, sampling=sampling, seed=0)
+    finally:
+        system.close()
+    assert [(t.group, t.index, t.response_ids) for t in done] == [(t.group, t.index, t.response_ids) for t in again]
+    of_group = {t.group: {v for turn in t.turns for v, _ in turn.versions} for t in done}
+    for t in done:
+        assert {v for turn in t.turns for v, _ in turn.versions} == of_group[t.group] and len(of_group[t.group]) == 1
+    versions = set.union(*of_group.values())
+    assert len(versions) > 1 if concurrency < 12 else versions == {0}
+    assert system.waited_s > 0
+
+
+def test_continue_in_the_middle_of_a_turn(model_dir, tmp_path):
+    """A real engine and a real trajectory: log-probs before and after the update are those of the old and new model."""
+    from transformers import AutoModelForCausalLM
+
+    folders = [model_dir, make_model_dir(tmp_path / "new", seed=5)]
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
+    protocol = SearchR1Protocol(str(model_dir), template="short")
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    engine = TransformersEngine(str(model_dir), slots=4, max_length=512)
+    system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), max_turns=1, max_turn_tokens=150,
+                           in_flight="continue")  # fmt: skip
+    try:
+        system.start()
+        how = {"n": 2, "sampling": SamplingParams(max_new_tokens=150), "seed": 0, "batch": 0}
+        future = system.background(system.roll_out([TASK, Task("q2", "Who?", (), "toy")], **how))
+        version = 0
+        while not future.done():
+            time.sleep(0.05)
+            version += 1
+            system.load_weights(models[version % 2].named_parameters(), version)
+        done = future.result()
+    finally:
+        system.close()
+    assert any(turn.version_runs for t in done for turn in t.turns), "no update came in the middle of a turn"
+    assert system.waited_s == 0.0
+    for t in done:
+        ids = torch.tensor([t.prompt_ids + t.response_ids])
+        with torch.no_grad():
+            logprobs = [m(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0] for m in models]
+        logprobs = [x[len(t.prompt_ids) - 1 :].tolist() for x in logprobs]
+        for i, (version, mask) in enumerate(zip(t.token_versions, t.loss_mask, strict=True)):
+            if mask:
+                assert t.logprobs[i] == pytest.approx(logprobs[version % 2][i], abs=1e-3)
