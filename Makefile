@@ -6,11 +6,11 @@ RUN := $(PY) -m experiments
 SEED_FLAG := $(if $(SEED),--seed $(SEED))
 RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 FRESH_FLAG := $(if $(FRESH),--fresh)
-BENCHMARKS := retrieval engines rollouts branching sandbox chunked_logprobs step_weights sod_cost household
+BENCHMARKS := retrieval engines rollouts branching sandbox chunked_logprobs step_weights sod_cost household trl_comparison
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup alfworld train evaluate test retriever compare ui export experiments dry-run ask download reproduce benchmark status clean
+.PHONY: help setup alfworld trl train evaluate test retriever compare ui export experiments dry-run ask download reproduce benchmark status clean
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
@@ -24,6 +24,9 @@ setup: ## make .venv with everything in it (the other targets do this by themsel
 
 alfworld: ## make .venv-alfworld, for original ALFWorld games (compiles for about 4 minutes; nothing else needs it)
 	@./scripts/setup_alfworld.sh
+
+trl: ## make .venv-trl, for `python -m benchmarks.trl_comparison` (about 2 minutes; nothing else needs it)
+	@./scripts/setup_trl.sh
 
 train: setup ## make an experiment and its stages; RESUME=last continues, FRESH=1 starts its own stage anew
 	@$(RUN) train $(EXP) $(SEED_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(ARGS)

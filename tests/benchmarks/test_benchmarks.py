@@ -10,6 +10,7 @@ from experiments.project import ROOT
 
 N = r"[0-9]+(\.[0-9]+)?"
 ENGINE = rf"{N} s, {N} CPU s, [0-9]+ tokens per CPU s, {N} trajectories per CPU s"
+RATE, PEAK = rf"{N} tokens per CPU s \({N} to {N}\)", rf", peak \+{N} MiB"
 SAMPLERS = ("independent", "ARPO fixed", "ARPO as published")
 SHAPES = {
     "retrieval": (
@@ -80,6 +81,24 @@ SHAPES = {
         [
             *(rf"{name}: {N} CPU s per step, peak \+{N} MiB" for name in ("GRPO", "OPD", "SOD")),
             *(rf"{names}: {N} in time, {N} in peak memory" for names in ("SOD / OPD", "OPD / GRPO")),
+        ],
+    ),
+    "trl_comparison": (
+        "--prompts 2 --samples 4 --tokens 8 --micro-rows 2 --repeats 1 --iterations 1 --skip-vllm --trl nowhere",
+        [
+            r"no TRL here \(make trl\): nothing is compared, parity is not checked",
+            rf"GRPO, whole iteration: ours {RATE}, {N} CPU s of which training {N}, {N} s of wall time",
+            *(
+                rf"GRPO, training part, {lengths}: ours {RATE}{memory}"
+                for lengths, memory in (
+                    ("geometric lengths, 1 step", PEAK),
+                    ("geometric lengths, 2 steps", ""),
+                    ("equal lengths, 1 step", PEAK),
+                )
+            ),
+            rf"distillation, geometric lengths: ours {RATE}{PEAK}",
+            rf"GRPO, training part, V = 32,768: ours {RATE}{PEAK}",
+            rf"distillation, V = 32,768: ours {RATE}{PEAK}",
         ],
     ),
     "chunked_logprobs": (
