@@ -16,10 +16,10 @@ gradient, and what AdamW makes of the weights. Then, on random Qwen3 models in f
 * the training part alone (scoring, forward, backward, optimiser) on given completions, whose lengths are geometric, as
   after early ends, or equal; with one optimiser step per batch or two;
 * distillation from a larger teacher over the whole vocabulary on given completions, reverse KL;
-* TRL once more with the output matrix applied to completion tokens only ("compact"), which it does on CUDA; elsewhere it
-  goes over prompts and padding, too;
-* both with a vocabulary of 32,768 and half the prompts and samples. Peak memory, in runs of their own, is the growth over
-  what the process held before the models were loaded; freed blocks are given back at once there.
+* TRL once more with the output matrix applied to completion tokens only ("compact"), which it does on CUDA; elsewhere
+  it goes over prompts and padding, too;
+* both with a vocabulary of 32,768 and half the prompts and samples. Peak memory, in runs of their own, is the growth
+  over what the process held before the models were loaded; freed blocks are given back at once there.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import dataclasses
 import importlib.util
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ from safetensors.torch import load_file
 
 from benchmarks import page
 from benchmarks.against_trl.cases import Case
-from benchmarks.against_trl.inputs import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
@@ -74,40 +74,35 @@ WITH_MEMORY = [name for name in TIMED if "whole" not in name and "2 steps" not i
 
 
 class Side:
-    """One side's process: a case in, its figures out."""
+    """One side's process: a request in, its answer out."""
 
     def __init__(self, name: str, connection: Connection) -> None:
         self.name, self.connection = name, connection
         self.versions: dict[str, str] = connection.recv()
 
-    def measure(self, case: Case, folder: Path) -> dict[str, Any]:
-        self.connection.send((case, folder))
+    def ask(self, function: str, *arguments: Any) -> dict[str, Any]:
+        self.connection.send((function, *arguments))
         found = self.connection.recv()
         if "error" in found:
-            raise SystemExit(f"{self.name} failed at {case}:\n{found['error']}")
+            raise SystemExit(f"{self.name} failed at {function} {arguments}:\n{found['error']}")
         return found
 
 
 @contextmanager
-def side(name: str, python: str | Path, folder: Path) -> Iterator[Side]:
+def side(name: str, python: str | Path) -> Iterator[Side]:
     """Start ``benchmarks.against_trl.NAME`` with its environment's interpreter; what it prints goes to stderr."""
-    address = str(folder / f"{name}.socket")
-    with Listener(address, "AF_UNIX") as listener:
-        command = [str(python), "-m", f"benchmarks.against_trl.{name}", address]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr)
-        listener._listener._socket.settimeout(1.0)
-        connection = None
-        while connection is None:
-            try:
-                connection = listener.accept()
-            except TimeoutError:
-                if process.poll() is not None:
-                    raise SystemExit(f"{command} ended with {process.returncode} before it answered") from None
-        connected = connection
+    here, there = multiprocessing.Pipe()
+    command = [str(python), "-m", f"benchmarks.against_trl.{name}", str(there.fileno())]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, pass_fds=[there.fileno()])
+    there.close()
     try:
-        yield Side(name, connected)
+        try:
+            started = Side(name, here)
+        except EOFError:
+            raise SystemExit(f"{' '.join(command)} ended with {process.wait()} before it answered") from None
+        yield started
     finally:
-        connected.close()
+        here.close()
         process.wait()
 
 
@@ -119,7 +114,7 @@ def parity(ours: Side, theirs: Side, folder: Path, micro_rows: int) -> Iterator[
         for one in (ours, theirs):
             file = folder / f"{one.name}.safetensors"
             case = Case(**fixed, micro_rows=micro_rows, gradient=str(file), **options)
-            found[one.name] = one.measure(case, folder), load_file(file)
+            found[one.name] = one.ask("measure", case, folder), load_file(file)
         (mine, a), (other, b) = found["ours"], found["theirs"]
         start = load_file(folder / "small" / "model.safetensors")
         gradient = difference(a, b, "gradient.")
@@ -185,7 +180,7 @@ def speed(sides: dict[str, Side], folders: dict[str, Path], options: argparse.Na
             for label, (one, own) in runners(name, sides, options.vllm).items():
                 sizes = {"iterations": options.iterations, "micro_rows": options.micro_rows}
                 case = Case(**settings, **sizes, **own, return_memory=memory)
-                found = one.measure(case, folders[case.model])
+                found = one.ask("measure", case, folders[case.model])
                 taken = f"{found['mebibytes']:.0f} MiB" if memory else f"{found['rows'][-1]['cpu']:.2f} CPU s"
                 print(f"{repeat + 1}/{options.repeats + 1} {name}, {label}: {taken}", file=sys.stderr, flush=True)
                 entry = measured.setdefault((name, label), Measured())
@@ -219,11 +214,11 @@ def figure(entries: dict[str, Measured], whole: bool) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ main
-def make_folders(root: Path, options: argparse.Namespace) -> dict[str, Path]:
+def make_folders(root: Path, ours: Side, options: argparse.Namespace) -> dict[str, Path]:
     """By model; the wide one gets half the prompts and half the samples."""
     for name, share in (("small", 1), ("wide", 2)):
         (root / name).mkdir()
-        prepare(root / name, name, options.prompts // share, options.samples // share, options.tokens)
+        ours.ask("prepare", root / name, name, options.prompts // share, options.samples // share, options.tokens)
     return {name: root / name for name in ("small", "wide")}
 
 
@@ -237,6 +232,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trl", type=Path, default=TRL_PYTHON, help="interpreter of the environment that has TRL")
     parser.add_argument("--skip-vllm", action="store_true")
+    parser.add_argument("--parity", action="store_true", help="only show that both sides compute the same")
     page.add_option(parser)
     options = parser.parse_args()
     if options.prompts % 2 or options.samples % 4 or (options.prompts * options.samples) % (4 * options.micro_rows):
@@ -244,16 +240,17 @@ def main() -> None:
     options.vllm = not options.skip_vllm and importlib.util.find_spec("vllm") is not None
     figures: list[str] = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folders = make_folders(Path(name), options)
-        sides = {"ours": stack.enter_context(side("ours", sys.executable, Path(name)))}
+        sides = {"ours": stack.enter_context(side("ours", sys.executable))}
+        folders = make_folders(Path(name), sides["ours"], options)
         if options.trl.exists():
-            sides["theirs"] = stack.enter_context(side("theirs", options.trl, Path(name)))
+            sides["theirs"] = stack.enter_context(side("theirs", options.trl))
             versions = ", ".join(f"{k} {v}" for k, v in (sides["ours"].versions | sides["theirs"].versions).items())
             figures.append(f"versions: {versions}")
             figures += parity(sides["ours"], sides["theirs"], folders["small"], options.micro_rows)
         else:
             figures.append(NO_TRL)
-        figures += speed(sides, folders, options)
+        if not options.parity:
+            figures += speed(sides, folders, options)
     print(page.rows(figures) if options.markdown else "\n".join(figures))
 
 

@@ -9,16 +9,28 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.against_trl.cases import Inputs
-from benchmarks.against_trl.ours import QUESTIONS, OneTurn
 from data_modules.datasets.questions import write_tasks
 from data_modules.tokenizer import train_tokenizer
-from rollout.trajectory import Task
+from rollout.protocols.base import PromptMode
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.trajectory import Action, ActionKind, Task
 
+QUESTIONS = "questions.parquet"
 SIZES = {  # vocabulary, hidden size and layers of student and teacher
     "small": {"small": (1024, 128, 4), "small_teacher": (1024, 192, 6)},
     "wide": {"wide": (32768, 64, 2), "wide_teacher": (32768, 96, 2)},
 }
 WORDS = "where which town river tower market harbour lies near of the old and whose bridge was built first".split()
+
+
+class OneTurn(SearchR1Protocol):
+    """A question and whatever is written to its end: no tools, no tags."""
+
+    tools = ()
+    stop = ()
+
+    def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
+        return Action(ActionKind.ANSWER, answer=text)
 
 
 def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: tuple[int, int, int], mean: int) -> None:

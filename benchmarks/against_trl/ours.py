@@ -1,4 +1,4 @@
-"""Our side. ``python -m benchmarks.against_trl.ours SOCKET``, started by trl_comparison."""
+"""Our side. ``python -m benchmarks.against_trl.ours PIPE``, started by trl_comparison."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import lightning as L
 from benchmarks.against_trl import serving
 from benchmarks.against_trl.cases import BETAS, Case, Inputs, reward
+from benchmarks.against_trl.inputs import QUESTIONS, OneTurn, prepare
 from callbacks.weight_sync import WeightSync
 from data_modules.rollout_data_module import RolloutDataModule
 from lightning_modules.cold_start_kd import ColdStartKD
@@ -25,23 +26,10 @@ from rollout.engines.base import Engine
 from rollout.engines.transformers_engine import TransformersEngine
 from rollout.engines.vllm_engine import VLLMEngine
 from rollout.environments.question_answering import QuestionAnswering
-from rollout.protocols.base import PromptMode
-from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.system import RolloutSystem
 from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
 
 DIVERGENCES = {0.0: "forward_kl", 1.0: "reverse_kl"}  # else jsd
-QUESTIONS = "questions.parquet"
-
-
-class OneTurn(SearchR1Protocol):
-    """A question and whatever is written to its end: no tools, no tags."""
-
-    tools = ()
-    stop = ()
-
-    def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        return Action(ActionKind.ANSWER, answer=text)
 
 
 class EvenIds:
@@ -177,4 +165,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     packages = {"lightning": L, "torch": torch, "transformers": transformers}
-    serving.serve(measure, {name: package.__version__ for name, package in packages.items()})
+    serving.serve({"measure": serving.with_peak(measure), "prepare": prepare}, {name: package.__version__ for name, package in packages.items()})

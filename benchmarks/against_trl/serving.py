@@ -1,4 +1,4 @@
-"""A side's process: it has imported everything once, and answers each case from a fork of itself."""
+"""A side's process: it has imported everything once, and answers each request from a fork of itself."""
 
 from __future__ import annotations
 
@@ -7,45 +7,61 @@ import multiprocessing
 import resource
 import sys
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Client, Connection
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.against_trl.cases import Case, Inputs
 
+Function = Callable[..., dict[str, Any] | None]
 Measure = Callable[[Case, Path, Inputs], dict[str, Any]]
 MALLOC_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
-def peak_mebibytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def serve(measure: Measure, about: dict[str, str]) -> None:
-    """Answer over the socket named on the command line until the other side closes it.
+def serve(functions: Mapping[str, Function], about: dict[str, str]) -> None:
+    """Answer over the pipe whose file descriptor stands on the command line until its other end is closed.
 
     Args:
-        measure: called in a fork for every case, so that each has a fresh heap and a peak of its own.
+        functions: by the name they are asked for with ``(name, *arguments)``. Each call is made in a fork, so that it
+            has a fresh heap and a peak of its own.
         about: sent first: names and versions.
     """
-    with Client(sys.argv[1], "AF_UNIX") as parent:
+    with Connection(int(sys.argv[1])) as parent:
         parent.send(about)
-        while (asked := _next(parent)) is not None:
-            parent.send(_in_fork(measure, *asked))
+        while (request := _next(parent)) is not None:
+            name, *arguments = request
+            parent.send(_in_fork(functions[name], arguments))
 
 
-def _next(parent: Connection) -> tuple[Case, Path] | None:
+def with_peak(measure: Measure) -> Function:
+    """``measure`` of a case and its folder, with ``mebibytes``: how far the peak of memory rose meanwhile."""
+
+    def run(case: Case, folder: Path) -> dict[str, Any]:
+        if case.return_memory:
+            ctypes.CDLL(None).mallopt(MALLOC_MMAP_THRESHOLD, 1 << 20)
+        inputs, before = Inputs.read(folder), peak_kibibytes()
+        found = measure(case, folder, inputs)
+        return found | {"mebibytes": (peak_kibibytes() - before) / 1024}
+
+    return run
+
+
+def peak_kibibytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _next(parent: Connection) -> tuple[Any, ...] | None:
     try:
         return parent.recv()
     except EOFError:
         return None
 
 
-def _in_fork(measure: Measure, case: Case, folder: Path) -> dict[str, Any]:
+def _in_fork(function: Function, arguments: list[Any]) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(there, measure, case, folder))
+    process = context.Process(target=_answer, args=(there, function, arguments))
     process.start()
     there.close()
     try:
@@ -56,12 +72,8 @@ def _in_fork(measure: Measure, case: Case, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _answer(pipe: Connection, measure: Measure, case: Case, folder: Path) -> None:
-    if case.return_memory:
-        ctypes.CDLL(None).mallopt(MALLOC_MMAP_THRESHOLD, 1 << 20)
-    before = peak_mebibytes()
+def _answer(pipe: Connection, function: Function, arguments: list[Any]) -> None:
     try:
-        found = measure(case, folder, Inputs.read(folder))
-        pipe.send({**found, "mebibytes": peak_mebibytes() - before})
-    except BaseException:  # whatever ends the case is for the reader of the benchmark
+        pipe.send(function(*arguments) or {})
+    except BaseException:  # whatever ends it is for the reader of the benchmark
         pipe.send({"error": traceback.format_exc()})

@@ -1,4 +1,4 @@
-"""TRL's side; runs in .venv-trl. ``python -m benchmarks.against_trl.theirs SOCKET``, started by trl_comparison."""
+"""TRL's side; runs in .venv-trl. ``python -m benchmarks.against_trl.theirs PIPE``, started by trl_comparison."""
 
 from __future__ import annotations
 
@@ -187,4 +187,4 @@ if __name__ == "__main__":
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is experimental; it warns each time
     transformers.logging.set_verbosity_error()
     packages = {"trl": trl, "torch": torch, "transformers": transformers, "accelerate": accelerate}
-    serving.serve(measure, {name: package.__version__ for name, package in packages.items()})
+    serving.serve({"measure": serving.with_peak(measure)}, {name: package.__version__ for name, package in packages.items()})

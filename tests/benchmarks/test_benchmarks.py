@@ -131,6 +131,19 @@ def test_prints_rows_for_the_page(name):
         assert naive == pytest.approx(chunked, rel=1e-3), "both forms compute the same divergence"
 
 
+@pytest.mark.skipif(not (ROOT / ".venv-trl" / "bin" / "python").exists(), reason="no .venv-trl here (make trl)")
+def test_loss_gradient_and_update_are_those_of_trl():
+    command = "-m benchmarks.trl_comparison --parity --prompts 2 --samples 4 --tokens 8 --micro-rows 2".split()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("parity, ")]
+    assert len(rows) == 6
+    for row in rows:
+        gradient, update = re.search("gradients differ by (.+) relative, weight updates by (.+)", row).groups()
+        assert float(gradient) < 1e-4, row
+        assert float(update) < 1e-2, row  # AdamW's first step is near lr * sign(gradient), whose noise it magnifies
+
+
 def test_make_benchmark_runs_every_script():
     done = subprocess.run(["make", "-n", "benchmark"], cwd=ROOT, capture_output=True, text=True, check=True)
     named = set(re.search(r"for name in ([a-z_ ]+);", done.stdout).group(1).split())
