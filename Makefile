@@ -8,11 +8,11 @@ RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 FRESH_FLAG := $(if $(FRESH),--fresh)
 SBATCH_ALL := $(strip $(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) $(if $(TIME),--time=$(TIME)) $(SBATCH))
 LAUNCH_FLAGS = $(if $(LAUNCH),--launch $(LAUNCH)) $(if $(NNODES),--nodes $(NNODES)) $(if $(NPROC),--processes $(NPROC)) $(if $(SBATCH_ALL),--sbatch "$(SBATCH_ALL)")
-BENCHMARKS := retrieval engines weight_push rollouts branching sandbox chunked_logprobs step_weights sod_cost household staleness packing memory
+BENCHMARKS := retrieval engines weight_push rollouts branching sandbox chunked_logprobs step_weights sod_cost household staleness packing memory trl_comparison
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld train evaluate test retriever engine compare ui export experiments dry-run size ask download reproduce benchmark status clean
+.PHONY: help help-launch setup alfworld trl train evaluate test retriever engine compare ui export experiments dry-run size ask download reproduce benchmark status clean
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
@@ -26,6 +26,9 @@ setup: ## make .venv with everything in it (the other targets do this by themsel
 
 alfworld: ## make .venv-alfworld, for original ALFWorld games (compiles for about 4 minutes; nothing else needs it)
 	@./scripts/setup_alfworld.sh
+
+trl: ## make .venv-trl, for `python -m benchmarks.trl_comparison` (about 2 minutes; nothing else needs it)
+	@./scripts/setup_trl.sh
 
 train: setup ## make an experiment and its stages; RESUME=last continues, FRESH=1 starts its own stage anew; LAUNCH=torchrun|slurm: see `make help-launch`
 	@$(RUN) train $(EXP) $(SEED_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(LAUNCH_FLAGS) $(ARGS)

@@ -10,6 +10,7 @@ from experiments.project import ROOT
 
 N = r"[0-9]+(\.[0-9]+)?"
 ENGINE = rf"{N} s, {N} CPU s, [0-9]+ tokens per CPU s, {N} trajectories per CPU s"
+RATE, PEAK = rf"{N} tokens per CPU s \({N} to {N}\)", rf", peak \+{N} MiB"
 SAMPLERS = ("independent", "ARPO fixed", "ARPO as published")
 SHAPES = {
     "retrieval": (
@@ -121,6 +122,24 @@ SHAPES = {
             rf"packing, packed: peak \+{N} MiB, naive / this {N}",
         ],
     ),
+    "trl_comparison": (
+        "--prompts 2 --samples 4 --tokens 8 --micro-rows 2 --repeats 1 --iterations 1 --skip-vllm --trl nowhere",
+        [
+            r"no TRL here \(make trl\): nothing is compared, parity is not checked",
+            rf"GRPO, whole iteration: ours {RATE}, {N} CPU s of which training {N}, {N} s of wall time",
+            *(
+                rf"GRPO, training part, {lengths}: ours {RATE}{memory}"
+                for lengths, memory in (
+                    ("geometric lengths, 1 step", PEAK),
+                    ("geometric lengths, 2 steps", ""),
+                    ("equal lengths, 1 step", PEAK),
+                )
+            ),
+            rf"distillation, geometric lengths: ours {RATE}{PEAK}",
+            rf"GRPO, training part, V = 32,768: ours {RATE}{PEAK}",
+            rf"distillation, V = 32,768: ours {RATE}{PEAK}",
+        ],
+    ),
     "chunked_logprobs": (
         "--tokens 64 --hidden 64 --vocabulary 20000 --chunk 8",
         [
@@ -149,6 +168,19 @@ def test_prints_rows_for_the_page(name):
     if name == "chunked_logprobs":
         naive, chunked = (float(re.search("KL ([0-9.]+)", row).group(1)) for row in rows[:2])
         assert naive == pytest.approx(chunked, rel=1e-3), "both forms compute the same divergence"
+
+
+@pytest.mark.skipif(not (ROOT / ".venv-trl" / "bin" / "python").exists(), reason="no .venv-trl here (make trl)")
+def test_loss_gradient_and_update_are_those_of_trl():
+    command = "-m benchmarks.trl_comparison --parity --prompts 2 --samples 4 --tokens 8 --micro-rows 2".split()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("parity, ")]
+    assert len(rows) == 6
+    for row in rows:
+        gradient, update = re.search("gradients differ by (.+) relative, weight updates by (.+)", row).groups()
+        assert float(gradient) < 1e-4, row
+        assert float(update) < 1e-2, row  # AdamW's first step is near lr * sign(gradient), whose noise it magnifies
 
 
 def test_make_benchmark_runs_every_script():

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Makes .venv-trl, the environment of TRL in `python -m benchmarks.trl_comparison`, or finds that it is there already.
+# `make trl` runs it from the project's root.
+#
+# TRL goes into an environment of its own: it needs accelerate and datasets, which nothing else here does, and imports
+# whatever it finds (vLLM, DeepSpeed, PEFT). What both sides run on, torch and transformers above all, has the versions
+# of constraints.txt in both, so that the comparison is one of trainers.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VENV=.venv-trl
+PYTHON=${PYTHON:-python3.11}
+STAMP=$VENV/.setup-stamp
+PINS='trl==1.16.0 accelerate==1.15.0 datasets==5.2.0'
+
+fail() {
+    printf '\nset-up of TRL stopped: %s\n' "$1" >&2
+    exit 1
+}
+
+KEY=$(cat constraints.txt scripts/setup_trl.sh | sha256sum | cut -c1-16)
+
+if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$KEY" ] && [ -x "$VENV/bin/python" ]; then
+    exit 0
+fi
+
+command -v "$PYTHON" >/dev/null || fail "no $PYTHON found. Install Python 3.11, or name one: make trl PYTHON=/path/to/python3.11"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
+    fail "$PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 is needed (as in .venv)"
+"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "$PYTHON cannot make virtual environments; on Debian and Ubuntu: apt-get install python3.11-venv"
+free_gb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
+[ -d "$VENV" ] || [ "$free_gb" -ge 3 ] ||
+    fail "$free_gb GiB free here, about 3 GiB are needed (and some 6 more where pip takes torch's CUDA build)"
+
+rm -f "$STAMP"
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+
+step() { # step NAME pip-arguments...
+    printf '  %s\n' "$1"
+    shift
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --retries 5 -c constraints.txt "$@" || fail "this command failed:
+    $VENV/bin/python -m pip install -c constraints.txt $*
+If it was a download: check the network (proxy: HTTPS_PROXY, mirror: PIP_INDEX_URL) and run the same make command
+again. If the disk is full: free some space. Nothing has been marked as done."
+}
+
+printf 'setting up %s; this happens once and takes about 2 minutes\n' "$VENV"
+step "torch" "$(grep '^torch==' constraints.txt)"
+# shellcheck disable=SC2086  # the pins are words
+step "TRL" "$(grep '^transformers==' constraints.txt)" $PINS
+
+"$VENV/bin/python" - <<'CHECK' || fail "TRL does not start (see above). Remove $VENV and run make trl again."
+from trl import DistillationTrainer, GRPOTrainer
+CHECK
+printf '%s' "$KEY" >"$STAMP"
+printf 'ready\n'
