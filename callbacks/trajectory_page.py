@@ -60,8 +60,8 @@ def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedToke
 
     Tokens are coloured by role (prompt, model, observation); a coloured underline shows the sign and size of the
     first signal. Hovering (or focusing) a token shows its id, mask, sampler log-prob (the weights that sampled it,
-    where several have) and signals at the foot. With signals every turn has a line above it with what they say about the
-    whole turn (``turn_figures``).
+    where several have) and signals at the foot. With signals every turn has a line above it with what they say about
+    the whole turn (``turn_figures``).
 
     Where turns have prompts of their own, each stands below such a line, signals or not: its prompt, folded, as text
     and ids; what was sampled; and what the environment showed next.
