@@ -308,13 +308,14 @@ class RolloutSystem:
     @contextmanager
     def _nothing_under_way(self) -> Iterator[None]:
         """For the caller's thread: entered when all groups that have begun are done; no other begins meanwhile."""
-        gate, began = self._gate.update(), time.monotonic()
-        self._submit(gate.__aenter__()).result()
-        self.waited_s += time.monotonic() - began
+        loop, gate, began = self._loop, self._gate, time.monotonic()
+        loop.call_soon_threadsafe(gate.close)
         try:
+            self._submit(gate.idle()).result()
+            self.waited_s += time.monotonic() - began
             yield
-        finally:
-            self._submit(gate.__aexit__(None, None, None)).result()
+        finally:  # also after Ctrl-C while waiting
+            loop.call_soon_threadsafe(gate.reopen)
 
     async def _close(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class UpdateGate:
@@ -25,18 +23,20 @@ class UpdateGate:
     def group(self) -> GroupPass:
         return GroupPass(self)
 
-    @asynccontextmanager
-    async def update(self) -> AsyncIterator[None]:
-        """Entered when nothing is under way; what has not begun begins after it."""
+    def close(self) -> None:
+        """An update waits: no other group begins until `reopen`."""
         self._updates += 1
         self._open.clear()
-        try:
-            await self._idle.wait()
-            yield
-        finally:
-            self._updates -= 1
-            if not self._updates:
-                self._open.set()
+
+    async def idle(self) -> None:
+        """Wait until nothing is under way."""
+        await self._idle.wait()
+
+    def reopen(self) -> None:
+        """That update is done, or given up."""
+        self._updates -= 1
+        if not self._updates:
+            self._open.set()
 
     async def opened(self) -> None:
         """Wait until no update waits."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import os
+import signal
 import time
 
 import pytest
@@ -19,9 +22,10 @@ from rollout.running_trajectory import RunningTrajectory
 from rollout.storage import load_trajectories, save_trajectories
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
-from rollout.trajectory import Action, ActionKind, StopReason, Task, turn_rows
+from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReason, Task, turn_rows
 from rollout.turn_generation import TurnGenerator
 from rollout.update_gate import UpdateGate
+from rollout.weight_push import push
 from tests.conftest import make_model_dir
 from tests.rollout.scripted import TASK, TextEngine, ToyRetriever, search_then_answer
 
@@ -84,8 +88,10 @@ def test_an_update_comes_between_groups():
                 log.append(f"{name} ends")
 
         async def update():
-            async with gate.update():
-                log.append("update")
+            gate.close()
+            await gate.idle()
+            log.append("update")
+            gate.reopen()
 
         first = asyncio.ensure_future(group("a", 0.02))
         await asyncio.sleep(0)
@@ -128,6 +134,65 @@ def test_finish_gives_every_group_one_version(protocol, concurrency):
     versions = set.union(*of_group.values())
     assert len(versions) > 1 if concurrency < 12 else versions == {0}
     assert system.waited_s > 0
+
+
+class Interrupting(TextEngine):
+    """Sends Ctrl-C while an update waits for the first request, which then waits for ``goes_on``."""
+
+    goes_on = gate = None
+
+    async def generate(self, token_ids, sampling):
+        if self.goes_on is None:
+            self.goes_on = asyncio.Event()
+            while self.gate._open.is_set():
+                await asyncio.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+        await self.goes_on.wait()
+        return await super().generate(token_ids, sampling)
+
+
+def test_ctrl_c_while_an_update_waits_closes_nothing_for_ever(protocol):
+    engine = Interrupting(protocol, search_then_answer)
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), concurrency=1)
+    how = {"n": 1, "sampling": SamplingParams(max_new_tokens=200), "seed": 0, "batch": 0}
+    try:
+        system.start()
+        engine.gate = system._gate
+        future = system.background(system.roll_out(tasks(2), **how))
+        with pytest.raises(KeyboardInterrupt) as pressed:  # holds the frames that were left
+            system.load_weights([("a", torch.zeros(1))], 1)
+        system._loop.call_soon_threadsafe(engine.goes_on.set)
+        assert len(future.result(timeout=60)) == 2, "the second begins when the first has ended"
+        system.load_weights([("a", torch.zeros(1))], 1)
+        assert system.policy_version == 1 and pressed.type is KeyboardInterrupt
+    finally:
+        system.close()
+
+
+def test_whatever_a_shared_engine_raises_ends_the_push_for_those_who_wait(protocol):
+    """Without ranks: what the others would be told is raised here, requests go on, and all was gathered."""
+
+    class Full:
+        shared_by_ranks = True
+        held, waits = None, True
+
+        async def load_weights(self, tensors, version):
+            next(tensors)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        async def give_up(self):
+            self.waits = False
+
+    engine, tensors = Full(), iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    system = RolloutSystem(ScriptedEngine([]), protocol, environment, ExactMatchReward())
+    try:
+        with pytest.raises(InfrastructureError, match="could not be pushed: OSError.*No space left") as told:
+            push(engine, system.background, tensors, 1, {})
+    finally:
+        system.close()
+    assert told.value.__cause__.errno == errno.ENOSPC and not engine.waits and not list(tensors)
 
 
 def test_continue_in_the_middle_of_a_turn(model_dir, tmp_path):
