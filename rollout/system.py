@@ -308,14 +308,14 @@ class RolloutSystem:
     @contextmanager
     def _nothing_under_way(self) -> Iterator[None]:
         """For the caller's thread: entered when all groups that have begun are done; no other begins meanwhile."""
-        loop, gate, began = self._loop, self._gate, time.monotonic()
-        loop.call_soon_threadsafe(gate.close)
+        loop, update, began = self._loop, self._gate.update(), time.monotonic()
         try:
-            self._submit(gate.idle()).result()
+            loop.call_soon_threadsafe(update.close)
+            self._submit(self._gate.idle()).result()
             self.waited_s += time.monotonic() - began
             yield
-        finally:  # also after Ctrl-C while waiting
-            loop.call_soon_threadsafe(gate.reopen)
+        finally:  # also after Ctrl-C, wherever it comes
+            loop.call_soon_threadsafe(update.reopen)
 
     async def _close(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -88,10 +88,11 @@ def test_an_update_comes_between_groups():
                 log.append(f"{name} ends")
 
         async def update():
-            gate.close()
+            one = gate.update()
+            one.close()
             await gate.idle()
             log.append("update")
-            gate.reopen()
+            one.reopen()
 
         first = asyncio.ensure_future(group("a", 0.02))
         await asyncio.sleep(0)
@@ -109,20 +110,59 @@ def test_an_update_comes_between_groups():
     assert log == ["a begins", "b begins", "a ends", "update", "update", "c begins", "c ends"]
 
 
+class Meeting(TextEngine):
+    """Its first ``wave`` requests are answered when an update waits, whenever that is."""
+
+    def __init__(self, protocol, wave):
+        super().__init__(protocol, search_then_answer, latency=0.005)
+        self.wave, self.asked, self.gate = wave, 0, None
+        self.goes_on = asyncio.Event()
+
+    async def generate(self, token_ids, sampling):
+        self.asked += 1
+        while self.asked <= self.wave and self.gate._open.is_set():
+            await asyncio.sleep(0.001)
+        self.wave = 0
+        await self.met()
+        return await super().generate(token_ids, sampling)
+
+    async def met(self):
+        pass
+
+
+class Interrupting(Meeting):
+    """Presses Ctrl-C then, and answers when ``goes_on`` is set."""
+
+    async def met(self):
+        if not self.goes_on.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            await self.goes_on.wait()
+
+
+def started(protocol, engine, concurrency):
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), concurrency=concurrency)
+    system.start()
+    engine.gate = system._gate
+    return system
+
+
 @pytest.mark.parametrize("concurrency", [1, 3, 100])
 def test_finish_gives_every_group_one_version(protocol, concurrency):
     """Also with fewer places than trajectories: a group that waits holds no place that one under way needs."""
-    engine = TextEngine(protocol, search_then_answer, latency=0.005)
-    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
-    system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), concurrency=concurrency)
+    wave = min(concurrency, 12)
+    engine = Meeting(protocol, wave)
+    system = started(protocol, engine, concurrency)
     sampling = SamplingParams(max_new_tokens=200)
     try:
         future = system.background(system.roll_out(tasks(4), n=3, sampling=sampling, seed=0, batch=0))
         version = 0
+        while engine.asked < wave:
+            time.sleep(0.001)
         while not future.done():
-            time.sleep(0.02)
             version += 1
             system.load_weights([("a", torch.zeros(1))], version)
+            time.sleep(0.02)
         done = future.result()
         again = system.rollout(tasks(4), n=3, sampling=sampling, seed=0)
     finally:
@@ -136,29 +176,11 @@ def test_finish_gives_every_group_one_version(protocol, concurrency):
     assert system.waited_s > 0
 
 
-class Interrupting(TextEngine):
-    """Sends Ctrl-C while an update waits for the first request, which then waits for ``goes_on``."""
-
-    goes_on = gate = None
-
-    async def generate(self, token_ids, sampling):
-        if self.goes_on is None:
-            self.goes_on = asyncio.Event()
-            while self.gate._open.is_set():
-                await asyncio.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGINT)
-        await self.goes_on.wait()
-        return await super().generate(token_ids, sampling)
-
-
 def test_ctrl_c_while_an_update_waits_closes_nothing_for_ever(protocol):
-    engine = Interrupting(protocol, search_then_answer)
-    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
-    system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), concurrency=1)
+    engine = Interrupting(protocol, wave=1)
+    system = started(protocol, engine, concurrency=1)
     how = {"n": 1, "sampling": SamplingParams(max_new_tokens=200), "seed": 0, "batch": 0}
     try:
-        system.start()
-        engine.gate = system._gate
         future = system.background(system.roll_out(tasks(2), **how))
         with pytest.raises(KeyboardInterrupt) as pressed:  # holds the frames that were left
             system.load_weights([("a", torch.zeros(1))], 1)
