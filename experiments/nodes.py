@@ -161,7 +161,7 @@ class Crew:
         elif answer["nodes"] != self.launch.nodes:
             problem = f"node {node} was told of {answer['nodes']} nodes, node 0 of {self.launch.nodes}"
         elif answer["commit"] != (here := commit()):
-            problem = f"node {node} runs commit {answer['commit'][:9]}, node 0 {here[:9]}: take the same code everywhere"
+            problem = f"node {node} runs commit {answer['commit'][:9]}, node 0 {here[:9]}: take one commit on all"
         try:
             helper.send(refused=problem)
         except NodeLost:

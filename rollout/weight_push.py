@@ -64,7 +64,7 @@ def _for_all_ranks(error: BaseException) -> Exception:
 
 
 def _meet() -> None:
-    """Nothing is sent before every rank has come: what their trajectories still ask is answered from the old weights."""
+    """Nothing is sent before every rank has come: what trajectories still ask is answered from the old weights."""
     if _several():
         import torch
 
