@@ -26,7 +26,8 @@ Groups = list[list[Trajectory]]
 
 class RolloutDataModule(TrainingData):
     """Yields ``list[Trajectory]`` of ``prompts_per_step * samples_per_prompt`` trajectories per iteration, over all
-    ranks; rank r holds the whole groups of prompts r, r + world, ... of the step.
+    ranks. Each rank rolls out a block of the step's prompts, whole groups of them; with ``balance_tokens`` groups then
+    change ranks.
 
     Questions come in an order that depends on the seed and the pass alone. Passes do not mix: the
     ``len(questions) % prompts_per_step`` questions left at the end of a pass wait for the next one, whose order is

@@ -66,10 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("--fresh", action="store_true")
     check.add_argument("--elsewhere", action="store_true", help="for another machine: this one's devices do not matter")
     add("status", commands.status, "which stages of an experiment are done, and where they lie")
-    size = add("size", commands.size, "GPU memory by component and the roofline's speeds; loads nothing")
-    size.add_argument("--gpus", default="1,8,16", help="comma-separated")
-    size.add_argument("--gpu", default="h100", help="a100, h100, h200, l40s or 4090")
-    size.add_argument("--markdown", action="store_true", help="a table for a page")
+    add_size_options(add("size", commands.size, "GPU memory by component and the roofline's speeds; loads nothing"))
     evaluate = add("evaluate", commands.evaluate, "test a checkpoint or model folder as the experiment does")
     evaluate.add_argument("--checkpoint", help="a .ckpt of this experiment or a model folder; default: its result")
     ask = add("ask", commands.ask, "put a question to a trained model and watch it search")
@@ -117,6 +114,12 @@ def add_launch_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("--master-addr", metavar="HOST", help="node 0; default: MASTER_ADDR")
     train.add_argument("--master-port", type=int, metavar="P", help="of node 0; default: MASTER_PORT, or 29400")
     train.add_argument("--sbatch", help="further options of the job, as '--partition=gpu --time=24:00:00'")
+
+
+def add_size_options(size: argparse.ArgumentParser) -> None:
+    size.add_argument("--gpus", default="1,8,16", help="comma-separated")
+    size.add_argument("--gpu", default="h100", help="a100, h100, h200, l40s or 4090")
+    size.add_argument("--markdown", action="store_true", help="a table for a page")
 
 
 def main(argv: Sequence[str]) -> int:

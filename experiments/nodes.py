@@ -43,6 +43,8 @@ class Connection:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, seconds in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):  # a machine that died
             stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+        # Keep-alive says nothing while something sent is not acknowledged yet.
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 50_000)
 
     def send(self, **message: Any) -> None:
         """Raises NodeLost."""
@@ -52,7 +54,7 @@ class Connection:
             raise NodeLost(f"the connection is gone ({error})") from None
 
     def receive(self, timeout_s: float | None) -> Message | None:
-        """The next message; None when time is up. Raises NodeLost at the connection's end."""
+        """The next message; None when time is up. Raises NodeLost at the connection's end, and for what is none."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._received:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -66,7 +68,13 @@ class Connection:
                 raise NodeLost("the connection was closed")
             self._received += data
         line, self._received = self._received.split(b"\n", 1)
-        return json.loads(line)
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise NodeLost(f"what came is no message of a node: {line[:80]!r}")
+        return message
 
     def close(self) -> None:
         self._socket.close()
@@ -134,28 +142,32 @@ class Crew:
         )
 
     def _admit(self, helper: Connection, token: str, path: Path, expected: set[int]) -> None:
-        helper.send(read=path.name)
         try:
+            helper.send(read=path.name)
             answer = helper.receive(VISIBLE_S + 30) or {}
         except NodeLost:
             answer = {}
-        node = answer.get("node")
-        problem = None
-        if "node" not in answer:  # somebody else: a port scan
+        if not answer.keys() >= {"node", "token", "outputs", "host", "nodes", "commit"}:  # somebody else: a port scan
             helper.close()
             return
-        if answer.get("token") != token or answer["outputs"] != self._project.relative(path.parent):
+        node, problem = answer["node"], None
+        if answer["token"] != token or answer["outputs"] != self._project.relative(path.parent):
             problem = (
                 f"node {node} ({answer['host']}) does not see in its {answer['outputs']} what node 0 has just written "
                 f"as {path}: all nodes must share the folder of the outputs (COMPACT_AGENTS_OUTPUTS), under one path"
             )
         elif node not in expected or node in self._helpers:
-            problem = f"NODE_RANK {node} ({answer.get('host')}) was given twice, or is not in 1..{max(expected)}"
+            problem = f"NODE_RANK {node} ({answer['host']}) was given twice, or is not in 1..{max(expected)}"
         elif answer["nodes"] != self.launch.nodes:
             problem = f"node {node} was told of {answer['nodes']} nodes, node 0 of {self.launch.nodes}"
         elif answer["commit"] != (here := commit()):
-            problem = f"node {node} runs commit {answer['commit'][:9]}, node 0 {here[:9]}: take the same code everywhere"
-        helper.send(refused=problem)
+            problem = f"node {node} runs commit {answer['commit'][:9]}, node 0 {here[:9]}: take one commit on all"
+        try:
+            helper.send(refused=problem)
+        except NodeLost:
+            if problem is None:  # gone again: it may be started anew
+                helper.close()
+                return
         if problem:
             raise ExperimentError(problem)
         self._helpers[node], self._hosts[node] = helper, answer["host"]

@@ -107,12 +107,16 @@ def job_file(target: Stage, request: Request, ranks: Ranks, log: Path, further: 
     ]
     if (target.config.get("trainer") or {}).get("accelerator") in GPU_ACCELERATORS:
         options.append(f"--gpus-per-node={ranks.processes}")
-    options += shlex.split(further or "")
+    try:
+        options += shlex.split(further or "")
+    except ValueError as error:
+        raise ExperimentError(f"SBATCH: {error} in {further}") from None
     if wrong := [option for option in options if not option.startswith("-")]:
         raise ExperimentError(f"SBATCH: '{wrong[0]}' is no option; write them as --partition=gpu --time=24:00:00")
     words = [sys.executable, "-m", "experiments", "train", *request.flags(), "--launch", "torchrun"]
-    words += ["--fresh"] if request.fresh else []
-    task = f'exec {shlex.join(words)} --node-rank "$SLURM_NODEID"'
+    # Afresh once: a job that was queued again goes on from its checkpoint.
+    fresh = '$([ "${SLURM_RESTART_COUNT:-0}" = 0 ] && echo --fresh) ' if request.fresh else ""
+    task = f'exec {shlex.join(words)} {fresh}--node-rank "$SLURM_NODEID"'
     extra = ":".join(str(folder) for folder in request.project.experiment_dirs[:-1])
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {option}" for option in options),

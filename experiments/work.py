@@ -122,7 +122,8 @@ def help_out(launch: Launch, request: Request) -> None:
             if "say" in message:
                 print(message["say"], flush=True)
             elif "run" in message:
-                leader.send(ended=_help_with(message["run"], message["resume"], message["port"], launch, request, leader))
+                path, resume, port = (message[name] for name in ("run", "resume", "port"))
+                leader.send(ended=_help_with(path, resume, port, launch, request, leader))
             elif "done" in message:
                 break
     except NodeLost as error:

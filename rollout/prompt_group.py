@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from rollout.agent_loop import AgentLoop, Request
 from rollout.places import Place, Places
-from rollout.update_gate import GroupPass
 from rollout.rewards.base import AsyncReward, RewardFunction, score
 from rollout.running_trajectory import RunningTrajectory
 from rollout.sampling import Watch, derive_seed
 from rollout.trajectory import InfrastructureError, StopReason, Task, Trajectory
+from rollout.update_gate import GroupPass
 
 logger = logging.getLogger(__name__)
 

@@ -114,16 +114,8 @@ class RolloutSystem:
                 f"{type(skills.retriever).__name__} learns from rewards, which nothing tells it in a prompt of the "
                 "student: take another retriever for rollouts.skills (in SDAR's model.skills it learns)"
             )
-        wanted = max_turns * max_turn_tokens
-        if getattr(protocol, "windowed", False) and max_response_tokens < wanted:
-            logger.warning(
-                "max_response_tokens is %d over all turns of an episode, of which %d may have %d tokens each: episodes "
-                "of long turns end early; for none to do so take %d",
-                max_response_tokens,
-                max_turns,
-                max_turn_tokens,
-                wanted,
-            )
+        if getattr(protocol, "windowed", False):
+            warn_of_early_ends(self.budgets)
         self.skills = skills
         self.agent_loop = AgentLoop(engine, protocol, environment, self.budgets, entropy_tokens, top_logprobs, skills)
         self._policy_version = 0
@@ -308,13 +300,14 @@ class RolloutSystem:
     @contextmanager
     def _nothing_under_way(self) -> Iterator[None]:
         """For the caller's thread: entered when all groups that have begun are done; no other begins meanwhile."""
-        gate, began = self._gate.update(), time.monotonic()
-        self._submit(gate.__aenter__()).result()
-        self.waited_s += time.monotonic() - began
+        loop, update, began = self._loop, self._gate.update(), time.monotonic()
         try:
+            loop.call_soon_threadsafe(update.close)
+            self._submit(self._gate.idle()).result()
+            self.waited_s += time.monotonic() - began
             yield
-        finally:
-            self._submit(gate.__aexit__(None, None, None)).result()
+        finally:  # also after Ctrl-C, wherever it comes
+            loop.call_soon_threadsafe(update.reopen)
 
     async def _close(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -366,6 +359,19 @@ def check_in_flight(in_flight: str, engine: Engine) -> None:
         raise ValueError(
             f"in_flight is continue, but {type(engine).__name__} cannot take new weights between two tokens "
             "(load_weights has no between_steps); take in_flight: finish, or another engine"
+        )
+
+
+def warn_of_early_ends(budgets: Budgets) -> None:
+    wanted = budgets.max_turns * budgets.max_turn_tokens
+    if budgets.max_response_tokens < wanted:
+        logger.warning(
+            "max_response_tokens is %d over all turns of an episode, of which %d may have %d tokens each: episodes of "
+            "long turns end early; for none to do so take %d",
+            budgets.max_response_tokens,
+            budgets.max_turns,
+            budgets.max_turn_tokens,
+            wanted,
         )
 
 

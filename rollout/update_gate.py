@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class UpdateGate:
@@ -25,18 +23,23 @@ class UpdateGate:
     def group(self) -> GroupPass:
         return GroupPass(self)
 
-    @asynccontextmanager
-    async def update(self) -> AsyncIterator[None]:
-        """Entered when nothing is under way; what has not begun begins after it."""
+    def update(self) -> Update:
+        return Update(self)
+
+    async def idle(self) -> None:
+        """Wait until nothing is under way."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """An update waits: no other group begins until `reopen`."""
         self._updates += 1
         self._open.clear()
-        try:
-            await self._idle.wait()
-            yield
-        finally:
-            self._updates -= 1
-            if not self._updates:
-                self._open.set()
+
+    def reopen(self) -> None:
+        """That update is done, or given up."""
+        self._updates -= 1
+        if not self._updates:
+            self._open.set()
 
     async def opened(self) -> None:
         """Wait until no update waits."""
@@ -78,3 +81,20 @@ class GroupPass:
     def __exit__(self, *error: object) -> None:
         if self._begun:
             self._gate.leave()
+
+
+class Update:
+    """One update's hold on the gate. Either method may be called at any time, any number of times."""
+
+    def __init__(self, gate: UpdateGate) -> None:
+        self._gate, self._closed = gate, False
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._gate.close()
+
+    def reopen(self) -> None:
+        if self._closed:
+            self._closed = False
+            self._gate.reopen()

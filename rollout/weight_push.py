@@ -28,35 +28,43 @@ def push(engine: Engine, submit: Submit, tensors: Tensors, version: int, options
         options: of the engine's ``load_weights``.
     """
     if not getattr(engine, "shared_by_ranks", False):
-        _send(engine, submit, tensors, version, options)
+        if (error := _send(engine, submit, tensors, version, options)) is not None:
+            raise error
         return
-    error: Exception | None = None
+    error = None
     _meet()
     if _several() and _rank() > 0:
         submit(engine.expect_push()).result()
         for _ in tensors:
             pass
     else:
-        try:
-            _send(engine, submit, tensors, version, options)
-        except (ValueError, InfrastructureError) as refusal:  # what fails in gathering, all ranks meet
-            error = refusal
-    told = _word_of_first_rank(error or engine.held)
+        error = _send(engine, submit, tensors, version, options)
+    told = _word_of_first_rank(engine.held if error is None else _for_all_ranks(error))
     if isinstance(told, Exception):
         submit(engine.give_up()).result()
-        raise told
+        raise told from error
     submit(engine.adopt(told)).result()
 
 
-def _send(engine: Engine, submit: Submit, tensors: Tensors, version: int, options: dict[str, bool]) -> None:
+def _send(
+    engine: Engine, submit: Submit, tensors: Tensors, version: int, options: dict[str, bool]
+) -> BaseException | None:
+    """Returns what the engine raised. Raises only what the gathering of ``tensors`` raises, which all ranks meet."""
     relay = WeightRelay(tensors)
     future = submit(engine.load_weights(relay, version, **options))
     relay.serve_until(future)
-    future.result()
+    return future.exception()
+
+
+def _for_all_ranks(error: BaseException) -> Exception:
+    """Whatever it is (a full disk), the others wait for a word of it; not every exception can be sent."""
+    if type(error) in (ValueError, InfrastructureError):
+        return error
+    return InfrastructureError(f"weights could not be pushed: {type(error).__name__}: {error}")
 
 
 def _meet() -> None:
-    """Nothing is sent before every rank has come: what their trajectories still ask is answered from the old weights."""
+    """Nothing is sent before every rank has come: what trajectories still ask is answered from the old weights."""
     if _several():
         import torch
 

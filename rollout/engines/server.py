@@ -54,7 +54,7 @@ class EngineServer:
         self._running = 0
         self._quiet = asyncio.Event()  # nothing is being generated
         self._quiet.set()
-        self._open = asyncio.Event()  # not while weights go straight into the engine
+        self._open = asyncio.Event()  # not while it is being drained
         self._open.set()
 
     def app(self) -> web.Application:
@@ -169,22 +169,24 @@ class EngineServer:
         return web.json_response(self.weights.state())
 
     async def _transfer(self, request: web.Request) -> web.Response:
-        """vLLM's own protocol: init, start, update (any number), finish. Between start and finish nothing is sampled,
-        and if it ends between them, nothing until whole weights have come."""
+        """vLLM's own protocol: init, start, update (any number), finish. Between start and finish nothing is sampled
+        (requests are answered 409), and if it ends between them, nothing until whole weights have come."""
         method, body = request.match_info["method"], await request.json()
         if method == "start_weight_update":
-            self._open.clear()
-            await self._quiet.wait()
-            self.weights.unfit("a transfer of weights has not come to its end; push again")
-        try:
-            await self._engine.transfer(method, body.get("arguments", {}), body.get("version"))
-        except BaseException:
-            self._open.set()  # to be answered 409
-            raise
+            await self._drain()
+        await self._engine.transfer(method, body.get("arguments", {}), body.get("version"))
         if method == "finish_weight_update":
             self.weights.fit(body["tag"], body["version"])
-            self._open.set()
         return web.json_response(self.weights.state())
+
+    async def _drain(self) -> None:
+        """Let what is being generated end; from then on nothing may be sampled. Given up when the client hangs up."""
+        self._open.clear()
+        try:
+            await self._quiet.wait()
+            self.weights.unfit("a transfer of weights has not come to its end; push again")
+        finally:
+            self._open.set()
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

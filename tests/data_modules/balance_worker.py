@@ -72,13 +72,13 @@ def system(model):
 
 def run(model, folder, ranks):
     results = {}
-    for name, balanced in (("balanced", True), ("as rolled out", False)):
+    for name, balanced, staleness in (("balanced", True, 0), ("as rolled out", False, 0), ("one ahead", True, 1)):
         path = folder / f"questions{ranks}-{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}"
         path.mkdir(exist_ok=True)
-        files = [questions(path / f"{int(balanced)}.parquet", model)]
+        files = [questions(path / f"{name}.parquet", model)]
         data = RolloutDataModule(
             system(model), files, prompts_per_step=QUESTIONS, samples_per_prompt=3, iterations=2, seed=1,
-            balance_tokens=balanced,
+            balance_tokens=balanced, staleness=staleness,
         )  # fmt: skip
         # six trajectories a rank and four steps: a rank's own numbers would deal them otherwise than one process does
         module = GRPOWithSGD(model, mini_batches=4, max_grad_norm=0.0, micro_batch_tokens=400, logits_chunk=64)

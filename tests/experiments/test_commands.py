@@ -34,6 +34,8 @@ def make(*words):
         (["train"], "train dgpo_tiny"),
         (["train", "EXP=kd_tiny", "SEED=2", "RESUME=last"], "train kd_tiny --seed 2 --resume last"),
         (["train", "FRESH=1", "ARGS=--model.kl_coef 0.01"], "train dgpo_tiny --fresh --model.kl_coef 0.01"),
+        (["train", "LAUNCH=slurm", "NPROC=8", "TIME=1:00"],
+         'train dgpo_tiny --launch slurm --processes 8 --sbatch="--time=1:00"'),
         (["evaluate", "CKPT=a b.ckpt"], 'evaluate dgpo_tiny --checkpoint "a b.ckpt"'),
         (["ask", "Q=Who wrote it?"], 'ask dgpo_tiny --question "$Q"'),
         (["dry-run", "EXP=x"], "dry-run x"),

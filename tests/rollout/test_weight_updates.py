@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import os
+import signal
 import time
 
 import pytest
@@ -19,9 +22,10 @@ from rollout.running_trajectory import RunningTrajectory
 from rollout.storage import load_trajectories, save_trajectories
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
-from rollout.trajectory import Action, ActionKind, StopReason, Task, turn_rows
+from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReason, Task, turn_rows
 from rollout.turn_generation import TurnGenerator
 from rollout.update_gate import UpdateGate
+from rollout.weight_push import push
 from tests.conftest import make_model_dir
 from tests.rollout.scripted import TASK, TextEngine, ToyRetriever, search_then_answer
 
@@ -84,8 +88,11 @@ def test_an_update_comes_between_groups():
                 log.append(f"{name} ends")
 
         async def update():
-            async with gate.update():
-                log.append("update")
+            one = gate.update()
+            one.close()
+            await gate.idle()
+            log.append("update")
+            one.reopen()
 
         first = asyncio.ensure_future(group("a", 0.02))
         await asyncio.sleep(0)
@@ -103,20 +110,59 @@ def test_an_update_comes_between_groups():
     assert log == ["a begins", "b begins", "a ends", "update", "update", "c begins", "c ends"]
 
 
+class Meeting(TextEngine):
+    """Its first ``wave`` requests are answered when an update waits, whenever that is."""
+
+    def __init__(self, protocol, wave):
+        super().__init__(protocol, search_then_answer, latency=0.005)
+        self.wave, self.asked, self.gate = wave, 0, None
+        self.goes_on = asyncio.Event()
+
+    async def generate(self, token_ids, sampling):
+        self.asked += 1
+        while self.asked <= self.wave and self.gate._open.is_set():
+            await asyncio.sleep(0.001)
+        self.wave = 0
+        await self.met()
+        return await super().generate(token_ids, sampling)
+
+    async def met(self):
+        pass
+
+
+class Interrupting(Meeting):
+    """Presses Ctrl-C then, and answers when ``goes_on`` is set."""
+
+    async def met(self):
+        if not self.goes_on.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            await self.goes_on.wait()
+
+
+def started(protocol, engine, concurrency):
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), concurrency=concurrency)
+    system.start()
+    engine.gate = system._gate
+    return system
+
+
 @pytest.mark.parametrize("concurrency", [1, 3, 100])
 def test_finish_gives_every_group_one_version(protocol, concurrency):
     """Also with fewer places than trajectories: a group that waits holds no place that one under way needs."""
-    engine = TextEngine(protocol, search_then_answer, latency=0.005)
-    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
-    system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), concurrency=concurrency)
+    wave = min(concurrency, 12)
+    engine = Meeting(protocol, wave)
+    system = started(protocol, engine, concurrency)
     sampling = SamplingParams(max_new_tokens=200)
     try:
         future = system.background(system.roll_out(tasks(4), n=3, sampling=sampling, seed=0, batch=0))
         version = 0
+        while engine.asked < wave:
+            time.sleep(0.001)
         while not future.done():
-            time.sleep(0.02)
             version += 1
             system.load_weights([("a", torch.zeros(1))], version)
+            time.sleep(0.02)
         done = future.result()
         again = system.rollout(tasks(4), n=3, sampling=sampling, seed=0)
     finally:
@@ -128,6 +174,47 @@ def test_finish_gives_every_group_one_version(protocol, concurrency):
     versions = set.union(*of_group.values())
     assert len(versions) > 1 if concurrency < 12 else versions == {0}
     assert system.waited_s > 0
+
+
+def test_ctrl_c_while_an_update_waits_closes_nothing_for_ever(protocol):
+    engine = Interrupting(protocol, wave=1)
+    system = started(protocol, engine, concurrency=1)
+    how = {"n": 1, "sampling": SamplingParams(max_new_tokens=200), "seed": 0, "batch": 0}
+    try:
+        future = system.background(system.roll_out(tasks(2), **how))
+        with pytest.raises(KeyboardInterrupt) as pressed:  # holds the frames that were left
+            system.load_weights([("a", torch.zeros(1))], 1)
+        system._loop.call_soon_threadsafe(engine.goes_on.set)
+        assert len(future.result(timeout=60)) == 2, "the second begins when the first has ended"
+        system.load_weights([("a", torch.zeros(1))], 1)
+        assert system.policy_version == 1 and pressed.type is KeyboardInterrupt
+    finally:
+        system.close()
+
+
+def test_whatever_a_shared_engine_raises_ends_the_push_for_those_who_wait(protocol):
+    """Without ranks: what the others would be told is raised here, requests go on, and all was gathered."""
+
+    class Full:
+        shared_by_ranks = True
+        held, waits = None, True
+
+        async def load_weights(self, tensors, version):
+            next(tensors)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        async def give_up(self):
+            self.waits = False
+
+    engine, tensors = Full(), iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    system = RolloutSystem(ScriptedEngine([]), protocol, environment, ExactMatchReward())
+    try:
+        with pytest.raises(InfrastructureError, match="could not be pushed: OSError.*No space left") as told:
+            push(engine, system.background, tensors, 1, {})
+    finally:
+        system.close()
+    assert told.value.__cause__.errno == errno.ENOSPC and not engine.waits and not list(tensors)
 
 
 def test_continue_in_the_middle_of_a_turn(model_dir, tmp_path):

@@ -1,0 +1,68 @@
+"""The routes of a weight transfer straight into the engine. vLLM's own takes place on GPUs only: here an engine that
+answers when it is told to, and records what it is asked for, stands behind the real server."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.process import EngineProcess
+from rollout.engines.server import EngineServer
+from rollout.engines.wire import request_to_json
+
+
+class Behind(EngineProcess):
+    def __init__(self) -> None:
+        super().__init__("none", {}, max_length=64)
+        self.asked, self.answers, self.transfers = 0, asyncio.Event(), []
+
+    async def generate(self, token_ids, sampling):
+        self.asked += 1
+        await self.answers.wait()
+        return Generation((1,), (-0.5,), "length", 0)
+
+    async def transfer(self, method, arguments, version=None):
+        self.transfers.append((method, version))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def hang_up_while_draining_then_do_not_finish(folder):
+    engine = Behind()
+    server = EngineServer(engine, folder)
+    async with TestClient(TestServer(server.app())) as client:
+
+        def generate(weights):
+            request = request_to_json([1, 2], SamplingParams(1), weights)
+            return asyncio.ensure_future(client.post("/generate", json=request))
+
+        first = generate("start")
+        await until(lambda: engine.asked == 1)
+        starting = asyncio.ensure_future(client.post("/transfer/start_weight_update", json={}))
+        await until(lambda: not server._open.is_set())
+        starting.cancel()
+        second = generate("start")
+        await until(lambda: engine.asked == 2)
+        engine.answers.set()
+        assert [(await one).status for one in (first, second)] == [200, 200] and not engine.transfers
+
+        assert (await client.post("/transfer/start_weight_update", json={})).status == 200
+        refused = await generate("start")
+        assert refused.status == 409 and "has not come to its end" in (await refused.json())["error"]
+        server.weights.fit("whole", 1)  # as when a push by files follows, from a trainer that has been started anew
+        assert (await generate("whole")).status == 200
+
+        for method in ("start_weight_update", "update_weights", "finish_weight_update"):
+            body = {"tag": "next", "version": 2} if method == "finish_weight_update" else {}
+            assert (await client.post(f"/transfer/{method}", json=body)).status == 200
+        assert (await generate("next")).status == 200 and (await generate("whole")).status == 409
+    assert engine.transfers[-1] == ("finish_weight_update", 2) and engine.asked == 4
+
+
+def test_a_transfer_that_does_not_end_leaves_no_request_waiting(tmp_path):
+    asyncio.run(asyncio.wait_for(hang_up_while_draining_then_do_not_finish(tmp_path), 60))
