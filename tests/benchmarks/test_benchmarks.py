@@ -106,6 +106,14 @@ SHAPES = {
             *(rf"{names}: {N} in time, {N} in peak memory" for names in ("SOD / OPD", "OPD / GRPO")),
         ],
     ),
+    "gpu": (
+        "--tiny --prompts 2 --samples 2 --turns 1 --turn-tokens 8 --latency-ms 5 --iterations 3",
+        [
+            rf"tiny, staleness {k}: training [0-9,]+ tok/s, waiting for rollouts {N} s \([0-9,]+ sampled tok/s\), "
+            rf"weight sync {N} s, iteration {N} s, {N} trajectories/s"
+            for k in (0, 1)
+        ],
+    ),
     "packing": (
         "--rows 4 --budget 1200 --layers 1 --hidden 32 --repeats 1",
         [

@@ -1,7 +1,8 @@
 """Started by test_two_ranks.py: one step of KD, one iteration each of DGPO, GRPO, AEPO, SOD, OPSD and of what learns
 from episodes (two_ranks_episodes.py), on one process or on two.
 
-``python two_ranks_worker.py OUT MODEL TEACHER zero3|zero2|ddp``; plain SGD without clipping hides no wrong scale.
+``python two_ranks_worker.py OUT MODEL TEACHER zero3|zero2|ddp|offload [NAME ...]``: of all trainings, or of those
+named; plain SGD without clipping hides no wrong scale.
 """
 
 import os
@@ -148,10 +149,12 @@ def trainings(model: str, teacher: str):
     yield from episode_trainings(model, teacher, SGD, **longer)
 
 
-def run(model: str, teacher: str, share, **options) -> dict:
-    """Train each module on ``share(rows)`` and return figures and weights (whole, on every rank)."""
+def run(model: str, teacher: str, share, names=(), **options) -> dict:
+    """Train each module (named) on ``share(rows)`` and return figures and weights (whole, on every rank)."""
     result = {}
     for name, rows, module, data in trainings(model, teacher):
+        if names and name not in names:
+            continue
         settings = {k: v() if k == "strategy" else v for k, v in options.items()}  # a strategy serves one Trainer
         judged = Judged(teacher, share(rows()))
         trainer = fit(module, data(share(rows())), callbacks=[judged], **settings)
@@ -186,13 +189,14 @@ def rows_learnt_from(module) -> int:
 if __name__ == "__main__":
     from lightning_modules.strategies import ZeRO2, ZeRO3
 
-    out, model, teacher, strategy = sys.argv[1:]
+    out, model, teacher, strategy, *names = sys.argv[1:]
     rank = int(os.environ.get("LOCAL_RANK", 0))
     make = {
         "zero3": lambda: ZeRO3(persistence_threshold=0, bucket_elements=100_000),
         "zero2": lambda: ZeRO2(bucket_elements=100_000),
         "ddp": lambda: "ddp",
+        "offload": lambda: ZeRO3(True, True, persistence_threshold=0, bucket_elements=100_000),
     }[strategy]
-    figures = run(model, teacher, lambda rows: rows[4 * rank : 4 * rank + 4], devices=2, strategy=make)
+    figures = run(model, teacher, lambda rows: rows[4 * rank : 4 * rank + 4], names, devices=2, strategy=make)
     if rank == 0:
         torch.save(figures, out)
