@@ -26,7 +26,7 @@ REMEDIES = (  # the cheaper ones first
     ("ZeRO-3 and offload_optimizer: true", OFFLOAD),
     ("ZeRO-3, offload_optimizer: true and offload_parameters: true", OFFLOAD | {"offload_parameters": True}),
 )
-RANK = 16  # of the adapters that are advised where nothing else helps
+RANK = 16  # of the adapters that are advised where sharding does not help
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -233,15 +233,15 @@ def advice(columns: Sequence[Sized], chip: Chip) -> list[str]:
 
 
 def remedy(training: Training, low_rank: Training, chip: Chip) -> str:
-    """The cheapest way to make a training fit; adapters, which are another training, only where nothing else does."""
-    for words, change in REMEDIES:
-        if fits(dataclasses.replace(training, **change), chip):
-            return f"fits with {words}"
-    nothing = "no sharding or offloading makes it fit"
-    if training.adapters is not None or not fits(low_rank, chip):
-        return nothing
-    base = "" if low_rank.sharded else " --model.dtype bfloat16"
-    return f"{nothing}; adapters would fit, another training (LoRA): --model.lora.rank {RANK}{base} --model.lr 1e-5"
+    """The cheapest way to make a training fit; where sharding alone does not, adapters as well, if they do."""
+    words = [words for words, change in REMEDIES if fits(dataclasses.replace(training, **change), chip)]
+    if words and words[0] == REMEDIES[0][0]:
+        return f"fits with {words[0]}"
+    text = f"fits with {words[0]}" if words else "no sharding or offloading makes it fit"
+    if training.adapters is None and fits(low_rank, chip):
+        base = "" if low_rank.sharded else " --model.dtype bfloat16"
+        text += f"; or, which is another training, with LoRA: --model.lora.rank {RANK}{base} --model.lr 1e-5"
+    return text
 
 
 def fits(training: Training, chip: Chip) -> bool:
