@@ -187,8 +187,9 @@ def test_loss_gradient_and_update_are_those_of_trl():
     assert len(rows) == 6
     for row in rows:
         gradient, update = re.search("gradients differ by (.+) relative, weight updates by (.+)", row).groups()
-        assert float(gradient) < 1e-4, row
-        assert float(update) < 1e-2, row  # AdamW's first step is near lr * sign(gradient), whose noise it magnifies
+        # AdamW's first step is near lr * sign(gradient), which magnifies noise; the second pass stands on its outcome.
+        assert float(gradient) < (1e-3 if "second pass" in row else 5e-5), row
+        assert float(update) < 1e-2, row
 
 
 def test_make_benchmark_runs_every_script():
