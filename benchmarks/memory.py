@@ -112,13 +112,14 @@ def measure_rank(form: str, layers: int, hidden: int, folder: str) -> int:
 
     from lightning_modules.sft import SFT
     from lightning_modules.strategies import ZeRO2, ZeRO3
-    from rollout.trajectory import StopReason, Task, Trajectory
+    from rollout.trajectory import Action, ActionKind, StopReason, Task, Trajectory, Turn
 
     torch.set_num_threads(1)
     ids = tuple(random.Random(0).randrange(4096) for _ in range(64))
+    turn = Turn(0, 48, Action(ActionKind.ANSWER, answer=""), "eos", 0, 48)
     row = Trajectory(
         task=Task("0", "?", (), "benchmark"), prompt_ids=ids[:16], response_ids=ids[16:], loss_mask=(1,) * 48,
-        logprobs=(0.0,) * 48, turns=(), calls=(), stop_reason=StopReason.ANSWER, group="0", index=0, reward=None,
+        logprobs=(0.0,) * 48, turns=(turn,), calls=(), stop_reason=StopReason.ANSWER, group="0", index=0, reward=None,
     )  # fmt: skip
     made: dict[str, Callable[[], object]] = {
         "ddp": lambda: "ddp",

@@ -156,7 +156,9 @@ def loss_message(beats: Mapping[int, Beat], gone: Mapping[int, str], silent_s: M
     ])  # fmt: skip
 
 
-def stall_message(beats: Mapping[int, Beat], silent_s: Mapping[int, float], stop_after_s: float, end: bool) -> str:
+def stall_message(
+    beats: Mapping[int, Beat], silent_s: Mapping[int, float], stop_after_s: float | None, end: bool
+) -> str:
     """Names the ranks that do not wait in a collective: the others wait for them."""
     held = [rank for rank, b in sorted(beats.items()) if not b.waiting]
     whom = f"they wait for {_list(held)}" if 0 < len(held) < len(beats) else "all ranks wait for each other"
@@ -164,7 +166,9 @@ def stall_message(beats: Mapping[int, Beat], silent_s: Mapping[int, float], stop
         whom = "none of them waits in a collective that can be seen from here (on GPUs they wait for the device)"
     since = stalled_s(beats, silent_s)
     first = "error" if end else "warning"
-    then = "the run ends here." if end else f"the run ends when it is {stop_after_s:.0f} s."
+    then = "the run ends here."
+    if not end:
+        then = "they go on waiting." if stop_after_s is None else f"the run ends when it is {stop_after_s:.0f} s."
     lines = [f"\n{first}: ranks have not moved for {since:.0f} s: {whom}; {then}", table(beats, silent_s)]
     return "\n".join([*lines, CONTINUE] if end else lines)
 

@@ -189,7 +189,7 @@ class _Watch(threading.Thread):
             self._reported_s = 0.0
         elif self.me.rank == 0 and still >= max(options.report_after_s, 2 * self._reported_s):
             self._reported_s = still
-            self._say(stall_message(beats, silent, options.stop_after_s or float("inf"), end=False))
+            self._say(stall_message(beats, silent, options.stop_after_s, end=False))
 
     # --- the end ------------------------------------------------------------------------------------------------
 

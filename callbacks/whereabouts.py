@@ -15,12 +15,15 @@ from typing import Any
 ROOT = str(Path(__file__).parents[1]) + os.sep
 LIBRARIES = ("site-packages" + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<")  # <: made at run time
 COLLECTIVES = (os.path.join("torch", "distributed", ""), os.path.join("deepspeed", "comm", ""))
+# Work that may take long; of rollouts ahead of the training this thread only waits for the one that does it.
+ROLLING_OUT = ("rollout/", "retrieval/", "data_modules/rollouts_ahead.py")
 # What an innermost frame of ours means: beginning of its file, function (any, if empty), words. First match counts.
 WORDS = (
     ("retrieval/", "", "search"),
     ("rollout/engines/", "load_weights", "weight sync"),
     ("rollout/", "load_weights", "weight sync"),
     ("rollout/", "", "rollout"),
+    ("data_modules/rollouts_ahead.py", "", "rollout"),
     ("data_modules/balance.py", "", "exchange of groups between ranks"),
     ("data_modules/failures.py", "", "end of the rollout"),
     ("data_modules/", "", "loading of the batch"),
@@ -57,7 +60,7 @@ def whereabouts() -> Place:
     names = [(f.f_code.co_filename.removeprefix(ROOT), f.f_lineno, f.f_code.co_name) for _, f in ours]
     words = next((w for name in names if (w := _words(name[0], name[2]))), "between steps")
     at = f" ({names[0][0]}:{names[0][1]} {names[0][2]})" if names else ""
-    rolling_out = not waiting and any(name.startswith(("rollout/", "retrieval/")) for name, _, _ in names)
+    rolling_out = not waiting and any(name.startswith(ROLLING_OUT) for name, _, _ in names)
     return Place(f"{words}{', waiting for the others' if waiting else ''}{at}", waiting, rolling_out, mark)
 
 

@@ -21,6 +21,7 @@ from experiments.compose import SECTIONS, Config, check_keys, load_yaml, merge
 from experiments.errors import ExperimentError, nearest
 
 STAGE_PREFIX = "stages"
+NAMED = "trainer.strategy"  # takes a name (zero3) as well as a class, whose arguments then go with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def _put(config: Config, path: str, text: str) -> bool:
         node = _step(config, node, "init_args")
     value = _read_value(text, node.get(leaf))
     old = _follow(config, node.get(leaf))
-    if isinstance(old, dict) and isinstance(value, str):
+    if isinstance(old, dict) and isinstance(value, str) and (path != NAMED or "." in value):
         return False  # '--model lightning_modules.ppo.PPO': a class name
     node[leaf] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return True

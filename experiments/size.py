@@ -16,7 +16,7 @@ from experiments.errors import ExperimentError, nearest
 from experiments.graph import Stage
 from experiments.known_models import known_model
 from experiments.runner import Request
-from experiments.sizing import CHIPS, GB, Chip, Dimensions, Strategy, Training
+from experiments.sizing import CHIPS, GB, Adapters, Chip, Dimensions, Strategy, Training
 
 FROZEN = ("teacher", "reference")  # arguments of modules that name a model which is not trained
 ZERO3: dict[str, Any] = {"strategy": "zero3"}
@@ -26,15 +26,21 @@ REMEDIES = (  # the cheaper ones first
     ("ZeRO-3 and offload_optimizer: true", OFFLOAD),
     ("ZeRO-3, offload_optimizer: true and offload_parameters: true", OFFLOAD | {"offload_parameters": True}),
 )
+RANK = 16  # of the adapters that are advised where sharding does not help
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sized:
-    """A training on so many GPUs, and how many trajectories an iteration has."""
+    """A training on so many GPUs, and how many trajectories an iteration has.
+
+    Attributes:
+        low_rank: the same with adapters of rank ``RANK`` on a base in bfloat16.
+    """
 
     training: Training
     trajectories: int
+    low_rank: Training
 
     @property
     def context(self) -> float:
@@ -66,6 +72,7 @@ def size(args: argparse.Namespace, request: Request) -> None:
     for name, dimensions, _ in first.frozen:
         title += f", {name} {billions(dimensions.parameters)}"
     title += f", critic {billions(first.critic.body)}" if first.critic else ""
+    title += f", adapters {billions(first.trained)}" if first.adapters else ""
     print(f"{title}; {first.strategy}, {first.precision}\n")
     print_table(table(columns, chip), args.markdown)
     for line in advice(columns, chip):
@@ -84,15 +91,15 @@ def sized(stage: Stage, gpus: int, root: Path) -> Sized:
     engine = ((data.get("rollouts") or {}).get("init_args") or {}).get("engine", {}).get("init_args") or {}
     strategy, options = strategy_of(trainer.get("strategy"), gpus)
     policy = dimensions_of(model["policy"], stage, root)
-    kept = BYTES.get(model.get("teacher_dtype", "float32"), 4)
-    names = [name for name in FROZEN if isinstance(model.get(name), str)]
+    adapters = adapters_of(model.get("lora"))
     training = Training(
         policy=policy,
-        critic=policy if has_critic(stage.config["model"]["class_path"]) else None,
-        frozen=tuple((name, dimensions_of(model[name], stage, root), kept) for name in names),
+        critic=policy if is_a(stage, "ppo.PPO") else None,
+        frozen=frozen_models(stage, root, adapters is not None),
         strategy=strategy,
         gpus=gpus,
         precision=precision_of(trainer.get("precision"), model.get("dtype")),
+        adapters=adapters,
         offload_optimizer=bool(options.get("offload_optimizer")),
         offload_parameters=bool(options.get("offload_parameters")),
         checkpointing=bool(model.get("gradient_checkpointing")),
@@ -101,7 +108,39 @@ def sized(stage: Stage, gpus: int, root: Path) -> Sized:
         engine_share=float(engine.get("gpu_memory_utilization") or 0.0),
         max_length=int(engine.get("max_length") or 4096),
     )
-    return Sized(training, int(data.get("prompts_per_step", 0)) * int(data.get("samples_per_prompt", 1)))
+    change = {"adapters": Adapters(RANK), "frozen": frozen_models(stage, root, True), "precision": "bfloat16"}
+    trajectories = int(data.get("prompts_per_step", 0)) * int(data.get("samples_per_prompt", 1))
+    return Sized(training, trajectories, dataclasses.replace(training, **change))
+
+
+def adapters_of(lora: Any) -> Adapters | None:
+    """Of ``model.lora``: its rank, and which of a layer's linear modules its targets name."""
+    if not lora:
+        return None
+    from lightning_modules.lora import ALL_LINEAR, LoRA
+
+    settings = LoRA(**lora)
+    names = () if settings.targets == [ALL_LINEAR] else tuple(t.rpartition(".")[2] for t in settings.targets)
+    return Adapters(settings.rank, names)
+
+
+def frozen_models(stage: Stage, root: Path, low_rank: bool) -> tuple[tuple[str, Dimensions, int], ...]:
+    """(name, dimensions, bytes per parameter) of what is not trained. With adapters one that starts from the policy's
+    folder costs nothing: it is the base."""
+    model = stage.config["model"]["init_args"]
+    kept = BYTES.get(model.get("teacher_dtype", "float32"), 4)
+    paths = {name: model[name] for name in FROZEN if isinstance(model.get(name), str)}
+    if is_a(stage, "grpo.GRPO") and not model.get("kl_coef"):
+        paths.pop("reference", None)  # not loaded
+    weights = model.get("teacher_weights") if is_a(stage, "skill_teacher.SkillTaught") else None
+    if is_a(stage, "opsd.OPSD") or weights == "fixed" and "reference" not in paths:
+        paths["self-teacher"] = model["policy"]
+    if low_rank:
+        paths = {name: path for name, path in paths.items() if path != model["policy"]}
+    found = [(name, dimensions_of(path, stage, root), kept) for name, path in paths.items()]
+    if weights == "ema":
+        found.append(("moving average", dimensions_of(model["policy"], stage, root), 4))
+    return tuple(found)
 
 
 def strategy_of(value: Any, gpus: int) -> tuple[Strategy, dict[str, Any]]:
@@ -119,11 +158,12 @@ def precision_of(trainer: Any, dtype: Any) -> sizing.Precision:
     return "autocast" if str(trainer).startswith(("bf16", "16")) else "float32"
 
 
-def has_critic(class_path: str) -> bool:
+def is_a(stage: Stage, name: str) -> bool:
+    """Whether the stage trains with a class of lightning_modules, or one derived from it."""
     from experiments.validate import import_class
-    from lightning_modules.ppo import PPO
 
-    return issubclass(import_class(class_path, "model"), PPO)
+    own = import_class(stage.config["model"]["class_path"], "model")
+    return issubclass(own, import_class(f"lightning_modules.{name}", "model"))
 
 
 def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
@@ -175,7 +215,7 @@ def at_once(sized: Sized, chip: Chip) -> int:
 def advice(columns: Sequence[Sized], chip: Chip) -> list[str]:
     """What to do about each column that does not fit, and about engines without room."""
     lines = []
-    for training in (column.training for column in columns):
+    for training, low_rank in ((column.training, column.low_rank) for column in columns):
         where = f"{training.gpus} GPU{'s' if training.gpus > 1 else ''}"
         share = training.engine_share
         if share and sizing.cache_tokens(training, chip) < training.max_length:
@@ -185,12 +225,23 @@ def advice(columns: Sequence[Sized], chip: Chip) -> list[str]:
                 f"{where}: the engine's {share * chip.memory / GB:.0f} GB do not hold its weights "
                 f"({2 * training.policy.parameters / GB:.0f} GB) and a cache: gpu_memory_utilization {least:g} at least"
             )
-            training = dataclasses.replace(training, engine_share=max(share, least))
-        if fits(training, chip):
-            continue
-        found = [words for words, change in REMEDIES if fits(dataclasses.replace(training, **change), chip)]
-        lines.append(f"{where}: {f'fits with {found[0]}' if found else 'no sharding or offloading makes it fit'}")
+            share = max(share, least)
+        training, low_rank = (dataclasses.replace(t, engine_share=share) for t in (training, low_rank))
+        if not fits(training, chip):
+            lines.append(f"{where}: {remedy(training, low_rank, chip)}")
     return lines
+
+
+def remedy(training: Training, low_rank: Training, chip: Chip) -> str:
+    """The cheapest way to make a training fit; where sharding alone does not, adapters as well, if they do."""
+    words = [words for words, change in REMEDIES if fits(dataclasses.replace(training, **change), chip)]
+    if words and words[0] == REMEDIES[0][0]:
+        return f"fits with {words[0]}"
+    text = f"fits with {words[0]}" if words else "no sharding or offloading makes it fit"
+    if training.adapters is None and fits(low_rank, chip):
+        base = "" if low_rank.sharded else " --model.dtype bfloat16"
+        text += f"; or, which is another training, with LoRA: --model.lora.rank {RANK}{base} --model.lr 1e-5"
+    return text
 
 
 def fits(training: Training, chip: Chip) -> bool:

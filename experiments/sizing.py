@@ -83,6 +83,13 @@ class Dimensions:
         """Parameters of a critic: no output matrix, a head of one column."""
         return self.parameters - (0 if self.tied else self.vocabulary * self.hidden) + self.hidden + 1
 
+    @property
+    def linear(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of one layer's linear modules, by name."""
+        h, m = self.hidden, self.mlp
+        attention = {"q_proj": (h, self.query), "k_proj": (h, self.key), "v_proj": (h, self.key)}
+        return attention | {"o_proj": (self.query, h), "gate_proj": (h, m), "up_proj": (h, m), "down_proj": (m, h)}
+
     def kv_bytes(self, element: int = 2) -> int:
         """Keys and values of one token in the engine's cache."""
         return 2 * self.layers * self.key * element
@@ -126,6 +133,25 @@ CHIPS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """Of LoRA: two matrices of a low rank beside each matrix that is named."""
+
+    rank: int
+    targets: tuple[str, ...] = ()  # linear modules by name; none: all
+
+    def of(self, d: Dimensions) -> int:
+        """Parameters that they add to a model."""
+        return d.layers * self.rank * sum(n + m for n, m in self._shapes(d))
+
+    def inputs(self, d: Dimensions) -> int:
+        """Numbers per token that one layer's adapters read."""
+        return sum(n for n, _ in self._shapes(d))
+
+    def _shapes(self, d: Dimensions) -> list[tuple[int, int]]:
+        return [shape for name, shape in d.linear.items() if not self.targets or name in self.targets]
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """What of a configuration decides memory and speed."""
 
@@ -137,7 +163,7 @@ class Training:
     precision: Precision = "float32"
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    adapters: int | None = None  # trained parameters of LoRA; None: all are trained
+    adapters: Adapters | None = None  # LoRA; None: all is trained
     checkpointing: bool = False
     micro_batch_tokens: int = 16384
     logits_chunk: int = 1024
@@ -149,10 +175,24 @@ class Training:
         return self.strategy in ("zero2", "zero3")
 
     @property
+    def half_engine(self) -> bool:
+        """DeepSpeed with weights of 16 bits, and float32 masters of what is trained."""
+        return self.sharded and self.precision != "float32"
+
+    @property
+    def frozen_base(self) -> int:
+        """Parameters of policy and critic that LoRA leaves as they are."""
+        if self.adapters is None:
+            return 0
+        return self.policy.parameters + (self.critic.body - self.critic.hidden - 1 if self.critic else 0)
+
+    @property
     def trained(self) -> int:
-        return (self.policy.parameters if self.adapters is None else self.adapters) + (
-            self.critic.body if self.critic else 0
-        )
+        """Trained parameters; with LoRA the adapters, and a critic's head."""
+        if self.adapters is None:
+            return self.policy.parameters + (self.critic.body if self.critic else 0)
+        critic = self.adapters.of(self.critic) + self.critic.hidden + 1 if self.critic else 0
+        return self.adapters.of(self.policy) + critic
 
 
 def memory(training: Training, chip: Chip) -> dict[str, float]:
@@ -160,37 +200,49 @@ def memory(training: Training, chip: Chip) -> dict[str, float]:
     t = training
     shard = t.gpus if t.strategy == "zero3" else 1  # of parameters
     shard_states = t.gpus if t.sharded else 1
-    element = 2 if t.precision == "bfloat16" or (t.sharded and t.precision != "float32") else 4
-    whole = t.policy.parameters + (t.critic.body if t.critic else 0) + (t.adapters or 0)
-    masters = 4 * t.trained / shard_states if element == 2 else 0.0
+    element = 2 if t.precision == "bfloat16" or t.half_engine else 4
+    trained = 2 if t.half_engine else 4  # adapters are float32 beside a base of 16 bits
+    weights = element * t.frozen_base + trained * t.trained
+    masters = 4 * t.trained / shard_states if t.half_engine else 0.0
     parts = {
-        "weights": 0.0 if t.offload_parameters else element * whole / shard,
-        "gradients": element * t.trained / shard_states,
+        "weights": 0.0 if t.offload_parameters else weights / shard,
+        # Summed over micro-batches in float32 (strategies.py); DeepSpeed keeps the sums where the optimizer is.
+        "gradients": 0.0 if t.offload_optimizer else 4 * t.trained / shard_states,
         "master weights": 0.0 if t.offload_optimizer else masters,
         "optimizer": 0.0 if t.offload_optimizer else ADAM * t.trained / shard_states,
     }
     for name, dimensions, size in t.frozen:
         parts[name] = 0.0 if t.offload_parameters else size * dimensions.parameters / shard
     if shard > 1 or t.offload_parameters:
-        parts["gathered parameters"] = element * min(LIVE_PARAMETERS, whole)
+        parts["gathered parameters"] = element * min(LIVE_PARAMETERS, t.frozen_base + t.trained)
     parts["activations"] = activations(t)
     parts["logits"] = 3 * 4.0 * t.logits_chunk * t.policy.vocabulary  # logits, log-probs and their gradient, float32
-    if t.precision == "autocast" and element == 4:
-        parts["autocast's copies"] = 2.0 * t.policy.parameters
+    if t.precision == "autocast" and not t.sharded:
+        parts["autocast's copies"] = autocast_copies(t)
     parts["engine"] = t.engine_share * chip.memory
     parts["overhead"] = OVERHEAD
     return parts
 
 
 def activations(t: Training) -> float:
-    """Bytes that a micro-batch keeps for its backward pass, in the larger of policy and critic."""
-    precision: Precision = "bfloat16" if t.sharded and t.precision != "float32" else t.precision
-    sizes = []
-    for d in filter(None, (t.policy, t.critic)):
-        layer = d.layer_bytes(precision)
-        kept = d.layers * d.residual_bytes(precision) + layer if t.checkpointing else d.layers * layer
-        sizes.append(t.micro_batch_tokens * kept)
-    return max(sizes)
+    """Bytes that a micro-batch keeps for its backward pass, of policy and critic together: their losses are one."""
+    precision: Precision = "bfloat16" if t.half_engine else t.precision
+    copied = t.adapters and precision != "float32" and not t.sharded  # peft casts inputs
+    models = [d for d in (t.policy, t.critic) if d is not None]
+    layers = {d: d.layer_bytes(precision) + (2 * t.adapters.inputs(d) if copied else 0) for d in models}
+    if not t.checkpointing:
+        return t.micro_batch_tokens * sum(d.layers * layers[d] for d in models)
+    inputs = sum(d.layers * d.residual_bytes(precision) for d in models)
+    return t.micro_batch_tokens * (inputs + max(layers.values()))  # one layer at a time is computed again
+
+
+def autocast_copies(t: Training) -> float:
+    """Bytes of the bfloat16 copies that a graph holds of float32 matrices: of one at a time where layers are computed
+    again, as the output matrix always is."""
+    if t.checkpointing:
+        return 2.0 * max(max(d.layer_matrices, d.vocabulary * d.hidden) for d in (t.policy, t.critic) if d)
+    layers = sum(d.layers * d.layer_matrices for d in (t.policy, t.critic) if d)
+    return 2.0 * (layers + t.policy.vocabulary * t.policy.hidden)
 
 
 def training_flops(t: Training, context: float, epochs: int = 1) -> float:

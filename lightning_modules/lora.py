@@ -91,10 +91,7 @@ class LoRA:
         """``modules`` of the model at ``folder`` (or owner/name), without loading its weights."""
         import peft  # noqa: F401  # not first under ZeRO-3's patched constructors, where ``attach`` would import it
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.integrations import is_deepspeed_zero3_enabled
 
-        if is_deepspeed_zero3_enabled():  # a module of before is still there, and no model can be built without weights
-            return  # ``attach`` will look
         with torch.device("meta"):
             self.modules(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)))
 

@@ -37,37 +37,32 @@ class TokenStats:
     entropy: Tensor  # [B, T] float32, nats
 
 
-class Zero3Notice:
-    """Tells transformers that parameters are partitioned while it builds a model.
-
-    The duck type of its HfDeepSpeedConfig (which needs accelerate). transformers keeps only a weak reference, so the
-    caller has to hold it; without it a model built under ZeRO-3 is silently initialised wrong.
-    """
+class _Zero3Config:
+    """The duck type of transformers' HfDeepSpeedConfig, which needs accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        from transformers.integrations.deepspeed import set_hf_deepspeed_config
-
         self.config = config
-        set_hf_deepspeed_config(self)
 
     def is_zero3(self) -> bool:
         return True
 
 
 @contextmanager
-def not_partitioned(notice: Zero3Notice | None) -> Iterator[None]:
-    """Build whole models in this block although ZeRO-3 partitions those of ``configure_model``: what is loaded later
-    belongs to no engine, and nothing would gather its pieces."""
-    if notice is None:
-        yield
-        return
+def zero3_notice(config: dict[str, Any]) -> Iterator[None]:
+    """Tells transformers that the parameters of models built in this block are partitioned; without it they are
+    silently initialised wrong. Models that are built later belong to no engine, and are whole.
+
+    Args:
+        config: DeepSpeed's.
+    """
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()
+    notice = _Zero3Config(config)  # transformers keeps a weak reference only
+    set_hf_deepspeed_config(notice)
     try:
         yield
     finally:
-        set_hf_deepspeed_config(notice)
+        unset_hf_deepspeed_config()
 
 
 def _check_folder(path: str) -> None:
@@ -180,13 +175,16 @@ class ValueModel(nn.Module):
         mean nothing (packed: 0)."""
         if packing.is_packed(self.body):
             hidden, rows, columns = packing.packed_states(self.body, batch)
-            values = self.head(hidden)[:, 0].float()
+            values = self._read(hidden)[:, 0]
             read = columns + 1 < batch.lengths[rows]  # nothing is predicted from a row's last token
             tied = scatter(values[read], (rows[read], columns[read] + 1), batch.mask)
             return tied + 0.0 * values[-1]  # ties 1-token rows to the graph
         hidden = self.body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        values = self.head(hidden)[..., 0].float()
+        values = self._read(hidden)[..., 0]
         return torch.nn.functional.pad(values[:, :-1], (1, 0)) + 0.0 * values[:, -1:]  # ties a 1-token row to the graph
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden.to(self.head.weight.dtype)).float()  # with LoRA the body may be in half precision
 
 
 def hidden_before(model: PreTrainedModel, batch: TokenBatch, at: tuple[Tensor, Tensor]) -> Tensor:

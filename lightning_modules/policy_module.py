@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from lightning_modules import lora as adapters
 from lightning_modules.batch import TokenBatch, collate
 from lightning_modules.liger import use_liger
-from lightning_modules.packing import check_unpacked, packed_name
 from lightning_modules.lora import LoRA
+from lightning_modules.packing import check_unpacked, packed_name
 from lightning_modules.policy import (
     DType,
-    Zero3Notice,
     load_causal_lm,
     load_frozen_lm,
     named_weights,
-    not_partitioned,
     require_same_tokenizer,
     token_logprobs,
+    zero3_notice,
 )
 from lightning_modules.precision import check_master_weights
 from lightning_modules.resharding import accept_shards
@@ -85,7 +84,6 @@ class PolicyModule(L.LightningModule):
         self.gradient_checkpointing = gradient_checkpointing
         self.lora = lora
         self.policy: nn.Module = None  # type: ignore[assignment]  # built in configure_model
-        self._zero3_notice: Zero3Notice | None = None
         self._judges: dict[str, nn.Module] = {}  # a dict, so that it is no submodule: in no checkpoint, in no engine
 
     # ------------------------------------------------------------------ building
@@ -93,15 +91,15 @@ class PolicyModule(L.LightningModule):
         """Load the models, once (Lightning calls this before each of fit, validate and test)."""
         strategy = self.trainer.strategy
         if self.trainer.state.fn == TrainerFn.FITTING:
-            check_master_weights(self.trainer, self.dtype_name)
+            check_master_weights(self.trainer, self.dtype_name, self.lora is not None)
         if self.policy is not None:
             return
         if self.liger:
             named = (getattr(self, f"{part}_path", None) for part in ("policy", "teacher", "critic"))
             use_liger({folder for folder in named if folder is not None}, strategy.root_device)
         if getattr(strategy, "zero_stage_3", False):
-            self._zero3_notice = Zero3Notice(strategy.config)
-            self.build_models()
+            with zero3_notice(strategy.config):
+                self.build_models()
             return
         # Lightning makes the accelerator torch's default device here, which transformers takes as a device_map;
         # load in host memory and let the strategy move the whole.
@@ -189,7 +187,7 @@ class PolicyModule(L.LightningModule):
         if folder not in self._judges:
             require_same_tokenizer(self.policy_path, folder)
             self._judges.clear()
-            with torch.inference_mode(False), torch.device("cpu"), not_partitioned(self._zero3_notice):
+            with torch.inference_mode(False), torch.device("cpu"):
                 # A teacher's type where the module has one: 4B parameters in float32 would be 16 GB beside the sampler.
                 dtype: DType = getattr(self, "teacher_dtype", self.dtype_name)
                 self._judges[folder] = load_frozen_lm(folder, dtype, self.attention)

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 HALF = {"bfloat16", "float16"}
 
 
-def check_master_weights(trainer: L.Trainer, dtype: str) -> None:
+def check_master_weights(trainer: L.Trainer, dtype: str, adapters: bool = False) -> None:
     """Refuse to train weights that are kept in half precision without float32 masters.
 
     Args:
         trainer: its strategy and ``precision``.
         dtype: type that the module loads the trained models in.
+        adapters: only adapters (and a critic's head) are trained: float32 beside a base of any type (lora.py).
 
     Raises:
         ValueError: small updates would be lost.
@@ -50,6 +51,8 @@ def check_master_weights(trainer: L.Trainer, dtype: str) -> None:
     precision = str(trainer.precision)
     if isinstance(trainer.strategy, DeepSpeedStrategy) and precision.startswith(("bf16", "16")):
         return  # the engine keeps masters
+    if adapters and not isinstance(trainer.strategy, DeepSpeedStrategy):
+        dtype = "float32"
     if dtype in HALF or precision in ("bf16-true", "16-true"):
         raise ValueError(
             f"the trained weights would be kept in half precision (model.dtype: {dtype}, trainer.precision: "

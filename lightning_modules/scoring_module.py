@@ -16,6 +16,7 @@ from lightning_modules.policy import (
     TokenStats,
     ValueModel,
     load_frozen_lm,
+    partitioned,
     require_same_tokenizer,
     token_logprobs,
 )
@@ -92,6 +93,8 @@ class ScoringModule(PolicyModule):
             self.critic = ValueModel(self.critic_path, self.dtype_name, self.attention, self.gradient_checkpointing)
             if self.lora is not None:
                 self.lora.attach(self.critic.body)
+                if not partitioned(self.critic.head.parameters()):
+                    self.critic.head.float()  # trained, and so float32 beside a base in half precision
 
     def load_teacher(self, folder: str) -> nn.Module:
         """The frozen model of a folder; the adapted policy's own base where it is that one."""

@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,27 +163,10 @@ def names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with _not_partitioned(), torch.device("meta"):
+    with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     tied = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
     return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}, tied
-
-
-@contextmanager
-def _not_partitioned() -> Iterator[None]:
-    """In a trainer under ZeRO-3, transformers partitions whatever it builds: a collective, and no model has shapes."""
-    from transformers.integrations import deepspeed
-
-    reference = deepspeed._hf_deepspeed_config_weak_ref
-    notice = None if reference is None else reference()
-    if notice is None:
-        yield
-        return
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed.set_hf_deepspeed_config(notice)
 
 
 def new_file(folder: Path) -> Path:

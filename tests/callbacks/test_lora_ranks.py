@@ -51,6 +51,8 @@ def test_two_ranks(tmp_path):
     assert two["gap"] < 2e-5, "what is pushed does not say what is trained"
     for straight, resumed in zip(two["zero3"], two["resumed"], strict=False):
         assert same_weights(resumed, straight)
+    alone = lora_worker.train(str(model_dir), lambda rows: rows, str(tmp_path / "first.ckpt"))[0]
+    assert max(float((alone[k] - merged[k]).abs().max()) for k in merged) < 1e-5, "two ranks, then one process"
     first = checkpoint_weights(tmp_path / "first.ckpt")
     moved = {k: float((low_rank[k] - v).abs().max()) for k, v in first.items()}
     assert max(moved.values()) > 1e-3, "nothing was learnt, so equality proves nothing"

@@ -1,5 +1,6 @@
 """A rank that dies, or does not move: the others say so and end, nothing is left over, and the run goes on after it."""
 
+import concurrent.futures
 import contextlib
 import os
 import signal
@@ -16,6 +17,7 @@ from callbacks.heartbeats import Beat, alive, lost, own_beat, stall_message, sta
 from callbacks.rank_watch import EXIT_CODE, RankWatch
 from callbacks.resume import find_checkpoint
 from callbacks.whereabouts import whereabouts
+from data_modules.rollouts_ahead import RolloutsAhead
 
 WORKER = Path(__file__).with_name("rank_watch_worker.py")
 MOST = 2000  # iterations: more than a run makes before it is ended
@@ -135,6 +137,7 @@ def test_who_waits_for_whom():
     assert "not moved for 700 s: they wait for rank 0; the run ends when it is 1800 s" in said and "RESUME" not in said
     together = {r: beat(r, waiting=True, still_s=700.0) for r in range(2)}
     assert "all ranks wait for each other; the run ends here" in stall_message(together, silent, 600, end=True)
+    assert "all ranks wait for each other; they go on waiting." in stall_message(together, silent, None, end=False)
     first, *rows = table(ranks, silent, {2: "dead"}).splitlines()
     assert first.split() == ["rank", "host", "pid", "iteration", "for", "where"]
     assert rows[1].split(maxsplit=6) == ["1", "h1", "7", "0", "700", "s", waits.place] and "GONE" in rows[2]
@@ -158,6 +161,19 @@ def test_where_the_main_thread_is():
     assert found[0].mark == found[1].mark != moved.mark
     assert "test_rank_watch.py" in found[0].text and "test_where_the_main_thread_is" in found[0].text
     assert not found[0].waiting and not found[0].rolling_out
+
+
+def test_waiting_for_rollouts_ahead_of_the_training_is_rolling_out():
+    pending, found = concurrent.futures.Future(), []
+
+    def look():
+        time.sleep(0.2)
+        found.append(whereabouts())
+        pending.set_result(None)
+
+    threading.Thread(target=look).start()
+    RolloutsAhead(None, None, 1, {0: pending}).settle()
+    assert found[0].rolling_out and not found[0].waiting and found[0].text.startswith("rollout (data_modules/")
 
 
 def test_options_that_do_not_fit_are_refused():

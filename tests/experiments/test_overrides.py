@@ -58,6 +58,13 @@ def test_what_only_the_parser_can_do_is_left_to_it_in_order(words):
     assert config == BASE
 
 
+def test_a_strategy_s_name_takes_the_place_of_a_class():
+    config = {"trainer": {"strategy": {"class_path": "s.ZeRO3", "init_args": {"offload_optimizer": True}}}}
+    changed, rest = apply(config, parse(["--trainer.strategy", "ddp"]).own)
+    assert changed["trainer"]["strategy"] == "ddp" and rest == ()
+    assert apply(config, parse(["--trainer.strategy=s.ZeRO2"]).own) == (config, ("--trainer.strategy=s.ZeRO2",))
+
+
 def test_references_to_shared_parts_are_followed():
     config = {
         "values": {"rollouts": {"class_path": "r.System", "init_args": {"max_turns": 4}}, "n": 3},

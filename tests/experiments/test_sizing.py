@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from experiments import sizing
 from experiments.cli import main
 from experiments.known_models import MODELS, known_model
-from experiments.sizing import CHIPS, GB, Dimensions, Training
+from experiments.sizing import CHIPS, GB, Adapters, Dimensions, Training
+from lightning_modules.lora import LoRA, counts
 
 PUBLISHED = {  # safetensors' count on each model's page of the Hugging Face hub
     "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
@@ -97,9 +98,50 @@ def test_shards_by_hand():
     assert [parts[name]["weights"] for name in ("zero3", "zero2", "ddp")] == [2 * n / 4, 2 * n, 4 * n]
     assert parts["zero2"]["optimizer"] == 8 * n / 4 and parts["ddp"]["optimizer"] == 8 * n
     assert parts["zero3"]["master weights"] == 4 * n / 4 and parts["ddp"]["master weights"] == 0
+    assert [parts[name]["gradients"] for name in ("zero3", "zero2", "ddp")] == [n, n, 4 * n], "sums are float32"
+    assert parts["ddp"]["autocast's copies"] > d.layers * 2 * d.layer_matrices
+    again = sizing.memory(Training(policy=d, precision="autocast", checkpointing=True), CHIPS["h100"])
+    assert again["autocast's copies"] == 2 * d.vocabulary * d.hidden, "one matrix at a time"
+    offload = Training(policy=d, strategy="zero3", gpus=4, precision="autocast", offload_optimizer=True)
+    host = sizing.memory(offload, CHIPS["h100"])
+    assert [host[part] for part in ("gradients", "master weights", "optimizer")] == [0, 0, 0]
     assert sizing.cache_tokens(Training(policy=d, engine_share=0.5), CHIPS["h100"]) == int(
         (40 * GB - 2 * n) // (28 * 2 * 8 * 128 * 2)
     )
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "mlp.up_proj"]])
+def test_adapters_are_those_of_peft(target):
+    from experiments.size import adapters_of
+
+    config = tiny("qwen3", tie_word_embeddings=False)
+    model, d = model_of(config), Dimensions.of(config)
+    LoRA(4, 8.0, target).attach(model)
+    adapters = adapters_of({"rank": 4, "alpha": 8.0, "target": target})
+    assert (adapters.of(d), d.parameters + adapters.of(d)) == counts(model)
+    assert adapters.inputs(d) == (6 * 64 + 160 if target == "all-linear" else 2 * 64)
+
+
+def test_adapters_by_hand():
+    """Policy and critic: base in two bytes, what is trained in float32, but for DeepSpeed's engine in bfloat16."""
+    d, low_rank = Dimensions.of(MODELS["qwen2.5-7b"]), Adapters(16)
+    both = {"policy": d, "critic": d, "adapters": low_rank, "precision": "bfloat16"}
+    trained = 2 * low_rank.of(d) + d.hidden + 1
+    base = d.parameters + d.body - d.hidden - 1
+    assert (Training(**both).frozen_base, Training(**both).trained) == (base, trained)
+    one = sizing.memory(Training(**both, checkpointing=True), CHIPS["h100"])
+    assert one["weights"] == 2 * base + 4 * trained and one["optimizer"] == 8 * trained
+    assert one["master weights"] == 0 and "autocast's copies" not in one
+    whole = sizing.memory(Training(policy=d, critic=d, precision="bfloat16", checkpointing=True), CHIPS["h100"])
+    assert one["activations"] - whole["activations"] == 16384 * 2 * low_rank.inputs(d), "inputs, cast by peft"
+    eight = sizing.memory(Training(**both, strategy="zero3", gpus=8), CHIPS["h100"])
+    assert eight["weights"] == 2 * (base + trained) / 8 and eight["master weights"] == 4 * trained / 8
+
+
+def test_policy_and_critic_keep_what_they_need_at_once():
+    d = Dimensions.of(MODELS["qwen2.5-0.5b"])
+    alone, both = (sizing.activations(Training(policy=d, critic=c, checkpointing=True)) for c in (None, d))
+    assert both - alone == 16384 * d.layers * d.residual_bytes("float32")
 
 
 def test_names_of_folders():
@@ -114,8 +156,14 @@ def test_command(capsys, monkeypatch, tmp_path):
     assert main(["size", "sdar_qwen2.5_7b_alfworld", "--gpus", "1,8"]) == 0
     out = capsys.readouterr().out
     assert "policy 7.62 B, reference 7.62 B" in out and "TOO MUCH" in out
-    assert "1 GPU: fits with ZeRO-3, offload_optimizer: true and offload_parameters: true" in out
+    lora = "; or, which is another training, with LoRA: --model.lora.rank 16 --model.lr 1e-5"
+    assert f"1 GPU: fits with ZeRO-3 and offload_optimizer: true{lora}" in out
     assert "8 GPUs: " not in out
+    words = ["--trainer.strategy", "auto", "--model.lora.rank", "16", "--model.dtype", "bfloat16"]
+    assert main(["size", "sdar_qwen2.5_7b_alfworld", "--gpus", "1", *words]) == 0
+    out = capsys.readouterr().out
+    assert "policy 7.62 B, adapters 40.37 M; single, bfloat16" in out, "the reference is the base"
+    assert "TOO MUCH" not in out and "fits with" not in out
     for words, message in (
         (["sdar_tiny", "--gpu", "h10"], "no GPU 'h10' is known; did you mean 'h100'"),
         (["sdar_tiny", "--gpus", "0"], "--gpus 0: expected numbers"),

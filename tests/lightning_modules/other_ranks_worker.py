@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import lightning as L
 import torch
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from tests.lightning_modules.helpers import make_group, make_trajectories
 
 from callbacks.resume import IterationCheckpoint, find_checkpoint
@@ -135,6 +134,5 @@ if __name__ == "__main__":
         leg = Leg(**words)
         found[leg.folder] = run(leg, model, teacher, int(ranks))
         gc.collect()
-        unset_hf_deepspeed_config()  # a process has one strategy otherwise: later models are not partitioned
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         torch.save(found, out)

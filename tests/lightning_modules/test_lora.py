@@ -96,6 +96,8 @@ def test_a_teacher_that_is_the_base_with_adapters_off(model_dir, batch):
     after = token_logprobs(model, batch, chunk=4).logprobs
     assert (after - expected.logprobs).abs().max() > 0.1 and after.requires_grad
     assert not list(teacher.parameters())
+    packed = token_logprobs(InitialPolicy(adapted(model_dir, attention="packed")), batch, chunk=4)
+    assert torch.allclose(packed.logprobs, expected.logprobs, atol=1e-5)
 
 
 class LowRank(nn.Module):
@@ -167,7 +169,6 @@ def test_grpo_equals_a_loop_by_hand(model_dir):
     assert trainer.global_step == 1
 
 
-
 def test_only_adapters_are_trained_kept_and_counted(model_dir, tmp_path, caplog):
     from lightning.pytorch.loggers import CSVLogger
 
@@ -198,6 +199,21 @@ def test_only_adapters_are_trained_kept_and_counted(model_dir, tmp_path, caplog)
     content = torch.load(checkpoint, weights_only=True)
     assert content["state_dict"].keys() == names
     assert content["lora"] == {"rank": 2, "alpha": 4.0, "target": ["q_proj", "down_proj"], "dtype": "float32"}
+
+
+def test_a_base_in_bfloat16_is_trained_by_float32_adapters(model_dir):
+    torch.manual_seed(2)
+    options = {"lora": LoRA(2, 4.0), "mini_batches": 2, "lr": 1e-3, "dtype": "bfloat16", "packing": True}
+    module = DGPO(str(model_dir), str(model_dir), gradient_checkpointing=True, **options)
+    with pytest.raises(ValueError, match="float32 master weights"):
+        fit(module, [make_trajectories(4)], precision="bf16-true")
+    fit(module, [make_trajectories(4)], precision="bf16-mixed")
+    kinds = {(p.dtype, p.requires_grad) for p in (*module.policy.parameters(), *module.critic.parameters())}
+    assert kinds == {(torch.bfloat16, False), (torch.float32, True)}, "the critic's head, too"
+    assert module.critic.head.weight.abs().max() > 0
+    assert max(float(layer.lora_B["default"].weight.abs().max()) for _, layer in adapters.layers(module.policy)) > 0
+    values = module.critic(collate(make_trajectories(2)))
+    assert values.dtype == torch.float32 and values.abs().max() > 0, "outside autocast as well"
 
 
 def test_resume_is_exact_and_refuses_other_settings(model_dir, tmp_path):
