@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from lightning_modules import ranks
@@ -158,7 +159,7 @@ class ShardsToo(CheckpointIO):
 def accept_shards(module: L.LightningModule) -> None:
     """Let the trainer's strategy resume from a DeepSpeed folder, if it is not DeepSpeed's own. Idempotent."""
     strategy = module.trainer.strategy
-    if not hasattr(strategy, "deepspeed_engine") and not isinstance(strategy.checkpoint_io, ShardsToo):
+    if not isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy.checkpoint_io, ShardsToo):
         strategy.checkpoint_io = ShardsToo(strategy.checkpoint_io, module)
 
 

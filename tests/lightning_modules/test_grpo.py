@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_modules.batch import RowTensors, collate
 from lightning_modules.grpo import GRPO
@@ -310,7 +311,11 @@ def test_one_sample_per_prompt_is_refused_before_the_policy_is_loaded():
     def setup(size, **options):
         module = GRPO("/nowhere", **options)
         datamodule = SimpleNamespace(samples_per_prompt=size)
-        module._trainer = SimpleNamespace(datamodule=datamodule, precision_plugin=SimpleNamespace())
+        module._trainer = SimpleNamespace(
+            datamodule=datamodule,
+            precision_plugin=SimpleNamespace(),
+            strategy=SingleDeviceStrategy(),
+        )
         module.setup("fit")
 
     with pytest.raises(ValueError, match="samples_per_prompt is 1, so that every group advantage is 0"):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -159,7 +160,11 @@ def test_a_hint_that_quotes_a_control_token_is_refused_before_a_model_is_loaded(
 def test_without_a_rollout_system_there_is_no_prompt():
     module = OPSD("/nowhere")
     data = SimpleNamespace(samples_per_prompt=4)
-    module._trainer = SimpleNamespace(datamodule=data, precision_plugin=SimpleNamespace())
+    module._trainer = SimpleNamespace(
+        datamodule=data,
+        precision_plugin=SimpleNamespace(),
+        strategy=SingleDeviceStrategy(),
+    )
     with pytest.raises(ValueError, match="SimpleNamespace has none; train with a RolloutDataModule"):
         module.setup("fit")
 

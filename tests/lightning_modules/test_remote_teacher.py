@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import AutoTokenizer
 
 from lightning_modules.batch import collate
@@ -208,7 +209,11 @@ def test_a_server_that_takes_too_few_tokens_is_refused(completions, model_dir):
         module.policy_path = str(model_dir)
         rollouts = SimpleNamespace(budgets=Budgets(max_length=2000))
         datamodule = SimpleNamespace(samples_per_prompt=4, rollouts=rollouts)
-        module._trainer = SimpleNamespace(datamodule=datamodule, precision_plugin=SimpleNamespace())
+        module._trainer = SimpleNamespace(
+            datamodule=datamodule,
+            precision_plugin=SimpleNamespace(),
+            strategy=SingleDeviceStrategy(),
+        )
         with pytest.raises(ValueError, match="--max-model-len 2001"):
             module.setup("fit")
 

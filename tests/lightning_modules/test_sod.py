@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_modules import optimisation
 from lightning_modules.batch import collate
@@ -467,7 +468,9 @@ def test_one_sample_per_prompt_is_enough_for_distillation_alone():
     def setup(**options):
         module = SOD("/nowhere", "/nowhere", **options)
         module._trainer = SimpleNamespace(
-            datamodule=SimpleNamespace(samples_per_prompt=1), precision_plugin=SimpleNamespace()
+            datamodule=SimpleNamespace(samples_per_prompt=1),
+            precision_plugin=SimpleNamespace(),
+            strategy=SingleDeviceStrategy(),
         )
         module.setup("fit")
 
