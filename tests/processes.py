@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -46,6 +47,15 @@ def run_group(
     finally:
         kill_group(process)
     return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def run_ranks(worker: Path | str, *arguments: object, timeout: float = 420) -> str:
+    """Run a script that starts several ranks, each with one thread, to a good end; returns all that it wrote."""
+    command = [sys.executable, str(worker), *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # half of its time is imports
+    done = run_group(command, environment, timeout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout + done.stderr
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:

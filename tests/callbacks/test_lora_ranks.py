@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,21 +12,13 @@ from callbacks.checkpoint_export import checkpoint_weights, export_checkpoint
 from tests.callbacks import lora_worker
 from tests.callbacks.helpers import policy_state, same_weights
 from tests.conftest import make_model_dir
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
 
 
 def launch(folder, model):
-    command = [sys.executable, str(Path(lora_worker.__file__)), str(folder), str(model)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
-        try:
-            output, _ = process.communicate(timeout=420)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # both ranks
-            raise
-    assert process.returncode == 0, output[-6000:]
+    run_ranks(lora_worker.__file__, folder, model)
     return torch.load(folder / "result.pt", weights_only=True)
 
 

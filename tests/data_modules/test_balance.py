@@ -1,18 +1,14 @@
 """Groups change ranks so that tokens are even; what is learnt stays what one process learns."""
 
 import itertools
-import os
 import random
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from data_modules.balance import assign, imbalance
 from tests.data_modules import balance_worker
+from tests.processes import run_ranks
 
 
 def sums(costs, wanted):
@@ -56,16 +52,7 @@ def halves(items):
 
 @pytest.mark.slow
 def test_two_ranks_with_uneven_groups_learn_what_one_process_learns(model_dir, tmp_path):
-    command = [sys.executable, balance_worker.__file__, str(model_dir), str(tmp_path), "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    with open(tmp_path / "log.txt", "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            code = process.wait(timeout=400)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert code == 0, Path(log.name).read_text()[-4000:]
+    run_ranks(balance_worker.__file__, model_dir, tmp_path, 2, timeout=400)
     balance_worker.run(str(model_dir), tmp_path, 1)
     alone, together = (torch.load(tmp_path / f"ranks{ranks}.pt", weights_only=False) for ranks in (1, 2))
     assert set(together) == {"balanced", "as rolled out", "one ahead"}

@@ -5,15 +5,12 @@ lengths, a frozen teacher that is in no checkpoint.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.processes import run_ranks
 
 from lightning_modules.trained_state import (
     WEIGHTS,
@@ -38,17 +35,8 @@ CHAINS = {
 
 def launch(folder, number, ranks, plan, *models):
     out = folder / f"launch{number}.pt"
-    command = [sys.executable, str(WORKER), str(out), *map(str, models), str(ranks), json.dumps(plan)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    with open(folder / f"launch{number}.txt", "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            code = process.wait(timeout=580)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert code == 0, Path(log.name).read_text()[-5000:]
-    return torch.load(out, weights_only=False), Path(log.name).read_text()
+    said = run_ranks(WORKER, out, *models, ranks, json.dumps(plan), timeout=580)
+    return torch.load(out, weights_only=False), said
 
 
 @pytest.fixture(scope="module")

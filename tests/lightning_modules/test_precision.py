@@ -1,17 +1,13 @@
 """bfloat16 products over float32 master weights: no update is lost, checkpoints keep the masters, and settings that
 would lose updates are refused before a model loads."""
 
-import os
 import random
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from tests.lightning_modules import precision_worker
 from tests.lightning_modules.helpers import fit, make_group, make_trajectories
+from tests.processes import run_ranks
 
 from lightning_modules.grpo import GRPO
 from lightning_modules.liger import use_liger
@@ -76,16 +72,7 @@ def test_zero_on_two_ranks(model_dir, tmp_path):
     """Under ZeRO-2 and ZeRO-3 in bfloat16 the masters move and survive a checkpoint, bit for bit; and PPO on packed
     rows under ZeRO-3 does what one process does on padded ones."""
     out = tmp_path / "result.pt"
-    command = [sys.executable, str(precision_worker.__file__), str(out), str(model_dir)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    log = (tmp_path / "log").open("w+")
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        code = process.wait(timeout=420)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert code == 0, Path(log.name).read_text()[-5000:]
+    run_ranks(precision_worker.__file__, out, model_dir)
     found = torch.load(out, weights_only=False)
     start = {k: v.detach().clone() for k, v in named_weights(load_causal_lm(str(model_dir)))}
     start = {k: v.to(torch.bfloat16).float() for k, v in start.items()}  # the engine casts first

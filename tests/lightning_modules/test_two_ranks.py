@@ -1,13 +1,11 @@
 """Policy, critic and frozen teacher on two CPU ranks (ZeRO-3, ZeRO-2, DDP) do what one process does."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.processes import run_group
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
 CONVERSATIONS = ["kd", "dgpo", "grpo", "aepo", "sod", "opsd"]
@@ -23,10 +21,7 @@ def one(model_dir, teacher_dir):
 
 
 def on_two_ranks(out, model_dir, teacher_dir, strategy, *names):
-    command = [sys.executable, str(WORKER), str(out), str(model_dir), str(teacher_dir), strategy, *names]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # half of its time is imports
-    done = run_group(command, environment, timeout=420)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    run_ranks(WORKER, out, model_dir, teacher_dir, strategy, *names)
     return torch.load(out, weights_only=False)
 
 
