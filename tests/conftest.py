@@ -23,6 +23,12 @@ TEXTS = [
 ] * 4
 
 
+def forget_ranks_and_seeds() -> None:
+    names = ("PL_", "MASTER_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for name in [name for name in os.environ if name.startswith(names)]:
+        del os.environ[name]
+
+
 def make_model_dir(path: Path, *, seed: int = 0, hidden_size: int = 32, layers: int = 2, tie: bool = True) -> Path:
     """Write a tiny random Qwen3 with its tokenizer: a real Hugging Face folder, nothing downloaded."""
     import torch
@@ -52,6 +58,14 @@ def make_model_dir(path: Path, *, seed: int = 0, hidden_size: int = 32, layers: 
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_traces_in_the_environment():
+    """What Lightning's seeding and its launchers leave there would reach the ranks that later tests start."""
+    forget_ranks_and_seeds()
+    yield
+    forget_ranks_and_seeds()
 
 
 @pytest.fixture(scope="session")

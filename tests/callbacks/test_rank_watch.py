@@ -119,7 +119,7 @@ def test_who_is_lost():
         failed = others | {1: beat(1, state="ValueError: no")}
         assert lost(me, failed, silent, 100) == {1: "stopped by itself: ValueError: no"}
         child.kill()
-        time.sleep(0.3)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert list(lost(me, others, silent, 30)) == [1], "a zombie has died"
     finally:
         child.kill()

@@ -171,7 +171,7 @@ def test_a_server_that_dies_is_replaced_by_the_other_and_comes_back(
     servers, urls, model_dir, other_reference, transport
 ):
     prompts = random_prompts(8, seed=32)
-    sampling = [SamplingParams(60, seed=i) for i in range(8)]
+    sampling = [SamplingParams(180, seed=i) for i in range(8)]
 
     async def main():
         engine = ServerEngine(urls, str(model_dir), max_length=256, transport=transport, retry_s=0.5)
@@ -179,7 +179,8 @@ def test_a_server_that_dies_is_replaced_by_the_other_and_comes_back(
             await engine.load_weights(other_reference.weights(), 7)
             expected = await all_of(engine, prompts, *sampling)
             under_way = asyncio.ensure_future(all_of(engine, prompts, *sampling))
-            await asyncio.sleep(0.3)
+            while not (await engine.pool.servers[0].health())["running"]:
+                assert not under_way.done()
             servers[0].kill()
             assert tokens(await under_way) == tokens(expected)
             assert [server.lost is None for server in engine.pool.servers] == [False, True]

@@ -162,13 +162,15 @@ def test_nothing_outlives_a_trainer_that_is_killed():
     code = (
         "import asyncio, os\nfrom rollout.tools.python.local import LocalSandbox\n"
         "async def main():\n    sandbox = LocalSandbox(timeout_s=100)\n    await sandbox.start()\n"
-        "    task = asyncio.create_task(sandbox.run('while True: pass'))\n    await asyncio.sleep(0.2)\n"
+        "    task = asyncio.create_task(sandbox.run('while True: pass'))\n    await asyncio.sleep(0.05)\n"
         "    print(sandbox._server.process.pid, flush=True)\n    await task\nasyncio.run(main())"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
         monitor = int(trainer.stdout.readline())
-        everyone = [monitor, *descendants(monitor)]
-        assert len(everyone) >= 4
+        deadline = time.monotonic() + 20
+        while len(everyone := [monitor, *descendants(monitor)]) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         trainer.kill()
     deadline = time.monotonic() + 20
     while (left := [pid for pid in everyone if _alive(pid)]) and time.monotonic() < deadline:

@@ -175,12 +175,16 @@ def test_cancelling_stops_the_program(bench):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while any(os.path.exists(f"/proc/{pid}") for pid in busy):
-            await asyncio.sleep(0.01)
+        await gone(busy)
 
     assert bench.run("1").text == "1"
     bench.do(asyncio.wait_for(scenario(), 25))  # the deadline is at 30 s
     assert bench.run("2").text == "2"
+
+
+async def gone(pids):
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        await asyncio.sleep(0.01)
 
 
 def _cpu(pid):
@@ -233,8 +237,7 @@ def test_a_server_that_dies_is_infrastructure_and_comes_back(which, make_bench):
         os.kill(everyone[which], signal.SIGKILL)
         with pytest.raises(InfrastructureError, match="server ended"):
             await asyncio.wait_for(task, 20)
-        while any(os.path.exists(f"/proc/{pid}") for pid in everyone):
-            await asyncio.sleep(0.01)
+        await gone(everyone)
         return await bench.tool.call({"code": "4"})
 
     assert bench.do(asyncio.wait_for(scenario(), 60)).text == "4"
@@ -274,8 +277,9 @@ def test_what_protects_is_logged_once(make_bench, caplog):
     bench = make_bench(timeout_s=30)
     with caplog.at_level("INFO", "rollout.tools.python.local"):
         bench.run("1")
+        everyone = [bench.monitor, *descendants(bench.monitor)]
         os.kill(bench.monitor, signal.SIGKILL)
-        bench.do(asyncio.sleep(0.3))
+        bench.do(asyncio.wait_for(gone(everyone), 20))
         assert bench.run("2").text == "2"
     assert len([r for r in caplog.records if "network: " in r.message]) == 1
 
