@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import queue
 import threading
@@ -88,6 +87,8 @@ class RolloutSystem:
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; expected at least 1")
+        if in_flight not in get_args(InFlight):
+            raise ValueError(f"in_flight is {in_flight!r}; expected one of {', '.join(get_args(InFlight))}")
         if max_length is None:
             max_length = getattr(engine, "max_length", None)
         self.budgets = Budgets(
@@ -108,7 +109,6 @@ class RolloutSystem:
             )
         self.concurrency, self.in_flight = concurrency, in_flight
         self.waited_s = 0.0  # seconds that updates have waited for trajectories under way, so far
-        check_in_flight(in_flight, engine)
         if skills is not None and skills.retriever.learns:
             raise ValueError(
                 f"{type(skills.retriever).__name__} learns from rewards, which nothing tells it in a prompt of the "
@@ -349,17 +349,6 @@ class RolloutSystem:
         async with asyncio.TaskGroup() as running:
             for position, (task, group) in enumerate(zip(tasks, group_names(tasks), strict=True)):
                 running.create_task(sample(position, task, group))
-
-
-def check_in_flight(in_flight: str, engine: Engine) -> None:
-    """Raises ValueError for an unknown value, or ``continue`` with an engine that takes weights only when idle."""
-    if in_flight not in get_args(InFlight):
-        raise ValueError(f"in_flight is {in_flight!r}; expected one of {', '.join(get_args(InFlight))}")
-    if in_flight == "continue" and "between_steps" not in inspect.signature(engine.load_weights).parameters:
-        raise ValueError(
-            f"in_flight is continue, but {type(engine).__name__} cannot take new weights between two tokens "
-            "(load_weights has no between_steps); take in_flight: finish, or another engine"
-        )
 
 
 def warn_of_early_ends(budgets: Budgets) -> None:

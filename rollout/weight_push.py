@@ -32,9 +32,11 @@ def push(engine: Engine, submit: Submit, tensors: Tensors, version: int, options
             raise error
         return
     error = None
+    sends = not _several() or _rank() == 0
+    if not sends:
+        submit(engine.expect_push(options.get("between_steps", False))).result()
     _meet()
-    if _several() and _rank() > 0:
-        submit(engine.expect_push()).result()
+    if not sends:
         for _ in tensors:
             pass
     else:
@@ -64,7 +66,7 @@ def _for_all_ranks(error: BaseException) -> Exception:
 
 
 def _meet() -> None:
-    """Nothing is sent before every rank has come: what trajectories still ask is answered from the old weights."""
+    """Nothing is sent before every rank expects it: none takes new weights in a server for a server gone astray."""
     if _several():
         import torch
 

@@ -51,6 +51,7 @@ class WeightRelay:
         try:
             while self._requests.get() is not _ENGINE_FINISHED:
                 self._items.put(next(self._source, _END))
+            self._items.put(RuntimeError("the engine has finished"))  # whoever still asks, in a thread it has left
         except BaseException as error:  # Ctrl-C included: the engine must not wait for ever
             self._items.put(error)
             raise

@@ -123,7 +123,11 @@ class ExpertEngine:
         return tasks[-1]
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        checksum: bool = False,
+        between_steps: bool = False,
     ) -> None:
         raise ValueError("the expert has no weights; it cannot be the engine of a training run")
 

@@ -51,12 +51,15 @@ class Engine(Protocol):
         ...
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        checksum: bool = False,
+        between_steps: bool = False,
     ) -> None:
         """Replace all weights (Hugging Face names), drop every prefix cache, set the policy version.
         Raises ValueError, and changes nothing, if a name or shape does not fit, or, with ``checksum``, if what arrives
-        is not what was sent. An engine whose method has a further option ``between_steps`` can take them while
-        requests are under way: these go on with the new weights."""
+        is not what was sent. With ``between_steps`` requests that are under way go on with the new weights."""
         ...
 
     async def close(self) -> None: ...

@@ -36,7 +36,13 @@ class NCCLTransport:
         self._members: Members = ()
 
     async def push(
-        self, servers: Sequence[ServerClient], tensors: Tensors, tag: str, version: int, checksum: bool
+        self,
+        servers: Sequence[ServerClient],
+        tensors: Tensors,
+        tag: str,
+        version: int,
+        checksum: bool,
+        between_steps: bool,
     ) -> tuple[Held, list[ServerClient]]:
         """See `weight_transport.Transport`."""
         if checksum:
@@ -46,10 +52,10 @@ class NCCLTransport:
             )
         source = _device_buckets(tensors, self._bucket_bytes)
         bucket = await asyncio.to_thread(next, source, None)
-        if bucket is None or bucket[0][1].device.type != "cuda":
-            raise ValueError("transport nccl sends weights that lie on a GPU; these do not. Take transport: http")
+        if bucket is None:
+            raise ValueError("there are no weights to send")
         await self._join(servers, bucket[0][1].device)
-        await _all(servers, "start_weight_update", {})
+        await _all(servers, "start_weight_update", {"between_steps": between_steps})
         while bucket is not None:
             update = {
                 "names": [name for name, _ in bucket],
@@ -70,6 +76,8 @@ class NCCLTransport:
 
     async def _join(self, servers: Sequence[ServerClient], device: torch.device) -> None:
         """One process group of this rank and all workers of all servers, unless it is there already."""
+        if device.type != "cuda":
+            raise ValueError("transport nccl sends weights that lie on a GPU; these do not. Take transport: http")
         said = await asyncio.gather(*(server.health() for server in servers))
         members = tuple((server.url, health["instance"]) for server, health in zip(servers, said, strict=True))
         if members == self._members:

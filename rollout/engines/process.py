@@ -119,16 +119,17 @@ class EngineProcess:
     ) -> None:
         """See `base.Engine.load_weights`. Requests under way finish on the old weights first, and requests that come
         later wait for the new ones; or, ``between_steps``, all go on with the new ones from the next token on.
-        ``tensors`` is consumed in the calling thread, each tensor copied at once."""
-        kind = "load_between" if between_steps else "load"
-        await self._load(lambda: WeightFiles.write(tensors, checksum), version, WeightFiles.remove, kind)
+        ``tensors`` is consumed in the calling thread (``between_steps``: in another one, since requests go on), each
+        tensor copied at once."""
+        await self._load(lambda: WeightFiles.write(tensors, checksum), version, WeightFiles.remove, between_steps)
 
-    async def load_files(self, files: WeightFiles, version: int) -> None:
+    async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
         """As `load_weights`, from files of safetensors that the child can read; they stay where they are."""
-        await self._load(lambda: files, version, lambda _: None)
+        await self._load(lambda: files, version, lambda _: None, between_steps)
 
     async def transfer(self, method: str, arguments: dict[str, Any], version: int | None = None) -> None:
-        """One call of vLLM's weight transfer, while nothing is being generated; the last one brings a ``version``.
+        """One call of vLLM's weight transfer; the last one brings a ``version``. From the first to the last nothing is
+        sampled: what is under way stands still, and goes on with the new weights.
         Raises ValueError with what the backend said if it fails; the weights may then be damaged."""
         future = self._begin_load()
         future.add_done_callback(lambda _: setattr(self, "_loading", None))
@@ -152,17 +153,17 @@ class EngineProcess:
         write: Callable[[], WeightFiles],
         version: int,
         dispose: Callable[[WeightFiles], None],
-        kind: str = "load",
+        between_steps: bool,
     ) -> None:
         future = self._begin_load()
         try:
-            files = write()
+            files = await asyncio.to_thread(write) if between_steps else write()
         except BaseException:
             self._loading = None
             raise
         # Not in a finally clause: if this task is cancelled the child still reads the files, and answers.
         future.add_done_callback(lambda _: self._end_load(files, dispose))
-        self._outbox.put((kind, files.paths, version))
+        self._outbox.put(("load_between" if between_steps else "load", files.paths, version))
         error = await asyncio.shield(future)
         if error is not None:
             raise ValueError(error)

@@ -131,8 +131,13 @@ class ScriptedEngine:
         return seconds + self._prefill_s * new + self._decode_s * len(generation.token_ids)
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        checksum: bool = False,
+        between_steps: bool = False,
     ) -> None:
+        """At once, either way: a reply is whole when it is asked for, and keeps the version of that time."""
         self._check_alive()
         self.weights = {name: tuple(tensor.shape) for name, tensor in tensors}
         self.policy_version = version

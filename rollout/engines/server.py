@@ -8,7 +8,7 @@
 | ``POST /weights/sees``, ``load`` | weights in files that server and trainer both see |
 | ``POST /weights/begin``, ``PUT /weights/bucket/TAG/N``, ``POST /weights/commit`` | weights by HTTP, bucket by bucket |
 | ``POST /weights/copy``, ``GET /weights/file/TAG/N`` | weights from one server to another |
-| ``POST /transfer/METHOD`` | vLLM's own weight transfer (NCCL), with the engine drained |
+| ``POST /transfer/METHOD`` | vLLM's own weight transfer (NCCL), with the engine drained or at a standstill |
 
 Status 400: the request is wrong; 409: the server does not hold the weights that are asked for; 422: weights were
 refused; 503: the engine has died, and the server with it. There are no passwords: serve trusted networks only.
@@ -127,7 +127,8 @@ class EngineServer:
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
-        await _to_its_end(self.weights.load(body["paths"], body["tag"], body["version"], body.get("replaces")))
+        order = (body["paths"], body["tag"], body["version"], body.get("replaces"), body.get("between_steps", False))
+        await _to_its_end(self.weights.load(*order))
         return web.json_response(self.weights.state())
 
     async def _begin(self, request: web.Request) -> web.Response:
@@ -141,7 +142,8 @@ class EngineServer:
 
     async def _commit(self, request: web.Request) -> web.Response:
         body = await request.json()
-        await _to_its_end(self.weights.commit(body["tag"], body["version"], body["buckets"], body["keep"]))
+        order = (body["tag"], body["version"], body["buckets"], body["keep"], body.get("between_steps", False))
+        await _to_its_end(self.weights.commit(*order))
         return web.json_response(self.weights.state())
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
@@ -165,26 +167,29 @@ class EngineServer:
             if isinstance(error, (aiohttp.ClientError, OSError)):
                 raise ValueError(f"cannot copy from {body['source']}: {error}") from None
             raise
-        await _to_its_end(self.weights.adopt(paths, body["tag"], body["version"], body["replaces"]))
+        order = (paths, body["tag"], body["version"], body["replaces"], body.get("between_steps", False))
+        await _to_its_end(self.weights.adopt(*order))
         return web.json_response(self.weights.state())
 
     async def _transfer(self, request: web.Request) -> web.Response:
         """vLLM's own protocol: init, start, update (any number), finish. Between start and finish nothing is sampled
-        (requests are answered 409), and if it ends between them, nothing until whole weights have come."""
+        (new requests are answered 409), and if it ends between them, nothing until whole weights have come. What is
+        under way ends before the start, or, ``between_steps``, stands still until the finish."""
         method, body = request.match_info["method"], await request.json()
         if method == "start_weight_update":
-            await self._drain()
+            if not body.get("between_steps", False):
+                await self._drain()
+            self.weights.unfit("a transfer of weights has not come to its end; push again")
         await self._engine.transfer(method, body.get("arguments", {}), body.get("version"))
         if method == "finish_weight_update":
             self.weights.fit(body["tag"], body["version"])
         return web.json_response(self.weights.state())
 
     async def _drain(self) -> None:
-        """Let what is being generated end; from then on nothing may be sampled. Given up when the client hangs up."""
+        """Let what is being generated end, and admit nothing meanwhile. Given up when the client hangs up."""
         self._open.clear()
         try:
             await self._quiet.wait()
-            self.weights.unfit("a transfer of weights has not come to its end; push again")
         finally:
             self._open.set()
 

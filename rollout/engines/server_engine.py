@@ -127,7 +127,7 @@ class ServerEngine:
             )
         until: float | None = None
         while True:
-            await pool.settled()
+            await pool.admission()
             server = pool.choose(ids)
             if server is None:
                 until = until or time.monotonic() + self._retry_s
@@ -136,30 +136,36 @@ class ServerEngine:
             held = pool.held
             try:
                 generation = await server.generate(ids, sampling, held.tag)
-                if generation.policy_version < held.version and held is pool.held:  # newer: it came during a push
-                    raise OtherWeights(f"it answered from version {generation.policy_version}, not {held.version}")
+                await pool.accept(generation, held)
             except InfrastructureError as error:
-                if held is pool.held or not isinstance(error, OtherWeights):  # else new weights came meanwhile
+                if not isinstance(error, OtherWeights) or not await pool.moved_on(held):
                     pool.lose(server, str(error))
                 continue
-            pool.sampled([*ids, *generation.token_ids], server)
+            pool.sampled([*ids, *generation.token_ids], generation.policy_version, server)
             return generation
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        checksum: bool = False,
+        between_steps: bool = False,
     ) -> None:
         """See `base.Engine.load_weights`. Returns when every server that can be reached holds the weights; one that
-        cannot be reached gets them when it is back. Requests that come meanwhile wait.
+        cannot be reached gets them when it is back. Requests that come meanwhile wait; ``between_steps`` they begin
+        with the old weights, and a server changes its own between two steps. What new weights have sampled is given out
+        when all servers have them, and sampled anew if the push fails.
 
         Raises:
-            ValueError: a server refused; none of them samples from weights other than the last complete push's.
+            ValueError: a server refused; nothing is given out from weights other than complete pushes'.
             InfrastructureError: no server took them.
         """
         pool = self.pool
-        pool.expect_push()
+        pool.expect_push(between_steps)
         try:
             reachable = await pool.reachable()
-            held, took = await self._transport.push(reachable, tensors, uuid.uuid4().hex, version, checksum)
+            tag = uuid.uuid4().hex
+            held, took = await self._transport.push(reachable, tensors, tag, version, checksum, between_steps)
             for server in self._servers:
                 if server in took:
                     server.lost = None
@@ -188,9 +194,9 @@ class ServerEngine:
         await self._sessions.close()
 
     # ------------------------------------------------------------------ pushes of another rank (rollout.weight_push)
-    async def expect_push(self) -> None:
-        """Hold requests back until `adopt` or `give_up`: the first rank is sending."""
-        self.pool.expect_push()
+    async def expect_push(self, between_steps: bool) -> None:
+        """Until `adopt` or `give_up` the first rank is sending; as in `load_weights`."""
+        self.pool.expect_push(between_steps)
 
     async def adopt(self, held: Held) -> None:
         """From now on generations come from these weights."""

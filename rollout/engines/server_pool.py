@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.engines.affinity import PrefixAffinity
-from rollout.engines.server_client import Held, ServerClient
+from rollout.engines.base import Generation
+from rollout.engines.server_client import Held, OtherWeights, ServerClient
 from rollout.engines.server_weights import START
 from rollout.trajectory import InfrastructureError
+from rollout.versions import runs_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +44,42 @@ class ServerPool:
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()  # no push is under way
         self._settled.set()
+        self._holds_back = False  # a push is under way, for whose end new requests wait
+        self._whole = {self.held.version}  # versions that all servers have had, or the folder's
 
     # ------------------------------------------------------------------ pushes
-    async def settled(self) -> None:
-        """Wait while a push is under way."""
-        await self._settled.wait()
+    async def admission(self) -> None:
+        """Wait until requests may be sent."""
+        if self._holds_back:
+            await self._settled.wait()
 
-    def expect_push(self) -> None:
+    async def moved_on(self, held: Held) -> bool:
+        """Whether the servers must hold other weights than ``held`` by now, or after the push that is under way."""
+        await self._settled.wait()
+        return self.held is not held
+
+    def expect_push(self, between_steps: bool = False) -> None:
+        """A push is under way until `adopt` or `give_up`. New requests wait for its end; or, ``between_steps``, go on
+        asking for the old weights, and wait only where a server has the new ones already."""
         self._settled.clear()
+        self._holds_back = not between_steps
+
+    async def accept(self, generation: Generation, asked: Held) -> None:
+        """Let it pass if all that has sampled it, when ``asked`` was held, came with whole pushes; the end of one that
+        is under way is waited for. Raises OtherWeights."""
+        count = len(generation.token_ids)
+        versions = {version for version, _ in runs_of(generation.policy_version, generation.version_runs, count)}
+        if not versions <= self._whole:
+            await self._settled.wait()
+        if not versions <= self._whole:
+            raise OtherWeights(f"it answered from a push that not all have taken, of versions {sorted(versions)}")
+        if generation.policy_version < asked.version and asked is self.held:
+            raise OtherWeights(f"it answered from version {generation.policy_version}, not {asked.version}")
 
     def adopt(self, held: Held) -> None:
         """From now on these are the weights that the servers must hold."""
         self.held = held
+        self._whole.add(held.version)
         self._affinity.clear()
         for server, task in self._searches.items():  # what they were looking for has changed
             task.cancel()
@@ -63,6 +89,7 @@ class ServerPool:
 
     def give_up(self) -> None:
         """No push is under way any more."""
+        self._holds_back = False
         self._settled.set()
         self._wake()
 
@@ -77,9 +104,11 @@ class ServerPool:
     def serving(self) -> list[ServerClient]:
         return [server for server in self.servers if server.lost is None]
 
-    def sampled(self, ids: Sequence[int], server: ServerClient) -> None:
-        """``server`` holds the whole of ``ids`` in its prefix cache."""
-        self._affinity.remember(ids, server)
+    def sampled(self, ids: Sequence[int], version: int, server: ServerClient) -> None:
+        """``server``, which has ended ``ids`` with the weights of ``version``, holds the whole of them in its prefix
+        cache, unless a push has emptied it since."""
+        if version == self.held.version:
+            self._affinity.remember(ids, server)
 
     def choose(self, ids: Sequence[int]) -> ServerClient | None:
         """The server that has sampled the beginning of ``ids``, else the least busy one; None: nobody serves."""
@@ -143,6 +172,7 @@ class ServerPool:
             found = health["version"]
             raise InfrastructureError(f"it holds version {found}: of a push not heard of yet here, or of another run")
         order = {"tag": held.tag, "version": held.version, "replaces": health["weights"]}
+        order["between_steps"] = True  # what it is still sampling was asked for before the push that it has missed
         if held.paths:
             await server.post("/weights/load", {**order, "paths": list(held.paths)})
             return

@@ -55,8 +55,11 @@ class ServerWeights:
             return None
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
-    async def load(self, paths: list[str], tag: str, version: int, replaces: str | None = None) -> None:
-        """Load files of the sender's. ``replaces``: only if these weights are still the ones held.
+    async def load(
+        self, paths: list[str], tag: str, version: int, replaces: str | None = None, between_steps: bool = False
+    ) -> None:
+        """Load files of the sender's. ``replaces``: only if these weights are still the ones held. What is being
+        sampled ends first, or, ``between_steps``, goes on with the new weights.
 
         Raises:
             ValueError: they do not fit, or are not what was sent; nothing has changed.
@@ -68,7 +71,7 @@ class ServerWeights:
         async with self._lock:
             self._require(tag, replaces)
             if self.tag != tag:
-                await self._take(paths, tag, version)
+                await self._take(paths, tag, version, between_steps)
                 self._keep([])
 
     # ------------------------------------------------------------------ buckets
@@ -90,7 +93,7 @@ class ServerWeights:
             raise
         self._arriving[1][index] = path
 
-    async def commit(self, tag: str, version: int, count: int, keep: bool) -> None:
+    async def commit(self, tag: str, version: int, count: int, keep: bool, between_steps: bool = False) -> None:
         """Load the buckets 0 to ``count - 1``. Raises ValueError if one is missing, or as `load`."""
         async with self._lock:
             begun, files = self._arriving
@@ -99,7 +102,7 @@ class ServerWeights:
             self._arriving = ("", {})
             paths = [files[index] for index in range(count)]
             try:
-                await self._take([str(path) for path in paths], tag, version)
+                await self._take([str(path) for path in paths], tag, version, between_steps)
             except BaseException:
                 _remove(paths)
                 raise
@@ -111,12 +114,14 @@ class ServerWeights:
         """A file of the push that is held, for another server."""
         return self._kept[index] if tag == self.tag and index < len(self._kept) else None
 
-    async def adopt(self, paths: list[Path], tag: str, version: int, replaces: str | None) -> None:
+    async def adopt(
+        self, paths: list[Path], tag: str, version: int, replaces: str | None, between_steps: bool = False
+    ) -> None:
         """Load files that were fetched from another server, and keep them. They are removed if they are refused."""
         async with self._lock:
             try:
                 self._require(tag, replaces)
-                await self._take([str(path) for path in paths], tag, version)
+                await self._take([str(path) for path in paths], tag, version, between_steps)
             except BaseException:
                 _remove(paths)
                 raise
@@ -132,8 +137,8 @@ class ServerWeights:
         self._keep([])
 
     # ------------------------------------------------------------------
-    async def _take(self, paths: list[str], tag: str, version: int) -> None:
-        await self._engine.load_files(WeightFiles(paths), version)
+    async def _take(self, paths: list[str], tag: str, version: int, between_steps: bool) -> None:
+        await self._engine.load_files(WeightFiles(paths), version, between_steps)
         self.tag, self.version, self.refusal = tag, version, None
 
     def _require(self, tag: str, replaces: str | None) -> None:

@@ -146,12 +146,14 @@ class VLLMBackend:
 
     def load(self, files: WeightFiles) -> None:
         """Replace all weights, drop every prefix. Raises ValueError, and changes nothing, if they do not fit (a
-        reload that fails half-way would leave vLLM's model unusable).
-
-        Requests under way are preempted, keep their tokens, and are computed anew with the new weights when they go on
-        (``Scheduler.reset_prefix_cache`` of vLLM 0.32)."""
+        reload that fails half-way would leave vLLM's model unusable)."""
         files.validate(self._expected, optional=self._tied)
         self._engine.collective_rpc("load_files", args=(files.paths, sorted(self._tied)))
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The weights have changed: requests under way are preempted, keep their tokens, and are computed anew with the
+        new weights when they go on (``Scheduler.reset_prefix_cache`` of vLLM 0.32)."""
         for state in self._engine.output_processor.request_states.values():
             request_id, sampled = int(state.external_req_id), state.detokenizer.num_output_tokens()
             self._versions[request_id] = self._runs(request_id, sampled)
@@ -159,13 +161,13 @@ class VLLMBackend:
             raise RuntimeError("vLLM did not drop its prefix cache after a weight update")
 
     def transfer(self, method: str, arguments: dict[str, Any]) -> None:
-        """One call of vLLM's weight transfer (vllm/v1/worker/gpu_worker.py), while nothing is under way. Between start
-        and finish the weights are no model's."""
+        """One call of vLLM's weight transfer (vllm/v1/worker/gpu_worker.py). Between start and finish the weights are
+        no model's, and `step` must not be called."""
         if method not in TRANSFER_METHODS:
             raise ValueError(f"{method} is no step of a weight transfer; expected one of {', '.join(TRANSFER_METHODS)}")
         self._engine.collective_rpc(method, kwargs=arguments)
-        if method == "finish_weight_update" and not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not drop its prefix cache after a weight update")
+        if method == "finish_weight_update":
+            self._begin_anew()
 
     def _runs(self, request_id: int, sampled: int) -> Runs:
         before = self._versions.get(request_id, ())

@@ -24,10 +24,17 @@ Tensors = Iterable[tuple[str, "torch.Tensor"]]
 
 class Transport(Protocol):
     async def push(
-        self, servers: Sequence[ServerClient], tensors: Tensors, tag: str, version: int, checksum: bool
+        self,
+        servers: Sequence[ServerClient],
+        tensors: Tensors,
+        tag: str,
+        version: int,
+        checksum: bool,
+        between_steps: bool,
     ) -> tuple[Held, list[ServerClient]]:
         """Bring all ``tensors`` to the servers; what the servers hold then, and which of them took it. A server that
-        is lost on the way is left behind. ``tensors`` is consumed in threads, never in two at once.
+        is lost on the way is left behind. ``tensors`` is consumed in threads, never in two at once. What the servers
+        are sampling ends first, or, ``between_steps``, goes on with the new weights.
 
         Raises:
             ValueError: a server refused.
@@ -101,12 +108,18 @@ class SharedMemory:
         self._files = WeightFiles([])
 
     async def push(
-        self, servers: Sequence[ServerClient], tensors: Tensors, tag: str, version: int, checksum: bool
+        self,
+        servers: Sequence[ServerClient],
+        tensors: Tensors,
+        tag: str,
+        version: int,
+        checksum: bool,
+        between_steps: bool,
     ) -> tuple[Held, list[ServerClient]]:
         self.close()  # first: two models' worth of files may not fit
         files = await asyncio.to_thread(WeightFiles.write, tensors, checksum)
         try:
-            order = {"paths": files.paths, "tag": tag, "version": version}
+            order = {"paths": files.paths, "tag": tag, "version": version, "between_steps": between_steps}
             took = await each(servers, lambda server: server.post("/weights/load", order))
         except BaseException:
             files.remove()
@@ -130,7 +143,13 @@ class HTTPBuckets:
         self._bucket_bytes, self._keep = bucket_bytes, keep
 
     async def push(
-        self, servers: Sequence[ServerClient], tensors: Tensors, tag: str, version: int, checksum: bool
+        self,
+        servers: Sequence[ServerClient],
+        tensors: Tensors,
+        tag: str,
+        version: int,
+        checksum: bool,
+        between_steps: bool,
     ) -> tuple[Held, list[ServerClient]]:
         left = await each(servers, lambda server: server.post("/weights/begin", {"tag": tag}))
         source = self._serialised(tensors, checksum)
@@ -140,7 +159,7 @@ class HTTPBuckets:
                 path = f"/weights/bucket/{tag}/{count}"
                 left = await each(left, lambda server, path=path, body=body: server.put(path, body))
                 count += 1
-        order = {"tag": tag, "version": version, "buckets": count, "keep": self._keep}
+        order = {"tag": tag, "version": version, "buckets": count, "keep": self._keep, "between_steps": between_steps}
         left = await each(left, lambda server: server.post("/weights/commit", order))
         return Held(tag, version, buckets=count if self._keep else 0), left
 

@@ -50,11 +50,13 @@ def main() -> None:
 def _serve(connection: Connection, backend: Any) -> None:
     """Alternate between messages and steps. A load waits until the requests that came before it have finished, and
     those that come after it wait for the load: every generation is sampled by one version of the weights. Only a
-    "load_between" takes place at once, between two steps: what is under way goes on with the new weights."""
+    "load_between" takes place at once, between two steps: what is under way goes on with the new weights. No step is
+    taken while a transfer has begun and whole weights have not come: the model is none."""
     load: tuple[list[str], int] | None = None
     held: list[tuple] = []
+    torn = False
     while True:
-        while connection.poll(None if not (backend.has_work or load) else 0):
+        while connection.poll(0 if load or (backend.has_work and not torn) else None):
             kind, *arguments = connection.recv()
             if kind == "close":
                 return
@@ -63,21 +65,29 @@ def _serve(connection: Connection, backend: Any) -> None:
                 backend.cancel(*arguments)
             elif kind == "load":
                 load = tuple(arguments)
-            elif kind == "transfer":  # the parent has seen to it that nothing is being generated
-                connection.send(("loaded", _transfer(backend, *arguments)))
+            elif kind == "transfer":
+                error = _transfer(backend, *arguments)
+                if arguments[0] == "start_weight_update":
+                    torn = True
+                elif arguments[0] == "finish_weight_update":
+                    torn = torn and error is not None
+                connection.send(("loaded", error))
             elif kind == "load_between":
-                connection.send(("loaded", _load(backend, *arguments)))
+                error = _load(backend, *arguments)
+                torn = torn and error is not None
+                connection.send(("loaded", error))
             elif load:
                 held.append(tuple(arguments))
             else:
                 backend.add(*arguments)
-        if load and not backend.has_work:
-            connection.send(("loaded", _load(backend, *load)))
-            load = None
+        if load and (torn or not backend.has_work):  # torn: nothing is left to finish on
+            error = _load(backend, *load)
+            torn, load = torn and error is not None, None
+            connection.send(("loaded", error))
             for arguments in held:
                 backend.add(*arguments)
             held.clear()
-        if backend.has_work:
+        if backend.has_work and not torn:
             results = backend.step()
             if results:
                 connection.send(("results", results))

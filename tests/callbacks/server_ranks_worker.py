@@ -13,6 +13,7 @@ import torch
 
 from callbacks.weight_sync import WeightSync
 from lightning_modules.strategies import ZeRO3
+from rollout.engines.base import SamplingParams
 from rollout.engines.server_engine import ServerEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
@@ -35,6 +36,20 @@ class Rank(L.Callback):
         _, said = rollouts.probe("Where?", 4)
         assert [g.policy_version for g in said.values()] == [trainer.global_step]
         self.tags.append(rollouts.engine.held.tag)
+        if trainer.global_step == 2:
+            self.goes_on_across_a_push(rollouts, module)
+
+    def goes_on_across_a_push(self, rollouts, module):
+        """Whoever sends, each rank's own requests go on, and no rank takes the server for one gone astray."""
+        engine, rollouts.in_flight = rollouts.engine, "continue"
+        for version in (3, 4):
+            lasts = rollouts.background(engine.generate([5, 6, 7], SamplingParams(200, seed=version)))
+            rollouts.load_weights(module.policy_weights(), version)
+            assert lasts.result().policy_version in (version - 1, version)
+            again = rollouts.background(engine.generate([5, 6, 7], SamplingParams(4))).result()
+            assert again.policy_version == version and not again.version_runs
+            assert not engine.pool._searches, "the server was taken for lost"
+        rollouts.in_flight = "finish"
 
 
 def main() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import os
 import signal
+import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReas
 from rollout.turn_generation import TurnGenerator
 from rollout.update_gate import UpdateGate
 from rollout.weight_push import push
+from rollout.weight_relay import WeightRelay
 from tests.conftest import make_model_dir
 from tests.rollout.scripted import TASK, TextEngine, ToyRetriever, search_then_answer
 
@@ -215,6 +219,25 @@ def test_whatever_a_shared_engine_raises_ends_the_push_for_those_who_wait(protoc
     finally:
         system.close()
     assert told.value.__cause__.errno == errno.ENOSPC and not engine.waits and not list(tensors)
+
+
+def test_a_thread_that_a_cancelled_push_has_left_comes_to_its_end():
+    done, ended = Future(), threading.Event()
+
+    def tensors():
+        yield "a", torch.zeros(1)
+        done.cancel()
+        yield "b", torch.zeros(1)
+
+    def consume():
+        with contextlib.suppress(RuntimeError):
+            list(relay)
+        ended.set()
+
+    relay = WeightRelay(tensors())
+    threading.Thread(target=consume, daemon=True).start()
+    relay.serve_until(done)
+    assert ended.wait(60)
 
 
 def test_continue_in_the_middle_of_a_turn(model_dir, tmp_path):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import threading
+import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -65,31 +68,56 @@ def test_between_two_steps_of_the_transformers_backend(model_dir, reference, oth
     assert check([prompts[i] for i in (0, 3, 4)], generations, references, temperature or 1.0) >= 2
 
 
+async def push_while_requests_come(engine, reference, version, prompt):
+    """Push between steps; ``prompt`` is asked for while the weights are being given. Returns its generation, sampled
+    by the weights before."""
+    asked, loop = Future(), asyncio.get_running_loop()
+
+    def tensors():
+        first, *others = reference.weights()
+        yield first
+        loop.call_soon_threadsafe(lambda: asked.done() or asked.set_result(None))
+        assert answered.wait(300), "a request waits for the push"
+        yield from others
+
+    answered = threading.Event()
+    loading = asyncio.ensure_future(engine.load_weights(tensors(), version, between_steps=True))
+    await asyncio.wait_for(asyncio.wrap_future(asked), 300)
+    generation = await engine.generate(prompt, SamplingParams(3, temperature=0))
+    assert not loading.done()
+    answered.set()
+    await loading
+    return generation
+
+
 def update_in_the_middle(engine, references):
-    """Requests of one prompt length after another, weights pushed while they run; returns (prompts, generations)."""
+    """Weights pushed while requests run, until some have been sampled by two; returns (prompts, generations)."""
     prompts = random_prompts(4, seed=31, longest=20)
     sampling = SamplingParams(200, temperature=1.0, seed=9)
 
     async def main():
-        requests = [asyncio.ensure_future(engine.generate(prompt, sampling)) for prompt in prompts]
-        await asyncio.sleep(0.05)
-        for version in (1, 2, 3):
-            await engine.load_weights(references[version].weights(), version, between_steps=True)
-            await asyncio.sleep(0.05)
-        return await asyncio.gather(*requests)
+        deadline, version, done = time.monotonic() + 120, 0, []
+        while not any(g.version_runs for g in done):
+            assert time.monotonic() < deadline, "no update came in the middle"
+            requests = [asyncio.ensure_future(engine.generate(prompt, sampling)) for prompt in prompts]
+            for _ in range(3):
+                version += 1
+                asked = await push_while_requests_come(engine, references[version % 2], version, prompts[0])
+                assert asked.policy_version == version - 1
+            done = await asyncio.gather(*requests)
+        return done, {v: references[v % 2] for v in range(version + 1)}
 
-    return prompts, asyncio.run(main())
+    return prompts, *asyncio.run(main())
 
 
 def test_in_the_engines_process(model_dir, reference, other_reference):
-    engine = TransformersEngine(str(model_dir), slots=4, max_length=256)
+    engine = TransformersEngine(str(model_dir), slots=5, max_length=256)
     asyncio.run(engine.start())
-    references = {0: reference, 1: other_reference, 2: reference, 3: other_reference}
     try:
-        prompts, generations = update_in_the_middle(engine, references)
+        prompts, generations, references = update_in_the_middle(engine, [reference, other_reference])
     finally:
         asyncio.run(engine.close())
-    assert check(prompts, generations, references) >= 1, "no update came in the middle"
+    assert check(prompts, generations, references) >= 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -99,9 +127,8 @@ def test_in_vllms_process(model_dir, reference, other_reference):
 
     engine = VLLMEngine(str(model_dir), max_length=256, kv_cache_bytes=32 << 20)
     asyncio.run(engine.start())
-    references = {0: reference, 1: other_reference, 2: reference, 3: other_reference}
     try:
-        prompts, generations = update_in_the_middle(engine, references)
+        prompts, generations, references = update_in_the_middle(engine, [reference, other_reference])
     finally:
         asyncio.run(engine.close())
-    assert check(prompts, generations, references) >= 1, "no update came in the middle"
+    assert check(prompts, generations, references) >= 1
