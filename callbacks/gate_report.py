@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 PARTS, TURNS = 3, 8  # as lightning_modules.gates.gate_figures logs them
 ACTIVE, GAP = "train/gate_active", "train/gap"
-BY_PART = tuple(f"{ACTIVE}/part{k}" for k in range(1, PARTS + 1))
-BY_TURN = (*(f"{ACTIVE}/turn{k}" for k in range(1, TURNS + 1)), f"{ACTIVE}/later")
+BY_PART = tuple(f"part{k}" for k in range(1, PARTS + 1))  # of ACTIVE and of GAP
+BY_TURN = (*(f"turn{k}" for k in range(1, TURNS + 1)), "later")
 TAIL = 10  # iterations at either end of a training that a figure is the mean of
 
 
@@ -35,19 +35,23 @@ def write_gates(runs: Sequence[Run], tracking_uri: str, picture: Path) -> tuple[
     of = gate_history(runs, tracking_uri)
     if not of:
         return "", []
-    with replacing(picture) as temporary:
-        gates_figure(of).savefig(temporary, format="png", dpi=110)
+    tells = {method: history for method, history in of.items() if discriminates(history)}
+    if tells:
+        with replacing(picture) as temporary:
+            gates_figure(tells).savefig(temporary, format="png", dpi=110)
     sections = [
         "\n## Gates\n",
         "The self-teacher is the student itself after a prompt with skills. Gap: mean log p_teacher - log p_student "
         "over the sampled tokens, in nats; endorsed: share of them with a gate above one half (for the gap gate: those "
-        "that the teacher finds likelier). Means over seeds and over the first and the last "
-        f"{TAIL} iterations; by third of a turn, and by number of the turn, over the last.\n",
+        "that the teacher finds likelier), \"-\" where every gate is the same, as without a gate (1) or at beta 0 (one "
+        f"half). Means over seeds and over the first and the last {TAIL} iterations; by third of a turn, and by number "
+        "of the turn, over the last.\n",
         _ends_table(of),
-        _places_table(of),
-        f"![share of endorsed tokens over training, by part of the turn, by turn]({picture.name})\n",
+        _places_table("endorsed", ACTIVE, tells),
+        _places_table("gap", GAP, of),
+        f"![share of endorsed tokens over training, by part of the turn, by turn]({picture.name})\n" if tells else "",
     ]
-    return "\n".join(sections), [picture]
+    return "\n".join(section for section in sections if section), [picture] if tells else []
 
 
 def gate_history(runs: Sequence[Run], tracking_uri: str) -> dict[str, pl.DataFrame]:
@@ -56,7 +60,7 @@ def gate_history(runs: Sequence[Run], tracking_uri: str) -> dict[str, pl.DataFra
     ids = {file.read_text().strip(): run.method for run, file in files.items() if file.exists()}
     if not ids:
         return {}
-    metrics = (ACTIVE, GAP, *BY_PART, *BY_TURN)
+    metrics = [ACTIVE, GAP, *(f"{name}/{place}" for name in (ACTIVE, GAP) for place in (*BY_PART, *BY_TURN))]
     history = history_frame(open_store(tracking_uri), ids, metrics)
     found: dict[str, pl.DataFrame] = {}
     for method in dict.fromkeys(ids.values()):
@@ -73,6 +77,12 @@ def at_end(history: pl.DataFrame, metric: str, *, last: bool = True) -> float | 
     return None if kept.is_empty() else float(kept.mean())  # type: ignore[arg-type]
 
 
+def discriminates(history: pl.DataFrame) -> bool:
+    """Whether some gate was on the other side of one half than the rest; without a gate, or at beta 0, none ever is."""
+    shares = history.filter(pl.col("metric") == ACTIVE)["value"]
+    return bool(((shares > 0) & (shares < 1)).any())
+
+
 def gates_figure(of: Mapping[str, pl.DataFrame]) -> Figure:
     """Three panels, a line a method: the endorsed share over the iterations, by third of a turn, by turn."""
     from matplotlib.figure import Figure
@@ -84,7 +94,7 @@ def gates_figure(of: Mapping[str, pl.DataFrame]) -> Figure:
         curve = history.filter(pl.col("metric") == ACTIVE)
         axes[0].plot(curve["step"], curve["value"].rolling_mean(5, min_samples=1, center=True), lw=1.4, **style)
         for axis, names in ((axes[1], BY_PART), (axes[2], BY_TURN)):
-            shares = [at_end(history, name) for name in names]
+            shares = [at_end(history, f"{ACTIVE}/{name}") for name in names]
             known = [(k, share) for k, share in enumerate(shares, 1) if share is not None]
             axis.plot([k for k, _ in known], [share for _, share in known], marker="o", ms=3, lw=1.4, **style)
     for axis, title in zip(axes, ("iteration", "third of the turn", "turn"), strict=True):
@@ -100,16 +110,22 @@ def gates_figure(of: Mapping[str, pl.DataFrame]) -> Figure:
 
 def _ends_table(of: Mapping[str, pl.DataFrame]) -> str:
     rows = [
-        [method, *(_text(at_end(history, metric, last=last)) for metric in (GAP, ACTIVE) for last in (False, True))]
+        [
+            method,
+            *(_text(at_end(history, GAP, last=last)) for last in (False, True)),
+            *(_text(at_end(history, ACTIVE, last=last) if discriminates(history) else None) for last in (False, True)),
+        ]
         for method, history in of.items()
     ]
     return markdown_table(["method", "gap, first", "gap, last", "endorsed, first", "endorsed, last"], rows)
 
 
-def _places_table(of: Mapping[str, pl.DataFrame]) -> str:
+def _places_table(title: str, metric: str, of: Mapping[str, pl.DataFrame]) -> str:
+    """Empty where no method is to be shown."""
     titles = [*(f"part {k}" for k in range(1, PARTS + 1)), *(f"turn {k}" for k in range(1, TURNS + 1)), "later"]
-    rows = [[m, *(_text(at_end(history, name)) for name in (*BY_PART, *BY_TURN))] for m, history in of.items()]
-    return markdown_table(["endorsed", *titles], rows)
+    places = [f"{metric}/{place}" for place in (*BY_PART, *BY_TURN)]
+    rows = [[method, *(_text(at_end(history, place)) for place in places)] for method, history in of.items()]
+    return markdown_table([title, *titles], rows) if rows else ""
 
 
 def _text(value: float | None) -> str:

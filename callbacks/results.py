@@ -156,7 +156,8 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
     """One object per method and seed.
 
     The ``score`` (of ``callbacks.columns``, named under ``metric``) of the test as n (questions), attempts (at each
-    question), k (right answers among all attempts), mean, low, high, null where it was not measured; under ``sampled``
+    question), trials (all attempts that were scored), k (right ones among them), mean (k / trials, unless a question
+    has fewer attempts than the others), low, high, null where it was not measured; under ``sampled``
     the same at temperature 1; under ``f1`` and ``searches`` means; under ``figures`` mean, low,
     high and n of every chosen column that was measured (of the training one number: no interval, n is 1); then
     seconds, command, commit.
@@ -187,6 +188,7 @@ def score_figures(folder: Path, score: Score) -> dict[str, Any]:
     figure, frame = read_evaluation(folder)["test"].get(score.column), question_frame(folder)
     attempts = frame.group_by("id").len()["len"].max() or 0
     if figure is None:  # tested before there was such a figure
-        return {"n": 0, "attempts": attempts, "k": None, "mean": None, "low": None, "high": None}
-    counts = {"n": figure["n"], "attempts": attempts, "k": round(frame[score.rows].sum())}
+        return {"n": 0, "attempts": attempts, "trials": 0, "k": None, "mean": None, "low": None, "high": None}
+    scored = frame[score.rows].drop_nulls()
+    counts = {"n": figure["n"], "attempts": attempts, "trials": len(scored), "k": round(scored.sum())}
     return counts | {key: figure[key] for key in ("mean", "low", "high")}

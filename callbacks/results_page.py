@@ -64,7 +64,9 @@ def results_page(
     sections = [
         f"# {main.experiment}\n",
         f"{notes.strip()}\n" if notes else "",
-        f"Made by `{command}` at commit `{main.commit}`. The {len(runs)} stages below took {total} together.\n",
+        f"Made by `{command}` at commit `{main.commit}`. The {len(runs)} stages below took {total} together. "
+        f"[{main.experiment}.json]({main.experiment}.json) holds the same figures, an object for each method and seed: "
+        "n questions, attempts at each, k right ones of all trials, mean, interval, seconds, command, commit.\n",
         "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over questions (of each question's "
         "mean over the seeds): they do not hold the variation between seeds, which the next table shows.\n",
         _method_table(of, columns, score),

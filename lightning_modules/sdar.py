@@ -55,7 +55,7 @@ class SDAR(SkillTaught):
         gate: gap, entropy, soft_or, or none (1).
         beta: sharpness of the gate.
         signal: gate, reverse_kl, forward_kl or jsd, see above.
-        jsd_beta: the teacher's share of the JSD's mixture.
+        jsd_beta: the teacher's share of the JSD's mixture, between 0 and 1.
         centred: subtract the gate's mean over the iteration's batch, by which nothing is pushed for being sampled.
         gap_clamp: bound on |Delta| in nats; null for none.
         clip_signal: importance ratio and clip (``clip_low``, ``clip_high``) on this loss too, for later mini-batches.
@@ -87,6 +87,10 @@ class SDAR(SkillTaught):
             raise ValueError(f"centred concerns the signal gate, but signal is {signal}; leave one of them out")
         if gap_clamp is not None and gap_clamp <= 0:
             raise ValueError(f"gap_clamp is {gap_clamp}; expected a number above 0 (nats) or null")
+        if gap_clamp is not None and signal == "gate" and gate == "entropy":
+            raise ValueError(f"gap_clamp is {gap_clamp}, but gate entropy with signal gate reads no gap; leave it out")
+        if signal == "jsd" and not 0 < jsd_beta < 1:
+            raise ValueError(f"jsd_beta is {jsd_beta}; expected above 0 (signal: forward_kl) and below 1 (reverse_kl)")
         self.gate, self.beta, self.signal, self.jsd_beta = gate, beta, signal, jsd_beta
         self.centred, self.gap_clamp, self.clip_signal, self.use_grpo = centred, gap_clamp, clip_signal, use_grpo
 
@@ -111,21 +115,22 @@ class SDAR(SkillTaught):
             return sums
         weights = self.streams(batch, notes)["policy"]
         gates = self._gate(outputs.logprobs, notes.skilled_logprobs, outputs.entropy)
-        gap = token_gap(outputs.logprobs, notes.skilled_logprobs, self.gap_clamp)
-        aux = self._auxiliary(outputs.logprobs, notes, gates, gap, weights)
+        gap = token_gap(outputs.logprobs, notes.skilled_logprobs)  # logged as it is, clamped or not
+        aux = self._auxiliary(outputs.logprobs, notes, gates, weights)
         for name, (total, count) in gate_figures(gap, gates, notes.turns).items():
             self.metrics.mean(f"train/{name}", total, count)
         self.metrics.mean("train/loss_skills", aux.detach(), weights.sum())
         sums["policy"] = sums["policy"] + self.skills_coef * aux
         return sums
 
-    def _auxiliary(self, logprobs: Tensor, notes: SkillNotes, gates: Tensor, gap: Tensor, weights: Tensor) -> Tensor:
+    def _auxiliary(self, logprobs: Tensor, notes: SkillNotes, gates: Tensor, weights: Tensor) -> Tensor:
         if self.signal == "gate":
             reward = gates if notes.centre is None else gates - notes.centre[:, None]
             if not self.clip_signal:
                 return sdar_loss(logprobs, notes.skilled_logprobs, reward, weights)[0]
         else:
             kind: SampledDivergence = self.signal
+            gap = token_gap(logprobs, notes.skilled_logprobs, self.gap_clamp)
             reward = gates * divergence_weights(kind, gap, self.jsd_beta, FORWARD_KL_CAP)
         old = notes.old_logprobs if self.clip_signal else None
         return signal_loss(logprobs, reward, weights, old, self.clip_low, self.clip_high, self.dual_clip)[0]

@@ -18,6 +18,7 @@ from lightning_modules.grpo import GRPONotes
 from lightning_modules.policy import load_frozen_lm
 from lightning_modules.scoring import Scores
 from rollout.protocols.base import WindowedProtocol
+from rollout.protocols.text import control_tokens
 from rollout.skills.injection import Injection, Skills
 from rollout.skills.render import token_counter
 from rollout.trajectory import Task, Trajectory
@@ -107,7 +108,8 @@ class SkillTaught(EpisodeGRPO):
                 "leave out of its checkpoints; take current or fixed, or a strategy without DeepSpeed"
             )
         self._count = token_counter(protocol.tokenizer)
-        self.skills.check(self._count)  # type: ignore[union-attr]  # checked in __init__
+        tokens = control_tokens(protocol.tokenizer)
+        self.skills.check(self._count, tokens)  # type: ignore[union-attr]  # checked in __init__
         self.skills.check_tasks(getattr(data, "training_questions", ()))  # type: ignore[union-attr]
 
     def build_models(self) -> None:

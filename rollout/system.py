@@ -18,6 +18,7 @@ from rollout.environments.base import EnvironmentFactory
 from rollout.places import Places
 from rollout.prompt_group import PromptGroup, group_names
 from rollout.protocols.base import ChatProtocol, PromptMode
+from rollout.protocols.text import control_tokens
 from rollout.rewards.base import AsyncReward, RewardFunction
 from rollout.sampling import IndependentSampler, Sampler
 from rollout.skills.injection import Skills
@@ -291,7 +292,7 @@ class RolloutSystem:
 
     async def _start(self) -> None:
         if self.skills is not None:
-            self.skills.check(token_counter(self.protocol.tokenizer))
+            self.skills.check(token_counter(self.protocol.tokenizer), control_tokens(self.protocol.tokenizer))
         for part in (self.environment, self.reward):
             if isinstance(part, Startable):
                 await part.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from rollout.trajectory import Action, Task, ToolRequest, ToolResult
 
 # Keys of a task's metadata that describe its own world, which scores itself: such a task needs no gold answer.
 WORLDS = ("household", "shopping")
+SHOWN_PROBLEMS = 5  # of the tasks that a world refuses
 ACT = "act"  # the one tool of such a world: ToolRequest("act", {"action": "go to desk 1"})
 
 
@@ -70,6 +71,13 @@ async def act_in_order(
         results.append(await act(request))
         latencies.append(time.monotonic() - began)
     return tuple(results), tuple(latencies)
+
+
+def refuse_tasks(what: str, problems: Sequence[str]) -> None:
+    """Raises ValueError with the first of the problems, a line each, if there is one."""
+    if problems:
+        more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
+        raise ValueError("\n".join([f"{what}:", *problems[:SHOWN_PROBLEMS], *more]))
 
 
 def refusal(request: ToolRequest, enabled: bool, over: str | None) -> str | None:

@@ -76,8 +76,8 @@ class SkillBank:
     """Skills that always hold, skills by category of task, and mistakes.
 
     Raises:
-        SkillBankError: on construction, for a doubled id, an empty text, a category whose name is no plain word, or a
-            mapping to a category that is not there.
+        SkillBankError: on construction, for a doubled id, an empty text or one that is no UTF-8, a category whose name
+            is no plain word, or a mapping of a nameless task or to a category that is not there.
     """
 
     general: tuple[Skill, ...]
@@ -92,14 +92,14 @@ class SkillBank:
             if not skills:
                 raise SkillBankError(f"category {name}: no skills; expected at least one, or no such category")
         places: dict[str, str] = {}
-        for place, entry in self._entries():
+        for place, entry in self.entries():
             if entry.id in places:
                 raise SkillBankError(f"{place}: the id {entry.id!r} is taken by {places[entry.id]}; ids are unique")
             places[entry.id] = place
         self._check_mapping()
 
-    def _entries(self) -> Iterator[tuple[str, Skill | Mistake]]:
-        """(place, entry), texts checked."""
+    def entries(self) -> Iterator[tuple[str, Skill | Mistake]]:
+        """(place, entry) of every skill and mistake, its texts checked."""
         sections: list[tuple[str, tuple[Skill, ...] | tuple[Mistake, ...]]] = [(GENERAL, self.general)]
         sections += [(f"{SPECIFIC}.{name}", skills) for name, skills in self.by_category.items()]
         for section, entries in [*sections, (MISTAKES, self.mistakes)]:
@@ -107,8 +107,8 @@ class SkillBank:
                 place = f"{section}[{number}]"
                 for key, name in _KEYS[type(entry)].items():
                     value = getattr(entry, name)
-                    if not isinstance(value, str) or not value.strip():
-                        raise SkillBankError(f"{place}.{key}: expected a text that is not empty; found {value!r}")
+                    if not _is_text(value):
+                        raise SkillBankError(f"{place}.{key}: expected a text that is not empty; found {value!r:.80}")
                 yield place, entry
 
     def _check_mapping(self) -> None:
@@ -117,7 +117,9 @@ class SkillBank:
             if not isinstance(value, dict):
                 raise SkillBankError(f"{METADATA}.{name}: expected an object; found {type(value).__name__}")
         for task, category in mapping.items():
-            if category not in self.by_category:
+            if not _is_text(task):  # it would be a part of every path
+                raise SkillBankError(f"{METADATA}.{TASK_TO_SKILL}: a task type is {task!r}; expected a word")
+            if not isinstance(category, str) or category not in self.by_category:
                 raise SkillBankError(
                     f"{METADATA}.{TASK_TO_SKILL}.{task}: no category {category!r}; there are {sorted(self.by_category)}"
                 )
@@ -128,7 +130,7 @@ class SkillBank:
                     f"{place}: neither a category nor a task type of {TASK_TO_SKILL}; "
                     f"there are {sorted({*self.by_category, *mapping})}"
                 )
-            if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+            if not isinstance(words, list) or not all(map(_is_text, words)):  # " " stands in every text
                 raise SkillBankError(f"{place}: expected a list of texts that are not empty; found {words!r}")
 
     @property
@@ -189,7 +191,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_doubles)
     except SkillBankError:
         raise
-    except ValueError as error:  # no UTF-8, no JSON
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, brackets within brackets without end
         raise SkillBankError(f"not JSON ({error})") from error
 
 
@@ -213,6 +215,11 @@ def _read_entries(kind: type, values: Any, section: str) -> tuple[Any, ...]:
 
 def _as_object(entry: Skill | Mistake) -> dict[str, str]:
     return {key: getattr(entry, name) for key, name in _KEYS[type(entry)].items()}
+
+
+def _is_text(value: Any) -> bool:
+    """Something to be read, in UTF-8: JSON can write half of a surrogate pair, which no tokenizer takes."""
+    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
 def _kind(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollout.skills.reading import read_bank
@@ -86,9 +87,21 @@ class Skills:
         rendered = self._render(selection, count)
         return Injection(rendered.text, selection, rendered.tokens, rendered.left_out)
 
-    def check(self, count: CountTokens) -> int:
-        """Try what the retriever can select against ``max_tokens``, before a model loads. Returns the most entries
-        that will be left out; ValueError as in ``inject``."""
+    def check(self, count: CountTokens, control_tokens: Sequence[str] = ()) -> int:
+        """Try what the retriever can select against ``max_tokens``, and all texts against what would end or open a turn
+        of the chat, before a model loads. Returns the most entries that will be left out; ValueError as in ``inject``.
+
+        Args:
+            control_tokens: of the tokenizer; the protocol refuses a prompt with one of them.
+        """
+        entries = ((place, "\n".join(dataclasses.astuple(entry))) for place, entry in self.bank.entries())
+        texts = [("header", self.header), *entries]
+        for place, text in texts:
+            if quoted := [token for token in control_tokens if token in text]:
+                raise ValueError(
+                    f"skill bank {self.name!r}, {place}: it quotes {quoted[0]!r}, a control token of the tokenizer, "
+                    "which would end or open a turn of the chat; expected plain text: write it differently there"
+                )
         return max(self._render(selection, count).left_out for selection in self.retriever.possible())
 
     def check_tasks(self, tasks: Iterable[Task]) -> None:

@@ -112,8 +112,9 @@ def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):
     objects = json.loads(data.read_text())
     assert [(o["method"], o["seed"]) for o in objects] == [("ARPO", 0), ("ARPO", 1), ("GRPO", 0), ("GRPO", 1)]
     first = objects[1]
-    assert {k: first[k] for k in ("metric", "n", "attempts", "k", "mean", "seconds", "command", "commit")} == {
-        "metric": "em", "n": 20, "attempts": 2, "k": 28, "mean": 0.7, "seconds": 60.0,
+    named = ("metric", "n", "attempts", "trials", "k", "mean", "seconds", "command", "commit")
+    assert {key: first[key] for key in named} == {
+        "metric": "em", "n": 20, "attempts": 2, "trials": 40, "k": 28, "mean": 0.7, "seconds": 60.0,
         "command": "make train EXP=arpo", "commit": "abc",
     }  # fmt: skip
     assert first["low"] < 0.7 < first["high"]

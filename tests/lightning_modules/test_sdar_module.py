@@ -109,7 +109,7 @@ def gradient(module, batch, notes, outputs):
 
 
 def expected_gates(kind, gap, entropy, beta=5.0):
-    x = {"gap": gap, "entropy": entropy, "soft_or": 1 - (1 - entropy) * (1 - gap)}[kind]
+    x = gap if kind == "gap" else entropy if kind == "entropy" else 1 - (1 - entropy) * (1 - gap)
     return 1 / (1 + torch.exp(-beta * x))
 
 
@@ -122,6 +122,19 @@ def test_gradient_is_the_gate_and_nothing_else(model_dir, kind):
     gap = notes.skilled_logprobs - outputs.logprobs.detach()
     expected = -0.25 * expected_gates(kind, gap, outputs.entropy) * batch.mask
     assert torch.allclose(gradient(module, batch, notes, outputs), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("signal", ["gate", "reverse_kl"])
+def test_a_clamp_bounds_what_is_learnt_from_and_not_what_is_logged(model_dir, signal):
+    batch = collate(episodes(model_dir, None)[0])
+    module = SDAR("p", skills=skills(), signal=signal, gap_clamp=0.5, skills_coef=1.0)
+    notes, outputs = notes_and_outputs(batch)
+    gap = notes.skilled_logprobs - outputs.logprobs.detach()
+    bounded = gap.clamp(-0.5, 0.5)
+    weight = expected_gates("gap", bounded, None) * (bounded if signal == "reverse_kl" else 1)
+    assert torch.allclose(gradient(module, batch, notes, outputs), -weight * batch.mask, atol=1e-5)
+    mean = (gap * batch.mask).sum() / batch.mask.sum()
+    assert module.metrics.reduce()["train/gap"] == pytest.approx(mean.item(), abs=1e-5)
 
 
 SIGNALS = {
@@ -254,6 +267,8 @@ WRONG = [
     (SDAR, {"beta": -1}, "beta is -1"),
     (SDAR, {"centred": True, "signal": "jsd"}, "centred concerns"),
     (SDAR, {"gap_clamp": 0}, "gap_clamp"),
+    (SDAR, {"gap_clamp": 1.0, "gate": "entropy"}, "reads no gap"),
+    (SDAR, {"signal": "jsd", "jsd_beta": 1.0}, "jsd_beta is 1.0"),
     (SDAR, {"skills": None}, "skills is null"),
     (SDAR, {"teacher_weights": "mean"}, "teacher_weights"),
     (SDAR, {"ema_decay": 1.0}, "ema_decay"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
-from rollout.environments.base import Opening, StepResult, act_in_order, refusal
+from rollout.environments.base import Opening, StepResult, act_in_order, refusal, refuse_tasks
 from rollout.environments.household.games import Game
 from rollout.environments.household.pddl import PddlPool, check_game_file
 from rollout.environments.household.simulator import NOTHING, Observation, Simulator
@@ -24,8 +24,6 @@ from rollout.trajectory import (
     ToolResult,
     Turn,
 )
-
-SHOWN_PROBLEMS = 5  # of the tasks that `check` refuses
 
 
 class Household:
@@ -76,9 +74,7 @@ class Household:
                     check_game_file(game)
             except ValueError as error:
                 problems.append(f"task {task.id}: {error}")
-        if problems:
-            more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
-            raise ValueError("household games that cannot be played:\n" + "\n".join(problems[:SHOWN_PROBLEMS] + more))
+        refuse_tasks("household games that cannot be played", problems)
 
     async def start(self) -> None:
         """Raises InfrastructureError where the engine is "alfworld" and there is none."""

@@ -64,7 +64,7 @@ def _sentence_if_solvable(path: Path) -> str | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         solvable, found = data.get("solvable"), _TASK.search(data["grammar"])
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"game file {path}: no game ({type(error).__name__}: {error})") from None
     if not solvable:
         return None

@@ -39,7 +39,7 @@ def check_game_file(path: str | Path) -> None:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"game file {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, brackets within brackets without end
         raise ValueError(f"game file {path}: not JSON ({error})") from None
     needed = ("pddl_domain", "grammar", "pddl_problem")
     if not isinstance(data, dict) or not all(isinstance(data.get(key), str) and data[key] for key in needed):
@@ -206,7 +206,7 @@ class _Worker:
             line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
         except TimeoutError:
             raise InfrastructureError(f"ALFWorld's process: {what} was not finished in {timeout_s:g} s") from None
-        if not line:
+        if not line.endswith(b"\n"):  # nothing, or what it had written of its answer when it ended
             code = await self.process.wait()
             raise InfrastructureError(f"ALFWorld's process ended with exit code {code} while {what}: {self._tail()}")
         answer = json.loads(line)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from rollout.environments.base import ACT, Environment, Opening, StepResult, act_in_order, refusal
-from rollout.environments.shopping.catalogue import load_catalogue
-from rollout.environments.shopping.goals import goal_of
+from rollout.environments.base import (
+    ACT,
+    Environment,
+    Opening,
+    StepResult,
+    act_in_order,
+    refusal,
+    refuse_tasks,
+)
+from rollout.environments.shopping.catalogue import Catalogue, load_catalogue
+from rollout.environments.shopping.goals import Goal, goal_of
 from rollout.environments.shopping.pages import Page
 from rollout.environments.shopping.reward import OptionTexts
 from rollout.environments.shopping.search_index import TOPK, ProductSearch
@@ -75,13 +83,31 @@ class Shopping:
         """Raises RuntimeError before ``start``, ValueError for a task without a goal or of another catalogue."""
         if self._shelves is None:
             raise RuntimeError("the shop is not open; await start() first")
+        goal = self._goal(task, self._shelves.catalogue)
+        return ShoppingEnvironment(ShopSession(goal, self._shelves), self.reward, tools_enabled)
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Look at every task's goal, before anything is trained on: is it one, and of this catalogue?
+
+        Raises:
+            ValueError: naming the first of those that are not, or of the catalogue (CatalogueError).
+        """
+        catalogue, problems = load_catalogue(**self._files), []
+        for task in tasks:
+            try:
+                self._goal(task, catalogue)
+            except ValueError as error:
+                problems.append(str(error))
+        refuse_tasks("goals that cannot be shopped for", problems)
+
+    def _goal(self, task: Task, catalogue: Catalogue) -> Goal:
         goal = goal_of(task)
-        if goal.asin not in self._shelves.catalogue.by_asin:
+        if goal.asin not in catalogue.by_asin:
             raise ValueError(
                 f"task {task.id}: its product {goal.asin} is not in the catalogue {self._files['path']}; its goal was "
                 "made of another one (or of more of its products)"
             )
-        return ShoppingEnvironment(ShopSession(goal, self._shelves), self.reward, tools_enabled)
+        return goal
 
     async def start(self) -> None:
         """Read the catalogue, start the search and see that they belong together. Idempotent.

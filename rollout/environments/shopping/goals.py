@@ -57,12 +57,22 @@ class Goal:
             options = values["options"]
             pairs = options.items() if isinstance(options, Mapping) else [("", value) for value in options]
             changed = {"attributes": tuple(values["attributes"]), "options": tuple((n, v) for n, v in pairs)}
-            return cls(**({name: values[name] for name in cls.__slots__} | changed))
+            goal = cls(**({name: values[name] for name in cls.__slots__} | changed))
+            goal._check_types()
+            return goal
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"no goal of the shop ({type(error).__name__}: {error}); expected an object with "
                 f"{', '.join(cls.__slots__)}; write the tasks with goals.as_task"
             ) from error
+
+    def _check_types(self) -> None:
+        """Raises TypeError: what is no text would fail in the middle of an episode, where the score reads it."""
+        texts = [getattr(self, name) for name in self.__slots__ if name not in ("attributes", "options", "price_upper")]
+        if not all(isinstance(text, str) for text in (*texts, *self.attributes, *itertools.chain(*self.options))):
+            raise TypeError("something is no text")
+        if isinstance(self.price_upper, bool) or not isinstance(self.price_upper, (int, float)):
+            raise TypeError(f"price_upper is {self.price_upper!r:.40}, no number")
 
 
 def make_goals(catalogue: Catalogue, human: bool = False, seed: int = 0) -> list[Goal]:

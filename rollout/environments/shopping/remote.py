@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 from yarl import URL
 
-from rollout.environments.base import Environment
+from rollout.environments.base import Environment, refuse_tasks
 from rollout.environments.shopping import pages
 from rollout.environments.shopping.environment import ShoppingEnvironment, check_reward
 from rollout.environments.shopping.html_pages import Target, UnknownPage, read_page
@@ -118,6 +119,16 @@ class RemoteShopping:
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
         """Raises ValueError for a task without the number of a goal."""
         return ShoppingEnvironment(RemoteSession(self._server, goal_number(task)), self.reward, tools_enabled)
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Raises ValueError for tasks without the number of a goal, before anything is trained on."""
+        problems = []
+        for task in tasks:
+            try:
+                goal_number(task)
+            except ValueError as error:
+                problems.append(str(error))
+        refuse_tasks("goals that cannot be shopped for", problems)
 
     async def start(self) -> None:
         """Open a session with the first goal, once. Raises InfrastructureError unless a shop answers."""

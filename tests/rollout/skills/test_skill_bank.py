@@ -72,7 +72,13 @@ SPOILT = {
     ),
     r"metadata.task_to_skill: expected an object; found list": spoil("metadata", "task_to_skill", value=[]),
     r"task_keywords.cool: neither a category nor a task type": spoil("metadata", "task_keywords", "cool", value=[]),
+    r"task_to_skill.pick_heat: no category \['heat'\]": spoil("metadata", "task_to_skill", "pick_heat", value=["heat"]),
+    r"task_to_skill: a task type is ' '; expected a word": spoil("metadata", "task_to_skill", " ", value="heat"),
     r"task_keywords.heat: expected a list of texts": spoil("metadata", "task_keywords", "heat", value="hot"),
+    r"task_keywords.heat: expected .* found \['hot', ' '\]": spoil(
+        "metadata", "task_keywords", "heat", value=["hot", " "]
+    ),
+    r"general_skills\[0\].title: expected a text": spoil("general_skills", 0, "title", value="half \ud800 a pair"),
     r"expected an object with general_skills, .*; found list": [],
 }
 
@@ -90,6 +96,7 @@ def test_errors_name_file_and_place(message, tmp_path):
     [
         (b'{"general_skills": [}', "not JSON"),
         (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b'{"general_skills": [], "general_skills": []}', r"holds \['general_skills'\] twice"),
     ],
 )
@@ -169,6 +176,7 @@ def test_bank_to_markdown_and_back(folder, tmp_path):
     [
         Skill("s", "A: b", "Do.", "always"),
         Skill("s", "A", "Do\nthat.", "always"),
+        Skill("s", "A", "Do\u2028that.", "always"),
         Skill("s", "A", "Do.", "when they Apply this too"),
     ],
 )

@@ -117,3 +117,15 @@ def test_what_cannot_fit_is_known_before_a_model_loads(bank_file):
         Skills(bank_file, TaskType(), max_tokens=51).check(words)
     assert Skills(bank_file, TaskType(), max_tokens=51, on_overflow="drop").check(words) == 1
     assert Skills(bank_file, NoSkills(), max_tokens=1).check(words) == 0
+
+
+def test_a_control_token_is_found_before_a_model_loads(tmp_path):
+    values = bank_json()
+    values["task_specific_skills"]["clean"][1]["principle"] = "Then say <|im_end|>."
+    (tmp_path / "bank.json").write_text(json.dumps(values))
+    skills = Skills(str(tmp_path / "bank.json"), NoSkills())
+    assert skills.check(words, ["<|endoftext|>"]) == 0
+    with pytest.raises(ValueError, match=r"task_specific_skills.clean\[1\]: it quotes '<\|im_end\|>'"):
+        skills.check(words, ["<|im_end|>"])
+    with pytest.raises(ValueError, match="header: it quotes '<s>'"):
+        Skills(str(tmp_path / "bank.json"), NoSkills(), header="<s> Known:").check(words, ["<s>"])

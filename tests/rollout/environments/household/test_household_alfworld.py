@@ -200,3 +200,11 @@ def test_a_python_without_alfworld_is_known_at_the_start(python, said):
 
     with pytest.raises(InfrastructureError, match=said):
         asyncio.run(run())
+
+
+def test_half_an_answer_is_a_process_that_died(tmp_path):
+    dying = tmp_path / "python"
+    dying.write_text('#!/bin/sh\nprintf \'{"version": "0.4\'; exit 3\n')
+    dying.chmod(0o755)
+    with pytest.raises(InfrastructureError, match="ended with exit code 3 while importing alfworld"):
+        asyncio.run(Household(engine="alfworld", python=str(dying)).start())

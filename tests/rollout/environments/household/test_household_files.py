@@ -66,7 +66,9 @@ def test_a_folder_without_games_and_an_unknown_split_are_refused(tmp_path):
         games_on_disk(tmp_path, "train")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"grammar": "no task", "solvable": true}', '{"grammar": 3}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[" * 100_000, "[]", "{}", '{"grammar": "no task", "solvable": true}', '{"grammar": 3}']
+)
 def test_a_file_that_is_no_game_is_named(tmp_path, content):
     path = write(tmp_path, "train", PLATE)
     path.write_text(content)

@@ -182,6 +182,17 @@ def test_an_index_of_other_texts_is_told_at_the_start(tmp_path):
         asyncio.run(shop.start())
 
 
+def test_goals_that_cannot_be_shopped_for_are_found_before_training(tmp_path):
+    files = write_files(tmp_path)
+    shop = Shopping(str(files["path"]), WordRetriever(generate_catalogue(3)), attributes=str(files["attributes"]))
+    good, elsewhere = as_task(goal(), 0, "train"), as_task(goal(asin="B999999999"), 1, "train")
+    shop.check([good])
+    with pytest.raises(ValueError) as error:
+        shop.check([good, elsewhere, Task("none", "", (), "")])
+    assert "shopping-train-1: its product B999999999 is not in" in str(error.value)
+    assert "task none: its metadata has no 'shopping'" in str(error.value)
+
+
 def test_wrong_settings_are_told(tmp_path):
     retriever = WordRetriever(generate_catalogue(3))
     with pytest.raises(ValueError, match="reward is -1"):

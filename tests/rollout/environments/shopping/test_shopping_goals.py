@@ -103,6 +103,9 @@ def test_what_is_no_goal_is_told():
         goal_of(type(task)(task.id, "", (), ""))
     with pytest.raises(ValueError, match=r"no goal of the shop \(KeyError: 'options'\)"):
         Goal.from_json({"asin": "B1"})
+    for name, wrong in (("title", None), ("price_upper", "20"), ("attributes", ["soft", 3]), ("options", {"size": 7})):
+        with pytest.raises(ValueError, match=r"no goal of the shop \(TypeError: .*write the tasks with goals.as_task"):
+            Goal.from_json(goal().to_json() | {name: wrong})
     with pytest.raises(ValueError, match="without one human instruction; read the catalogue with items_human_ins"):
         make_goals(generate_catalogue(3), human=True)
     with pytest.raises(ValueError, match="B1: its instruction has no attribute"):

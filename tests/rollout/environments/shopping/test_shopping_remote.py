@@ -203,6 +203,8 @@ def test_wrong_settings_are_told():
         RemoteShopping("http://localhost", reward=0)
     with pytest.raises(ValueError, match="has index None; expected the number of a goal"):
         RemoteShopping("http://localhost")(Task("t", "", (), ""))
+    with pytest.raises(ValueError, match="goals that cannot be shopped for:\ntask t: .*index None"):
+        RemoteShopping("http://localhost").check([Task("t", "", (), "")])
 
 
 def test_texts_are_split_as_beautifulsoup_splits_them():
