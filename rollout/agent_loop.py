@@ -6,6 +6,7 @@ its own.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """How long a trajectory may get. All counts are tokens, but for ``max_turns``.
+    """How long a trajectory may get. All counts are tokens, but for ``max_turns`` and ``step_timeout_s``.
 
     Search-R1 allows four turns with calls and then one more, whose calls are refused (``final_turn``). Without it the
     environment still acts on the last turn, since one that scores itself needs to; calls of that turn are executed and
@@ -54,6 +55,7 @@ class Budgets:
     max_response_tokens: int = 4096  # everything after the prompt
     max_length: int | None = None  # prompt and response together: the engine's limit
     final_turn: bool = True
+    step_timeout_s: float | None = None  # for the environment to act once
 
     def __post_init__(self) -> None:
         for name in ("max_turn_tokens", "max_observation_tokens", "max_response_tokens"):
@@ -61,6 +63,8 @@ class Budgets:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.max_turns < (0 if self.final_turn else 1):
             raise ValueError(f"max_turns is {self.max_turns}; expected at least one turn in all")
+        if self.step_timeout_s is not None and not self.step_timeout_s > 0:
+            raise ValueError(f"step_timeout_s is {self.step_timeout_s}; expected seconds above 0, or null for no limit")
 
     def room(self, held: int, response: int) -> int:
         """Tokens that may still be sampled; 0 or less: none.
@@ -194,13 +198,27 @@ class AgentLoop:
                 refused = ToolResult("", CallOutcome.REFUSED, detail=f"{ENDED_HERE}: {ending}")
                 state.add_calls(action, [refused] * len(action.calls), [0.0] * len(action.calls))
                 return ending
-            step = await environment.step(action)  # it hears of every action, also of answers and invalid ones
+            step = await self._step(environment, action)
             stopped = self._take(state, step, action, max_turns)
             if stopped is not None:
                 return stopped
             if watch.on_result is not None:
                 await watch.on_result(state)
         return StopReason.LENGTH
+
+    async def _step(self, environment: Environment, action: Action) -> StepResult:
+        """The environment hears of every action, also of answers and invalid ones."""
+        limit = asyncio.timeout(self.budgets.step_timeout_s)
+        try:
+            async with limit:
+                return await environment.step(action)
+        except TimeoutError:
+            if not limit.expired():
+                raise  # the environment's own
+            raise InfrastructureError(
+                f"{type(environment).__name__} did not answer an action within {self.budgets.step_timeout_s:g} s "
+                "(rollouts.step_timeout_s)"
+            ) from None
 
     def _write_prompt(self, state: RunningTrajectory) -> bool:
         """Where every turn has a prompt of its own, write that of the next. False: it does not fit."""

@@ -65,6 +65,9 @@ class RolloutSystem:
             ``data.staleness`` any are). ``finish``: the update waits until every prompt group that has begun is done,
             with the weights it began with; groups that have not begun wait for the new ones. ``continue``: the engine
             takes the new weights between two tokens, and each token records which sampled it (``Turn.versions``).
+        step_timeout_s: seconds the environment has to act once, waiting for a place at a busy tool included; then the
+            trajectory fails by infrastructure, and the run goes on. For an environment that hangs without a deadline of
+            its own. Null: no limit.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class RolloutSystem:
         top_logprobs: int = 10,
         skills: Skills | None = None,
         in_flight: InFlight = "finish",
+        step_timeout_s: float | None = 3600.0,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; expected at least 1")
@@ -93,7 +97,13 @@ class RolloutSystem:
         if max_length is None:
             max_length = getattr(engine, "max_length", None)
         self.budgets = Budgets(
-            max_turns, max_turn_tokens, max_observation_tokens, max_response_tokens, max_length, final_turn
+            max_turns,
+            max_turn_tokens,
+            max_observation_tokens,
+            max_response_tokens,
+            max_length,
+            final_turn,
+            step_timeout_s,
         )
         if missing := sorted(set(protocol.tools) - set(getattr(environment, "tools", protocol.tools))):
             raise ValueError(

@@ -254,6 +254,24 @@ def test_cancelling_cancels_the_tool_and_closes_the_environment(protocol):
     assert time.monotonic() - began < 10 and retriever.cancelled == ["Mira Voss birthplace"] and closed == ["q1"]
 
 
+def test_an_environment_that_hangs_costs_its_trajectory(protocol):
+    retriever = ToyRetriever(latency=lambda query: 1000.0)
+    loop = make_loop(protocol, search_then_answer, retriever, step_timeout_s=0.2)
+    trajectory = run(loop)
+    assert trajectory.stop_reason is StopReason.INFRASTRUCTURE and len(trajectory.turns) == 1
+    assert "did not answer an action within 0.2 s (rollouts.step_timeout_s)" in loop.failures[-1]
+    assert retriever.cancelled == ["Mira Voss birthplace"]
+
+    class Slow:
+        async def step(self, action):
+            raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        asyncio.run(loop._step(Slow(), None))
+    with pytest.raises(ValueError, match="step_timeout_s is 0; expected seconds above 0, or null"):
+        Budgets(step_timeout_s=0)
+
+
 @pytest.mark.parametrize("limit", [{"limits": ToolLimits(max_calls=1, retries=0)}, {"max_calls": 1}])
 def test_fork_after_an_observation_repeats_no_call(protocol, limit):
     retriever = ToyRetriever()
