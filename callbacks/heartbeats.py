@@ -177,4 +177,7 @@ def _list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-CONTINUE = "The last checkpoint is complete: the same command with RESUME=last goes on from it, on any number of ranks."
+CONTINUE = (
+    "The last checkpoint, if there is one, is complete: the same command with RESUME=last goes on from it, on any "
+    "number of ranks."
+)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +50,8 @@ class RankWatch(L.Callback):
     iteration, on the terminal and in ``ranks.txt`` of the stage's folder; after ``stop_after_s`` the run ends with exit
     code 75. Rollouts may take as long as they like, until other ranks have waited that long for them.
 
+    Lightning sets up the data before it calls a callback: ``watch_from_the_start`` makes the watch begin before that.
+
     Args:
         report_after_s: seconds without a move after which the table is printed (and again after twice as many).
         stop_after_s: seconds without a move after which the run ends; null for never.
@@ -78,14 +81,18 @@ class RankWatch(L.Callback):
         self._thread: _Watch | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if trainer.world_size == 1:
+        self.start(trainer)
+
+    def start(self, trainer: L.Trainer) -> None:
+        """Begin to watch, unless this has been done. The ranks must have their process group; every rank must call."""
+        if trainer.world_size == 1 or self._thread is not None:
             return
         if self._board is None:
             own = Board(trainer.world_size) if trainer.is_global_zero else None
             address = trainer.strategy.broadcast(None if own is None else own.address)
             self._board = own or Board(trainer.world_size, tuple(address))
             _retire_lightning_s_observer()
-        trainer.strategy.barrier("rank watch")  # a rank whose engine still loads is not a silent one
+        trainer.strategy.barrier("rank watch")  # beats of an earlier run (a test after a fit) are not judged
         self._thread = _Watch(self, self._board, trainer)
         self._thread.start()
 
@@ -108,6 +115,19 @@ class RankWatch(L.Callback):
         watch.finish(state=words[:300])
         if trainer.is_global_zero:
             time.sleep(2.5 * self.interval_s)  # the board goes with this process: the others are to read why
+
+
+def watch_from_the_start(trainer: L.Trainer) -> None:
+    """Have the trainer's ``RankWatch`` begin as soon as the ranks have a process group: no hook of a callback comes
+    before the data are prepared and set up (lightning 2.6, Trainer._run)."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, RankWatch):
+            trainer.strategy.setup_environment = partial(_set_up_environment, trainer, callback)  # type: ignore
+
+
+def _set_up_environment(trainer: L.Trainer, watch: RankWatch) -> None:
+    type(trainer.strategy).setup_environment(trainer.strategy)
+    watch.start(trainer)
 
 
 class _Watch(threading.Thread):

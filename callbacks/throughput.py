@@ -8,11 +8,12 @@ from typing import Any
 
 import lightning as L
 
+from callbacks.common import gather_objects
 from rollout.trajectory import Trajectory
 
 
 class Throughput(L.Callback):
-    """Logs, per training iteration (mean over ranks for times, sum over ranks for rates):
+    """Logs, per training iteration (mean over ranks for times, sum over ranks for rates, but the last):
 
     - ``time/train``: seconds in the training step;
     - ``time/rollout`` (``time/data`` when the batch was not just generated): seconds waiting for the batch;
@@ -22,8 +23,10 @@ class Throughput(L.Callback):
       where the data module says (``generation_s``);
     - ``throughput/hidden_generation``: 1 - time/rollout / time/generation, at least 0: what of the generation took
       place while something else was done (``data.staleness``; without it about 0);
-    - ``throughput/rollout_tokens_per_s``: sampled tokens per second of generation (of waiting for the batch, where the
-      data module does not say how long it took).
+    - ``throughput/rollout_tokens_per_s``: sampled tokens of the batch of all ranks over the seconds of generation of
+      the slowest one, before which no rank has its batch (of waiting for the batch, where the data module does not say
+      how long generation took). Ranks may exchange groups after the rollout (``data.balance_tokens``), so that a rank's
+      own tokens say nothing of its own engine. What dynamic sampling has thrown away is not counted.
 
     With ``rollouts.in_flight: finish`` a push of weights may wait for rollouts; that counts as time/rollout.
 
@@ -78,8 +81,10 @@ class Throughput(L.Callback):
             figures = {"time/generation": generated, "throughput/hidden_generation": hidden}
             pl_module.log_dict(figures, sync_dist=sync, batch_size=1)
         if is_trajectories(batch):
-            rates = _rates(batch, sum(times.values()), generated or self._waited.get("rollout"))
-            pl_module.log_dict(rates, sync_dist=sync, reduce_fx="sum", batch_size=1)
+            pl_module.log_dict(_rates(batch, sum(times.values())), sync_dist=sync, reduce_fx="sum", batch_size=1)
+            if self.on_policy:
+                rate = rollout_rate(batch, generated or self._waited["rollout"])
+                pl_module.log("throughput/rollout_tokens_per_s", rate, sync_dist=sync, batch_size=1)
 
 
 def is_trajectories(batch: Any) -> bool:
@@ -97,13 +102,21 @@ def phase_seconds(trainer: L.Trainer) -> dict[str, float]:
     return totals
 
 
-def _rates(batch: Sequence[Trajectory], iteration_s: float, rollout_s: float | None) -> dict[str, float]:
+def rollout_rate(batch: Sequence[Trajectory], rollout_s: float) -> float:
+    """Sampled tokens of all ranks per second of the rank that took longest. Every rank must call.
+
+    Args:
+        batch: this rank's, after the exchange between ranks.
+        rollout_s: seconds that this rank's own rollouts took.
+    """
+    own = (t.loss_mask[t.fork.at if t.fork else 0 :] for t in batch)  # a fork's prefix was sampled once, elsewhere
+    tokens, seconds = zip(*gather_objects((sum(map(sum, own)), rollout_s)), strict=True)
+    return sum(tokens) / max(seconds)
+
+
+def _rates(batch: Sequence[Trajectory], iteration_s: float) -> dict[str, float]:
     tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in batch)
-    rates = {
+    return {
         "throughput/trajectories_per_s": len(batch) / iteration_s,
         "throughput/tokens_per_s": tokens / iteration_s,
     }
-    if rollout_s is not None:
-        own = (t.loss_mask[t.fork.at if t.fork else 0 :] for t in batch)  # a fork's prefix was sampled once, elsewhere
-        rates["throughput/rollout_tokens_per_s"] = sum(map(sum, own)) / rollout_s
-    return rates

@@ -26,6 +26,8 @@ WORDS = (
     ("data_modules/rollouts_ahead.py", "", "rollout"),
     ("data_modules/balance.py", "", "exchange of groups between ranks"),
     ("data_modules/failures.py", "", "end of the rollout"),
+    ("data_modules/question_loading.py", "", "loading of the questions"),
+    ("data_modules/datasets/", "", "loading of the questions"),
     ("data_modules/", "", "loading of the batch"),
     ("callbacks/weight_sync.py", "", "weight sync"),
     ("callbacks/resume.py", "", "checkpoint"),

@@ -106,7 +106,8 @@ def train(args: argparse.Namespace, request: Request) -> None:
                 help_out(here, request)
             print(f"{target.name} is done: {request.project.relative(target.folder)}")
             return
-        request = dataclasses.replace(request, launch=here, crew=Crew(here, request.project))
+        crew, resumed_by = Crew(here, request.project), os.environ.get(slurm.AGAIN_VARIABLE)
+        request = dataclasses.replace(request, launch=here, crew=crew, resumed_by=resumed_by)
     request.stop.install()
     code = 1
     try:

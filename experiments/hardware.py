@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.compose import Config
 from experiments.errors import ExperimentError, nearest
-from experiments.launch import ranks_of
+from experiments.launch import ranks_of, require_counted
 
 GPU_NAMES = ("cuda", "gpu")
 
@@ -31,9 +31,12 @@ def check_strategy(name: Any, where: str) -> None:
 
 
 def check_shares(config: Config, where: str) -> None:
-    """Raises ExperimentError if the ranks cannot have equal shares of a step's prompts."""
+    """Raises ExperimentError if the ranks cannot have equal shares of a step's prompts, or cannot be counted although
+    there are several nodes."""
     prompts = ((config.get("data") or {}).get("init_args") or {}).get("prompts_per_step")
     ranks = ranks_of(config)
+    if ranks.nodes > 1:
+        require_counted(where, config)
     world = ranks.nodes * (ranks.processes or 1)
     if isinstance(prompts, int) and prompts % world:
         raise ExperimentError(

@@ -127,13 +127,19 @@ def require_ranks(config: Mapping[str, Any], args: argparse.Namespace) -> Ranks:
             raise ExperimentError(
                 f"{option}={value}, but trainer.{key} of '{name}' is {found}: leave {option} or the override away"
             )
-    if ranks.processes is None:
+    require_counted(f"'{name}'", config)
+    return ranks
+
+
+def require_counted(where: str, config: Mapping[str, Any]) -> None:
+    """Raises ExperimentError where the number of processes is left to each node (``devices: auto`` or -1): torchrun
+    must be told, and a rank of Lightning's counts the ranks of all nodes by its own node's devices."""
+    if ranks_of(config).processes is None:
         devices = (config.get("trainer") or {}).get("devices")
         raise ExperimentError(
-            f"'{name}': trainer.devices is {devices!r}, but a launcher must know how many processes each node gets: "
-            "NPROC=8, or --trainer.devices 8"
+            f"{where}: trainer.devices is {devices!r}, but a launcher must know how many processes each node gets: "
+            "NPROC=8, or --trainer.devices 8 (of a stage under it: --stages.NAME.trainer.devices 8)"
         )
-    return ranks
 
 
 def require_no_options(args: argparse.Namespace) -> None:
@@ -145,8 +151,11 @@ def require_no_options(args: argparse.Namespace) -> None:
 
 
 def require_launcher(name: str, config: Mapping[str, Any], launch: Launch | None) -> None:
-    """Raises ExperimentError for a stage on several nodes whose ranks nobody starts: those here would wait for ever."""
+    """Raises ExperimentError for a stage on several nodes whose ranks nobody starts, or could: those here would wait
+    for ever."""
     nodes = ranks_of(config).nodes
+    if nodes > 1:
+        require_counted(f"'{name}'", config)
     if nodes > 1 and (launch is None or launch.nodes != nodes):
         here = "nothing starts the ranks of the others" if launch is None else f"{launch.nodes} are launched"
         raise ExperimentError(

@@ -8,6 +8,7 @@ training saves after its iteration and ends, and the job is queued again and goe
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from experiments.request import Request, StageFailed
 from rollout.files import write_atomically
 
 WARNING_S = 600  # before the time limit; an iteration should end within it
+AGAIN_VARIABLE = "COMPACT_AGENTS_AGAIN"  # in a job: the command that submits another which goes on
 GPU_ACCELERATORS = ("cuda", "gpu")
 
 SCRIPT = """\
@@ -30,6 +32,7 @@ SCRIPT = """\
 
 cd {root} || exit 1
 export COMPACT_AGENTS_OUTPUTS={outputs}
+export {again_variable}={again}
 {exports}MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
@@ -117,11 +120,15 @@ def job_file(target: Stage, request: Request, ranks: Ranks, log: Path, further: 
     # Afresh once: a job that was queued again goes on from its checkpoint.
     fresh = '$([ "${SLURM_RESTART_COUNT:-0}" = 0 ] && echo --fresh) ' if request.fresh else ""
     task = f'exec {shlex.join(words)} {fresh}--node-rank "$SLURM_NODEID"'
+    sbatch = (f"SBATCH={shlex.quote(further)}",) if further else ()
+    again = dataclasses.replace(request, variables=(*request.variables, *sbatch)).again()
     extra = ":".join(str(folder) for folder in request.project.experiment_dirs[:-1])
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {option}" for option in options),
         root=shlex.quote(str(request.project.root)),
         outputs=shlex.quote(str(request.project.outputs)),
+        again_variable=AGAIN_VARIABLE,
+        again=shlex.quote(again),
         exports=f"export COMPACT_AGENTS_EXPERIMENTS={shlex.quote(extra)}\n" if extra else "",
         task=shlex.quote(task),
     )

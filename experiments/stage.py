@@ -89,6 +89,7 @@ def seed_task(seed: int) -> None:
 
 def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFolder, *, resume: bool) -> None:
     """Trainer.fit (kind fit), then Trainer.test with the weights that fit ended with."""
+    from callbacks.rank_watch import watch_from_the_start
     from experiments.validate import cli
 
     quieten()
@@ -98,6 +99,7 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
         raise ExperimentError(notes[0])
     parsed = cli(config, arguments, _where(config), instantiate=True)
     trainer, model, data = parsed.trainer, parsed.model, parsed.datamodule
+    watch_from_the_start(trainer)
     log_configuration(trainer, store.config_path.read_text())
     if config["experiment"]["kind"] == "fit":
         checkpoint = str(store.checkpoint) if resume and store.checkpoint.exists() else None

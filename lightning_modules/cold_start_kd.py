@@ -14,6 +14,7 @@ from lightning_modules.divergences import (
     Divergence,
     DivergenceName,
     TAIDSchedule,
+    finite_log_softmax,
     forward_kl,
     make_divergence,
     shared_vocabulary,
@@ -161,11 +162,11 @@ def kd_columns(
     with torch.no_grad():
         teacher_logits = torch.nn.functional.linear(teacher_hidden, teacher_head.weight, teacher_head.bias)
     student, teacher = shared_vocabulary(logits.float() / temperature, teacher_logits.float() / temperature)
-    distance = divergence(student, teacher)
+    log_p, log_q = finite_log_softmax(student), finite_log_softmax(teacher)  # once, for the loss and for the log
+    distance = divergence(log_p, log_q, normalised=True)
     if divergence is forward_kl:
         kl = distance.detach()
     else:
-        with torch.no_grad():
-            kl = forward_kl(student, teacher)
+        kl = forward_kl(log_p.detach(), log_q, normalised=True)
     ce, accuracy = ce_columns(logits, targets).unbind(-1)
     return torch.stack([ce, distance, kl, accuracy], dim=-1)

@@ -2,7 +2,8 @@
 
 Two families.  *Sampled-token estimators* take log-probs [...] of tokens drawn from the student and estimate
 KL(student || teacher).  *Full-vocabulary divergences* take logits [N, V] of both and return [N] values in nats; they
-are meant to be called on a chunk of tokens at a time (see ``projection.py``), and do the softmax in float32.
+are meant to be called on a chunk of tokens at a time (see ``projection.py``), and do the softmax in float32. With
+``normalised=True`` they take what ``finite_log_softmax`` has made of the logits, so that two of them share it.
 
 Notation of specs/dgpo.md 1.6: p student, q teacher.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "tvd"]
-Divergence = Callable[[Tensor, Tensor], Tensor]  # (student logits [N, V], teacher logits [N, V]) -> [N]
+Divergence = Callable[..., Tensor]  # (student logits [N, V], teacher logits [N, V], normalised=False) -> [N]
 
 K3_LIMIT = 10.0  # verl clamps k3 to +-10: one token that the teacher finds impossible must not own the batch
 LOGIT_FLOOR = -1e4
@@ -63,6 +64,11 @@ def finite_log_softmax(logits: Tensor) -> Tensor:
     return logits.float().clamp(min=LOGIT_FLOOR).log_softmax(-1)
 
 
+def _log_distributions(student_NV: Tensor, teacher_NV: Tensor, normalised: bool) -> tuple[Tensor, Tensor]:
+    """log p, log q."""
+    return (student_NV, teacher_NV) if normalised else (finite_log_softmax(student_NV), finite_log_softmax(teacher_NV))
+
+
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     """KL(a || b) of log-distributions [N, V] -> [N]."""
     return (log_a.exp() * (log_a - log_b)).sum(-1)
@@ -73,17 +79,18 @@ def _log_mix(log_a: Tensor, log_b: Tensor, weight_a: float) -> Tensor:
     return torch.logaddexp(log_a + math.log(weight_a), log_b + math.log1p(-weight_a))
 
 
-def forward_kl(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
+def forward_kl(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
     """KL(q || p) = sum_v q (log q - log p): mass covering; Hinton's KD. Same gradient as the soft cross-entropy."""
-    return _kl(finite_log_softmax(teacher_NV), finite_log_softmax(student_NV))
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    return _kl(log_q, log_p)
 
 
-def reverse_kl(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
+def reverse_kl(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
     """KL(p || q) = sum_v p (log p - log q): mode seeking; MiniLLM, on-policy distillation."""
-    return _kl(finite_log_softmax(student_NV), finite_log_softmax(teacher_NV))
+    return _kl(*_log_distributions(student_NV, teacher_NV, normalised))
 
 
-def jsd(student_NV: Tensor, teacher_NV: Tensor, beta: float = 0.5) -> Tensor:
+def jsd(student_NV: Tensor, teacher_NV: Tensor, beta: float = 0.5, normalised: bool = False) -> Tensor:
     """GKD's generalised JSD (arXiv 2306.13649 eq. 1; trl gkd_trainer.generalized_jsd_loss)::
 
         M = beta q + (1 - beta) p        beta KL(q || M) + (1 - beta) KL(p || M)
@@ -96,40 +103,42 @@ def jsd(student_NV: Tensor, teacher_NV: Tensor, beta: float = 0.5) -> Tensor:
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta is {beta}; expected a number from 0 (forward KL) to 1 (reverse KL)")
     if beta == 0.0:
-        return forward_kl(student_NV, teacher_NV)
+        return forward_kl(student_NV, teacher_NV, normalised)
     if beta == 1.0:
-        return reverse_kl(student_NV, teacher_NV)
-    log_p, log_q = finite_log_softmax(student_NV), finite_log_softmax(teacher_NV)
+        return reverse_kl(student_NV, teacher_NV, normalised)
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
     mix = _log_mix(log_q, log_p, beta)
     return beta * _kl(log_q, mix) + (1.0 - beta) * _kl(log_p, mix)
 
 
-def skew_forward(student_NV: Tensor, teacher_NV: Tensor, alpha: float = 0.1) -> Tensor:
+def skew_forward(student_NV: Tensor, teacher_NV: Tensor, alpha: float = 0.1, normalised: bool = False) -> Tensor:
     """DistiLLM's skewed forward KL (arXiv 2402.03898): KL(q || alpha q + (1 - alpha) p); alpha 0 is the forward KL."""
-    log_p, log_q = finite_log_softmax(student_NV), finite_log_softmax(teacher_NV)
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
     return _kl(log_q, log_p if alpha == 0.0 else _log_mix(log_q, log_p, alpha))
 
 
-def skew_reverse(student_NV: Tensor, teacher_NV: Tensor, alpha: float = 0.1) -> Tensor:
+def skew_reverse(student_NV: Tensor, teacher_NV: Tensor, alpha: float = 0.1, normalised: bool = False) -> Tensor:
     """DistiLLM's skewed reverse KL: KL(p || (1 - alpha) q + alpha p); alpha 0 is the reverse KL."""
-    log_p, log_q = finite_log_softmax(student_NV), finite_log_softmax(teacher_NV)
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
     return _kl(log_p, log_q if alpha == 0.0 else _log_mix(log_p, log_q, alpha))
 
 
-def tvd(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
+def tvd(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
     """Total variation distance 0.5 sum_v |q - p|, between 0 and 1."""
-    return 0.5 * (teacher_NV.float().softmax(-1) - student_NV.float().softmax(-1)).abs().sum(-1)
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
 
 
-def taid(student_NV: Tensor, teacher_NV: Tensor, t: float) -> Tensor:
+def taid(student_NV: Tensor, teacher_NV: Tensor, t: float, normalised: bool = False) -> Tensor:
     """TAID (arXiv 2501.16937; taid.py): ``-sum_v p_t log p`` with ``p_t = softmax((1 - t) stopgrad(z_S) + t z_T)``.
 
     The cross-entropy form, unlike the other divergences: ``TAIDSchedule`` is defined by how it falls. It exceeds the
     KL by the entropy of p_t, which has no gradient; t = 1 has the gradient of ``forward_kl``.
     """
-    z_student, z_teacher = (z.detach().float().clamp(min=LOGIT_FLOOR) for z in (student_NV, teacher_NV))
-    target = ((1.0 - t) * z_student + t * z_teacher).softmax(-1)
-    return -(target * finite_log_softmax(student_NV)).sum(-1)
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    # Log-probs in the place of the logits z: what they differ by is the same for all tokens, and no softmax sees it.
+    target = ((1.0 - t) * log_p.detach() + t * log_q.detach()).softmax(-1)
+    return -(target * log_p).sum(-1)
 
 
 def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0.1) -> Divergence:

@@ -10,6 +10,8 @@ of sampled tokens, or of sequences: the geometric mean of r over a row's sampled
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -23,6 +25,7 @@ from lightning_modules.losses import importance_ratio
 if TYPE_CHECKING:
     from lightning_modules.batch import TokenBatch
     from lightning_modules.metrics import StepMetrics
+    from lightning_modules.on_policy import OnPolicyModule
     from rollout.trajectory import Trajectory
 
 Level = Literal["token", "sequence"]
@@ -60,9 +63,13 @@ class Correction:
         if self.mask_ratio is None and self.mask_level != "token":
             raise ValueError("mask_level has no effect without mask_ratio; set both or none")
 
+    @property
+    def active(self) -> bool:
+        return self.cap is not None or self.mask_ratio is not None
+
     def weights(self, old_logprobs_BT: Tensor, batch: TokenBatch) -> Tensor | None:
         """What each sampled token's part in the policy's loss is multiplied by [B, T]; None: nothing is corrected."""
-        if self.cap is None and self.mask_ratio is None:
+        if not self.active:
             return None
         weights = batch.mask.clone()
         if self.cap is not None:
@@ -81,6 +88,26 @@ class Correction:
             return torch.zeros_like(batch.mask)
         found = ratios(old_logprobs_BT, batch, self.mask_level)
         return ((found < self.mask_ratio[0]) | (found > self.mask_ratio[1])) * batch.mask
+
+
+WEIGHED = ("importance", "advantages")  # by which of its notes an algorithm's policy loss can be weighed
+
+
+def require_weighable(algorithm: type[OnPolicyModule]) -> None:
+    """Raises ValueError for an algorithm whose ``annotate`` does not say that it returns advantages: its loss could be
+    corrected by nothing. Known before any model loads."""
+    said = inspect.signature(algorithm.annotate).return_annotation
+    if isinstance(said, str):  # of a module with postponed annotations
+        # Only this one is looked up: the types of the arguments may be imported for type checkers alone.
+        said = inspect.unwrap(algorithm.annotate).__globals__.get(said, said)
+    if dataclasses.is_dataclass(said) and {field.name for field in dataclasses.fields(said)} & set(WEIGHED):
+        return
+    name = "nothing" if said is inspect.Signature.empty else getattr(said, "__name__", said)
+    raise ValueError(
+        f"importance_cap and mask_ratio weigh advantages, but {algorithm.__name__}.annotate says that it returns "
+        f"{name}; write `def annotate(...) -> Notes`, Notes being a dataclass with a field `advantages`, in which the "
+        "policy's loss is linear, or leave the options out"
+    )
 
 
 def ratios(old_logprobs_BT: Tensor, batch: TokenBatch, level: Level = "token") -> Tensor:

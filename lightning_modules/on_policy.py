@@ -21,7 +21,7 @@ from lightning_modules import optimisation, ranks, scoring
 from lightning_modules.batch import RowTensors, TokenBatch, collate, tensors_BT
 from lightning_modules.lora import LoRA
 from lightning_modules.metrics import StepMetrics
-from lightning_modules.mismatch import Correction, Level, MaskRatio, log_mismatch
+from lightning_modules.mismatch import Correction, Level, MaskRatio, log_mismatch, require_weighable
 from lightning_modules.policy import DType
 from lightning_modules.rollout_figures import log_rollout
 from lightning_modules.schedules import warmup_constant
@@ -46,8 +46,9 @@ class OnPolicyModule(ScoringModule):
     The correction for what sampled (``importance_cap``, ``mask_ratio``) is weights on the policy's loss of each token,
     in any algorithm: they multiply ``notes.advantages``, in which every such loss is linear for weights of 0 or more,
     unless the notes have a field ``importance`` by which the algorithm weighs itself (GRPO). KL, entropy and value
-    losses are not weighted, and what divides counts all tokens, those left out too: masking makes a step smaller
-    rather than the other tokens heavier.
+    losses are not weighted, nor is what an algorithm adds of its own (SDAR, Skill-SD), and what divides counts all
+    tokens, those left out too: masking makes a step smaller rather than the other tokens heavier. Whether there is
+    anything to weigh is read from the type that ``annotate`` says it returns.
 
     Args:
         policy: Hugging Face folder (or owner/name) to start from.
@@ -126,6 +127,8 @@ class OnPolicyModule(ScoringModule):
         self.mini_batches, self.epochs = mini_batches, epochs
         self.importance_cap = importance_cap
         self.correction = Correction(importance_cap, importance_level, mask_ratio, mask_level)
+        if self.correction.active:
+            require_weighable(type(self))
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
         self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors] | None = None
@@ -133,7 +136,8 @@ class OnPolicyModule(ScoringModule):
     # ------------------------------------------------------------------ what an algorithm says
     @abstractmethod
     def annotate(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> RowTensors:
-        """Advantages and whatever else ``loss`` needs, one row per trajectory. No gradient is recorded."""
+        """Advantages and whatever else ``loss`` needs, one row per trajectory. No gradient is recorded. An algorithm
+        that can be corrected for what sampled names its own type as what it returns."""
 
     @abstractmethod
     def loss(self, outputs: Outputs, batch: TokenBatch, notes: Any) -> Mapping[str, Tensor]:
@@ -227,11 +231,6 @@ class OnPolicyModule(ScoringModule):
         weights = self.importance(batch, scores)
         if weights is None or hasattr(notes, "importance"):
             return notes
-        if not hasattr(notes, "advantages"):
-            raise TypeError(
-                f"importance_cap and mask_ratio weigh advantages, but {type(notes).__name__} has none; name a field "
-                "`advantages` what the policy's loss is linear in, or leave the options out"
-            )
         return dataclasses.replace(notes, advantages=notes.advantages * weights)  # type: ignore[type-var]
 
     @property

@@ -47,6 +47,8 @@ class SDAR(SkillTaught):
     SDAR as published: skills_coef 0.01, beta 5, gate gap, the other defaults; in the settings of GRPO clip 0.2, kl_coef
     0.01 (search: 0.001), entropy_coef 0.001. Off, and not published: ``centred``, ``clip_signal``, ``gap_clamp``.
 
+    The correction for what sampled (``importance_cap``, ``mask_ratio``) weighs GRPO's loss alone, not this one.
+
     Logged: ``train/gap``, ``train/gate``, ``train/gate_active`` (share of tokens with g > 0.5: the endorsed ones),
     each also by third of a turn (``/part1`` to ``/part3``) and by number of the turn (``/turn1`` ...).
 
@@ -85,6 +87,11 @@ class SDAR(SkillTaught):
             raise ValueError("signal is gate and gate is none: the teacher says nothing; take a gate or another signal")
         if centred and signal != "gate":
             raise ValueError(f"centred concerns the signal gate, but signal is {signal}; leave one of them out")
+        if not use_grpo and self.correction.active:
+            raise ValueError(
+                "importance_cap and mask_ratio weigh the loss of GRPO, which use_grpo: false leaves out; the loss from "
+                "the self-teacher is not weighted: leave them out as well"
+            )
         if gap_clamp is not None and gap_clamp <= 0:
             raise ValueError(f"gap_clamp is {gap_clamp}; expected a number above 0 (nats) or null")
         if gap_clamp is not None and signal == "gate" and gate == "entropy":
@@ -145,7 +152,8 @@ class SDAR(SkillTaught):
 class SkillSD(SkillTaught):
     """Skill-SD (arXiv 2604.10674) as SDAR runs it: EpisodeGRPO plus ``skills_coef`` times the importance-weighted k3 to
     the self-teacher, whose ratio keeps its gradient (``self_distillation.skill_sd_loss``). Published there: 0.001. Its
-    warm-down is only logged by the released code, and is not here.
+    warm-down is only logged by the released code, and is not here. That ratio is to the trainer's old log-probs; the
+    correction for what sampled (``importance_cap``, ``mask_ratio``) weighs GRPO's loss alone.
 
     Args:
         policy: Hugging Face folder to start from.

@@ -1,6 +1,7 @@
 """Started by test_rank_watch.py: a training of many short iterations on two ranks, with collectives in each.
 
-``python rank_watch_worker.py FOLDER ddp|zero3 ITERATIONS [RANK]``; RANK sleeps in a hook after some iterations.
+``python rank_watch_worker.py FOLDER ddp|zero3 ITERATIONS [RANK] [test]``; RANK sleeps in a hook after some iterations;
+with ``test``, a test follows whose data rank 1 cannot set up.
 """
 
 import os
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import lightning as L
 import torch
 
-from callbacks.rank_watch import RankWatch
+from callbacks.rank_watch import RankWatch, watch_from_the_start
 from callbacks.resume import IterationCheckpoint, find_checkpoint
 from data_modules.loaders import TrainLoader
 
@@ -36,8 +37,20 @@ class Sums(L.LightningModule):
         optimizer.step()
         optimizer.zero_grad()
 
+    def test_step(self, batch, batch_idx):
+        pass
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class NotOnRank1(L.LightningDataModule):
+    def setup(self, stage):
+        if self.trainer.global_rank == 1:
+            raise ValueError("there are no questions on this rank")
+
+    def test_dataloader(self):
+        return [torch.zeros(2, 4)]
 
 
 class Sleeper(L.Callback):
@@ -50,7 +63,8 @@ class Sleeper(L.Callback):
 
 
 if __name__ == "__main__":
-    folder, strategy, iterations, *sleeping = sys.argv[1:]
+    folder, strategy, iterations, *words = sys.argv[1:]
+    sleeping = [word for word in words if word != "test"]
     rank = int(os.environ.get("LOCAL_RANK", 0))
     Path(folder, f"pid{rank}").write_text(str(os.getpid()))
     if strategy == "zero3":
@@ -64,8 +78,12 @@ if __name__ == "__main__":
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=callbacks, default_root_dir=folder,
         **quiet,
     )  # fmt: skip
+    watch_from_the_start(trainer)
     loader = TrainLoader(int(iterations), lambda i: torch.full((2, 4), float(i + rank)), "the same")
     checkpoint = find_checkpoint(Path(folder))
-    trainer.fit(Sums(), loader, ckpt_path=None if checkpoint is None else str(checkpoint))
+    module = Sums()
+    trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint))
     if rank == 0:
         torch.save(trainer.global_step, Path(folder, "done.pt"))
+    if "test" in words:
+        trainer.test(module, datamodule=NotOnRank1(), verbose=False)

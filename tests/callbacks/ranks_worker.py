@@ -16,7 +16,7 @@ from callbacks.common import gather_lists, settle_parameters
 from callbacks.evaluation import Evaluation
 from callbacks.export import Export
 from callbacks.resume import IterationCheckpoint, find_checkpoint
-from callbacks.throughput import Throughput
+from callbacks.throughput import Throughput, rollout_rate
 from lightning_modules.sft import SFT
 from lightning_modules.strategies import ZeRO3
 from tests.callbacks.helpers import EvaluationData, Trajectories, make_trajectory
@@ -111,6 +111,9 @@ def main() -> None:
     metrics = trainer.test(module, datamodule=data, verbose=False)[0]
     assert metrics["test/em"] == 0.5 and metrics["test/em_n"] == 4.0, metrics
     assert [t.group for t in gather_lists(data.questions)] == ["r0q0", "r0q1", "r0q2", "r1q0"]
+    # Rank 0 sampled 8 tokens in 1 s and rank 1 16 in 4 s; after the exchange rank 0 holds 16 of them.
+    held, seconds = ((2, 1.0), (1, 4.0))[trainer.global_rank]
+    assert rollout_rate([make_trajectory()] * held, seconds) == 24 / 4.0, "all tokens over the slowest rank's time"
     if trainer.is_global_zero:
         torch.save(weights, OUT / "weights.pt")
         [last] = [callback.weights for callback in trainer.callbacks if isinstance(callback, Last)]

@@ -11,6 +11,7 @@ from experiments.cli import build_parser, split_overrides
 from experiments.commands import SERVER_OPTIONS, server_options
 from experiments.download import assemble
 from experiments.errors import ExperimentError
+from experiments.launch import Launch
 from experiments.project import ROOT
 from experiments.runner import Request
 from experiments.use import asked_task, find_model
@@ -117,3 +118,11 @@ def test_commands_are_named_as_they_were_typed(workshop):
     assert request.again() == 'make train EXP=x SEED=3 ARGS="--model.kl_coef 0.01" RESUME=last'
     evaluation = replace(request, arguments=(), verb="evaluate", variables=("CKPT=a.ckpt",))
     assert evaluation.again() == "make evaluate EXP=x CKPT=a.ckpt SEED=3", "a test has nothing to go on from"
+    of_four = Launch(nodes=4, node_rank=0, address="host0", port=29500, timeout_s=600.0)
+    launched = replace(request, arguments=("--trainer.num_nodes=4",), variables=("LAUNCH=torchrun",), launch=of_four)
+    said = 'make train EXP=x LAUNCH=torchrun SEED=3 ARGS="--trainer.num_nodes=4" MASTER_ADDR=host0 {}RESUME=last ({})'
+    others = "and with NODE_RANK=1 to 3 on the other nodes"
+    assert launched.again() == said.format("MASTER_PORT=29500 ", others)
+    assert replace(launched, launch=replace(of_four, port=29400)).again() == said.format("", others)
+    assert "MASTER" not in replace(launched, launch=replace(of_four, nodes=1)).again()
+    assert "MASTER" not in launched.command(), "what is recorded with a result names no machine"

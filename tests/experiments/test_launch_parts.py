@@ -11,7 +11,8 @@ import pytest
 
 from experiments.cli import build_parser
 from experiments.errors import ExperimentError
-from experiments.launch import Launch, Ranks
+from experiments.hardware import check_shares
+from experiments.launch import Launch, Ranks, require_launcher
 from experiments.nodes import Crew, NodeLost, free_port, join
 from experiments.request import Request
 from experiments.slurm import job_file
@@ -72,3 +73,17 @@ def test_one_option_of_sbatch_is_enough(workshop):
     request = Request(workshop.project, "note", (), None)
     with pytest.raises(ExperimentError, match="SBATCH: No closing quotation in --comment"):
         job_file(workshop.graph("note").target(), request, Ranks(1, 1), workshop.folder, '--comment="a')
+
+
+@pytest.mark.parametrize("devices", ["auto", -1, "-1"])
+def test_ranks_of_several_nodes_that_nobody_can_count_are_refused(devices):
+    """In a stage under the experiment, too: torchrun would be told of None processes when its turn comes."""
+    config = {"experiment": {"name": "x"}, "trainer": {"devices": devices, "num_nodes": 2}}
+    both = Launch(2, 0, "127.0.0.1", 1, 60.0)
+    for check in (lambda c: require_launcher("x", c, both), lambda c: check_shares(c, "x")):
+        with pytest.raises(ExperimentError, match=f"trainer.devices is {devices!r}, but a launcher must know how many"):
+            check(config)
+        check({**config, "trainer": {"devices": 1, "num_nodes": 2}})
+    alone = {"trainer": {"devices": devices}}
+    require_launcher("x", alone, None)  # Lightning counts this machine's
+    check_shares(alone, "x")

@@ -10,6 +10,8 @@ from pathlib import Path
 import lightning as L
 import torch
 
+from callbacks.rank_watch import RankWatch
+
 
 class Walk(L.LightningModule):
     """Parameters on a random walk: any step repeated or left out, any draw of another generator, shows.
@@ -65,9 +67,14 @@ class Batches:
 
 
 class Noise(L.LightningDataModule):
+    ready = False
+
     def __init__(self, batches: int = 10) -> None:
         super().__init__()
         self.batches = batches
+
+    def setup(self, stage: str) -> None:
+        self.ready = True
 
     def train_dataloader(self) -> Batches:
         return Batches(self.batches)
@@ -108,3 +115,12 @@ class Share(Walk):
         torch.save(self.walk.detach(), Path(self.trainer.default_root_dir) / f"walk-{self.trainer.global_rank}.pt")
         if self.trainer.is_global_zero:
             super().test_step(batch, batch_idx)
+
+
+class EarlyWatch(RankWatch):
+    """Writes, each time that it is to begin, whether the data have been set up: the line ``fit False`` or so."""
+
+    def start(self, trainer: L.Trainer) -> None:
+        with (Path(trainer.default_root_dir) / "watched").open("a") as stream:
+            stream.write(f"{trainer.state.fn.value} {trainer.datamodule.ready}\n")
+        super().start(trainer)

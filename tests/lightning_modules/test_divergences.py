@@ -1,10 +1,12 @@
 """Divergences against plain float64 sums, their endpoints, and the estimators against the exact KL."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from lightning_modules.cold_start_kd import kd_columns
 from lightning_modules.divergences import (
     TAIDSchedule,
     forward_kl,
@@ -92,6 +94,20 @@ def test_impossible_tokens_are_no_nan(logits):
         (grad,) = torch.autograd.grad(values.sum(), student)
         assert torch.isfinite(values).all(), name
         assert torch.isfinite(grad).all(), name
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "taid"])
+def test_the_kl_for_the_log_shares_the_loss_s_softmax(name, logits):
+    student, teacher = (x.detach().float() for x in logits)
+    divergence = partial(taid, t=0.3) if name == "taid" else make_divergence(name, beta=0.3)
+    head = torch.nn.Linear(7, 7, bias=False)
+    torch.nn.init.eye_(head.weight)
+    with torch.profiler.profile() as profile:
+        columns = kd_columns(student, torch.arange(5), teacher, head, divergence, temperature=2.0)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::_log_softmax"] == 3, "student and teacher, and the student's at temperature 1 for the CE"
+    assert torch.allclose(columns[:, 1], divergence(student / 2, teacher / 2), atol=1e-6)
+    assert torch.allclose(columns[:, 2], forward_kl(student / 2, teacher / 2), atol=1e-6)
 
 
 def test_shared_vocabulary_is_cut_before_the_softmax(logits):

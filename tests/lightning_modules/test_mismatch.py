@@ -9,13 +9,18 @@ import random
 import pytest
 import torch
 
+from lightning_modules.aepo import AEPO
 from lightning_modules.batch import collate
 from lightning_modules.dgpo import DGPO
+from lightning_modules.episode_grpo import GiGPO
 from lightning_modules.grpo import GRPO
 from lightning_modules.metrics import StepMetrics
-from lightning_modules.mismatch import Correction, log_mismatch, ratios
+from lightning_modules.mismatch import Correction, log_mismatch, ratios, require_weighable
+from lightning_modules.on_policy import OnPolicyModule
+from lightning_modules.opsd import OPSD
 from lightning_modules.ppo import PPO
 from lightning_modules.scoring import Outputs, Scores
+from lightning_modules.sdar import SDAR
 from lightning_modules.sod import SOD
 from tests.lightning_modules.helpers import fit, make_group, make_trajectory
 
@@ -192,12 +197,32 @@ def test_in_training_figures_and_weights_do_not_depend_on_micro_batches(model_di
     assert 0 < seen[0]["train/importance_ess"] < 1 and "train/sampler_kl_k3" in seen[0]
 
 
-def test_notes_without_advantages_are_refused():
-    rows, batch, old, _ = two_rows()
-    module = GRPO("p", importance_cap=2.0)
-    with pytest.raises(TypeError, match="weigh advantages, but Scores has none"):
-        module._corrected(Scores(old), batch, Scores(old))
-    assert len(rows) == 2
+class Silent(PPO):
+    def annotate(self, trajectories, batch, scores):
+        return super().annotate(trajectories, batch, scores)
+
+
+class Unweighable(PPO):
+    def annotate(self, trajectories, batch, scores) -> Scores:
+        return scores
+
+
+def test_an_algorithm_that_nothing_could_weigh_is_refused_before_any_model_loads():
+    for algorithm, said in ((Silent, "nothing"), (Unweighable, "Scores")):
+        for options in ({"importance_cap": 2.0}, {"mask_ratio": (0.5, 2.0)}):
+            with pytest.raises(ValueError, match=f"{algorithm.__name__}.annotate says that it returns {said}; write"):
+                algorithm("p", **options)
+        algorithm("p")
+    shipped = [a for a in subclasses(OnPolicyModule) if a.__module__.startswith("lightning_modules.")]
+    assert {AEPO, DGPO, GiGPO, OPSD, SDAR} <= set(shipped)
+    for algorithm in shipped:
+        require_weighable(algorithm)
+    with pytest.raises(ValueError, match="weigh the loss of GRPO, which use_grpo: false leaves out"):
+        SDAR("p", skills_coef=0.0, use_grpo=False, importance_cap=2.0)
+
+
+def subclasses(base):
+    return [found for sub in base.__subclasses__() for found in (sub, *subclasses(sub))]
 
 
 @pytest.mark.parametrize(

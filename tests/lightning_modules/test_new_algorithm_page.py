@@ -28,7 +28,7 @@ def algorithm(monkeypatch):
 
 def test_the_code_on_the_page_learns_from_a_group(algorithm, model_dir):
     trajectories = [t.replace(group="one", index=i) for i, t in enumerate(make_trajectories(4, em=[1, 0, 0, 1]))]
-    module = algorithm(policy=str(model_dir), lr=1e-3)
+    module = algorithm(policy=str(model_dir), lr=1e-3, importance_cap=2.0)
     seen = []
     annotate = module.annotate
     module.annotate = lambda *args: seen.append(annotate(*args)) or seen[-1]
