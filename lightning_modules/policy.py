@@ -100,6 +100,28 @@ def disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
+def keep_rotary_exact(model: PreTrainedModel) -> None:
+    """Rotary frequencies in float32, whatever the type of the weights.
+
+    Under ZeRO-3 all floating-point tensors that are made while a model is built come in the type of the weights. A
+    frequency that is rounded to bfloat16 is off by up to 1/256 of itself, which turns a head by radians after some
+    hundred tokens: the trainer would compute another function than the engine. (ZeRO-2 and autocast leave them alone.)
+    """
+    rounded = [m for m in model.modules() if getattr(m, "original_inv_freq", None) is not None]
+    rounded = [m for m in rounded if m.inv_freq.dtype != torch.float32]
+    if not rounded:
+        return
+    from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+
+    shutdown_init_context()  # torch makes what it is asked for again
+    try:
+        for module in rounded:
+            module.inv_freq, module.original_inv_freq = module.inv_freq.float(), module.original_inv_freq.float()
+            model._init_weights(module)  # of a rotary module: computes the two anew
+    finally:
+        restore_init_context()
+
+
 def load_causal_lm(
     path: str,
     dtype: DType = "float32",
@@ -118,6 +140,7 @@ def load_causal_lm(
     _check_folder(path)
     packing.register(attention)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+    keep_rotary_exact(model)
     if packing.is_packed(model):
         packing.check_body(model, path)
     for name in UNSUPPORTED:
@@ -159,6 +182,7 @@ class ValueModel(nn.Module):
         _check_folder(path)
         packing.register(attention)
         self.body = AutoModel.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        keep_rotary_exact(self.body)
         if packing.is_packed(self.body):
             packing.check_body(self.body, path)
         disable_dropout(self.body)
