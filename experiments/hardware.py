@@ -54,8 +54,8 @@ def check_indices(config: Config, where: str) -> None:
     if [str(d).strip() for d in devices] != [str(i) for i in range(len(devices))]:
         named = ",".join(str(d).strip() for d in devices)
         raise ExperimentError(
-            f"{where}: trainer.devices names the GPUs {named}, but engines take the GPUs 0 to {len(devices) - 1}; choose "
-            f"by the environment instead: CUDA_VISIBLE_DEVICES={named}, and --trainer.devices {len(devices)}"
+            f"{where}: trainer.devices names the GPUs {named}, but engines take the GPUs 0 to {len(devices) - 1}; "
+            f"choose by the environment instead: CUDA_VISIBLE_DEVICES={named}, and --trainer.devices {len(devices)}"
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_modules import packing
 from lightning_modules.batch import TokenBatch
+from lightning_modules.precision import keep_rotary_exact
 from lightning_modules.projection import LMHead, token_statistics
 
 if TYPE_CHECKING:
@@ -98,28 +99,6 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-
-
-def keep_rotary_exact(model: PreTrainedModel) -> None:
-    """Rotary frequencies in float32, whatever the type of the weights.
-
-    Under ZeRO-3 all floating-point tensors that are made while a model is built come in the type of the weights. A
-    frequency that is rounded to bfloat16 is off by up to 1/256 of itself, which turns a head by radians after some
-    hundred tokens: the trainer would compute another function than the engine. (ZeRO-2 and autocast leave them alone.)
-    """
-    rounded = [m for m in model.modules() if getattr(m, "original_inv_freq", None) is not None]
-    rounded = [m for m in rounded if m.inv_freq.dtype != torch.float32]
-    if not rounded:
-        return
-    from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
-
-    shutdown_init_context()  # torch makes what it is asked for again
-    try:
-        for module in rounded:
-            module.inv_freq, module.original_inv_freq = module.inv_freq.float(), module.original_inv_freq.float()
-            model._init_weights(module)  # of a rotary module: computes the two anew
-    finally:
-        restore_init_context()
 
 
 def load_causal_lm(

@@ -25,8 +25,8 @@ def child_environment(environment: Mapping[str, str], threads: int, *, several_d
     if several_devices and ranks > 1:
         raise ValueError(
             f"tensor_parallel_size is above 1, and each of {ranks} ranks would start such an engine on the same first "
-            "GPUs; serve it on GPUs of its own (make engine) and give the ranks a ServerEngine (docs/scaling/engines.md), "
-            "or take tensor_parallel_size: 1"
+            "GPUs; serve it on GPUs of its own (make engine) and give the ranks a ServerEngine, or take "
+            "tensor_parallel_size: 1 (docs/scaling/engines.md)"
         )
     child = {
         name: value
