@@ -45,6 +45,23 @@ def check_shares(config: Config, where: str) -> None:
         )
 
 
+def check_indices(config: Config, where: str) -> None:
+    """Raises ExperimentError for GPUs that are named by other numbers than 0, 1, ...: a rank's engine takes the GPU of
+    the rank's number, and would stand on another than its trainer."""
+    trainer = config.get("trainer") or {}
+    devices = trainer.get("devices", 1)
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    if trainer.get("accelerator") not in GPU_NAMES or not isinstance(devices, (list, tuple)):
+        return
+    if [str(d).strip() for d in devices] != [str(i) for i in range(len(devices))]:
+        named = ",".join(str(d).strip() for d in devices)
+        raise ExperimentError(
+            f"{where}: trainer.devices names the GPUs {named}, but engines take the GPUs 0 to {len(devices) - 1}; "
+            f"choose by the environment instead: CUDA_VISIBLE_DEVICES={named}, and --trainer.devices {len(devices)}"
+        )
+
+
 def missing_devices(config: Config, where: str) -> list[str]:
     """What this machine lacks for the stage, as at most one message."""
     trainer = config.get("trainer") or {}

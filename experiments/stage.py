@@ -95,6 +95,7 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
     quieten()
     config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
     hardware.check_shares(config, _where(config))
+    hardware.check_indices(config, _where(config))
     if notes := hardware.missing_devices(config, _where(config)):
         raise ExperimentError(notes[0])
     parsed = cli(config, arguments, _where(config), instantiate=True)

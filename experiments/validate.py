@@ -44,6 +44,7 @@ def check(stage: Stage, root: Path) -> list[str]:
     if stage.kind != "task":
         hardware.check_strategy(parsed.config.get("trainer.strategy"), where)
         hardware.check_shares(stage.config, where)
+        hardware.check_indices(stage.config, where)
     check_validation_interval(parsed.config, where)
     check_module(parsed, where)
     return hardware.missing_devices(stage.config, where)

@@ -120,7 +120,9 @@ class LoRA:
         with torch.no_grad(), gathered((p for pair in pairs for p in pair), modifier_rank=0):
             for a, b in pairs:
                 bound = 1.0 / math.sqrt(a.shape[-1])
-                a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+                # ZeRO-3 makes what names no device on the GPU, where this generator is not, and in the weights' type.
+                drawn = torch.empty(a.shape, device="cpu").float()
+                a.copy_(drawn.uniform_(-bound, bound, generator=generator))
                 b.zero_()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_modules import packing
 from lightning_modules.batch import TokenBatch
+from lightning_modules.precision import keep_rotary_exact
 from lightning_modules.projection import LMHead, token_statistics
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def load_causal_lm(
     _check_folder(path)
     packing.register(attention)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+    keep_rotary_exact(model)
     if packing.is_packed(model):
         packing.check_body(model, path)
     for name in UNSUPPORTED:
@@ -159,6 +161,7 @@ class ValueModel(nn.Module):
         _check_folder(path)
         packing.register(attention)
         self.body = AutoModel.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        keep_rotary_exact(self.body)
         if packing.is_packed(self.body):
             packing.check_body(self.body, path)
         disable_dropout(self.body)

@@ -29,10 +29,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 if TYPE_CHECKING:
     import lightning as L
+    from transformers import PreTrainedModel
 
 HALF = {"bfloat16", "float16"}
 
@@ -60,3 +62,25 @@ def check_master_weights(trainer: L.Trainer, dtype: str, adapters: bool = False)
             "learning rate; set model.dtype: float32 and trainer.precision: bf16-mixed (bfloat16 products over float32 "
             "master weights), or take ZeRO with bf16-mixed, whose engine keeps the masters"
         )
+
+
+def keep_rotary_exact(model: PreTrainedModel) -> None:
+    """Rotary frequencies in float32, whatever the type of the weights.
+
+    ZeRO-3 makes all floating-point tensors of a model that is being built in the type of the weights. A frequency in
+    bfloat16 is off by up to 1/256, which turns a head by radians after some hundred tokens: the trainer would compute
+    another function than the engine.
+    """
+    rotary = (m for m in model.modules() if getattr(m, "original_inv_freq", None) is not None)
+    rounded = [m for m in rotary if m.inv_freq.dtype != torch.float32]
+    if not rounded:
+        return
+    from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+
+    shutdown_init_context()  # torch makes what it is asked for again
+    try:
+        for module in rounded:
+            module.inv_freq, module.original_inv_freq = module.inv_freq.float(), module.original_inv_freq.float()
+            model._init_weights(module)  # of a rotary module: computes the two anew
+    finally:
+        restore_init_context()

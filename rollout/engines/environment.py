@@ -17,7 +17,17 @@ def child_environment(environment: Mapping[str, str], threads: int, *, several_d
 
     Without the last, the engines of all ranks would load on the first GPU. An engine over ``several_devices`` sees what
     the trainer sees.
+
+    Raises:
+        ValueError: each of several ranks here would start an engine over several devices, all on the same ones.
     """
+    ranks = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("WORLD_SIZE") or 1)
+    if several_devices and ranks > 1:
+        raise ValueError(
+            f"tensor_parallel_size is above 1, and each of {ranks} ranks would start such an engine on the same first "
+            "GPUs; serve it on GPUs of its own (make engine) and give the ranks a ServerEngine, or take "
+            "tensor_parallel_size: 1 (docs/scaling/engines.md)"
+        )
     child = {
         name: value
         for name, value in environment.items()

@@ -51,13 +51,22 @@ class WeightFiles:
         return files
 
     def _write_shard(self, bucket: Bucket) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        # Containers often have a /dev/shm of 64 MB: fall back to the disk where it is too small.
+        # Containers often have a /dev/shm of 64 MB: fall back to the disk where it is too small, or where another rank
+        # of this host takes what is left while this one writes.
+        disk = Path(tempfile.gettempdir())
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > bucket.size + (16 << 20)
-        path = new_file(SHARED_MEMORY if roomy else Path(tempfile.gettempdir()))
-        self.paths.append(str(path))
-        save_file(bucket.tensors, path, bucket.metadata)
+        for folder in (SHARED_MEMORY, disk) if roomy else (disk,):
+            self.paths.append(str(path := new_file(folder)))
+            try:
+                return save_file(bucket.tensors, path, bucket.metadata)
+            except (OSError, SafetensorError):
+                if folder == disk:
+                    raise
+                self.paths.pop()
+                path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         for path in self.paths:

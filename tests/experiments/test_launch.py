@@ -205,6 +205,18 @@ def test_prompts_that_ranks_cannot_share_are_said(house):
         check_shares(config, "here")
 
 
+@pytest.mark.parametrize("devices", ["2,3", [1], [1, 0]])
+def test_gpus_chosen_by_number_are_refused(devices):
+    """The trainer would stand on other GPUs than the engines, which go by the ranks' numbers."""
+    from experiments.errors import ExperimentError
+    from experiments.hardware import check_indices
+
+    with pytest.raises(ExperimentError, match="choose by the environment instead: CUDA_VISIBLE_DEVICES="):
+        check_indices({"trainer": {"accelerator": "cuda", "devices": devices}}, "here")
+    for fine in (8, "8", "auto", [0, 1], "0,1"):
+        check_indices({"trainer": {"accelerator": "cuda", "devices": fine}}, "here")
+
+
 def test_a_rank_is_no_place_to_train_from(house):
     done = launch(house, TORCHELASTIC_RUN_ID="none")
     assert "one of several ranks already" in communicate([done])[0] and done.returncode == 2

@@ -76,6 +76,7 @@ def in_bfloat16(model: str, strategy, folder: Path, rank: int) -> dict:
     module.on_train_batch_end = save_half_way
     module.on_train_end = lambda: found.update(masters=masters(module))
     trainer = fit(module, mine, strategy=strategy(), **options)
+    found["frequencies"] = module.policy.model.rotary_emb.inv_freq.clone()
     found["kept"] = {k: v.clone() for k, v in module.policy_weights()}
     found["gradients"] = trainer.strategy.deepspeed_engine.optimizer.gradient_accumulation_dtype
     again = make(model)

@@ -85,6 +85,22 @@ def test_adapters_are_float32_on_a_base_of_16_bits(model_dir):
     assert {w.dtype for _, w in adapters.merged_weights(model)} == {torch.float16}
 
 
+def test_adapters_are_drawn_in_host_memory_and_in_float32(model_dir, monkeypatch):
+    """ZeRO-3 makes what names no device on the GPU, where the generator is not, and in the type of the weights."""
+    drawn = dict(adapters.adapter_weights(adapted(model_dir, trained=False)))
+    model, empty = load_causal_lm(str(model_dir)), torch.empty
+
+    def within_zero3(*size, **options):
+        made = empty(*size, **({"device": "meta"} | options))
+        return made if "dtype" in options else made.to(torch.bfloat16)
+
+    torch.manual_seed(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", within_zero3)
+        LoRA(4, 8.0).attach(model)
+    assert all(torch.equal(weights, drawn[name]) for name, weights in adapters.adapter_weights(model))
+
+
 def test_a_teacher_that_is_the_base_with_adapters_off(model_dir, batch):
     plain, model = load_causal_lm(str(model_dir)), adapted(model_dir)
     teacher = InitialPolicy(model)

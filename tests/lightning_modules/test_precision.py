@@ -76,12 +76,14 @@ def test_zero_on_two_ranks(model_dir, tmp_path):
     found = torch.load(out, weights_only=False)
     start = {k: v.detach().clone() for k, v in named_weights(load_causal_lm(str(model_dir)))}
     start = {k: v.to(torch.bfloat16).float() for k, v in start.items()}  # the engine casts first
+    frequencies = load_causal_lm(str(model_dir)).model.rotary_emb.inv_freq
     for stage in ("zero2", "zero3"):
         masters, resumed, kept = (found[stage][name] for name in ("masters", "resumed", "kept"))
         precision_worker.check_moved(start, masters)
         assert all(torch.equal(v, resumed[k]) for k, v in masters.items()), stage
         assert all(torch.equal(v, masters[k].to(torch.bfloat16)) for k, v in kept.items()), stage
         assert found[stage]["gradients"] == torch.float32
+        assert torch.equal(found[stage]["frequencies"], frequencies), f"{stage} has rounded the rotary frequencies"
     one = precision_worker.ppo(str(model_dir), precision_worker.GROUPS, packing=False)
     worst = max(float((v - found["ppo"][k]).abs().max()) for k, v in one.items())
     moved = max(float((v - start[k[len("policy."):]]).abs().max()) for k, v in one.items() if k[:7] == "policy.")

@@ -25,6 +25,14 @@ def test_an_engine_over_several_devices_sees_them_all():
     assert child_environment(outside, 1, several_devices=True)["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
+@pytest.mark.parametrize("ranks", [{"WORLD_SIZE": "8"}, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}])
+def test_engines_over_several_devices_are_not_piled_up_by_several_ranks(ranks):
+    with pytest.raises(ValueError, match="each of 8 ranks would start such an engine on the same first GPUs"):
+        child_environment(ranks | {"LOCAL_RANK": "3"}, 1, several_devices=True)
+    one_a_node = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert "CUDA_VISIBLE_DEVICES" not in child_environment(one_a_node, 1, several_devices=True)
+
+
 def test_ranks_are_forgotten_and_threads_set():
     outside = {name: "1" for name in RANK_VARIABLES} | {"HOME": "/home/x", "OMP_NUM_THREADS": "9"}
     child = child_environment(outside, 2)

@@ -196,6 +196,24 @@ def test_weight_files_come_in_shards_and_leave_nothing_behind(monkeypatch):
         WeightFiles.write([("a", shared), ("a", shared)])
 
 
+def test_shared_memory_that_others_fill_meanwhile(tmp_path, monkeypatch):
+    """Ranks of one host look at the same free space; the file then goes to the disk."""
+    import safetensors.torch
+
+    save = safetensors.torch.save_file
+
+    def out_of_space(tensors, path, metadata):
+        if Path(path).parent == tmp_path:
+            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+        save(tensors, path, metadata)
+
+    monkeypatch.setattr("rollout.engines.weights.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(safetensors.torch, "save_file", out_of_space)
+    files = WeightFiles.write([("a", torch.ones(3))])
+    assert torch.equal(dict(files.tensors())["a"], torch.ones(3)) and not list(tmp_path.iterdir())
+    files.remove()
+
+
 def test_files_of_a_killed_writer_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout.engines.weights.SHARED_MEMORY", tmp_path)
     dead = subprocess.Popen(["true"])
