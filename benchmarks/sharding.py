@@ -76,10 +76,10 @@ CASES = {
     "zero3": Case("sft", "zero3"),
     "zero3-few": Case("sft", "zero3", few=True),
     "zero3-few-sub-groups": Case("sft", "zero3", few=True, options={"sub_group_size": 0.05}),
-    "zero3-few-offload": Case("sft", "zero3", few=True, options=OFFLOADED),
     "lora-ddp": Case("lora", "ddp"),
     "dgpo-ddp": Case("dgpo", "ddp"),
     "dgpo-zero3-few": Case("dgpo", "zero3", few=True),
+    "zero3-few-offload": Case("sft", "zero3", few=True, options=OFFLOADED),
 }
 
 
@@ -153,7 +153,7 @@ def make_strategy(case: Case, parameters: int) -> Any:
     if case.strategy == "ddp":
         return "ddp"
     options = {k: int(v * parameters) if isinstance(v, float) else v for k, v in case.options.items()}
-    options["bucket_elements"] = parameters // 10
+    options["bucket_elements"] = parameters // 20 * 2  # stage 2 wants an even number
     if case.few:
         options["live_parameters"] = parameters // 5
     return (ZeRO2 if case.strategy == "zero2" else ZeRO3)(**options)
