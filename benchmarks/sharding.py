@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.sharding [--layers 6] [--hidden 1024] [--cases ddp zero3 ...] [--markdown]``
 
-A random Qwen3 (99 M parameters unless told otherwise) is trained in float32 by this project's modules and strategies, two
-processes over gloo, three steps of 64 tokens. Figures are resident memory above what the process held before the model
-was built, of the rank that has most: the peak while the model is loaded, while the strategy wraps it, in the last forward
-and backward pass and in the last optimiser step, and what is held between steps. Beside them stands what ``make size``
-counts (experiments/sizing.py) for the same training; its allowance for CUDA is left out.
+A random Qwen3 (99 M parameters unless told otherwise) is trained in float32 by this project's modules and strategies:
+two processes over gloo, three steps of 64 tokens. Figures are resident memory above what the process held before the
+model was built, of the rank that has most: the peak while the model is loaded, while the strategy wraps it, in the last
+forward and backward pass and in the last optimiser step, and what is held between steps. Beside them stands what
+``make size`` counts (experiments/sizing.py) for the same training; its allowance for CUDA is left out.
 
 Ranks are forks of one process that has imported everything and used nothing, so that imports belong to no case. With
 offloading, host and device are the same memory here: the figure is all that there is of a rank, wherever it would lie.
@@ -49,6 +49,7 @@ from lightning_modules.strategies import ZeRO2, ZeRO3
 from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
 
 RANKS, STEPS, TOKENS, PROMPT, VOCABULARY, RANK, SECONDS = 2, 3, 64, 16, 4096, 16, 900
+MIB = 2**20
 PHASES = ("loading", "wrapping", "backward", "step", "between")
 
 
@@ -57,7 +58,7 @@ class Case:
     """What is trained, and how it is spread over ranks.
 
     Attributes:
-        algorithm: ``sft``, ``lora`` (SFT of adapters) or ``dgpo`` (policy, critic and teacher, each of half the layers).
+        algorithm: ``sft``, ``lora`` (SFT of adapters) or ``dgpo`` (policy, critic, teacher of half the layers each).
         strategy: in the words of ``sizing``.
         few: a fifth of the parameters are gathered at once at most.
         options: of the strategy; numbers are shares of the parameters.
@@ -235,16 +236,15 @@ def save_models(folder: Path, layers: int, hidden: int, rank: int, port: int, pi
 
 
 def row(name: str, found: Mapping[str, int], parts: Mapping[str, float], naive: tuple[float, float] | None) -> str:
-    mib = {phase: size / 2**20 for phase, size in found.items()}
     peak, sum_ = max(found.values()), sum(parts.values())
     states = sum(size for part, size in parts.items() if part in STATES)
     ratio = "the naive form"
     if naive is not None:
         ratio = f"naive / this {naive[0] / peak:.2f}, counted {naive[1] / sum_:.2f}"
+    phases = ", ".join(f"{phase} {found[phase] / MIB:.0f}" for phase in PHASES[:-1])
     return (
-        f"{name}: peak +{peak / 2**20:.0f} MiB a rank, counted {sum_ / 2**20:.0f} (loading {mib['loading']:.0f}, wrapping "
-        f"{mib['wrapping']:.0f}, backward {mib['backward']:.0f}, step {mib['step']:.0f}); between steps "
-        f"{mib['between']:.0f}, counted {states / 2**20:.0f}; {ratio}"
+        f"{name}: peak +{peak / MIB:.0f} MiB a rank, counted {sum_ / MIB:.0f} ({phases}); between steps "
+        f"{found['between'] / MIB:.0f}, counted {states / MIB:.0f}; {ratio}"
     )
 
 

@@ -21,10 +21,11 @@ ZeRO-3, n ranks         32-true                weights 4, masters (a copy), grad
 
 Parameters in bfloat16 with masters beside them on one device would take 2 + 4 + 4 + 8 = 18 with float32 gradients (16
 with bfloat16 ones, whose sums over micro-batches lose what is small): no less than autocast over float32 weights, whose
-checkpoints, clipping and DDP need no second copy. Hence ``bf16-mixed``. In float32 DeepSpeed means to
-spare stage 3 the copy, but compares a torch.device with a string, which are never equal (stage3.py of 0.19.8,
-``_create_fp32_partitions``); benchmarks/sharding.py shows the copy. Under DeepSpeed ``bf16-true`` is the same as
+checkpoints, clipping and DDP need no second copy. Hence ``bf16-mixed``. Under DeepSpeed ``bf16-true`` is the same as
 ``bf16-mixed``: the engine casts the models and keeps the masters, and its checkpoints hold them.
+
+In float32 DeepSpeed means to spare stage 3 the copy, but compares a torch.device with a string, which are never equal
+(0.19.8, stage3.py, ``_create_fp32_partitions``); benchmarks/sharding.py shows it.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ class ZeRO(DeepSpeedStrategy):
         persistence_threshold: parameters smaller than this stay whole on every rank (stage 3).
         live_parameters: elements of parameters that are gathered at once, at most (stage 3); DeepSpeed's 1e9 keeps a
             smaller model whole on every rank from forward to backward.
+        sub_group_size: elements of a rank's shard that the optimizer updates at once (stage 3); each takes 8 to 12
+            bytes while it does (benchmarks/sharding.py). The whole shard with lightning's default. Keep it when resuming.
         exclude_frozen_parameters: leave frozen models out of checkpoints; they are loaded from their folder again.
     """
 
@@ -53,6 +55,7 @@ class ZeRO(DeepSpeedStrategy):
         bucket_elements: int = 200_000_000,
         persistence_threshold: int = 100_000,
         live_parameters: int = 1_000_000_000,
+        sub_group_size: int = 100_000_000,
         exclude_frozen_parameters: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -62,6 +65,7 @@ class ZeRO(DeepSpeedStrategy):
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
+            sub_group_size=sub_group_size,
             allgather_bucket_size=bucket_elements,
             reduce_bucket_size=bucket_elements,
             logging_batch_size_per_gpu=1,  # else lightning asks the loader for a batch sampler; ours yield whole lists
@@ -164,6 +168,8 @@ class ZeRO3(ZeRO):
         persistence_threshold: parameters smaller than this stay whole on every rank.
         live_parameters: elements of parameters that are gathered at once, at most; DeepSpeed's 1e9 keeps a
             smaller model whole on every rank from forward to backward.
+        sub_group_size: elements of a rank's shard that the optimizer updates at once; each takes 8 to 12 bytes while it
+            does (benchmarks/sharding.py). The whole shard with lightning's default. Keep it when resuming.
         exclude_frozen_parameters: leave frozen models out of checkpoints.
     """
 
@@ -174,6 +180,7 @@ class ZeRO3(ZeRO):
         bucket_elements: int = 200_000_000,
         persistence_threshold: int = 100_000,
         live_parameters: int = 1_000_000_000,
+        sub_group_size: int = 100_000_000,
         exclude_frozen_parameters: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -184,6 +191,7 @@ class ZeRO3(ZeRO):
             bucket_elements=bucket_elements,
             persistence_threshold=persistence_threshold,
             live_parameters=live_parameters,
+            sub_group_size=sub_group_size,
             exclude_frozen_parameters=exclude_frozen_parameters,
             **kwargs,
         )
@@ -194,8 +202,8 @@ for _name, _class in (("zero2", ZeRO2), ("zero3", ZeRO3)):
     if _name not in StrategyRegistry:
         StrategyRegistry.register(_name, _class, description=f"DeepSpeed {_class.__name__}, CUDA or CPU ranks")
 
-# `ddp`, and `auto` on several devices: gradients lie in the buckets that are reduced. By default DDP holds them twice, 4
-# bytes per parameter more (benchmarks/sharding.py).
+# `ddp`, and `auto` on several devices: gradients lie in the buckets that are reduced. By default DDP holds them twice,
+# 4 bytes per parameter more (benchmarks/sharding.py).
 if not StrategyRegistry["ddp"]["init_params"].get("gradient_as_bucket_view"):
     settings = StrategyRegistry["ddp"]["init_params"] | {"gradient_as_bucket_view": True}
     StrategyRegistry.register("ddp", DDPStrategy, description="DDP", override=True, **settings)
