@@ -8,7 +8,7 @@ RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 FRESH_FLAG := $(if $(FRESH),--fresh)
 SBATCH_ALL := $(strip $(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) $(if $(TIME),--time=$(TIME)) $(SBATCH))
 LAUNCH_FLAGS = $(if $(LAUNCH),--launch $(LAUNCH)) $(if $(NNODES),--nodes $(NNODES)) $(if $(NPROC),--processes $(NPROC)) $(if $(SBATCH_ALL),--sbatch="$(SBATCH_ALL)")
-BENCHMARKS := retrieval engines weight_push rollouts branching sandbox chunked_logprobs step_weights sod_cost household staleness packing memory trl_comparison
+BENCHMARKS := retrieval engines weight_push rollouts branching sandbox chunked_logprobs step_weights sod_cost household staleness packing memory sharding trl_comparison
 export Q
 
 .DEFAULT_GOAL := help

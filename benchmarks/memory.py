@@ -3,15 +3,14 @@
 ``python -m benchmarks.memory [--layers 6] [--hidden 256] [--rows 16] [--techniques logits packing ...]``
 
 Every form runs in a process of its own, which reports by how much its peak resident memory exceeds what it held before
-(model and tokens made; under *ranks*: before the model is loaded). What is compared:
+(model and tokens made); ``benchmarks.sharding`` has what ranks hold of a model's states. What is compared:
 
 * ``logits``: log-probs, entropy and cross-entropy of all tokens, forward and backward, at a vocabulary of 32,000: all
   logits at once against 128 tokens at a time (``benchmarks.chunked_logprobs`` has KL and the vocabulary of Qwen);
 * ``checkpointing``: activations kept against recomputed;
 * ``packing``: one micro-batch of rows of 100 to 1,000 tokens, padded against packed;
 * ``micro-batches``: a packed batch at once against micro-batches of 2,048 tokens;
-* ``precision``: a training step (forward, backward, AdamW) in float32 against bfloat16 products over float32 weights;
-* ``ranks``: a training step on two CPU ranks, DDP against ZeRO-2 and ZeRO-3, the peak of rank 0.
+* ``precision``: a training step (forward, backward, AdamW) in float32 against bfloat16 products over float32 weights.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ FORMS = {
     "packing": ("padded", "packed"),
     "micro-batches": ("whole batch", "micro-batches"),
     "precision": ("float32", "bf16-mixed"),
-    "ranks": ("ddp", "zero2", "zero3"),
 }
 
 
@@ -104,36 +102,6 @@ def measure(technique: str, form: str, layers: int, hidden: int, rows: int) -> i
     return peak_bytes() - before
 
 
-def measure_rank(form: str, layers: int, hidden: int, folder: str) -> int:
-    """Bytes of this rank, of two, for a supervised step of a model that is large beside its tokens."""
-    import deepspeed  # noqa: F401  # what importing it takes belongs to no form
-    import lightning as L
-    import torch
-
-    from lightning_modules.sft import SFT
-    from lightning_modules.strategies import ZeRO2, ZeRO3
-    from rollout.trajectory import Action, ActionKind, StopReason, Task, Trajectory, Turn
-
-    torch.set_num_threads(1)
-    ids = tuple(random.Random(0).randrange(4096) for _ in range(64))
-    turn = Turn(0, 48, Action(ActionKind.ANSWER, answer=""), "eos", 0, 48)
-    row = Trajectory(
-        task=Task("0", "?", (), "benchmark"), prompt_ids=ids[:16], response_ids=ids[16:], loss_mask=(1,) * 48,
-        logprobs=(0.0,) * 48, turns=(turn,), calls=(), stop_reason=StopReason.ANSWER, group="0", index=0, reward=None,
-    )  # fmt: skip
-    made: dict[str, Callable[[], object]] = {
-        "ddp": lambda: "ddp",
-        "zero2": lambda: ZeRO2(bucket_elements=2_000_000),
-        "zero3": lambda: ZeRO3(bucket_elements=2_000_000, persistence_threshold=0),
-    }
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    strategy = made[form]()
-    before = held_bytes()
-    trainer = L.Trainer(max_steps=2, accelerator="cpu", devices=2, strategy=strategy, **quiet)
-    trainer.fit(SFT(folder, schedule="constant"), torch.utils.data.DataLoader([[row]] * 4, batch_size=None))
-    return peak_bytes() - before
-
-
 def child(technique: str, form: str, sizes: dict[str, int], folder: Path) -> int:
     """Bytes, measured in a process of its own."""
     out = folder / f"{technique} {form}.json"
@@ -148,14 +116,7 @@ def child(technique: str, form: str, sizes: dict[str, int], folder: Path) -> int
 
 
 def run_child(technique: str, form: str, out: str, sizes: str) -> None:
-    numbers = json.loads(sizes)
-    if technique != "ranks":
-        found = measure(technique, form, **numbers)
-    else:
-        found = measure_rank(form, numbers["layers"], numbers["hidden"], str(Path(out).parent / "model"))
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-            return
-    Path(out).write_text(json.dumps(found))
+    Path(out).write_text(json.dumps(measure(technique, form, **json.loads(sizes))))
 
 
 def main() -> None:
@@ -171,8 +132,6 @@ def main() -> None:
     markdown, techniques = sizes.pop("markdown"), sizes.pop("techniques")
     figures = []
     with tempfile.TemporaryDirectory() as folder:
-        if "ranks" in techniques:
-            make_model("sdpa", 2 * sizes["layers"], 2 * sizes["hidden"]).save_pretrained(Path(folder) / "model")
         for technique in techniques:
             forms = FORMS[technique]
             found = {form: child(technique, form, sizes, Path(folder)) for form in forms}

@@ -102,6 +102,7 @@ def sized(stage: Stage, gpus: int, root: Path) -> Sized:
         adapters=adapters,
         offload_optimizer=bool(options.get("offload_optimizer")),
         offload_parameters=bool(options.get("offload_parameters")),
+        live_parameters=float(options.get("live_parameters", sizing.LIVE_PARAMETERS)),
         checkpointing=bool(model.get("gradient_checkpointing")),
         micro_batch_tokens=int(model.get("micro_batch_tokens", 16384)),
         logits_chunk=int(model.get("logits_chunk", 1024)),

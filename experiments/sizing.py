@@ -163,6 +163,7 @@ class Training:
     precision: Precision = "float32"
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    live_parameters: float = LIVE_PARAMETERS  # gathered at once under ZeRO-3, at most
     adapters: Adapters | None = None  # LoRA; None: all is trained
     checkpointing: bool = False
     micro_batch_tokens: int = 16384
@@ -203,7 +204,7 @@ def memory(training: Training, chip: Chip) -> dict[str, float]:
     element = 2 if t.precision == "bfloat16" or t.half_engine else 4
     trained = 2 if t.half_engine else 4  # adapters are float32 beside a base of 16 bits
     weights = element * t.frozen_base + trained * t.trained
-    masters = 4 * t.trained / shard_states if t.half_engine else 0.0
+    masters = 4 * t.trained / shard_states if t.sharded else 0.0  # in float32 too: DeepSpeed keeps a copy
     parts = {
         "weights": 0.0 if t.offload_parameters else weights / shard,
         # Summed over micro-batches in float32 (strategies.py); DeepSpeed keeps the sums where the optimizer is.
@@ -214,7 +215,7 @@ def memory(training: Training, chip: Chip) -> dict[str, float]:
     for name, dimensions, size in t.frozen:
         parts[name] = 0.0 if t.offload_parameters else size * dimensions.parameters / shard
     if shard > 1 or t.offload_parameters:
-        parts["gathered parameters"] = element * min(LIVE_PARAMETERS, t.frozen_base + t.trained)
+        parts["gathered parameters"] = element * min(t.live_parameters, t.frozen_base + t.trained)
     parts["activations"] = activations(t)
     parts["logits"] = 3 * 4.0 * t.logits_chunk * t.policy.vocabulary  # logits, log-probs and their gradient, float32
     if t.precision == "autocast" and not t.sharded:

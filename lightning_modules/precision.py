@@ -16,13 +16,16 @@ ZeRO-2, n ranks         bf16-mixed             weights 2 whole; masters 4, gradi
 ZeRO-3, n ranks         bf16-mixed             the same, the weights sharded, too: 18 / n
 one device, DDP         32-true                weights 4, gradients 4, moments 8 = 16
 ZeRO-2, n ranks         32-true                weights 4 whole; masters (a copy), gradients, moments sharded: 4 + 16 / n
-ZeRO-3, n ranks         32-true                weights 4, gradients 4, moments 8, all sharded: 16 / n
+ZeRO-3, n ranks         32-true                weights 4, masters (a copy), gradients, moments, all sharded: 20 / n
 ======================  =====================  ========================================================================
 
 Parameters in bfloat16 with masters beside them on one device would take 2 + 4 + 4 + 8 = 18 with float32 gradients (16
 with bfloat16 ones, whose sums over micro-batches lose what is small): no less than autocast over float32 weights, whose
 checkpoints, clipping and DDP need no second copy. Hence ``bf16-mixed``. Under DeepSpeed ``bf16-true`` is the same as
 ``bf16-mixed``: the engine casts the models and keeps the masters, and its checkpoints hold them.
+
+In float32 DeepSpeed means to spare stage 3 the copy, but compares a torch.device with a string, which are never equal
+(0.19.8, stage3.py, ``_create_fp32_partitions``); benchmarks/sharding.py shows it.
 """
 
 from __future__ import annotations

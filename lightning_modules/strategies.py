@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_modules import resharding
@@ -40,6 +40,10 @@ class ZeRO(DeepSpeedStrategy):
         offload_parameters: keep the parameters in host memory (stage 3).
         bucket_elements: elements per communication bucket; DeepSpeed's 2e8 takes 0.8 GB in float32.
         persistence_threshold: parameters smaller than this stay whole on every rank (stage 3).
+        live_parameters: elements of parameters that are gathered at once, at most (stage 3); DeepSpeed's 1e9 keeps a
+            smaller model whole on every rank from forward to backward.
+        sub_group_size: elements of a rank's shard that the optimizer updates at once (stage 3); each takes 8 to 12
+            bytes while it does (benchmarks/sharding.py). The whole shard with lightning's default. Keep it when resuming.
         exclude_frozen_parameters: leave frozen models out of checkpoints; they are loaded from their folder again.
     """
 
@@ -50,6 +54,8 @@ class ZeRO(DeepSpeedStrategy):
         offload_parameters: bool = False,
         bucket_elements: int = 200_000_000,
         persistence_threshold: int = 100_000,
+        live_parameters: int = 1_000_000_000,
+        sub_group_size: int = 100_000_000,
         exclude_frozen_parameters: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -59,6 +65,7 @@ class ZeRO(DeepSpeedStrategy):
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
+            sub_group_size=sub_group_size,
             allgather_bucket_size=bucket_elements,
             reduce_bucket_size=bucket_elements,
             logging_batch_size_per_gpu=1,  # else lightning asks the loader for a batch sampler; ours yield whole lists
@@ -72,7 +79,12 @@ class ZeRO(DeepSpeedStrategy):
         self.config["communication_data_type"] = "fp32"  # gradients are reduced in it, as in DGPO (specs/dgpo.md 2.3)
         self.config["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW also works with offload, without a compiler
         if stage == 3:
-            self.config["zero_optimization"]["stage3_param_persistence_threshold"] = persistence_threshold
+            self.config["zero_optimization"] |= {
+                "stage3_param_persistence_threshold": persistence_threshold,
+                "stage3_max_live_parameters": live_parameters,
+                "stage3_max_reuse_distance": live_parameters,  # what is needed again within it is not let go
+                "stage3_prefetch_bucket_size": min(50_000_000, live_parameters // 4),  # the former is DeepSpeed's
+            }
 
     def setup_environment(self) -> None:
         if isinstance(self.accelerator, CUDAAccelerator):
@@ -154,6 +166,10 @@ class ZeRO3(ZeRO):
         offload_parameters: keep the parameters in host memory.
         bucket_elements: elements per communication bucket.
         persistence_threshold: parameters smaller than this stay whole on every rank.
+        live_parameters: elements of parameters that are gathered at once, at most; DeepSpeed's 1e9 keeps a
+            smaller model whole on every rank from forward to backward.
+        sub_group_size: elements of a rank's shard that the optimizer updates at once; each takes 8 to 12 bytes while it
+            does (benchmarks/sharding.py). The whole shard with lightning's default. Keep it when resuming.
         exclude_frozen_parameters: leave frozen models out of checkpoints.
     """
 
@@ -163,6 +179,8 @@ class ZeRO3(ZeRO):
         offload_parameters: bool = False,
         bucket_elements: int = 200_000_000,
         persistence_threshold: int = 100_000,
+        live_parameters: int = 1_000_000_000,
+        sub_group_size: int = 100_000_000,
         exclude_frozen_parameters: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -172,6 +190,8 @@ class ZeRO3(ZeRO):
             offload_parameters=offload_parameters,
             bucket_elements=bucket_elements,
             persistence_threshold=persistence_threshold,
+            live_parameters=live_parameters,
+            sub_group_size=sub_group_size,
             exclude_frozen_parameters=exclude_frozen_parameters,
             **kwargs,
         )
@@ -181,3 +201,9 @@ class ZeRO3(ZeRO):
 for _name, _class in (("zero2", ZeRO2), ("zero3", ZeRO3)):
     if _name not in StrategyRegistry:
         StrategyRegistry.register(_name, _class, description=f"DeepSpeed {_class.__name__}, CUDA or CPU ranks")
+
+# `ddp`, and `auto` on several devices: gradients lie in the buckets that are reduced. By default DDP holds them twice,
+# 4 bytes per parameter more (benchmarks/sharding.py).
+if not StrategyRegistry["ddp"]["init_params"].get("gradient_as_bucket_view"):
+    settings = StrategyRegistry["ddp"]["init_params"] | {"gradient_as_bucket_view": True}
+    StrategyRegistry.register("ddp", DDPStrategy, description="DDP", override=True, **settings)

@@ -130,6 +130,16 @@ SHAPES = {
             rf"packing, packed: peak \+{N} MiB, naive / this {N}",
         ],
     ),
+    "sharding": (
+        "--layers 1 --hidden 64 --cases ddp zero3-few-sub-groups",
+        [
+            rf"{case}: peak \+{N} MiB a rank, counted {N} \(loading {N}, wrapping {N}, backward {N}, step {N}\); "
+            rf"between steps {N}, counted {N}; {ratio}"
+            for case, ratio in (
+                ("ddp", "the naive form"), ("zero3-few-sub-groups", rf"naive / this {N}, counted 1\.[0-9]+")
+            )
+        ],
+    ),
     "trl_comparison": (
         "--prompts 2 --samples 4 --tokens 8 --micro-rows 2 --repeats 1 --iterations 1 --skip-vllm --trl nowhere",
         [

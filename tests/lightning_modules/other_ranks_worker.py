@@ -105,7 +105,7 @@ def strategy(name):
     from lightning_modules.strategies import ZeRO2, ZeRO3
 
     return {
-        "zero3": lambda: ZeRO3(persistence_threshold=0, bucket_elements=100_000),
+        "zero3": lambda: ZeRO3(persistence_threshold=0, bucket_elements=100_000, sub_group_size=20_000),
         "zero2": lambda: ZeRO2(bucket_elements=100_000),
     }.get(name, lambda: name)()
 
