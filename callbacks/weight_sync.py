@@ -34,8 +34,7 @@ class WeightSync(L.Callback):
     Where batches are generated ahead (``data.staleness``) a push may wait until what is under way is done
     (``rollouts.in_flight: finish``); ``seconds`` leaves that out.
 
-    Every rank pushes into its own engine, or the first one into the servers that all share; ``policy_weights`` gathers
-    collectively.
+    Every rank's own engine gets them, or the servers that all share; ``policy_weights`` gathers collectively.
     """
 
     phase = "sync"

@@ -253,7 +253,7 @@ class RolloutSystem:
         the engine refuses them: gathering sharded weights is collective, and other ranks wait for this one. What is
         under way ends first, or goes on with the new weights (option ``in_flight``).
 
-        Where ranks share the engine (servers), the first rank sends, and all return when the servers hold the weights.
+        With several ranks a collective: all return when all engines, or the servers that ranks share, hold the weights.
 
         Args:
             checksum: the engine compares what arrives with checksums of what was given.

@@ -1,8 +1,10 @@
-"""Started by test_weight_sync.py: two ranks under ZeRO-3 that share one engine server.
+"""Started by test_weight_sync.py: two ranks under ZeRO-3 that share one engine server, then with an engine each.
 
 ``python server_ranks_worker.py OUT MODEL URL``; asserts on both ranks.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,14 +13,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import lightning as L
 import torch
 
-from callbacks.weight_sync import WeightSync
+from callbacks.weight_sync import WeightSync, generation_gap
 from lightning_modules.strategies import ZeRO3
 from rollout.engines.base import SamplingParams
 from rollout.engines.server_engine import ServerEngine
+from rollout.engines.transformers_engine import TransformersEngine
+from rollout.engines.weights import WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
+from rollout.trajectory import InfrastructureError
 from tests.callbacks.helpers import make_learner
 from tests.rollout.scripted import ToyRetriever
 
@@ -52,12 +57,52 @@ class Rank(L.Callback):
         rollouts.in_flight = "finish"
 
 
+def system(engine):
+    protocol = SearchR1Protocol(MODEL, template="short")
+    return RolloutSystem(engine, protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}))
+
+
+def raised(kind, message, call, *arguments):
+    try:
+        call(*arguments)
+    except kind as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"nothing was heard of {message!r}")
+
+
+def engines_of_their_own(module) -> None:
+    """One file for both ranks' engines; what fails on one rank is heard of by both."""
+    rank, rollouts = torch.distributed.get_rank(), system(TransformersEngine(MODEL, slots=2, max_length=256))
+    written, write = [], WeightFiles.write
+    WeightFiles.write = lambda tensors, checksum: written.append(write(tensors, checksum)) or written[-1]
+    for version, in_flight in ((1, "finish"), (2, "continue")):
+        rollouts.in_flight = in_flight
+        rollouts.load_weights(module.policy_weights(), version, checksum=True)
+        ids, said = rollouts.probe("Where?", 4)
+        assert [g.policy_version for g in said.values()] == [version]
+        assert generation_gap(module.policy, ids, said["the engine"]) < 1e-3
+    assert len(written) == (2 if rank == 0 else 0)
+    assert not any(Path(path).exists() for files in written for path in files.paths)
+    raised(ValueError, "rank 0: the weights do not fit", rollouts.load_weights, [("nonsense", torch.zeros(1))], 9)
+
+    def full(tensors, checksum):
+        next(tensors)
+        raise OSError("no room")
+
+    WeightFiles.write, gathered = full, []
+    weights = (gathered.append(name) or (name, weight) for name, weight in module.policy_weights())
+    raised(InfrastructureError, "rank 0: weights could not be pushed: OSError: no room", rollouts.load_weights, weights, 9)
+    assert gathered == [name for name, _ in module.policy_weights()], "not gathered to the end"
+    WeightFiles.write = write
+    if rank == 1:
+        os.kill(rollouts.engine.pid, signal.SIGKILL)
+    raised(InfrastructureError, "rank 1: ", rollouts.load_weights, module.policy_weights(), 9)
+    rollouts.close()
+
+
 def main() -> None:
-    rollouts = RolloutSystem(
-        ServerEngine([URL], MODEL, 256, transport="http", bucket_mb=1),
-        SearchR1Protocol(MODEL, template="short"),
-        QuestionAnswering({"search": SearchTool(ToyRetriever())}),
-    )
+    rollouts = system(ServerEngine([URL], MODEL, 256, transport="http", bucket_mb=1))
     module, data = make_learner(Path(MODEL), rollouts=rollouts)
     sync, rank = WeightSync(probe=True, probe_tolerance=1e-3, checksum=True), Rank()
     trainer = L.Trainer(
@@ -70,13 +115,9 @@ def main() -> None:
     assert everyone[0] == everyone[1], everyone
     assert len(set(rank.tags)) == 2
     # What the servers refuse, both ranks hear of.
-    try:
-        rollouts.load_weights([("nonsense", torch.zeros(1))], 9)
-    except ValueError as error:
-        assert "nonsense" in str(error)
-    else:
-        raise AssertionError("the refusal was not heard")
+    raised(ValueError, "nonsense", rollouts.load_weights, [("nonsense", torch.zeros(1))], 9)
     rollouts.close()
+    engines_of_their_own(module)
     print("rank is through", flush=True)
 
 
