@@ -19,6 +19,8 @@ from rollout.engines.server_client import Held, ServerClient
 if TYPE_CHECKING:
     import torch
 
+    from rollout.engines.weight_transport import Order
+
 Tensors = Iterable[tuple[str, "torch.Tensor"]]
 Members = tuple[tuple[str, str], ...]  # address and instance of each server
 
@@ -36,16 +38,10 @@ class NCCLTransport:
         self._members: Members = ()
 
     async def push(
-        self,
-        servers: Sequence[ServerClient],
-        tensors: Tensors,
-        tag: str,
-        version: int,
-        checksum: bool,
-        between_steps: bool,
+        self, servers: Sequence[ServerClient], tensors: Tensors, order: Order
     ) -> tuple[Held, list[ServerClient]]:
         """See `weight_transport.Transport`."""
-        if checksum:
+        if order.checksum:
             raise ValueError(
                 "checksum: true compares what crosses by shared_memory or http; with transport nccl take probe: true "
                 "with a probe_tolerance"
@@ -55,7 +51,7 @@ class NCCLTransport:
         if bucket is None:
             raise ValueError("there are no weights to send")
         await self._join(servers, bucket[0][1].device)
-        await _all(servers, "start_weight_update", {"between_steps": between_steps})
+        await _all(servers, "start_weight_update", {"between_steps": order.between_steps})
         while bucket is not None:
             update = {
                 "names": [name for name, _ in bucket],
@@ -66,8 +62,8 @@ class NCCLTransport:
             await asyncio.to_thread(self._broadcast, bucket)
             await announced
             bucket = await asyncio.to_thread(next, source, None)
-        await _all(servers, "finish_weight_update", {"tag": tag, "version": version})
-        return Held(tag, version), list(servers)
+        await _all(servers, "finish_weight_update", {"tag": order.tag, "version": order.version})
+        return Held(order.tag, order.version), list(servers)
 
     def close(self) -> None:
         if self._group is not None:

@@ -12,7 +12,7 @@ from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import check_model_folder
 from rollout.engines.server_client import Held, OtherWeights, ServerClient
 from rollout.engines.server_pool import ServerPool
-from rollout.engines.weight_transport import Transport, make_transport
+from rollout.engines.weight_transport import Order, Transport, make_transport
 from rollout.engines.weights import names_and_shapes
 from rollout.services import LoopSession
 from rollout.trajectory import InfrastructureError
@@ -164,8 +164,8 @@ class ServerEngine:
         pool.expect_push(between_steps)
         try:
             reachable = await pool.reachable()
-            tag = uuid.uuid4().hex
-            held, took = await self._transport.push(reachable, tensors, tag, version, checksum, between_steps)
+            order = Order(uuid.uuid4().hex, version, checksum, between_steps)
+            held, took = await self._transport.push(reachable, tensors, order)
             for server in self._servers:
                 if server in took:
                     server.lost = None

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.engines.server_client import Held, ServerClient
@@ -22,19 +23,27 @@ logger = logging.getLogger(__name__)
 Tensors = Iterable[tuple[str, "torch.Tensor"]]
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One push: its own tag, the weights' version, whether to send checksums along, and whether what servers are
+    sampling goes on with the new weights (else it ends first)."""
+
+    tag: str
+    version: int
+    checksum: bool = False
+    between_steps: bool = False
+
+    def body(self, **further: Any) -> dict[str, Any]:
+        """What a server is told."""
+        return {"tag": self.tag, "version": self.version, "between_steps": self.between_steps, **further}
+
+
 class Transport(Protocol):
     async def push(
-        self,
-        servers: Sequence[ServerClient],
-        tensors: Tensors,
-        tag: str,
-        version: int,
-        checksum: bool,
-        between_steps: bool,
+        self, servers: Sequence[ServerClient], tensors: Tensors, order: Order
     ) -> tuple[Held, list[ServerClient]]:
         """Bring all ``tensors`` to the servers; what the servers hold then, and which of them took it. A server that
-        is lost on the way is left behind. ``tensors`` is consumed in threads, never in two at once. What the servers
-        are sampling ends first, or, ``between_steps``, goes on with the new weights.
+        is lost on the way is left behind. ``tensors`` is consumed in threads, never in two at once.
 
         Raises:
             ValueError: a server refused.
@@ -108,27 +117,21 @@ class SharedMemory:
         self._files = WeightFiles([])
 
     async def push(
-        self,
-        servers: Sequence[ServerClient],
-        tensors: Tensors,
-        tag: str,
-        version: int,
-        checksum: bool,
-        between_steps: bool,
+        self, servers: Sequence[ServerClient], tensors: Tensors, order: Order
     ) -> tuple[Held, list[ServerClient]]:
         self.close()  # first: two models' worth of files may not fit
-        files = await asyncio.to_thread(WeightFiles.write, tensors, checksum)
+        files = await asyncio.to_thread(WeightFiles.write, tensors, order.checksum)
         try:
-            order = {"paths": files.paths, "tag": tag, "version": version, "between_steps": between_steps}
-            took = await each(servers, lambda server: server.post("/weights/load", order))
+            body = order.body(paths=files.paths)
+            took = await each(servers, lambda server: server.post("/weights/load", body))
         except BaseException:
             files.remove()
             raise
         if self._keep:
             self._files = files
-            return Held(tag, version, paths=tuple(files.paths)), took
+            return Held(order.tag, order.version, paths=tuple(files.paths)), took
         files.remove()
-        return Held(tag, version), took
+        return Held(order.tag, order.version), took
 
     def close(self) -> None:
         self._files.remove()
@@ -143,25 +146,19 @@ class HTTPBuckets:
         self._bucket_bytes, self._keep = bucket_bytes, keep
 
     async def push(
-        self,
-        servers: Sequence[ServerClient],
-        tensors: Tensors,
-        tag: str,
-        version: int,
-        checksum: bool,
-        between_steps: bool,
+        self, servers: Sequence[ServerClient], tensors: Tensors, order: Order
     ) -> tuple[Held, list[ServerClient]]:
-        left = await each(servers, lambda server: server.post("/weights/begin", {"tag": tag}))
-        source = self._serialised(tensors, checksum)
+        left = await each(servers, lambda server: server.post("/weights/begin", {"tag": order.tag}))
+        source = self._serialised(tensors, order.checksum)
         count = 0
         with contextlib.closing(source):
             while (body := await asyncio.to_thread(next, source, None)) is not None:
-                path = f"/weights/bucket/{tag}/{count}"
+                path = f"/weights/bucket/{order.tag}/{count}"
                 left = await each(left, lambda server, path=path, body=body: server.put(path, body))
                 count += 1
-        order = {"tag": tag, "version": version, "buckets": count, "keep": self._keep, "between_steps": between_steps}
-        left = await each(left, lambda server: server.post("/weights/commit", order))
-        return Held(tag, version, buckets=count if self._keep else 0), left
+        whole = order.body(buckets=count, keep=self._keep)
+        left = await each(left, lambda server: server.post("/weights/commit", whole))
+        return Held(order.tag, order.version, buckets=count if self._keep else 0), left
 
     def _serialised(self, tensors: Tensors, checksum: bool) -> Iterator[bytes]:
         for bucket in buckets(tensors, self._bucket_bytes, checksum):

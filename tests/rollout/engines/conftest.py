@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import make_model_dir
+from tests.rollout.engines.engine_servers import Running, running
 
 LOGPROB_TOLERANCE = 1e-4  # float32, sampler against a plain forward pass
 
@@ -76,3 +77,11 @@ def reference(model_dir) -> Reference:
 @pytest.fixture(scope="session")
 def other_reference(other_dir) -> Reference:
     return Reference(other_dir)
+
+
+@pytest.fixture(scope="module")
+def servers(model_dir, tmp_path_factory):
+    """Two engine servers on one model, for all tests of a file."""
+    staging = tmp_path_factory.mktemp("staging")
+    with running(Running(model_dir, staging), Running(model_dir, staging)) as both:
+        yield both

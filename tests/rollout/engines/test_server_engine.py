@@ -26,13 +26,6 @@ from tests.rollout.engines.engine_servers import Running, running
 GREEDY = SamplingParams(12, temperature=0)
 
 
-@pytest.fixture(scope="module")
-def servers(model_dir, tmp_path_factory):
-    staging = tmp_path_factory.mktemp("staging")
-    with running(Running(model_dir, staging), Running(model_dir, staging)) as both:
-        yield both
-
-
 @pytest.fixture
 def urls(servers):
     return [server.url for server in servers]

@@ -21,13 +21,6 @@ PROMPTS = random_prompts(4, seed=31, longest=20)
 LONG = [SamplingParams(200, seed=i) for i in range(len(PROMPTS))]
 
 
-@pytest.fixture(scope="module")
-def servers(model_dir, tmp_path_factory):
-    staging = tmp_path_factory.mktemp("staging")
-    with running(Running(model_dir, staging), Running(model_dir, staging)) as both:
-        yield both
-
-
 @pytest.fixture
 def engine(servers, model_dir, request):
     transport = getattr(request, "param", "shared_memory")
