@@ -258,7 +258,7 @@ class RolloutSystem:
         Args:
             checksum: the engine compares what arrives with checksums of what was given.
 
-        Raises ValueError, and changes nothing, if a name, a shape or a checksum does not fit.
+        Raises ValueError if a name, a shape or a checksum does not fit; an engine that refuses keeps its weights.
         """
         self.start()
         options = {"checksum": True} if checksum else {}

@@ -40,16 +40,18 @@ def push(engine: Engine, submit: Submit, tensors: Tensors, version: int, options
     sends = not _several() or _rank() == 0
     if not sends:
         submit(engine.expect_push(options.get("between_steps", False))).result()
-    _meet()
-    if not sends:
-        for _ in tensors:
-            pass
-    else:
-        error = _send(engine, submit, tensors, version, options)
-    told = _word_of_first_rank(engine.held if error is None else _for_all_ranks(error))
-    if isinstance(told, Exception):
+    try:
+        _meet()
+        if sends:
+            error = _send(engine, submit, tensors, version, options)
+        else:
+            _consumed(tensors)
+        told = _word_of_first_rank(engine.held if error is None else _for_all_ranks(error))
+        if isinstance(told, Exception):
+            raise told from error
+    except BaseException:  # of the gathering, too: else this rank's requests would wait for a push that is over
         submit(engine.give_up()).result()
-        raise told from error
+        raise
     submit(engine.adopt(told)).result()
 
 
@@ -89,7 +91,8 @@ def _written(tensors: Tensors, checksum: bool) -> tuple[WeightFiles, Exception |
 
     def gathering() -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            yield from source
+            for pair in source:  # no "yield from", which would close the source with this generator
+                yield pair
         except Exception as error:
             failed.append(error)
             raise

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,11 +121,21 @@ class EngineProcess:
         later wait for the new ones; or, ``between_steps``, all go on with the new ones from the next token on.
         ``tensors`` is consumed in the calling thread (``between_steps``: in another one, since requests go on), each
         tensor copied at once."""
-        await self._load(lambda: WeightFiles.write(tensors, checksum), version, WeightFiles.remove, between_steps)
+
+        async def write() -> WeightFiles:
+            if between_steps:
+                return await WeightFiles.write_in_thread(tensors, checksum)
+            return WeightFiles.write(tensors, checksum)
+
+        await self._load(write, version, WeightFiles.remove, between_steps)
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
         """As `load_weights`, from files of safetensors that the child can read; they stay where they are."""
-        await self._load(lambda: files, version, lambda _: None, between_steps)
+
+        async def given() -> WeightFiles:
+            return files
+
+        await self._load(given, version, lambda _: None, between_steps)
 
     async def transfer(self, method: str, arguments: dict[str, Any], version: int | None = None) -> None:
         """One call of vLLM's weight transfer; the last one brings a ``version``. From the first to the last nothing is
@@ -150,14 +160,14 @@ class EngineProcess:
 
     async def _load(
         self,
-        write: Callable[[], WeightFiles],
+        write: Callable[[], Awaitable[WeightFiles]],
         version: int,
         dispose: Callable[[WeightFiles], None],
         between_steps: bool,
     ) -> None:
         future = self._begin_load()
         try:
-            files = await asyncio.to_thread(write) if between_steps else write()
+            files = await write()
         except BaseException:
             self._loading = None
             raise

@@ -120,7 +120,7 @@ class SharedMemory:
         self, servers: Sequence[ServerClient], tensors: Tensors, order: Order
     ) -> tuple[Held, list[ServerClient]]:
         self.close()  # first: two models' worth of files may not fit
-        files = await asyncio.to_thread(WeightFiles.write, tensors, order.checksum)
+        files = await WeightFiles.write_in_thread(tensors, order.checksum)
         try:
             body = order.body(paths=files.paths)
             took = await each(servers, lambda server: server.post("/weights/load", body))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +51,24 @@ class WeightFiles:
             files.remove()
             raise
         return files
+
+    @classmethod
+    async def write_in_thread(cls, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False) -> WeightFiles:
+        """See `write`. If the caller is cancelled the thread goes on, and what it writes is removed."""
+        written: Future[WeightFiles] = Future()
+
+        def write() -> None:
+            try:
+                written.set_result(cls.write(tensors, checksum))
+            except BaseException as error:
+                written.set_exception(error)
+
+        try:
+            await asyncio.to_thread(write)
+        except asyncio.CancelledError:
+            written.add_done_callback(lambda done: done.exception() or done.result().remove())
+            raise
+        return written.result()
 
     def _write_shard(self, bucket: Bucket) -> None:
         from safetensors import SafetensorError

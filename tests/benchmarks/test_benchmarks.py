@@ -131,7 +131,7 @@ SHAPES = {
         ],
     ),
     "sharding": (
-        "--layers 1 --hidden 64 --cases ddp zero3-few-sub-groups",
+        "--layers 1 --hidden 64 --cases zero3-few-sub-groups ddp",
         [
             rf"{case}: peak \+{N} MiB a rank, counted {N} \(loading {N}, wrapping {N}, backward {N}, step {N}\); "
             rf"between steps {N}, counted {N}; {ratio}"

@@ -6,6 +6,7 @@
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -18,7 +19,7 @@ from lightning_modules.strategies import ZeRO3
 from rollout.engines.base import SamplingParams
 from rollout.engines.server_engine import ServerEngine
 from rollout.engines.transformers_engine import TransformersEngine
-from rollout.engines.weights import WeightFiles
+from rollout.engines.weights import PREFIX, SHARED_MEMORY, WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.system import RolloutSystem
@@ -71,6 +72,11 @@ def raised(kind, message, call, *arguments):
         raise AssertionError(f"nothing was heard of {message!r}")
 
 
+def breaks_off():
+    yield "a", torch.zeros(1)
+    raise RuntimeError("the gathering broke off")
+
+
 def engines_of_their_own(module) -> None:
     """One file for both ranks' engines; what fails on one rank is heard of by both."""
     rank, rollouts = torch.distributed.get_rank(), system(TransformersEngine(MODEL, slots=2, max_length=256))
@@ -88,6 +94,7 @@ def engines_of_their_own(module) -> None:
 
     def full(tensors, checksum):
         next(tensors)
+        del tensors  # whatever closes what it was given: the others still gather
         raise OSError("no room")
 
     WeightFiles.write, gathered = full, []
@@ -95,10 +102,13 @@ def engines_of_their_own(module) -> None:
     raised(InfrastructureError, "rank 0: weights could not be pushed: OSError: no room", rollouts.load_weights, weights, 9)
     assert gathered == [name for name, _ in module.policy_weights()], "not gathered to the end"
     WeightFiles.write = write
+    raised(RuntimeError, "the gathering broke off", rollouts.load_weights, breaks_off(), 9)
     if rank == 1:
         os.kill(rollouts.engine.pid, signal.SIGKILL)
     raised(InfrastructureError, "rank 1: ", rollouts.load_weights, module.policy_weights(), 9)
     rollouts.close()
+    places = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+    assert not [path for place in places for path in place.glob(f"{PREFIX}{os.getpid()}-*")]
 
 
 def main() -> None:
@@ -116,6 +126,9 @@ def main() -> None:
     assert len(set(rank.tags)) == 2
     # What the servers refuse, both ranks hear of.
     raised(ValueError, "nonsense", rollouts.load_weights, [("nonsense", torch.zeros(1))], 9)
+    # After a push that breaks off on all ranks, no rank's requests wait for its end.
+    raised(RuntimeError, "the gathering broke off", rollouts.load_weights, breaks_off(), 9)
+    rollouts.background(rollouts.engine.generate([5, 6, 7], SamplingParams(4))).result(120)
     rollouts.close()
     engines_of_their_own(module)
     print("rank is through", flush=True)

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -212,6 +213,30 @@ def test_shared_memory_that_others_fill_meanwhile(tmp_path, monkeypatch):
     files = WeightFiles.write([("a", torch.ones(3))])
     assert torch.equal(dict(files.tensors())["a"], torch.ones(3)) and not list(tmp_path.iterdir())
     files.remove()
+
+
+def test_files_that_a_cancelled_push_still_writes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.engines.weights.SHARED_MEMORY", tmp_path)
+    begun, left, written = threading.Event(), threading.Event(), []
+    write = WeightFiles.write
+
+    def tensors():
+        yield "a", torch.zeros(2)
+        begun.set()
+        assert left.wait(300)
+
+    monkeypatch.setattr(WeightFiles, "write", lambda *arguments: written.append(write(*arguments)) or written[-1])
+
+    async def main():
+        writing = asyncio.ensure_future(WeightFiles.write_in_thread(tensors()))
+        assert await asyncio.to_thread(begun.wait, 300)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        left.set()
+
+    asyncio.run(main())  # waits for the thread
+    assert [Path(path).parent for path in written[0].paths] == [tmp_path] and not list(tmp_path.iterdir())
 
 
 def test_files_of_a_killed_writer_are_removed(tmp_path, monkeypatch):
