@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
@@ -201,7 +202,8 @@ def names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
 def place_of_files() -> tuple[object, ...]:
     """Equal for two processes that see each other's new files: of one host, and not in containers of their own."""
     folders = [folder.stat() for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot_id = Path("/proc/sys/kernel/random/boot_id")  # some sandboxes have none
+    boot = boot_id.read_text().strip() if boot_id.exists() else platform.node()
     return (boot, *((found.st_dev, found.st_ino) for found in folders))
 
 
