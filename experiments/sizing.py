@@ -215,7 +215,9 @@ def memory(training: Training, chip: Chip) -> dict[str, float]:
     for name, dimensions, size in t.frozen:
         parts[name] = 0.0 if t.offload_parameters else size * dimensions.parameters / shard
     if shard > 1 or t.offload_parameters:
-        parts["gathered parameters"] = element * min(t.live_parameters, t.frozen_base + t.trained)
+        largest = max(d.hidden * max(d.vocabulary, d.mlp) for d in (t.policy, t.critic) if d)  # whole, so or so
+        gathered = min(max(t.live_parameters, largest), t.frozen_base + t.trained)
+        parts["gathered parameters"] = element * gathered
     parts["activations"] = activations(t)
     parts["logits"] = 3 * 4.0 * t.logits_chunk * t.policy.vocabulary  # logits, log-probs and their gradient, float32
     if t.precision == "autocast" and not t.sharded:

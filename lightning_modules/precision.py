@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     import lightning as L
@@ -74,8 +75,7 @@ def keep_rotary_exact(model: PreTrainedModel) -> None:
     bfloat16 is off by up to 1/256, which turns a head by radians after some hundred tokens: the trainer would compute
     another function than the engine.
     """
-    rotary = (m for m in model.modules() if getattr(m, "original_inv_freq", None) is not None)
-    rounded = [m for m in rotary if m.inv_freq.dtype != torch.float32]
+    rounded = [m for m in model.modules() if any(b.dtype != torch.float32 for b in _frequencies(m).values())]
     if not rounded:
         return
     from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
@@ -83,7 +83,14 @@ def keep_rotary_exact(model: PreTrainedModel) -> None:
     shutdown_init_context()  # torch makes what it is asked for again
     try:
         for module in rounded:
-            module.inv_freq, module.original_inv_freq = module.inv_freq.float(), module.original_inv_freq.float()
-            model._init_weights(module)  # of a rotary module: computes the two anew
+            for name, buffer in _frequencies(module).items():
+                setattr(module, name, buffer.float())
+            model._init_weights(module)  # of a rotary module: computes them anew
     finally:
         restore_init_context()
+
+
+def _frequencies(module: nn.Module) -> dict[str, Tensor]:
+    """A rotary module's frequencies and the copies that it keeps of them; one pair for each kind of layer where these
+    differ (Gemma 3, OLMo 3: ``sliding_attention_inv_freq`` ...)."""
+    return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name.endswith("inv_freq")}

@@ -1,4 +1,4 @@
-"""Resuming on another number of ranks, or under another strategy, than a checkpoint was written with.
+"""Resuming on another number of ranks, in other sub-groups or under another strategy than a checkpoint was written in.
 
 DeepSpeed's own way (ds_to_universal, then ``load_universal``) is not taken: at stage 3 it gives every parameter group
 the settings of the first (learning rate and weight decay of the critic become the policy's; deepspeed 0.19.8,
@@ -25,6 +25,7 @@ from lightning_modules.trained_state import (
     WEIGHTS,
     Fragment,
     TrainedState,
+    flat_groups,
     read_state,
     stage3_fragments,
 )
@@ -39,13 +40,21 @@ logger = logging.getLogger(__name__)
 
 
 def written_otherwise(path: Path, engine: Any) -> bool:
-    """Whether DeepSpeed could not load the checkpoint itself: a single file, or shards of other ranks or stage."""
+    """Whether DeepSpeed could not load the checkpoint itself: a single file, or shards of other ranks, of the other
+    stage, or in other sub-groups (of another ``sub_group_size``). Reads the first file of model states.
+
+    Raises:
+        ValueError: that cannot be read.
+    """
     folder = path / SHARDS
     if not folder.is_dir():
         return path.is_file()
     own = len(list(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"))) == ranks.world_size()
     sharded_weights = any(folder.glob("*zero_pp_rank_*_mp_rank_00_model_states.pt"))
-    return not own or sharded_weights != (engine.zero_optimization_stage() == 3)
+    stage3 = engine.zero_optimization_stage() == 3
+    if not own or sharded_weights != stage3:
+        return True
+    return stage3 and flat_groups(folder) != [list(group) for group in engine._get_zero_param_shapes()]
 
 
 def load_into_engine(engine: Any, path: Path) -> dict[str, Any]:

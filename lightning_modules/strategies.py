@@ -9,7 +9,7 @@ lightning 2.6.6 with deepspeed 0.19.8; numbers refer to stack/lightning_deepspee
 5. accumulation counters of the two drift apart between epochs     -> automatic accumulation is refused
 6. validate/test with ckpt_path fails at stage 3                   -> ``load_checkpoint`` supplies the missing method
 
-A checkpoint of another number of ranks, of the other stage or of another strategy is resumed from as well
+A checkpoint of other ranks, sub-groups, of the other stage or of another strategy is resumed from as well
 (resharding.py).
 """
 
@@ -43,7 +43,7 @@ class ZeRO(DeepSpeedStrategy):
         live_parameters: elements of parameters that are gathered at once, at most (stage 3); DeepSpeed's 1e9 keeps a
             smaller model whole on every rank from forward to backward.
         sub_group_size: elements of a rank's shard that the optimizer updates at once (stage 3); each takes 8 to 12
-            bytes while it does (benchmarks/sharding.py). The whole shard with lightning's default. Keep it when resuming.
+            bytes while it does (benchmarks/sharding.py). The whole shard with lightning's default.
         exclude_frozen_parameters: leave frozen models out of checkpoints; they are loaded from their folder again.
     """
 
@@ -169,7 +169,7 @@ class ZeRO3(ZeRO):
         live_parameters: elements of parameters that are gathered at once, at most; DeepSpeed's 1e9 keeps a
             smaller model whole on every rank from forward to backward.
         sub_group_size: elements of a rank's shard that the optimizer updates at once; each takes 8 to 12 bytes while it
-            does (benchmarks/sharding.py). The whole shard with lightning's default. Keep it when resuming.
+            does (benchmarks/sharding.py). The whole shard with lightning's default.
         exclude_frozen_parameters: leave frozen models out of checkpoints.
     """
 

@@ -166,6 +166,19 @@ def read_state(path: Path, names: list[list[str]] | None = None) -> TrainedState
     raise ValueError(f"{path} is no checkpoint; expected a .ckpt file or a folder with a folder '{SHARDS}' in it")
 
 
+def flat_groups(folder: Path) -> list[list[str]]:
+    """Names of the parameters in each of a rank's flat tensors, in order, of the ranks' files in ``folder``.
+
+    Raises:
+        ValueError: a file of model states cannot be read.
+    """
+    path = _model_files(folder)[0]
+    try:
+        return [[_short(name) for name in group] for group in _load(path)["param_shapes"]]
+    except UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def _load(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
@@ -174,13 +187,17 @@ def _rank_files(folder: Path, what: str) -> list[Path]:
     return sorted(folder.glob(f"*zero_pp_rank_*_mp_rank_00_{what}_states.pt"), key=_rank_of)
 
 
+def _model_files(folder: Path) -> list[Path]:
+    return _rank_files(folder, "model") or sorted(folder.glob("mp_rank_00_model_states.pt"))
+
+
 def _rank_of(path: Path) -> int:
     return int(path.name.partition("zero_pp_rank_")[2].partition("_")[0])
 
 
 def _read_folder(folder: Path) -> TrainedState:
     files = _rank_files(folder, "optim")
-    models = _rank_files(folder, "model") or sorted(folder.glob("mp_rank_00_model_states.pt"))
+    models = _model_files(folder)
     if not files or not models:
         raise ValueError(f"{folder} holds no files *_optim_states.pt or no *_model_states.pt")
     parts = [_load(path)["optimizer_state_dict"] for path in files]

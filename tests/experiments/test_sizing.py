@@ -112,9 +112,11 @@ def test_shards_by_hand():
 
 def test_sharded_float32_has_masters_and_few_parameters_are_gathered():
     d = Dimensions.of(MODELS["qwen3-0.6b"])
-    parts = sizing.memory(Training(policy=d, strategy="zero3", gpus=2, live_parameters=1e8), CHIPS["h100"])
+    parts = sizing.memory(Training(policy=d, strategy="zero3", gpus=2, live_parameters=2e8), CHIPS["h100"])
     assert parts["master weights"] == parts["weights"] == 4 * d.parameters / 2
-    assert parts["gathered parameters"] == 4e8
+    assert parts["gathered parameters"] == 8e8
+    fewer = sizing.memory(Training(policy=d, strategy="zero3", gpus=2, live_parameters=1e8), CHIPS["h100"])
+    assert fewer["gathered parameters"] == 4 * d.vocabulary * d.hidden, "no matrix is gathered in pieces"
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["q_proj", "mlp.up_proj"]])

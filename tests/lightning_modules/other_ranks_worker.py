@@ -104,8 +104,10 @@ def made(algorithm, model, teacher):
 def strategy(name):
     from lightning_modules.strategies import ZeRO2, ZeRO3
 
+    sharded = {"persistence_threshold": 0, "bucket_elements": 100_000}
     return {
-        "zero3": lambda: ZeRO3(persistence_threshold=0, bucket_elements=100_000, sub_group_size=20_000),
+        "zero3": lambda: ZeRO3(**sharded, sub_group_size=20_000),
+        "zero3_whole": lambda: ZeRO3(**sharded),  # a group's shard at once
         "zero2": lambda: ZeRO2(bucket_elements=100_000),
     }.get(name, lambda: name)()
 

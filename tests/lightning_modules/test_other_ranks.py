@@ -16,6 +16,7 @@ from lightning_modules.trained_state import (
     WEIGHTS,
     Piece,
     TrainedState,
+    flat_groups,
     read_state,
     stage2_fragments,
     stage3_fragments,
@@ -52,6 +53,11 @@ def legs(model_dir, teacher_dir, tmp_path_factory):
             }
             for chain, (algorithm, *strategies) in CHAINS.items()
         ]  # fmt: skip
+        if number == 2:
+            plan.append({
+                "algorithm": "dgpo", "strategy": "zero3_whole", "until": 4, "folder": str(folder / "other_sub_groups"),
+                "resume": str(folder / "zero3_dgpo-0"),
+            })  # fmt: skip
         results, text = launch(folder, number, ranks, plan, model_dir, teacher_dir)
         texts.append(text)
         found |= {Path(name).name: result for name, result in results.items()}
@@ -85,6 +91,17 @@ def test_two_ranks_then_one_then_two_again_equal_one_uninterrupted_process(legs,
     worst = max(float((weights[k] - v).abs().max()) for k, v in whole["weights"].items())
     moved = max(float((weights[k] - v).abs().max()) for k, v in parts[0]["weights"].items())
     assert moved > 1e-3 and worst < 2e-5, f"weights differ by {worst} after moving by {moved}"
+
+
+@pytest.mark.slow
+def test_the_same_ranks_go_on_with_another_sub_group_size(legs):
+    """DeepSpeed's own loading takes no other sub-groups than its own; a file written in some goes on as it did."""
+    weights, expected = (legs[0][name]["weights"] for name in ("other_sub_groups", "zero3_dgpo-1"))
+    assert legs[0]["other_sub_groups"]["steps"] == 4
+    assert max(float((weights[k] - v).abs().max()) for k, v in expected.items()) < 2e-5
+    groups = flat_groups((legs[2] / "zero3_dgpo-0" / "checkpoints" / "last.ckpt").resolve() / "checkpoint")
+    own = flat_groups((legs[2] / "other_sub_groups" / "checkpoints" / "last.ckpt").resolve() / "checkpoint")
+    assert len(groups) > len(own) and sum(groups, []) == sum(own, []), "the same parameters, cut otherwise"
 
 
 @pytest.mark.slow

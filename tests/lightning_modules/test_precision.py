@@ -12,6 +12,7 @@ from tests.processes import run_ranks
 from lightning_modules.grpo import GRPO
 from lightning_modules.liger import use_liger
 from lightning_modules.policy import load_causal_lm, named_weights
+from lightning_modules.precision import keep_rotary_exact
 from lightning_modules.sft import SFT
 
 BF16 = {"precision": "bf16-mixed"}
@@ -65,6 +66,43 @@ def test_liger_says_what_it_needs_before_a_model_loads(model_dir, tmp_path):
         fit(SFT(str(tmp_path / "no model"), liger=True), [make_trajectories(2)])
     with pytest.raises(ValueError, match="package liger-kernel, which is not installed"):
         use_liger([str(model_dir)], torch.device("cuda"))
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+FACTORS = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "model_type, rope",
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 500_000.0}),
+        ("llama", {"rope_type": "llama3", **FACTORS, **LLAMA3}),
+        ("qwen2", {"rope_type": "yarn", **FACTORS}),
+        ("qwen3", {"rope_type": "dynamic", **FACTORS}),
+        ("olmo3", None),
+        ("gemma3_text", None),
+    ],
+)
+def test_rotary_frequencies_of_every_kind_are_made_exact_again(model_type, rope):
+    """As ZeRO-3 leaves them; some models have a pair for each kind of layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    parameters = kinds if rope is None else {"rope_parameters": rope}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **parameters))
+    exact = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    assert len(exact) == (2 if rope else 4)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(torch.bfloat16))
+    rounded = dict(model.named_buffers())
+    assert not any(torch.equal(rounded[name].float(), buffer) for name, buffer in exact.items())
+    keep_rotary_exact(model)
+    found = dict(model.named_buffers())
+    assert all(torch.equal(found[name], buffer) for name, buffer in exact.items())
+    assert not exact.keys() & model.state_dict().keys(), "no checkpoint holds them"
 
 
 @pytest.mark.slow
