@@ -27,6 +27,7 @@ from lightning_modules.trained_state import (
     TrainedState,
     flat_groups,
     read_state,
+    short_names,
     stage3_fragments,
 )
 
@@ -54,7 +55,7 @@ def written_otherwise(path: Path, engine: Any) -> bool:
     stage3 = engine.zero_optimization_stage() == 3
     if not own or sharded_weights != stage3:
         return True
-    return stage3 and flat_groups(folder) != [list(group) for group in engine._get_zero_param_shapes()]
+    return stage3 and flat_groups(folder) != short_names(engine._get_zero_param_shapes())
 
 
 def load_into_engine(engine: Any, path: Path) -> dict[str, Any]:

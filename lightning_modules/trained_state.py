@@ -174,7 +174,7 @@ def flat_groups(folder: Path) -> list[list[str]]:
     """
     path = _model_files(folder)[0]
     try:
-        return [[_short(name) for name in group] for group in _load(path)["param_shapes"]]
+        return short_names(_load(path)["param_shapes"])
     except UNREADABLE as error:
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -270,6 +270,11 @@ def _read_file(path: Path, names: list[list[str]]) -> TrainedState:
     rest = {k: v for k, v in content.items() if k not in LIGHTNING_ONLY}
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimiser["param_groups"]]
     return TrainedState(names, settings, pieces, scalars, rest, {}, weights)
+
+
+def short_names(groups: Iterable[Iterable[str]]) -> list[list[str]]:
+    """Of parameters, as the module has them, however an engine has wrapped it."""
+    return [[_short(name) for name in group] for group in groups]
 
 
 def _short(name: str) -> str:
