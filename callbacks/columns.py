@@ -95,6 +95,7 @@ COLUMNS = {
 OVER_ATTEMPTS = (
     "average/", "average_of_sets/", "pass/", "pass_first/", "maj/", "best_bootstrap/", "maj_bootstrap/",
 )  # fmt: skip
+SHORT = {"average": "avg", "pass": "pass", "maj": "maj"}  # of those with an agreed name
 FAMILIES = ("em/", "f1/", "acc/", "calls/", "reward/", "stop/", "steps/", *OVER_ATTEMPTS)  # whatever follows is data
 
 
@@ -163,4 +164,13 @@ def columns_of(names: Sequence[str] | None) -> dict[str, Column]:
     unknown = [name for name in chosen if not is_column(name)]
     if unknown:
         raise ValueError(f"no column {unknown[0]!r}; there are: {', '.join(known_columns())}")
-    return {name: COLUMNS.get(name) or Column(name, name, name.startswith(OVER_ATTEMPTS)) for name in chosen}
+    return {name: COLUMNS.get(name) or Column(_title(name), name, name.startswith(OVER_ATTEMPTS)) for name in chosen}
+
+
+def _title(name: str) -> str:
+    """Of a family's column: as papers write it, pass@8, and before it the data source, if it is of one."""
+    figure, _, rest = name.partition("/")
+    attempts, _, source = rest.partition("/")
+    if figure not in SHORT:
+        return name
+    return " ".join([*filter(None, [source]), f"{SHORT[figure]}@{attempts}"])

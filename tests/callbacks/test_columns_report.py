@@ -133,7 +133,7 @@ def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):
     assert (arpo["tool calls in training"], grpo["tool calls in training"]) == ("6.000", "4.000")
     seeds = table_of(text, "## Every seed")
     assert [s["EM"][:5] for s in seeds] == ["0.750", "0.700", "0.500", "0.450"]
-    assert [s["pass/2"][:7] for s in seeds] == ["0.750 [", "0.750 [", "0.500 [", "0.500 ["], "right by the reward"
+    assert [s["pass@2"][:7] for s in seeds] == ["0.750 [", "0.750 [", "0.500 [", "0.500 ["], "right by the reward"
     assert "forked, of trajectories" in text
     differences = [cells(line) for line in text.splitlines() if line.startswith("| ARPO - GRPO")]
     assert [d[1] for d in differences] == ["0", "1", "all"] and all(d[2].startswith("+0.250 [") for d in differences)
@@ -156,7 +156,7 @@ def test_stages_of_earlier_versions_fit_into_the_same_tables(stages, tmp_path):
     page, data = write_results("arpo", rows, tmp_path, "x", columns=ARPO)
     arpo, grpo = table_of(page.read_text(), "## Test set")
     assert grpo["EM"].startswith("0.500 [") and arpo["tool calls"] == "1.000"
-    assert all(grpo[title] == "-" for title in ("tool calls", "EM per 1000 calls", "pass/2", "forked", "math equality"))
+    assert all(grpo[title] == "-" for title in ("tool calls", "EM per 1000 calls", "pass@2", "forked", "math equality"))
     assert set(json.loads(data.read_text())[1]["figures"]) == {"em", "f1"}
     assert any(line.startswith("| ARPO - GRPO | 0 | +0.250 [") for line in page.read_text().splitlines())
 
@@ -183,8 +183,8 @@ def test_average_as_the_main_score(stages, tmp_path):
     text = page.read_text()
     arpo, grpo = table_of(text, "## Test set")
     assert arpo["accuracy"].startswith("0.750 [") and arpo["steps/weight/1"] == "-"
-    assert grpo["average/2"] == grpo["accuracy"] and grpo["average/2"].startswith("0.500 ["), "with an interval"
-    assert arpo["maj/2"] == arpo["pass/2"] == arpo["accuracy"], "here every question is all right or all wrong"
+    assert grpo["avg@2"] == grpo["accuracy"] and grpo["avg@2"].startswith("0.500 ["), "with an interval"
+    assert arpo["maj@2"] == arpo["pass@2"] == arpo["accuracy"], "here every question is all right or all wrong"
     assert arpo["tool success"].startswith("1.000 [") and "average@k" in text and "T = 1" not in text
     assert [s["accuracy"][:5] for s in table_of(text, "## Every seed")] == ["0.750", "0.750", "0.500", "0.500"]
     assert table_of(text, "## By kind of question") == [
@@ -193,6 +193,11 @@ def test_average_as_the_main_score(stages, tmp_path):
     differences = [cells(line) for line in text.splitlines() if line.startswith("| ARPO - GRPO")]
     assert all(d[2].startswith("+0.250 [") and len(d) == 5 for d in differences)
     assert "Difference in accuracy" in text
+
+
+def test_titles_are_those_of_papers():
+    names = ["average/4", "average/4/pick_two", "pass_first/2", "reward/score"]
+    assert [column.title for column in columns_of(names).values()] == ["avg@4", "pick_two avg@4", *names[2:]]
 
 
 def test_figures_of_several_attempts_over_runs(stages):

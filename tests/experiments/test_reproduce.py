@@ -104,7 +104,7 @@ def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done,
         "em": 0.7, "tool_calls": 1.0, "pass/2": 0.7, "train_tool_calls": 700,
     }  # fmt: skip
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
-    assert "| method | seeds | EM | EM at T = 1 | tool calls | pass/2 | tool calls in training |" in page
+    assert "| method | seeds | EM | EM at T = 1 | tool calls | pass@2 | tool calls in training |" in page
     for line in ("| ARPO - GRPO | all | +0.300 [", "| ARPO - random branches | all | +0.200 [", "| ARPO | 2 | 0.650 ["):
         assert line in page
     assert "`make reproduce EXP=arpo SEEDS=0,1`" in page
