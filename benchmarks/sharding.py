@@ -24,7 +24,6 @@ import argparse
 import ctypes
 import multiprocessing
 import random
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ import lightning as L
 from benchmarks import page
 from data_modules.tokenizer import train_tokenizer
 from experiments import sizing
+from experiments.nodes import free_port
 from experiments.sizing import Adapters, Dimensions, Training
 from lightning_modules.dgpo import DGPO
 from lightning_modules.lora import LoRA
@@ -205,9 +205,7 @@ def in_forks(function: Callable[..., None], *arguments: Any, count: int = RANKS)
         RuntimeError: one of them ended without a word, or none was heard of in time; the others are stopped.
     """
     context = multiprocessing.get_context("fork")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     forks = [context.Process(target=function, args=(*arguments, i, port, pipes[i][1])) for i in range(count)]
     try:

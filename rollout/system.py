@@ -96,15 +96,8 @@ class RolloutSystem:
             raise ValueError(f"in_flight is {in_flight!r}; expected one of {', '.join(get_args(InFlight))}")
         if max_length is None:
             max_length = getattr(engine, "max_length", None)
-        self.budgets = Budgets(
-            max_turns,
-            max_turn_tokens,
-            max_observation_tokens,
-            max_response_tokens,
-            max_length,
-            final_turn,
-            step_timeout_s,
-        )
+        tokens = (max_turn_tokens, max_observation_tokens, max_response_tokens, max_length)
+        self.budgets = Budgets(max_turns, *tokens, final_turn, step_timeout_s)
         if missing := sorted(set(protocol.tools) - set(getattr(environment, "tools", protocol.tools))):
             raise ValueError(
                 f"{type(protocol).__name__} calls the tools {', '.join(protocol.tools)}, but the environment has none "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,8 +73,15 @@ async def act_in_order(
     return tuple(results), tuple(latencies)
 
 
-def refuse_tasks(what: str, problems: Sequence[str]) -> None:
-    """Raises ValueError with the first of the problems, a line each, if there is one."""
+def check_tasks(tasks: Iterable[Task], look: Callable[[Task], object], what: str) -> None:
+    """Look at every task. Raises ValueError with the first messages of the ValueErrors that ``look`` raises, a line
+    each under ``what``, if there are any."""
+    problems = []
+    for task in tasks:
+        try:
+            look(task)
+        except ValueError as error:
+            problems.append(str(error))
     if problems:
         more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
         raise ValueError("\n".join([f"{what}:", *problems[:SHOWN_PROBLEMS], *more]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
-from rollout.environments.base import Opening, StepResult, act_in_order, refusal, refuse_tasks
+from rollout.environments.base import Opening, StepResult, act_in_order, check_tasks, refusal
 from rollout.environments.household.games import Game
 from rollout.environments.household.pddl import PddlPool, check_game_file
 from rollout.environments.household.simulator import NOTHING, Observation, Simulator
@@ -66,15 +66,16 @@ class Household:
         Raises:
             ValueError: naming the first of those that are not.
         """
-        problems = []
-        for task in tasks:
+
+        def look(task: Task) -> None:
             try:
                 game = _game_of(task, self._pool is not None)
                 if isinstance(game, str):
                     check_game_file(game)
             except ValueError as error:
-                problems.append(f"task {task.id}: {error}")
-        refuse_tasks("household games that cannot be played", problems)
+                raise ValueError(f"task {task.id}: {error}") from error
+
+        check_tasks(tasks, look, "household games that cannot be played")
 
     async def start(self) -> None:
         """Raises InfrastructureError where the engine is "alfworld" and there is none."""

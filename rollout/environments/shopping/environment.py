@@ -12,8 +12,8 @@ from rollout.environments.base import (
     Opening,
     StepResult,
     act_in_order,
+    check_tasks,
     refusal,
-    refuse_tasks,
 )
 from rollout.environments.shopping.catalogue import Catalogue, load_catalogue
 from rollout.environments.shopping.goals import Goal, goal_of
@@ -92,13 +92,8 @@ class Shopping:
         Raises:
             ValueError: naming the first of those that are not, or of the catalogue (CatalogueError).
         """
-        catalogue, problems = load_catalogue(**self._files), []
-        for task in tasks:
-            try:
-                self._goal(task, catalogue)
-            except ValueError as error:
-                problems.append(str(error))
-        refuse_tasks("goals that cannot be shopped for", problems)
+        catalogue = load_catalogue(**self._files)
+        check_tasks(tasks, lambda task: self._goal(task, catalogue), "goals that cannot be shopped for")
 
     def _goal(self, task: Task, catalogue: Catalogue) -> Goal:
         goal = goal_of(task)

@@ -22,7 +22,7 @@ from urllib.parse import urljoin, urlsplit
 import aiohttp
 from yarl import URL
 
-from rollout.environments.base import Environment, refuse_tasks
+from rollout.environments.base import Environment, check_tasks
 from rollout.environments.shopping import pages
 from rollout.environments.shopping.environment import ShoppingEnvironment, check_reward
 from rollout.environments.shopping.html_pages import Target, UnknownPage, read_page
@@ -122,13 +122,7 @@ class RemoteShopping:
 
     def check(self, tasks: Iterable[Task]) -> None:
         """Raises ValueError for tasks without the number of a goal, before anything is trained on."""
-        problems = []
-        for task in tasks:
-            try:
-                goal_number(task)
-            except ValueError as error:
-                problems.append(str(error))
-        refuse_tasks("goals that cannot be shopped for", problems)
+        check_tasks(tasks, goal_number, "goals that cannot be shopped for")
 
     async def start(self) -> None:
         """Open a session with the first goal, once. Raises InfrastructureError unless a shop answers."""
