@@ -1,90 +1,124 @@
 # Compact Agents. `make` prints the help below; everything runs from this folder with the environment in .venv.
 
+# Variables that a command may be given; others that it is given are refused, but for those of the environment.
+VARIABLES := EXP SEED COMPARE RESUME FRESH ARGS LAUNCH NNODES NPROC PARTITION ACCOUNT TIME SBATCH MASTER_ADDR MASTER_PORT \
+	NODE_RANK LAUNCH_TIMEOUT CKPT PORT INDEX EXPS TO DTYPE LIKE ALGORITHM HARDWARE GPUS GPU Q SEEDS ABLATION_SEEDS ALL FORCE \
+	BENCHMARKS
+ENVIRONMENT := COMPACT_AGENTS_% CUDA_% FORCE_CPU HF_% HTTP_% HTTPS_% MLFLOW_% NCCL_% OMP_% PIP_% PYTHON% TMPDIR VLLM_% http_% https_%
+GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
+UNKNOWN := $(firstword $(filter-out $(VARIABLES) $(ENVIRONMENT) MAKE%,$(GIVEN)))
+ifneq ($(UNKNOWN),)
+NEAREST := $(shell python3 -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1].upper(), sys.argv[2:], n=1))' \
+	'$(UNKNOWN)' $(VARIABLES) 2>/dev/null)
+$(error unknown variable $(UNKNOWN)$(if $(NEAREST),; did you mean $(NEAREST)?,; valid: $(VARIABLES)))
+endif
+
+ifeq ($(origin EXP),undefined) # the main job closes with its whole table
+COMPARE ?= 1
+endif
 EXP ?= dgpo_tiny
 PY := .venv/bin/python
 RUN := $(PY) -m experiments
 SEED_FLAG := $(if $(SEED),--seed $(SEED))
 RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
+COMPARE_FLAG := $(if $(filter-out 0,$(COMPARE)),--compare)
 FRESH_FLAG := $(if $(FRESH),--fresh)
 SBATCH_ALL := $(strip $(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) $(if $(TIME),--time=$(TIME)) $(SBATCH))
 LAUNCH_FLAGS = $(if $(LAUNCH),--launch $(LAUNCH)) $(if $(NNODES),--nodes $(NNODES)) $(if $(NPROC),--processes $(NPROC)) $(if $(SBATCH_ALL),--sbatch="$(SBATCH_ALL)")
-BENCHMARKS := retrieval engines weight_push rollouts branching sandbox chunked_logprobs step_weights sod_cost household staleness packing memory sharding trl_comparison
+BENCHMARKS := rollouts household memory trl_comparison
+PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld trl train evaluate test retriever engine compare ui export experiments dry-run size ask download reproduce benchmark status clean
+.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all retriever engine compare ui export experiments dry-run check-data size ask download reproduce benchmark status clean
 
 help: ## this text
-	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01 --trainer.max_steps 20\"]"
+	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "A new machine: make train (sets up, trains dgpo_tiny with all its stages, prints a table). Then: make ui"
+	@echo "New here?       make smoke     sets up, trains in small, prints a table; then: make ui"
+	@echo "The real thing: make train     dgpo_tiny with all its stages, or EXP=NAME"
 
-setup: ## make .venv with everything in it (the other targets do this by themselves)
+setup: ## make .venv with everything (the other targets do it, too)
 	@./scripts/setup.sh
 
-alfworld: ## make .venv-alfworld, for original ALFWorld games (compiles for about 4 minutes; nothing else needs it)
+alfworld: ## make .venv-alfworld, for original ALFWorld games (4 minutes)
 	@./scripts/setup_alfworld.sh
 
-trl: ## make .venv-trl, for `python -m benchmarks.trl_comparison` (about 2 minutes; nothing else needs it)
+trl: ## make .venv-trl, for benchmarks.trl_comparison (2 minutes)
 	@./scripts/setup_trl.sh
 
-train: setup ## make an experiment and its stages; RESUME=last continues, FRESH=1 starts its own stage anew; LAUNCH=torchrun|slurm: see `make help-launch`
-	@$(RUN) train $(EXP) $(SEED_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(LAUNCH_FLAGS) $(ARGS)
+train: setup ## make an experiment; COMPARE=1, RESUME=last, FRESH=1
+	@$(RUN) train $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(LAUNCH_FLAGS) $(ARGS)
 
-help-launch: ## training on several devices, on several nodes, by torchrun or Slurm
+help-launch: ## several devices, several nodes, torchrun, Slurm
 	@echo "several devices:       make train EXP=... ARGS=\"--trainer.strategy=zero3 --trainer.devices 8\""
 	@echo "by torchrun, 2 nodes:  make train EXP=... LAUNCH=torchrun NNODES=2 NPROC=8 MASTER_ADDR=host0 NODE_RANK=0"
 	@echo "                       and the same on the other node with NODE_RANK=1 (MASTER_PORT=29400 LAUNCH_TIMEOUT=600)"
 	@echo "by Slurm:              make train EXP=... LAUNCH=slurm NNODES=2 NPROC=8 PARTITION=gpu TIME=24:00:00 SBATCH=\"--mem=0\""
 	@echo "NNODES and NPROC are short for --trainer.num_nodes and --trainer.devices in ARGS; docs/scaling.md has the rest"
 
-evaluate: setup ## test a checkpoint or model folder: EXP=... CKPT=path (default: the experiment's own result)
+smoke: setup ## a small chain of 3 minutes: search, SFT, GRPO, tests, a table
+	@$(RUN) train smoke --compare $(ARGS)
+
+evaluate: setup ## test a checkpoint or model folder; CKPT=path
 	@$(RUN) evaluate $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
 
-test: setup ## run the tests; ARGS="tests/rollout -k parse" for some of them
-	@PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+lint: setup ## ruff (lint and format), pyright, and the import contract
+	@.venv/bin/ruff check
+	@.venv/bin/ruff format --check
+	@.venv/bin/pyright --pythonpath $(PY)
+	@.venv/bin/lint-imports
 
-retriever: setup ## serve an experiment's search index by itself; PORT=8000 INDEX=folder ARGS="--threads 8 --host 0.0.0.0 --gpu"
+test: setup ## the fast tests, 5 minutes; ARGS="tests/rollout -k parse"
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: setup ## all tests (ranks, servers, ALFWorld, every experiment), 20 min
+	@$(PYTEST) $(ARGS)
+
+retriever: setup ## serve an experiment's search index; PORT=8000 INDEX=folder
 	@$(RUN) retriever $(EXP) --port $(or $(PORT),8000) $(if $(INDEX),--index "$(INDEX)") $(ARGS)
 
-engine: setup ## serve an experiment's engine to trainers (ServerEngine, docs/scaling.md); PORT=8100 CKPT=folder ARGS="--host 0.0.0.0"
+engine: setup ## serve an experiment's engine; PORT=8100 CKPT=folder
 	@$(RUN) engine-server $(EXP) $(SEED_FLAG) --port $(or $(PORT),8100) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
 
-compare: setup ## a table of runs and a page with curves; EXPS="dgpo_tiny ppo_tiny" for some
-	@$(RUN) compare $(EXPS)
+compare: setup ## a table of runs (curves: make ui); EXPS="a b" for some
+	@$(RUN) compare $(EXPS) $(ARGS)
 
 ui: setup ## open the runs in MLflow; PORT=5000
-	@$(RUN) ui --port $(or $(PORT),5000)
+	@$(RUN) ui --port $(or $(PORT),5000) $(ARGS)
 
-export: setup ## a model, or a checkpoint CKPT=last|best|path, sharded or not, as a Hugging Face folder; TO=folder DTYPE=bfloat16
+export: setup ## the model as a Hugging Face folder; CKPT=last|best|path TO=dir
 	@$(RUN) export $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(TO),--to "$(TO)") $(if $(DTYPE),--dtype $(DTYPE)) $(ARGS)
 
-experiments: setup ## list the experiments
-	@$(RUN) list
+experiments: setup ## list experiments; LIKE=sod ALGORITHM=GRPO HARDWARE=cpu
+	@$(RUN) list $(if $(LIKE),--like "$(LIKE)") $(if $(ALGORITHM),--algorithm "$(ALGORITHM)") $(if $(HARDWARE),--hardware "$(HARDWARE)")
 
-dry-run: setup ## print an experiment's resolved configuration and validate it; loads no model
-	@$(RUN) dry-run $(EXP) $(SEED_FLAG) $(ARGS)
+dry-run: setup ## print and validate the configuration; loads no model
+	@$(RUN) dry-run $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(ARGS)
 
-size: setup ## GPU memory by component and the roofline's speeds, before any download; GPUS=1,8,16 GPU=h100
+check-data: setup ## read questions and corpus: faults, prompts, lengths
+	@$(RUN) check-data $(EXP) $(ARGS)
+
+size: setup ## GPU memory by component; GPUS=1,8,16 GPU=h100
 	@$(RUN) size $(EXP) $(if $(GPUS),--gpus $(GPUS)) $(if $(GPU),--gpu $(GPU)) $(ARGS)
 
-ask: setup ## put a question to a trained model and watch it search: Q="..."
+ask: setup ## put a question to a trained model; Q="..."
 	@$(RUN) ask $(EXP) $(SEED_FLAG) $(if $(Q),--question "$$Q") $(ARGS)
 
 download: setup ## fetch the weights and data that an experiment needs
-	@$(RUN) download $(EXP) $(ARGS)
+	@$(RUN) download $(EXP) $(COMPARE_FLAG) $(ARGS)
 
-reproduce: setup ## three seeds of an experiment and its ablations, then docs/results/EXP.md; SEEDS=0,1,2 ABLATION_SEEDS=0
+reproduce: setup ## several seeds and ablations, then docs/results/; SEEDS=0,1,2
 	@$(RUN) reproduce $(EXP) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(ABLATION_SEEDS),--ablation-seeds $(ABLATION_SEEDS)) $(ARGS)
 
-benchmark: setup ## run all benchmarks, one after the other; prints rows for docs/results/benchmarks.md
+benchmark: setup ## run all benchmarks; prints rows for docs/results/
 	@for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name --markdown || exit 1; done
-	@echo "The rows above belong into docs/results/benchmarks.md"
+	@echo "The rows above belong in docs/results/benchmarks.md"
 
-status: setup ## which stages of an experiment are done, and where they lie
-	@$(RUN) status $(EXP) $(SEED_FLAG) $(ARGS)
+status: setup ## which stages of an experiment are done, and where they are
+	@$(RUN) status $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(ARGS)
 
-clean: setup ## remove unfinished stages; ALL=1 removes all outputs
-	@$(RUN) clean $(if $(ALL),--all)
+clean: setup ## remove what cannot be resumed; FORCE=1, ALL=1 for more
+	@$(RUN) clean $(if $(ALL),--all) $(if $(FORCE),--force) $(ARGS)

@@ -1,4 +1,4 @@
-"""What only a GPU shows: speeds, memory and weight synchronisation of GRPO at the true size of published models.
+"""GPU benchmark: speeds, memory and weight synchronisation of GRPO at the true size of published models.
 
     python -m benchmarks.gpu [--models qwen3-0.6b qwen3-1.7b] [--staleness 0 1] [--iterations 6]
 
@@ -9,14 +9,14 @@ iterations (compilation, caches) are not counted, the medians of the others are:
 
 * training: tokens of the trajectories per second of the training step, and model-flops utilisation (the scoring pass
   and forward and backward at 1 + 3 forwards; what gradient checkpointing computes again is not counted) against the
-  chip's peak in ``experiments.sizing.CHIPS``;
+  chip's peak in ``experiments.registry.sizing.CHIPS``;
 * sampling: sampled tokens per second of generation, by vLLM; where it is hidden behind training (staleness 1) the
   whole iteration says more;
 * weight sync: seconds from the optimiser's step to an engine that holds the new weights;
 * memory: the trainer's peak, as torch counts it, and the GPU's as a whole.
 
-Without a GPU it refuses, unless ``--tiny`` asks for a model of 0.2 M parameters with the transformers engine: that
-proves that the script runs, and its figures mean nothing.
+Without a GPU it refuses, unless ``--tiny`` asks for a model of 0.2 M parameters: that proves that the script runs, and
+its metrics mean nothing.
 """
 
 from __future__ import annotations
@@ -26,39 +26,25 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page
-from experiments.known_models import MODELS
-from experiments.sizing import CHIPS, Chip, Dimensions, Training, training_flops
+from benchmarks import common
+from experiments.registry.known_models import MODELS
+from experiments.registry.sizing import CHIPS, Chip, Dimensions, Training, training_flops
 
 TINY = {
-    "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "intermediate_size": 160, "vocab_size": 1024, "tie_word_embeddings": True,
 }  # fmt: skip
 WARM_UP = 2  # iterations that are not counted
 GB = 1e9
-
-
-def make_model(config: dict[str, Any], folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from data_modules.tokenizer import train_tokenizer
-
-    tokenizer = train_tokenizer([Path(__file__).read_text()], vocab_size=1000)
-    torch.manual_seed(0)
-    full = AutoConfig.for_model(**config, max_position_embeddings=32768, eos_token_id=tokenizer.eos_token_id)
-    dtype = torch.float32 if config is TINY else torch.bfloat16
-    AutoModelForCausalLM.from_config(full, dtype=dtype).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 def make_questions(path: Path, number: int, words: int) -> None:
@@ -74,21 +60,14 @@ def make_questions(path: Path, number: int, words: int) -> None:
 def make_data(options: argparse.Namespace, folder: Path) -> Any:
     from benchmarks.rollouts import EveryTurnSearches, SlowSearch
     from data_modules.rollout_data_module import RolloutDataModule
+    from rollout.engines.vllm_engine import VLLMEngine
     from rollout.environments.question_answering import QuestionAnswering
     from rollout.rewards.qa import ExactMatchReward
     from rollout.system import RolloutSystem
 
     model, length = str(folder / "model"), 1024 + (options.turns + 1) * (options.turn_tokens + 256)
-    if options.tiny:
-        from rollout.engines.transformers_engine import TransformersEngine
-
-        engine: Any = TransformersEngine(model, slots=options.prompts * options.samples, max_length=length)
-    else:
-        from rollout.engines.vllm_engine import VLLMEngine
-
-        engine = VLLMEngine(model, length, "bfloat16", gpu_memory_utilization=options.engine_share)
     rollouts = RolloutSystem(
-        engine,
+        VLLMEngine(model, length, "float32" if options.tiny else "bfloat16", options.engine_share),
         EveryTurnSearches(model, template="short"),
         QuestionAnswering({"search": SlowSearch(options.latency_ms / 1000)}),
         ExactMatchReward(),
@@ -106,24 +85,29 @@ def make_data(options: argparse.Namespace, folder: Path) -> Any:
         prompts_per_step=options.prompts,
         samples_per_prompt=options.samples,
         iterations=options.iterations,
-        staleness=options.staleness[0],
+        staleness=options.staleness,
     )
 
 
-def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Train for a few iterations in this process; medians of what was logged."""
-    from experiments.stage import quieten
+def measure(settings: dict[str, Any]) -> dict[str, float]:
+    """Train for a few iterations in this process; medians of what was logged.
+
+    Args:
+        settings: the options, with one model and one staleness.
+    """
+    options = argparse.Namespace(**settings)
+    from experiments.stages.stage import quieten
 
     quieten()
     import lightning as L
     import torch
 
-    from callbacks.throughput import Throughput
-    from callbacks.weight_sync import WeightSync
-    from lightning_modules.grpo import GRPO
+    from callbacks.training.throughput import Throughput
+    from callbacks.training.weight_sync import WeightSync
+    from lightning_modules.algorithms.grpo import GRPO
 
     class Watch(L.Callback):
-        """Every logged figure of the iterations that count."""
+        """Every logged metric of the iterations that count."""
 
         def __init__(self) -> None:
             self.logged: dict[str, list[float]] = {}
@@ -131,15 +115,16 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx < WARM_UP:
                 return
-            figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            figures["tokens"] = sum(len(t.prompt_ids) + len(t.response_ids) for t in batch)
-            figures["sampled"] = sum(sum(t.loss_mask) for t in batch)
-            for name, value in figures.items():
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            metrics["tokens"] = sum(len(t.prompt_ids) + len(t.response_ids) for t in batch)
+            metrics["sampled"] = sum(sum(t.loss_mask) for t in batch)
+            for name, value in metrics.items():
                 self.logged.setdefault(name, []).append(value)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(TINY if options.tiny else MODELS[options.models[0]], folder / "model")
+        config, dtype = (TINY, "float32") if options.tiny else (MODELS[options.model], "bfloat16")
+        common.save_random_model(folder / "model", dtype, **config, max_position_embeddings=32768)
         watch = Watch()
         data = make_data(options, folder)
         module = GRPO(
@@ -152,14 +137,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             precision="32-true" if options.tiny else "bf16-mixed",
             max_epochs=1,
             callbacks=[WeightSync(), Throughput(), watch],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             num_sanity_val_steps=0,
             limit_val_batches=0,
             use_distributed_sampler=False,
             default_root_dir=folder,
+            **dict.fromkeys(QUIET, False),
         )
         try:
             trainer.fit(module, datamodule=data)
@@ -182,7 +164,7 @@ def chip_here() -> Chip | None:
     return next((chip for key, chip in CHIPS.items() if key in name), None)
 
 
-def figure(options: argparse.Namespace, model: str, staleness: int, found: dict[str, float], chip: Chip | None) -> str:
+def metric(options: argparse.Namespace, model: str, staleness: int, found: dict[str, float], chip: Chip | None) -> str:
     config = TINY if options.tiny else MODELS[model]
     tokens, trajectories = found["tokens"], options.prompts * options.samples
     speed = tokens / found["time/train"]
@@ -201,49 +183,35 @@ def figure(options: argparse.Namespace, model: str, staleness: int, found: dict[
     return f"{'tiny' if options.tiny else model}, staleness {staleness}: {', '.join(parts)}"
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--models", nargs="+", default=["qwen3-0.6b", "qwen3-1.7b"], choices=list(MODELS))
-    made.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
-    made.add_argument("--iterations", type=int, default=6)
-    made.add_argument("--prompts", type=int, default=32)
-    made.add_argument("--samples", type=int, default=8)
-    made.add_argument("--turns", type=int, default=3)
-    made.add_argument("--turn-tokens", type=int, default=256)
-    made.add_argument("--latency-ms", type=float, default=100.0)
-    made.add_argument("--micro-batch-tokens", type=int, default=32768)
-    made.add_argument("--engine-share", type=float, default=0.4)
-    made.add_argument("--tiny", action="store_true", help="a model of 0.2 M parameters, on any machine")
-    made.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    page.add_option(made)
-    return made
-
-
 def main() -> None:
-    options = parser().parse_args()
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "qwen3-1.7b"], choices=list(MODELS))
+    parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turn-tokens", type=int, default=256)
+    parser.add_argument("--latency-ms", type=float, default=100.0)
+    parser.add_argument("--micro-batch-tokens", type=int, default=32768)
+    parser.add_argument("--engine-share", type=float, default=0.4)
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.2 M parameters, on any machine")
+    options = parser.parse_args()
     if options.iterations <= WARM_UP:
         sys.exit(f"--iterations {options.iterations}: expected more than the {WARM_UP} that are not counted")
-    if options.child:
-        print(json.dumps(measure(options)))
-        return
-    chip = chip_here()
     import torch
 
     if not options.tiny and not torch.cuda.is_available():
         sys.exit("no GPU was found: this measures what only a GPU shows (--tiny tries the script on any machine)")
-    figures = []
+    common.print_metrics(options, metrics(options))
+
+
+def metrics(options: argparse.Namespace) -> Iterator[str]:
+    chip = chip_here()
     for model in options.models[: 1 if options.tiny else None]:
         for staleness in options.staleness:
-            words = [w for w in sys.argv[1:] if w != "--markdown"]
-            child = [sys.executable, "-m", "benchmarks.gpu", *words, "--child"]
-            child += ["--models", model, "--staleness", str(staleness)]
-            done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(done.stdout.strip().splitlines()[-1])
-            figures.append(figure(options, model, staleness, found, chip))
-            if not options.markdown:
-                print(figures[-1], flush=True)
-    if options.markdown:
-        print(page.rows(figures))
+            found = common.in_child(measure, vars(options) | {"model": model, "staleness": staleness})
+            yield metric(options, model, staleness, found, chip)
 
 
 if __name__ == "__main__":

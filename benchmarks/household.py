@@ -9,7 +9,6 @@ of one process.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from benchmarks import page
+from benchmarks import common
 from rollout.environments.household.expert import Expert
 from rollout.environments.household.games import TASK_TYPES, Game
 from rollout.environments.household.generate import SIZES, generate_game
@@ -117,7 +116,7 @@ async def play_game(play: Play, game: Game, original: PddlGame | None, draw: ran
 
 async def measure(steps: int, seed: int, python: str | None) -> Play:
     play, draw = Play(), random.Random(seed)
-    pool = PddlPool(python, 1, reset_timeout_s=120, step_timeout_s=60) if python else None
+    pool = PddlPool(python, 1, step_timeout_s=60) if python else None
     try:
         for game in games(seed):
             original = await pool.open(game) if pool else None
@@ -132,7 +131,7 @@ async def measure(steps: int, seed: int, python: str | None) -> Play:
             await pool.close()
 
 
-def figure(play: Play) -> str:
+def metric(play: Play) -> str:
     ours = play.steps / play.simulator_s
     if not play.alfworld_s:
         return f"{play.games} games, {play.steps} steps: simulator {ours:.0f} steps/s; no ALFWorld here (make alfworld)"
@@ -144,16 +143,15 @@ def figure(play: Play) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="at least so many, in whole games")
     parser.add_argument("--seed", type=int, default=0)
-    page.add_option(parser)
     options = parser.parse_args()
     try:
         play = asyncio.run(measure(options.steps, options.seed, default_python()))
     except Disagreement as difference:
         raise SystemExit(f"the engines differ {difference}") from None
-    print(page.rows([figure(play)]) if options.markdown else figure(play))
+    common.print_metrics(options, [metric(play)])
 
 
 if __name__ == "__main__":

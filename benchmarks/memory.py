@@ -3,10 +3,10 @@
 ``python -m benchmarks.memory [--layers 6] [--hidden 256] [--rows 16] [--techniques logits packing ...]``
 
 Every form runs in a process of its own, which reports by how much its peak resident memory exceeds what it held before
-(model and tokens made); ``benchmarks.sharding`` has what ranks hold of a model's states. What is compared:
+(model and tokens made). What is compared:
 
 * ``logits``: log-probs, entropy and cross-entropy of all tokens, forward and backward, at a vocabulary of 32,000: all
-  logits at once against 128 tokens at a time (``benchmarks.chunked_logprobs`` has KL and the vocabulary of Qwen);
+  logits at once against 128 tokens at a time;
 * ``checkpointing``: activations kept against recomputed;
 * ``packing``: one micro-batch of rows of 100 to 1,000 tokens, padded against packed;
 * ``micro-batches``: a packed batch at once against micro-batches of 2,048 tokens;
@@ -16,20 +16,14 @@ Every form runs in a process of its own, which reports by how much its peak resi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import resource
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import page
-from benchmarks.packing import make_batch, make_model, search_lengths, train
+from benchmarks import common
 
-ROOT = Path(__file__).resolve().parents[1]
 FORMS = {
     "logits": ("whole", "chunked"),
     "checkpointing": ("kept", "recomputed"),
@@ -37,6 +31,59 @@ FORMS = {
     "micro-batches": ("whole batch", "micro-batches"),
     "precision": ("float32", "bf16-mixed"),
 }
+
+
+def search_lengths(rows: int, rng: random.Random) -> list[int]:
+    """100 to 1,000 tokens: a prompt, then one to five turns, most of which end with passages that were found."""
+    return [min(1000, 100 + sum(rng.randint(20, 260) for _ in range(rng.randint(0, 5)))) for _ in range(rows)]
+
+
+def make_model(attention: str, layers: int, hidden: int, vocabulary: int = 4096, checkpointing: bool = False):
+    """A random Qwen3 as ``load_causal_lm`` prepares it; the same weights whatever the attention."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from lightning_modules.models import packing
+    from lightning_modules.models.projection import LMHead
+
+    torch.manual_seed(0)
+    packing.register(attention)
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    model.get_output_embeddings().__class__ = LMHead
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def make_batch(lengths: Sequence[int], vocabulary: int = 4096, seed: int = 0):
+    """Random tokens; a fifth of a row is its prompt, and 16 of every 40 tokens after it are the policy's."""
+    import torch
+
+    from lightning_modules.batch import TokenBatch
+
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    ends = torch.tensor(lengths)
+    column = torch.arange(shape[1])[None]
+    real = column < ends[:, None]
+    ids = torch.randint(vocabulary, shape, generator=generator) * real
+    mask = (real & (column >= ends[:, None] // 5) & (column % 40 < 16)).float()
+    mask[:, 0] = 0
+    return TokenBatch(ids, ends, ends // 5, mask, torch.zeros(shape))
+
+
+def train(model, batch, groups: Sequence[Sequence[int]]) -> None:
+    """Forward and backward, micro-batch by micro-batch."""
+    from lightning_modules.models.policy import token_logprobs
+
+    for group in groups:
+        micro = batch.rows(group, int(batch.lengths[list(group)].max()))
+        stats = token_logprobs(model, micro)
+        (stats.logprobs.sum() + stats.entropy.sum()).backward()
 
 
 def peak_bytes() -> int:
@@ -71,7 +118,7 @@ def prepare(technique: str, form: str, layers: int, hidden: int, rows: int) -> C
 def _logits(form: str, tokens: int, hidden: int, vocabulary: int = 32_000) -> Callable[[], None]:
     import torch
 
-    from lightning_modules.projection import LMHead, token_statistics
+    from lightning_modules.models.projection import LMHead, token_statistics
 
     torch.manual_seed(0)
     head = LMHead(hidden, vocabulary, bias=False)
@@ -102,44 +149,29 @@ def measure(technique: str, form: str, layers: int, hidden: int, rows: int) -> i
     return peak_bytes() - before
 
 
-def child(technique: str, form: str, sizes: dict[str, int], folder: Path) -> int:
-    """Bytes, measured in a process of its own."""
-    out = folder / f"{technique} {form}.json"
-    command = [sys.executable, "-m", "benchmarks.memory", "--child", technique, form, str(out), json.dumps(sizes)]
-    # Freed blocks go back to the system at once, so that the peak counts live tensors, not a fragmented heap.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1048576", "OMP_NUM_THREADS": "1"}
-    environment.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines advertise AMX and cannot run it
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    if done.returncode != 0:
-        raise RuntimeError(f"{technique} {form} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(out.read_text())
-
-
-def run_child(technique: str, form: str, out: str, sizes: str) -> None:
-    Path(out).write_text(json.dumps(measure(technique, form, **json.loads(sizes))))
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        return run_child(*sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16, help="trajectories of 100 to 1,000 tokens")
     parser.add_argument("--techniques", nargs="+", choices=FORMS, default=list(FORMS), help="which to measure")
-    page.add_option(parser)
-    sizes = vars(parser.parse_args())
-    markdown, techniques = sizes.pop("markdown"), sizes.pop("techniques")
-    figures = []
-    with tempfile.TemporaryDirectory() as folder:
-        for technique in techniques:
-            forms = FORMS[technique]
-            found = {form: child(technique, form, sizes, Path(folder)) for form in forms}
-            naive = found[forms[0]]
-            for form, peak in found.items():
-                ratio = f"naive / this {naive / peak:.2f}" if form != forms[0] else "the naive form"
-                figures.append(f"{technique}, {form}: peak +{peak / 2**20:.0f} MiB, {ratio}")
-    print(page.rows(figures) if markdown else "\n".join(figures))
+    options = parser.parse_args()
+    common.print_metrics(options, metrics(options))
+
+
+def metrics(options: argparse.Namespace) -> Iterator[str]:
+    # Freed blocks go back to the system at once, so that the peak counts live tensors, not a fragmented heap.
+    variables = {"MALLOC_MMAP_THRESHOLD_": "1048576", "OMP_NUM_THREADS": "1"}
+    if "ONEDNN_MAX_CPU_ISA" not in os.environ:
+        variables["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # some machines advertise AMX and cannot run it
+    for technique in options.techniques:
+        naive = 0
+        for form in FORMS[technique]:
+            sizes = (options.layers, options.hidden, options.rows)
+            peak = common.in_child(measure, technique, form, *sizes, **variables)
+            ratio = f"naive / this {naive / peak:.2f}" if naive else "the naive form"
+            naive = naive or peak
+            yield f"{technique}, {form}: peak +{peak / 2**20:.0f} MiB, {ratio}"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Trajectories per second of the agent loop against a loop with a barrier per turn, over the same engine.
 
-    python -m benchmarks.rollouts [--engine transformers|vllm] [--trajectories 48] [--turns 3] [--repeats 2]
+    python -m benchmarks.rollouts [--trajectories 48] [--turns 3] [--repeats 2]
 
 A random Qwen3 (4 layers, hidden 128) writes ``turns`` turns of up to 24 tokens, each read as a search, and a last one.
 A search takes a log-normal time (sigma 1, as measured on loaded retrievers: a few are ten times slower than the
 median), drawn from its query, so that both loops meet the same latencies; medians 0, 50 and 200 ms are tried.  The
 barrier loop generates for all trajectories, waits, searches for all, waits: what verl and Search-R1 do.  Both use the
-same engine, the same seeds and an empty prefix cache at the start; the sampled ids are compared, to be sure that both
-did the same work.  The medians over the repeats are printed, and the ratio.
+same vLLM engine, the same seeds and an empty prefix cache at the start; the numbers of sampled tokens are compared, to
+be sure that both did the same work.  The medians over the repeats are printed, and the ratio.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import asyncio
 import dataclasses
-import json
 import random
 import statistics
 import tempfile
@@ -28,18 +27,25 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page
-from rollout.agent_loop import AgentLoop, Budgets, Request
+from benchmarks import common
 from rollout.engines.base import Engine, SamplingParams
+from rollout.engines.vllm_engine import VLLMEngine
+from rollout.engines.weights.files import WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
+from rollout.loop.agent_loop import AgentLoop, Budgets, Request
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
-from rollout.sampling import derive_seed
+from rollout.seeds import derive_seed
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
 
 MEDIANS_S = (0.0, 0.05, 0.2)
 TURN_TOKENS = 24
 SAMPLING = SamplingParams(max_new_tokens=TURN_TOKENS)
+MODEL = {
+    "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024,
+    "tie_word_embeddings": True, "initializer_range": 0.2,
+}  # fmt: skip
 PASSAGE = 'Doc 1(Title: "Somewhere") ' + "A town by the sea with a harbour, a tower and a market. " * 3
 
 
@@ -126,7 +132,9 @@ async def measure(bench: Bench, weights: dict[str, Any], repeats: int) -> list[d
             sampled = {}
             for name, run in loops.items():
                 version += 1
-                await bench.engine.load_weights(weights.items(), version)  # the same weights: empties the prefix cache
+                files = WeightFiles.write(weights.items())  # the same weights: empties the prefix cache
+                await bench.engine.load_files(files, version)
+                files.remove()
                 began = time.perf_counter()
                 sampled[name] = await run(SlowSearch(median_s))
                 seconds[name].append(time.perf_counter() - began)
@@ -137,8 +145,7 @@ async def measure(bench: Bench, weights: dict[str, Any], repeats: int) -> list[d
 
 
 def check_same_work(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> None:
-    """The ids must agree where the engine's numbers do not depend on the batch (transformers); vLLM's do, a little, so
-    a few trajectories may part, but not the number of tokens."""
+    """vLLM's numbers depend a little on the batch: a few trajectories may differ, but not the number of tokens."""
     same = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
     tokens, their_tokens = sum(map(len, ours)), sum(map(len, theirs))
     if abs(tokens - their_tokens) > 0.05 * tokens:
@@ -147,58 +154,21 @@ def check_same_work(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) 
         )
 
 
-def make_model(folder: Path) -> Path:
-    """A random Qwen3 with a tokenizer trained on this file."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from data_modules.tokenizer import train_tokenizer
-
-    tokenizer = train_tokenizer([Path(__file__).read_text()], vocab_size=1024)
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=320,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def make_engine(name: str, model: Path, trajectories: int) -> Engine:
-    if name == "vllm":
-        from rollout.engines.vllm_engine import VLLMEngine
-
-        return VLLMEngine(str(model), max_length=1024)
-    from rollout.engines.transformers_engine import TransformersEngine
-
-    return TransformersEngine(str(model), slots=trajectories, max_length=1024)
-
-
 async def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
     from safetensors.torch import load_file
 
-    model = make_model(folder)
-    engine = make_engine(arguments.engine, model, arguments.trajectories)
+    common.save_random_model(folder, **MODEL)
+    engine = VLLMEngine(str(folder), max_length=1024)
     tasks = [Task(f"q{i}", f"What lies near town {i}?", (), "bench") for i in range(arguments.trajectories)]
-    bench = Bench(engine, EveryTurnSearches(str(model), template="short"), tasks, arguments.turns)
+    bench = Bench(engine, EveryTurnSearches(str(folder), template="short"), tasks, arguments.turns)
     await engine.start()
     try:
-        return await measure(bench, load_file(model / "model.safetensors"), arguments.repeats)
+        return await measure(bench, load_file(folder / "model.safetensors"), arguments.repeats)
     finally:
         await engine.close()
 
 
-def figure(row: dict[str, float]) -> str:
+def metric(row: dict[str, float]) -> str:
     return (
         f"search takes {row['median_ms']:.0f} ms (median): agent loop {row['agent_loop']:.2f} trajectories/s, "
         f"barrier per turn {row['barrier']:.2f}/s, ratio {row['ratio']:.2f}"
@@ -206,23 +176,14 @@ def figure(row: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser = common.make_parser(__doc__)
     parser.add_argument("--trajectories", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    page.add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(run(arguments, Path(folder)))
-    if arguments.markdown:
-        print(page.rows(map(figure, rows)))
-    else:
-        print(f"{arguments.engine}, {arguments.trajectories} trajectories of {arguments.turns} searches, 1 thread")
-        print("\n".join(map(figure, rows)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    common.print_metrics(arguments, map(metric, rows))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ gradient, and what AdamW makes of the weights. Then, on random Qwen3 models in f
 * distillation from a larger teacher over the whole vocabulary on given completions, reverse KL;
 * TRL once more with the output matrix applied to completion tokens only ("compact"), which it does on CUDA; elsewhere
   it goes over prompts and padding, too;
-* both with a vocabulary of 32,768 and half the prompts and samples. Peak memory, in runs of their own, is the growth
+* both with a vocabulary of 32,768 and half the prompts and samples. Peak memory, in runs of their own, is the increase
   over what the process held before the models were loaded; freed blocks are given back at once there.
 """
 
@@ -30,7 +30,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import dataclasses
-import importlib.util
 import multiprocessing
 import statistics
 import subprocess
@@ -45,7 +44,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import page
+from benchmarks import common
 from benchmarks.against_trl.cases import Case
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,7 +138,7 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], prefix: s
 # ----------------------------------------------------------------------------------------------------------- speed
 @dataclasses.dataclass
 class Measured:
-    """Of one runner and case, a figure per repeat, each of its median iteration."""
+    """Of one runner and case, a metric per repeat, each of its median iteration."""
 
     rates: list[float] = dataclasses.field(default_factory=list)  # completion tokens per processor second
     seconds: list[float] = dataclasses.field(default_factory=list)  # wall time of an iteration
@@ -157,15 +156,12 @@ class Measured:
         return statistics.median(self.rates)
 
 
-def runners(name: str, sides: dict[str, Side], vllm: bool) -> dict[str, tuple[Side, dict[str, Any]]]:
-    """Who takes part in a case, by label: the side, and what of the case is its own."""
-    generates = TIMED[name]["lengths"] is None
+def runners(name: str, sides: dict[str, Side]) -> dict[str, tuple[Side, dict[str, Any]]]:
+    """Participants of a case, by label: the side, and its own settings."""
     found: dict[str, tuple[Side, dict[str, Any]]] = {"ours": (sides["ours"], {})}
-    if generates and vllm:
-        found["ours with vLLM"] = sides["ours"], {"engine": "vllm"}
     if "theirs" in sides:
         found["TRL"] = sides["theirs"], {}
-        if not generates:
+        if TIMED[name]["lengths"] is not None:
             found["TRL compact"] = sides["theirs"], {"compact": True}
     return found
 
@@ -177,7 +173,7 @@ def speed(sides: dict[str, Side], folders: dict[str, Path], options: argparse.Na
             memory = repeat == options.repeats
             if memory and name not in WITH_MEMORY:
                 continue
-            for label, (one, own) in runners(name, sides, options.vllm).items():
+            for label, (one, own) in runners(name, sides).items():
                 sizes = {"iterations": options.iterations, "micro_rows": options.micro_rows}
                 case = Case(**settings, **sizes, **own, return_memory=memory)
                 found = one.ask("measure", case, folders[case.model])
@@ -189,11 +185,11 @@ def speed(sides: dict[str, Side], folders: dict[str, Path], options: argparse.Na
                 else:
                     entry.add(found["rows"], "cpu" if case.lengths is None else "training")
     for name in TIMED:
-        entries = {label: measured[name, label] for label in runners(name, sides, options.vllm)}
-        yield f"{name}: {figure(entries, TIMED[name]['lengths'] is None)}"
+        entries = {label: measured[name, label] for label in runners(name, sides)}
+        yield f"{name}: {metric(entries, TIMED[name]['lengths'] is None)}"
 
 
-def figure(entries: dict[str, Measured], whole: bool) -> str:
+def metric(entries: dict[str, Measured], whole: bool) -> str:
     parts = []
     for label, m in entries.items():
         text = f"{label} {m.rate:.0f} tokens per CPU s ({min(m.rates):.0f} to {max(m.rates):.0f})"
@@ -203,13 +199,13 @@ def figure(entries: dict[str, Measured], whole: bool) -> str:
         elif m.mebibytes is not None:
             text += f", peak +{m.mebibytes:.0f} MiB"
         parts.append(text)
+    ours = entries["ours"]
     for label, theirs in entries.items():
-        for other, m in entries.items():
-            if label.startswith("TRL") and other.startswith("ours"):
-                ratio = f"{other} / {label} {m.rate / theirs.rate:.2f} in speed"
-                if m.mebibytes and theirs.mebibytes:
-                    ratio += f", {m.mebibytes / theirs.mebibytes:.2f} in peak memory"
-                parts.append(ratio)
+        if label != "ours":
+            ratio = f"ours / {label} {ours.rate / theirs.rate:.2f} in speed"
+            if ours.mebibytes and theirs.mebibytes:
+                ratio += f", {ours.mebibytes / theirs.mebibytes:.2f} in peak memory"
+            parts.append(ratio)
     return "; ".join(parts)
 
 
@@ -223,7 +219,7 @@ def make_folders(root: Path, ours: Side, options: argparse.Namespace) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=4, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=96, help="the longest completion")
@@ -231,27 +227,26 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3, help="per measurement, the first not counted")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trl", type=Path, default=TRL_PYTHON, help="interpreter of the environment that has TRL")
-    parser.add_argument("--skip-vllm", action="store_true")
     parser.add_argument("--parity", action="store_true", help="only show that both sides compute the same")
-    page.add_option(parser)
     options = parser.parse_args()
     if options.prompts % 2 or options.samples % 4 or (options.prompts * options.samples) % (4 * options.micro_rows):
         parser.error("expected even prompts, samples in fours, and prompts x samples a multiple of 4 x micro-rows")
-    options.vllm = not options.skip_vllm and importlib.util.find_spec("vllm") is not None
-    figures: list[str] = []
+    common.print_metrics(options, metrics(options))
+
+
+def metrics(options: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         sides = {"ours": stack.enter_context(side("ours", sys.executable))}
         folders = make_folders(Path(name), sides["ours"], options)
         if options.trl.exists():
             sides["theirs"] = stack.enter_context(side("theirs", options.trl))
             versions = ", ".join(f"{k} {v}" for k, v in (sides["ours"].versions | sides["theirs"].versions).items())
-            figures.append(f"versions: {versions}")
-            figures += parity(sides["ours"], sides["theirs"], folders["small"], options.micro_rows)
+            yield f"versions: {versions}"
+            yield from parity(sides["ours"], sides["theirs"], folders["small"], options.micro_rows)
         else:
-            figures.append(NO_TRL)
+            yield NO_TRL
         if not options.parity:
-            figures += speed(sides, folders, options)
-    print(page.rows(figures) if options.markdown else "\n".join(figures))
+            yield from speed(sides, folders, options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lightning's hooks of validation and test, once: for callbacks that look at the trajectories of both."""
+"""Base of callbacks that look at the trajectories of validations and tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import lightning as L
 
-from callbacks.rows import AGENT
+from callbacks.evaluation_rows import AGENT
+from callbacks.trainer import data_module
 from rollout.trajectory import Trajectory
 
 
@@ -28,12 +29,13 @@ def probe_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
     Raises:
         ValueError: several dataloaders, but the data module does not name them.
     """
-    names = getattr(trainer.datamodule, "probe_names", None)
+    data = data_module(trainer)
+    names = getattr(data, "probe_names", None)
     if names is None:
         if dataloader_idx == 0:
             return AGENT
         raise ValueError(
-            f"found {split} dataloader number {dataloader_idx}, but {type(trainer.datamodule).__name__} has no "
+            f"found {split} dataloader number {dataloader_idx}, but {type(data).__name__} has no "
             "probe_names(split) that says which prompt each dataloader stands for"
         )
     known = list(names(split))
@@ -43,7 +45,7 @@ def probe_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
 
 
 class EvaluationHooks(L.Callback):
-    """Base of callbacks that see every trajectory of an evaluation; ``split`` is "val" or "test"."""
+    """Sees every trajectory of an evaluation; ``split`` is "val" or "test"."""
 
     def begin(self, split: str) -> None:
         """Before the first batch."""

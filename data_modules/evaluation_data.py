@@ -1,25 +1,28 @@
-"""Validation and test by rollouts with the current weights: the part that all data modules share."""
+"""Base of all data modules: loaders of validation and test, which roll out with the current weights."""
 
 from __future__ import annotations
 
 import atexit
 import warnings
 from collections.abc import Sequence
-from typing import Literal, Optional
+from typing import Literal
 
 import lightning as L
 
-from data_modules.datasets.files import DatasetError
+from data_modules.datasets.files import DatasetError, spread
 from data_modules.datasets.question_file import FaultyRows
-from data_modules.decoding import Decoding
-from data_modules.failures import FailureGuard
-from data_modules.loaders import EvaluationLoader, spread
-from data_modules.question_loading import Prompts, QuestionLoading
-from data_modules.seeds import run_seed
+from data_modules.datasets.splits import Splits
+from data_modules.loading.decoding import GREEDY, Decoding
+from data_modules.loading.failure_guard import FailureGuard
+from data_modules.loading.loaders import EvaluationLoader, run_seed
+from data_modules.loading.question_loading import Prompts, QuestionLoading
+from retrieval.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from rollout.protocols.base import PromptMode
-from rollout.sampling import IndependentSampler, derive_seed
+from rollout.samplers.independent import IndependentSampler
+from rollout.seeds import derive_seed
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
+from rollout.validation import check_at_least_one
 
 Probe = Literal["gold_direct", "gold_think", "closed_book"]
 Split = Literal["val", "test"]
@@ -62,11 +65,11 @@ class EvaluationData(L.LightningDataModule):
             the sampler): for pass@k and for intervals that know how far answers vary. Validation and probes take one.
         max_val: use at most so many validation questions, evenly spaced over the files.
         max_test: the same for test.
-        probes: ARCap's probes. gold_direct and gold_think ask the questions that have gold passages, closed_book all.
-        probe_validation: run the probes in validation too, not in the test only.
+        probes: ARCap's probes, in the test only. gold_direct and gold_think ask the questions that have gold passages,
+            closed_book all.
         max_probe: at most so many questions per probe, evenly spaced.
         max_infrastructure_failures: share of an evaluation batch that may fail for reasons that are not the model's;
-            above it the run stops, since a figure over what is left would mislead.
+            above it the run stops, since a metric over what is left would mislead.
         seed: of evaluation sampling; None is the run's seed_everything.
         prompts: ``as_given``, or ``tool_reasoning``: every question, of training too, in SOD's wording for its data
             source (datasets/tool_prompts.py), for a protocol whose template is ``dataset``.
@@ -78,38 +81,40 @@ class EvaluationData(L.LightningDataModule):
             them out; the message or the log counts them by what is wrong.
         eval_skills: whether validation and test are given the rollout system's skills, if it has any: false tests what
             Skill-GRPO has learnt without them.
+        columns: of question files of your own shape, training's too, our columns by the file's names: see
+            ``load_tasks``.
+        splits: train_files, val_files and test_files are the same, and each takes its part of the questions.
     """
 
     def __init__(
         self,
-        rollouts: Optional[RolloutSystem] = None,
+        rollouts: RolloutSystem | None = None,
         val_files: Sequence[str] = (),
         test_files: Sequence[str] = (),
-        eval_sampling: Decoding = Decoding(temperature=0.0),
-        eval_batch: int = 256,
-        attempts: int = 1,
-        max_val: Optional[int] = None,
-        max_test: Optional[int] = None,
+        eval_sampling: Decoding = GREEDY,
+        eval_batch: PositiveInt = 256,
+        attempts: PositiveInt = 1,
+        max_val: PositiveInt | None = None,
+        max_test: PositiveInt | None = None,
         probes: Sequence[Probe] = (),
-        probe_validation: bool = False,
-        max_probe: Optional[int] = None,
-        max_infrastructure_failures: float = 0.2,
-        seed: Optional[int] = None,
+        max_probe: PositiveInt | None = None,
+        max_infrastructure_failures: UnitInterval = 0.2,
+        seed: NonNegativeInt | None = None,
         prompts: Prompts = "as_given",
-        lcb_examples: int = 2,
-        max_eval_prompt_tokens: Optional[int] = None,
+        lcb_examples: NonNegativeInt = 2,
+        max_eval_prompt_tokens: PositiveInt | None = None,
         faulty_rows: FaultyRows = "refuse",
         eval_skills: bool = True,
+        columns: dict[str, str] | None = None,
+        splits: Splits | None = None,
     ) -> None:
         super().__init__()
         if rollouts is None and (val_files or test_files):
             raise ValueError("val_files and test_files are evaluated by rollouts; give `rollouts` too, or neither")
-        sizes = {"eval_batch": eval_batch, "attempts": attempts}
-        sizes |= {"max_val": max_val, "max_test": max_test, "max_probe": max_probe}
-        sizes |= {"max_eval_prompt_tokens": max_eval_prompt_tokens}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1 (leave it out for all)")
+        check_at_least_one(
+            eval_batch=eval_batch, attempts=attempts, max_val=max_val, max_test=max_test, max_probe=max_probe,
+            max_eval_prompt_tokens=max_eval_prompt_tokens,
+        )  # fmt: skip
         if attempts > 1 and eval_sampling.temperature == 0:
             raise ValueError(
                 f"attempts is {attempts}, but eval_sampling is greedy (temperature 0), so that all attempts would be "
@@ -119,15 +124,16 @@ class EvaluationData(L.LightningDataModule):
             raise ValueError(f"probes has the same probe twice: {', '.join(probes)}")
         self.rollouts = rollouts
         protocol = None if rollouts is None else rollouts.protocol
-        self.questions = QuestionLoading(protocol, prompts, lcb_examples, faulty_rows)
+        answers = rollouts is None or rollouts.needs_answers
+        self.questions = QuestionLoading(protocol, prompts, lcb_examples, faulty_rows, answers, columns, splits)
         self.max_eval_prompt_tokens = max_eval_prompt_tokens
         self.files = {"val": as_list("val_files", val_files), "test": as_list("test_files", test_files)}
+        self.check_shared(self.files["val"], self.files["test"])
         self.limits = {"val": max_val, "test": max_test}
         self.eval_sampling, self.eval_skills = eval_sampling, eval_skills
         self.eval_batch = eval_batch
         self.attempts = attempts
         self.probes = tuple(PromptMode(probe) for probe in probes)
-        self.probe_validation = probe_validation
         self.max_probe = max_probe
         self.max_infrastructure_failures = max_infrastructure_failures
         self._eval_guard = FailureGuard(max_infrastructure_failures)
@@ -166,12 +172,13 @@ class EvaluationData(L.LightningDataModule):
                 short enough.
         """
         splits: dict[str, tuple[Split, ...]] = {"fit": ("val",), "validate": ("val",), "test": ("test",)}
-        # A fit is followed by its test, whose files and probes had better be found wrong now than after days.
+        # A fit is followed by its test, whose files and probes are checked now and not after days.
         for split in ("val", "test") if stage == "fit" else splits.get(stage, ()):
             if self.files[split] and split not in self._tasks:
                 self._tasks[split] = self.questions.load(
-                    self.files[split], self.limits[split], self.max_eval_prompt_tokens, "max_eval_prompt_tokens"
-                )
+                    self.files[split], self.limits[split], self.max_eval_prompt_tokens, "max_eval_prompt_tokens",
+                    part=split,
+                )  # fmt: skip
                 self.check_tasks(self._tasks[split], advised=self.eval_skills)
                 for mode in self._probes(split):
                     self._probe_tasks(split, mode)
@@ -208,6 +215,14 @@ class EvaluationData(L.LightningDataModule):
             atexit.register(self.close)
             self.rollouts.start()
 
+    def check_shared(self, *files: list[str]) -> None:
+        """Raises ValueError unless all that ``splits`` shares out is one and the same; none at all is well."""
+        if self.questions.splits is not None and len({tuple(paths) for paths in files if paths}) > 1:
+            raise ValueError(
+                "splits shares one set of files out among training, validation and test, but they have different ones: "
+                + ", ".join(str(paths) for paths in files) + "; give the same files, or splits: null"
+            )  # fmt: skip
+
     def check_tasks(self, tasks: Sequence[Task], *, advised: bool = True) -> None:
         """Refuse tasks that cannot be rolled out, before a model loads (see the function). Raises DatasetError."""
         if self.rollouts is not None:
@@ -223,7 +238,7 @@ class EvaluationData(L.LightningDataModule):
     # --- making loaders -----------------------------------------------------------------------------------------
 
     def _probes(self, split: Split) -> tuple[PromptMode, ...]:
-        return self.probes if split == "test" or self.probe_validation else ()
+        return self.probes if split == "test" else ()
 
     def _probe_tasks(self, split: Split, mode: PromptMode) -> list[Task]:
         tasks = [t for t in self._tasks[split] if t.gold_passages or mode not in NEED_GOLD]
@@ -249,12 +264,14 @@ class EvaluationData(L.LightningDataModule):
         return [EvaluationLoader(tasks, mode, *ours) for mode, tasks in chosen]
 
     def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
+        rollouts = self.rollouts
+        assert rollouts is not None, "files need rollouts, see __init__"
         attempts = self.attempts if split == "test" and mode is PromptMode.AGENT else 1
         trajectories: list[Trajectory] = []
         if tasks:
             # One seed for the whole split: requests derive theirs from the task's id (and the attempt), so batches do
             # not matter. An attempt is a group of its own: members of one group may be branches of each other.
-            trajectories = self.rollouts.rollout(  # type: ignore[union-attr]  # files need rollouts, see __init__
+            trajectories = rollouts.rollout(
                 [task for task in tasks for _ in range(attempts)],
                 n=1,
                 sampling=self.eval_sampling.params,
@@ -263,6 +280,6 @@ class EvaluationData(L.LightningDataModule):
                 sampler=IndependentSampler(),  # whatever the training's sampler does with a group
                 advise=self.eval_skills,
             )
-            trajectories = [t.replace(index=place % attempts) for place, t in enumerate(trajectories)]
-        self._eval_guard.check(trajectories, f"{split} ({mode.value})", self.rollouts.failures)
+            trajectories = [t.replace(index=i % attempts) for i, t in enumerate(trajectories)]
+        self._eval_guard.check(trajectories, f"{split} ({mode.value})", rollouts.failures)
         return trajectories

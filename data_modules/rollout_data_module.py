@@ -1,25 +1,26 @@
-"""On-policy data: each training batch is rolled out when it is asked for, with the engine's current weights, or, with
-``staleness``, while the ones before it train."""
+"""On-policy data module: rolls out each training batch when it is asked for, or ahead of time (``staleness``)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from typing import Any, Optional
+from typing import Any
 
-from data_modules.balance import balance
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.ground_truths import ABILITIES
-from data_modules.decoding import Decoding
 from data_modules.evaluation_data import Split, as_list
-from data_modules.failures import FailureGuard
-from data_modules.loaders import TrainLoader, fingerprint, permutation
-from data_modules.rollouts_ahead import RolledOut, RolloutsAhead, check_staleness
+from data_modules.loading.decoding import UNCHANGED, Decoding
+from data_modules.loading.failure_guard import FailureGuard
+from data_modules.loading.loaders import TrainLoader, fingerprint, permutation
+from data_modules.loading.rollouts_ahead import RolledOut, RolloutsAhead, check_staleness
+from data_modules.loading.token_balance import balance
 from data_modules.training_data import TrainingData
+from retrieval.ranges import NonNegativeInt, PositiveInt
 from rollout.protocols.base import PromptMode
-from rollout.sampling import derive_seed
+from rollout.seeds import derive_seed
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
+from rollout.validation import check_at_least_one
 
 Groups = list[list[Trajectory]]
 
@@ -32,16 +33,16 @@ class RolloutDataModule(TrainingData):
     Questions come in an order that depends on the seed and the pass alone. Passes do not mix: the
     ``len(questions) % prompts_per_step`` questions left at the end of a pass wait for the next one, whose order is
     another. Sampling seeds derive from (seed, iteration), so that a resumed run draws the tokens it would have drawn,
-    and any number of ranks draws the same (a branching sampler: see ``rollout.branching``). The position is saved in
-    the checkpoint.
+    and any number of ranks draws the same (a branching sampler: see ``rollout.samplers.branching``). The position is
+    saved in the checkpoint.
 
     Trajectories that failed by infrastructure are passed on (for the log; the on-policy module leaves them out).
 
     With ``dynamic_sampling`` (DAPO, arXiv 2503.14476) a group whose rewards are all equal, of which a group-relative
-    algorithm learns nothing, is thrown away and its place offered to another prompt, up to so many times; if none of
-    them does better, the first group stays, so that batches keep their size. The prompts offered to place s of
+    algorithm learns nothing, is discarded and its slot offered to another prompt, up to so many times; if none of
+    them does better, the first group stays, so that batches keep their size. The prompts offered to slot s of
     iteration i depend on (seed, i, s) alone: a resumed run offers the same, and so does any number of ranks, each of
-    which fills its own places. ``discarded_groups`` counts what was thrown away, ``discarded`` holds it.
+    which fills its own slots. ``discarded_groups`` counts what was thrown away, ``discarded`` holds it.
 
     With ``staleness`` k >= 1, when batch i is handed out the generation of the batches up to i + k begins, in the
     background and with the weights v_i that the engine then has (v_i: after i iterations). So every token trained on in
@@ -50,7 +51,7 @@ class RolloutDataModule(TrainingData):
     handed out: what was generated ahead is generated anew after a resume, with the weights of the checkpoint, so that
     the continuation is not that of the uninterrupted run, token for token. The questions of each batch, its seeds, and
     with dynamic sampling what is offered, are the same at any staleness. The collectives (of the failure guard) stay
-    in the training thread, batch by batch. What becomes of trajectories under way at a weight update is
+    in the training thread, batch by batch. What becomes of trajectories in flight at a weight update is
     ``rollouts.in_flight``.
 
     Args:
@@ -71,7 +72,7 @@ class RolloutDataModule(TrainingData):
             the log counts the others. For OPSD with answers: [math, choice], since a program's tests are no answer that
             a teacher could be told.
         balance_tokens: with several ranks, exchange whole groups after the rollout, so that each rank learns from about
-            as many tokens; changes speed only (``data_modules.balance``).
+            as many tokens; changes speed only (``data_modules.loading.token_balance``).
         staleness: batches generated ahead of the one that trains; 0: none, each is rolled out when it is asked for.
         evaluation: see ``EvaluationData``.
 
@@ -80,31 +81,30 @@ class RolloutDataModule(TrainingData):
         ValueError: prompts_per_step cannot be shared by the ranks.
     """
 
+    rollouts: RolloutSystem
+
     def __init__(
         self,
         rollouts: RolloutSystem,
         train_files: Sequence[str],
-        prompts_per_step: int,
-        samples_per_prompt: int = 1,
-        iterations: Optional[int] = None,
-        train_sampling: Decoding = Decoding(),
-        max_train: Optional[int] = None,
-        dynamic_sampling: Optional[int] = None,
-        failure_patience: int = 3,
-        max_prompt_tokens: Optional[int] = None,
-        abilities: Optional[list[str]] = None,
+        prompts_per_step: PositiveInt,
+        samples_per_prompt: PositiveInt = 1,
+        iterations: PositiveInt | None = None,
+        train_sampling: Decoding = UNCHANGED,
+        max_train: PositiveInt | None = None,
+        dynamic_sampling: PositiveInt | None = None,
+        failure_patience: PositiveInt = 3,
+        max_prompt_tokens: PositiveInt | None = None,
+        abilities: list[str] | None = None,
         balance_tokens: bool = True,
-        staleness: int = 0,
+        staleness: NonNegativeInt = 0,
         **evaluation: Any,
     ) -> None:
         super().__init__(rollouts=rollouts, **evaluation)
-        for name, value in (
-            ("prompts_per_step", prompts_per_step), ("samples_per_prompt", samples_per_prompt),
-            ("iterations", iterations), ("max_train", max_train), ("dynamic_sampling", dynamic_sampling),
-            ("max_prompt_tokens", max_prompt_tokens),
-        ):  # fmt: skip
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
+        check_at_least_one(
+            prompts_per_step=prompts_per_step, samples_per_prompt=samples_per_prompt, iterations=iterations,
+            max_train=max_train, dynamic_sampling=dynamic_sampling, max_prompt_tokens=max_prompt_tokens,
+        )  # fmt: skip
         if staleness < 0:
             raise ValueError(f"staleness is {staleness}; expected 0 (on policy) or the number of batches ahead")
         if dynamic_sampling is not None and samples_per_prompt < 2:
@@ -116,6 +116,7 @@ class RolloutDataModule(TrainingData):
             raise ValueError(f"abilities is {abilities}; expected some of {', '.join(ABILITIES)}, or null for all")
         self.abilities = abilities
         self.train_files = as_list("train_files", train_files)
+        self.check_shared(self.train_files, *self.files.values())
         self.prompts_per_step = prompts_per_step
         self.samples_per_prompt = samples_per_prompt
         self.iterations = iterations
@@ -125,12 +126,12 @@ class RolloutDataModule(TrainingData):
         self.dynamic_sampling = dynamic_sampling
         self.balance_tokens = balance_tokens
         # Of the last iteration: tokens of the rank with most over the mean, as rolled out and balanced; None: not done.
-        self.token_imbalance: Optional[tuple[float, float]] = None
+        self.token_imbalance: tuple[float, float] | None = None
         self.staleness = staleness
-        self.generation_s: Optional[float] = None  # seconds that generating the last batch took, hidden or not
+        self.generation_s: float | None = None  # seconds that generating the last batch took, hidden or not
         self._ahead = RolloutsAhead(rollouts, self._roll_out_ahead, staleness) if staleness else None
         # Of the last iteration, on this rank: (groups thrown away, groups rolled out); None without dynamic sampling.
-        self.discarded_groups: Optional[tuple[int, int]] = None
+        self.discarded_groups: tuple[int, int] | None = None
         self.discarded: list[Trajectory] = []  # of the last iteration, this rank's
         self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
         self._questions: list[Task] = []
@@ -172,7 +173,7 @@ class RolloutDataModule(TrainingData):
         return [self._questions[i] for i in self._indices(iteration)]
 
     def further_prompts(self, iteration: int, attempt: int) -> list[Task]:
-        """What dynamic sampling offers in its round ``attempt`` (from 0), one question per place of the iteration, over
+        """What dynamic sampling offers in its round ``attempt`` (from 0), one question per slot of the iteration, over
         all ranks; none of them stands in the iteration or in another of its rounds. Pure, as ``prompts``."""
         own = set(self._indices(iteration))
         order = permutation(len(self._questions), derive_seed(self.seed, "further", iteration))
@@ -222,8 +223,8 @@ class RolloutDataModule(TrainingData):
             check_staleness(rolled_out, self.rollouts.policy_version, self.staleness)
         if self.world_size == 1:
             return [t for group in kept for t in group]
-        place = self.rank * (self.prompts_per_step // self.world_size) * self.samples_per_prompt
-        share = balance(kept, place, self.rank, self.world_size, self.balance_tokens)
+        first = self.rank * (self.prompts_per_step // self.world_size) * self.samples_per_prompt
+        share = balance(kept, first, self.rank, self.world_size, self.balance_tokens)
         self.token_imbalance = share.imbalance
         return share.trajectories
 
@@ -235,7 +236,8 @@ class RolloutDataModule(TrainingData):
             try:
                 tasks = work.send(self._groups(tasks, iteration))
             except StopIteration as done:
-                return RolledOut(*done.value, time.perf_counter() - began)
+                kept, everything = done.value
+                return RolledOut(kept, everything, time.perf_counter() - began)
 
     async def _roll_out_ahead(self, iteration: int) -> RolledOut:
         work = self._rounds(iteration)
@@ -249,22 +251,22 @@ class RolloutDataModule(TrainingData):
 
     def _rounds(self, iteration: int) -> Generator[list[Task], Groups, tuple[Groups, Groups]]:
         """Yields questions of this rank and is sent their groups, round by round; returns the groups that are kept, by
-        place, and all that were rolled out."""
-        # A block per rank: the module deals rows to optimiser steps by place, and blocks keep that the same on any
+        slot, and all that were rolled out."""
+        # A block per rank: the module deals rows to optimiser steps by position, and blocks keep that the same on any
         # number of ranks whose share is a multiple of the steps.
         share = self.prompts_per_step // self.world_size
         first = self.rank * share
         kept = yield self.prompts(iteration)[first : first + share]
         everything = list(kept)
         for attempt in range(self.dynamic_sampling or 0):
-            constant = [place for place, group in enumerate(kept) if not differs(group)]
+            constant = [slot for slot, group in enumerate(kept) if not differs(group)]
             if not constant:
                 break
             offered = self.further_prompts(iteration, attempt)
-            groups = yield [offered[first + place] for place in constant]
+            groups = yield [offered[first + slot] for slot in constant]
             everything += groups
-            for place, group in zip(constant, groups, strict=True):
-                kept[place] = group if differs(group) else kept[place]
+            for slot, group in zip(constant, groups, strict=True):
+                kept[slot] = group if differs(group) else kept[slot]
         return kept, everything
 
     def _groups(self, tasks: list[Task], iteration: int) -> Groups:
@@ -280,7 +282,7 @@ class RolloutDataModule(TrainingData):
         n = self.samples_per_prompt
         return [trajectories[i : i + n] for i in range(0, len(trajectories), n)]
 
-    def _last_iteration(self) -> Optional[int]:
+    def _last_iteration(self) -> int | None:
         """How many batches the training will ask for in all, as far as is known: none are generated beyond."""
         epochs, steps = (getattr(self.trainer, name, None) or -1 for name in ("max_epochs", "max_steps"))
         length = getattr(self.trainer, "num_training_batches", None)
@@ -289,7 +291,7 @@ class RolloutDataModule(TrainingData):
             ends.append(epochs * length)
         return min(ends, default=None)
 
-    # --- what is under way ---------------------------------------------------------------------------------------
+    # --- rollouts in flight --------------------------------------------------------------------------------------
 
     def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
         if self._ahead is not None:

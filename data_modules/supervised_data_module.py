@@ -1,17 +1,18 @@
-"""Training on saved trajectories: demonstrations, or what a teacher generated."""
+"""Data module of saved trajectories: demonstrations, or what a teacher generated."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
-from data_modules.datasets.files import DatasetError, expand
+from data_modules.datasets.files import DatasetError, expand, spread
 from data_modules.evaluation_data import as_list
-from data_modules.loaders import TrainLoader, fingerprint, permutation, spread
+from data_modules.loading.loaders import TrainLoader, fingerprint, permutation
 from data_modules.training_data import TrainingData
-from rollout.sampling import derive_seed
+from retrieval.ranges import NonNegativeInt, PositiveInt
+from rollout.seeds import derive_seed
 from rollout.storage import load_trajectories
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import StopReason, Trajectory, turn_rows
@@ -23,8 +24,8 @@ def append_eos(trajectory: Trajectory, eos_id: int) -> Trajectory:
     """The trajectory with an EOS after its final answer, as part of the last turn (mask 1, log-prob 0.0).
 
     Search-R1's sequences end at ``</answer>`` and never hold an EOS, so a model trained on them does not learn to
-    stop (specs/dgpo.md 1.4). Nothing is tokenised again. Trajectories without a final answer, or whose last sampled
-    token is the EOS already, come back unchanged.
+    stop (docs/papers/dgpo.md 1.4). Nothing is tokenised again. Trajectories without a final answer, or whose last
+    sampled token is the EOS already, come back unchanged.
     """
     if trajectory.stop_reason is not StopReason.ANSWER or trajectory.response_ids[-1] == eos_id:
         return trajectory
@@ -141,13 +142,13 @@ class SupervisedDataModule(TrainingData):
     def __init__(
         self,
         trajectories: Sequence[str],
-        batch_size: Optional[int] = None,
-        batch_tokens: Optional[int] = None,
-        bucket_batches: int = 0,
+        batch_size: PositiveInt | None = None,
+        batch_tokens: PositiveInt | None = None,
+        bucket_batches: NonNegativeInt = 0,
         append_eos: bool = True,
-        tokenizer: Optional[str] = None,
-        max_tokens: Optional[int] = None,
-        max_train: Optional[int] = None,
+        tokenizer: str | None = None,
+        max_tokens: PositiveInt | None = None,
+        max_train: PositiveInt | None = None,
         **evaluation: Any,
     ) -> None:
         super().__init__(**evaluation)
@@ -163,7 +164,7 @@ class SupervisedDataModule(TrainingData):
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.max_train = max_train
-        self.report: dict[str, int] = {}  # what became of the trajectories in the files
+        self.report: dict[str, int] = {}  # how many trajectories of the files were kept or left out
         self._trajectories: list[Trajectory] = []
         self._plan: BatchPlan | None = None
         self._batches: tuple[int, list[list[int]]] = (-1, [])  # (pass, its batches)

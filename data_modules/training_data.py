@@ -1,11 +1,11 @@
-"""What data modules that train have in common: one resumable train loader whose position is in the checkpoint."""
+"""Base of data modules that train: one resumable train loader whose position is in the checkpoint."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from data_modules.evaluation_data import EvaluationData
-from data_modules.loaders import TrainLoader
+from data_modules.loading.loaders import TrainLoader
 
 
 class TrainingData(EvaluationData):

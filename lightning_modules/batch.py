@@ -17,17 +17,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from rollout.trajectory import Trajectory
 
 
 class RowTensors:
-    """Base of the frozen dataclasses that hold one row per trajectory: tensors [B], tensors [B, T], tuples of B."""
+    """Base of the frozen dataclasses that hold one row per trajectory: tensors [B] and [B, T], other ``RowTensors`` of
+    the same rows and tuples of them, None."""
 
     __slots__ = ()
 
@@ -37,28 +40,39 @@ class RowTensors:
         No rows gives one row of zeros with one column: a stand-in that goes through every model and adds nothing to
         any masked sum, so that collectives stay in step with ranks that have more micro-batches.
         """
-        changes: dict[str, object] = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                if len(index) == 0:
-                    changes[field.name] = value.new_zeros((1,) if value.dim() == 1 else (1, 1))
-                else:
-                    taken = value[torch.as_tensor(index, device=value.device)]
-                    changes[field.name] = taken if value.dim() == 1 else taken[:, :length]
-            elif isinstance(value, tuple):
-                changes[field.name] = tuple(value[i] for i in index)
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+        return dataclasses.replace(
+            cast("Any", self), **{name: _taken(value, index, length) for name, value in _fields(self)}
+        )
+
+
+def _fields(rows: RowTensors) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(rows, field.name)) for field in dataclasses.fields(cast("DataclassInstance", rows))]
+
+
+def _taken(value: Any, index: Sequence[int], length: int) -> Any:
+    if isinstance(value, RowTensors):
+        return value.rows(index, length)
+    if isinstance(value, tuple):
+        return tuple(_taken(one, index, length) for one in value)
+    if not isinstance(value, Tensor):
+        return value
+    if len(index) == 0:
+        return value.new_zeros((1,) if value.dim() == 1 else (1, 1))
+    taken = value[torch.as_tensor(index, device=value.device)]
+    return taken if value.dim() == 1 else taken[:, :length]
 
 
 def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
-    """By field name, the per-token figures [B, T] that are there; numbers of turns and the like (int64) are none."""
-    values = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}  # type: ignore[arg-type]
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.dim() == 2 and value.is_floating_point()
-    }
+    """By field name, the per-token values [B, T], those of nested ones too; numbers of turns and the like (int64) are
+    left out."""
+    found: dict[str, Tensor] = {}
+    for name, value in _fields(rows):
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, RowTensors):
+                found |= tensors_BT(one)
+            elif isinstance(one, Tensor) and one.dim() == 2 and one.is_floating_point():
+                found[name] = one
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +122,11 @@ def with_prompts(trajectories: Sequence[Trajectory], prompts: Sequence[Sequence[
 
 
 def aligned(values_BT: Tensor, source: TokenBatch, target: TokenBatch) -> Tensor:
-    """Move what belongs to response tokens from their places in ``source`` to those in ``target``, a batch of the same
+    """Move what belongs to response tokens from their columns in ``source`` to those in ``target``, a batch of the same
     responses after other prompts; 0 where ``target`` has no response token."""
     position = torch.arange(target.input_ids.shape[1], device=values_BT.device)[None]
-    place = position + (source.prompt_lengths - target.prompt_lengths)[:, None]
-    moved = values_BT.gather(1, place.clamp(0, values_BT.shape[1] - 1))
+    moved_from = position + (source.prompt_lengths - target.prompt_lengths)[:, None]
+    moved = values_BT.gather(1, moved_from.clamp(0, values_BT.shape[1] - 1))
     return torch.where(target.response_mask != 0, moved, torch.zeros_like(moved))
 
 
@@ -158,10 +172,10 @@ def _first_fit(lengths: Sequence[int], index: Sequence[int], token_budget: int) 
     groups: list[list[int]] = []
     room: list[int] = []  # of each group
     for row in sorted(index, key=lambda i: (-lengths[i], i)):
-        place = next((k for k, left in enumerate(room) if lengths[row] <= left), len(groups))
-        if place == len(groups):
+        group = next((k for k, left in enumerate(room) if lengths[row] <= left), len(groups))
+        if group == len(groups):
             groups.append([])
             room.append(token_budget)
-        groups[place].append(row)
-        room[place] -= lengths[row]
+        groups[group].append(row)
+        room[group] -= lengths[row]
     return groups

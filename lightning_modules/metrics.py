@@ -1,13 +1,15 @@
-"""Figures of one training step, collected as sums so that they are right over micro-batches and ranks."""
+"""Metrics of one training step, collected as sums so that they are right over micro-batches and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from lightning_modules import ranks
+
+Merge = Callable[[Iterable[float]], float]
 
 
 class StepMetrics:
@@ -17,9 +19,8 @@ class StepMetrics:
     def __init__(self) -> None:
         self._sums: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {}
         self._moments: dict[str, list[Tensor]] = {}  # number, sum, sum of squares
-        self._totals: dict[str, list[Tensor | float]] = {}
-        self._maxima: dict[str, list[Tensor | float]] = {}
-        self._minima: dict[str, list[Tensor | float]] = {}
+        # By what merges them, over micro-batches and then over ranks.
+        self._merged: dict[Merge, dict[str, list[Tensor | float]]] = {sum: {}, max: {}, min: {}}
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add to a ratio of sums; kept on the device, so that nothing waits for the accelerator."""
@@ -33,26 +34,21 @@ class StepMetrics:
 
     def total(self, name: str, value: Tensor | float) -> None:
         """Add to a sum over micro-batches and ranks; ranks that add nothing count as 0."""
-        self._totals.setdefault(name, []).append(_detached(value))
+        self._merged[sum].setdefault(name, []).append(_detached(value))
 
     def maximum(self, name: str, value: Tensor | float) -> None:
-        self._maxima.setdefault(name, []).append(_detached(value))
+        self._merged[max].setdefault(name, []).append(_detached(value))
 
     def minimum(self, name: str, value: Tensor | float) -> None:
-        self._minima.setdefault(name, []).append(_detached(value))
+        self._merged[min].setdefault(name, []).append(_detached(value))
 
     def reduce(self) -> dict[str, float]:
         """Merge over ranks (every rank must call). A mean or deviation whose count is 0 everywhere is left out."""
         sums = {k: (sum(float(s) for s, _ in v), sum(float(c) for _, c in v)) for k, v in self._sums.items()}
         moments = {k: torch.stack(v).sum(0).tolist() for k, v in self._moments.items()}
-        totals = {k: sum(float(x) for x in v) for k, v in self._totals.items()}
-        extremes = {
-            which: {k: which(float(x) for x in v) for k, v in values.items()}
-            for which, values in ((max, self._maxima), (min, self._minima))
-        }
+        merged = [{k: merge(map(float, v)) for k, v in values.items()} for merge, values in self._merged.items()]
         result: dict[str, float] = {}
-        gathered = ranks.gather_objects((sums, moments, totals, extremes[max], extremes[min]))
-        all_sums, all_moments, all_totals, *both = zip(*gathered, strict=True)
+        all_sums, all_moments, *all_merged = zip(*ranks.gather_objects((sums, moments, *merged)), strict=True)
         for name in _names(all_sums):  # a rank without data may lack some names
             total, count = (sum(s[name][i] for s in all_sums if name in s) for i in (0, 1))
             if count != 0:
@@ -61,11 +57,9 @@ class StepMetrics:
             count, total, squares = (sum(m[name][i] for m in all_moments if name in m) for i in (0, 1, 2))
             if count != 0:
                 result[name] = max(squares / count - (total / count) ** 2, 0.0) ** 0.5
-        for name in _names(all_totals):
-            result[name] = sum(t.get(name, 0.0) for t in all_totals)
-        for which, parts in zip((max, min), both, strict=True):
+        for merge, parts in zip(self._merged, all_merged, strict=True):
             for name in _names(parts):
-                result[name] = which(part[name] for part in parts if name in part)
+                result[name] = merge(part[name] for part in parts if name in part)
         return result
 
 

@@ -1,61 +1,43 @@
-"""Many concurrent requests, one thread that owns the retriever: waiting requests are merged into one call."""
+"""Merges concurrent search requests into batches for the one thread that owns the retriever."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 Answer = list[tuple[dict[str, str], float]]  # one query's documents and scores
 
 
 class _Retriever(Protocol):
+    metadata: Any  # describes the indexes, for GET /health
+
+    def __len__(self) -> int:
+        """Passages."""
+        ...
+
     def search(self, queries: list[str], k: int) -> list[Answer]: ...
 
     def close(self) -> None: ...
 
 
 class OwnerThread:
-    """The only thread that ever touches the retriever: it makes it, calls it and closes it.
-
-    A daemon, so that a server told to stop while an index loads need not wait for the loading.
-    """
+    """The only thread that ever touches the retriever: it makes it, calls it and closes it."""
 
     def __init__(self, make: Callable[[], _Retriever]) -> None:
-        self.ready: Future[_Retriever] = Future()
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(make,), name="retriever-owner", daemon=True)
-        self._thread.start()
-
-    def _run(self, make: Callable[[], _Retriever]) -> None:
-        try:
-            retriever = make()
-        except BaseException as error:
-            self.ready.set_exception(error)
-            return
-        self.ready.set_result(retriever)
-        while (job := self._jobs.get()) is not None:
-            queries, k, answers = job
-            try:
-                answers.set_result(retriever.search(queries, k))
-            except Exception as error:  # travels to those who asked
-                answers.set_exception(error)
-        retriever.close()
+        self._executor = ThreadPoolExecutor(1, "retriever-owner")
+        self.ready: Future[_Retriever] = self._executor.submit(make)
 
     def search(self, queries: list[str], k: int) -> Future[list[Answer]]:
-        answers: Future[list[Answer]] = Future()
-        self._jobs.put((queries, k, answers))
-        return answers
+        return self._executor.submit(lambda: self.ready.result().search(queries, k))
 
     def close(self) -> None:
         """Answer what has been asked, close the retriever, end the thread."""
-        self._jobs.put(None)
-        self._thread.join()
+        self._executor.submit(lambda: self.ready.result().close())
+        self._executor.shutdown()
 
 
 @dataclass(slots=True)
@@ -72,7 +54,7 @@ class Counters:
     requests: int = 0
     queries: int = 0
     batches: int = 0
-    largest_batch: int = field(default=0)  # queries
+    largest_batch: int = 0  # queries
 
 
 class Batcher:

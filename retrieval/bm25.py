@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from retrieval.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.types import Hit, IndexFolderError, RetrievalFailure
 
 _INSTALL = "install the project's packages (make setup)"
@@ -99,11 +100,19 @@ class BM25Searcher:
     norm.  Equal scores come in corpus order.  Defaults k1 = 0.9, b = 0.4 are Anserini's and so Search-R1's.
     """
 
-    def __init__(self, lucene: Path, *, k1: float = 0.9, b: float = 0.4, threads: int = 1, heap: str = "1g") -> None:
+    def __init__(
+        self,
+        lucene: Path,
+        *,
+        k1: NonNegativeFloat = 0.9,
+        b: UnitInterval = 0.4,
+        threads: PositiveInt = 1,
+        heap: str = "1g",
+    ) -> None:
         if k1 < 0 or not 0 <= b <= 1:
             raise ValueError(f"BM25 needs k1 >= 0 and 0 <= b <= 1; found k1={k1}, b={b}")
         _start_jvm(heap)
-        from jnius import JavaException, autoclass
+        from jnius import JavaException, autoclass  # pyright: ignore[reportAttributeAccessIssue]  # defined in Cython
 
         self._list = autoclass("java.util.ArrayList")
         autoclass("org.apache.lucene.search.IndexSearcher").setMaxClauseCount(_MAX_CLAUSES)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import random
-from collections.abc import Awaitable, Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from retrieval.types import Document, RetrievalError, split_contents
+
+FILE_PREFIX = "file:"
+_JITTER = random.Random()  # of its own: a pause must not move the seeded generators of a run
 
 
 class RetrieverClient:
@@ -28,7 +31,7 @@ class RetrieverClient:
 
     An address may also be ``file:PATH``: the URL is what stands in that file, which the server writes when it listens
     (``--announce``). It is read again after a failed attempt, so that a server that comes back elsewhere is found, by
-    a run under way and by one that is continued.
+    a running run and by one that is continued.
 
     Args:
         urls: such as ``["http://127.0.0.1:8000"]``, with or without ``/retrieve``, or ``["file:outputs/search.url"]``.
@@ -41,10 +44,10 @@ class RetrieverClient:
     def __init__(
         self,
         urls: list[str],
-        timeout: float = 10,
-        retries: int = 3,
-        backoff: float = 0.2,
-        max_connections: int = 64,
+        timeout: PositiveFloat = 10,
+        retries: NonNegativeInt = 3,
+        backoff: NonNegativeFloat = 0.2,
+        max_connections: PositiveInt = 64,
     ) -> None:
         if not urls or not all(url.startswith(("http://", "https://", FILE_PREFIX)) for url in urls):
             raise ValueError(f'urls: expected at least one "http://host:port" or "file:PATH"; found {urls}')
@@ -62,8 +65,8 @@ class RetrieverClient:
         self._tried = False
 
     async def start(self) -> None:
-        """Search once at every server, the first time; RetrievalError unless all answer. So a wrong address is told
-        before anything else has been started."""
+        """Search once at every server, the first time; RetrievalError unless all answer. So a wrong address is
+        reported before anything else has been started."""
         if not self._tried:
             await asyncio.gather(*(self._search(["test"], 1, itertools.repeat(url)) for url in set(self.urls)))
             self._tried = True
@@ -83,7 +86,7 @@ class RetrieverClient:
         failures: list[str] = []
         for attempt in range(self.retries + 1):
             if attempt:
-                await asyncio.sleep(self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                await asyncio.sleep(self.backoff * 2 ** (attempt - 1) * _JITTER.uniform(0.5, 1.5))
             address = url = next(urls)
             try:
                 url = _endpoint(current_url(address))
@@ -113,8 +116,8 @@ class RetrieverClient:
 
     def _connections(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop:
-            if self._session is not None and not self._loop.is_closed():
+        if self._session is None or self._free is None or self._loop is not loop:
+            if self._session is not None and self._loop is not None and not self._loop.is_closed():
                 raise RuntimeError("a RetrieverClient serves one event loop at a time; make one per loop")
             self._loop, self._free = loop, asyncio.Semaphore(self.max_connections)
             # aiohttp's own limit and deadline are off: its deadline would count the wait for a free connection
@@ -131,31 +134,6 @@ class RetrieverClient:
         self._session = self._loop = self._free = None
 
 
-    def close_soon(self) -> Awaitable[None]:
-        """``close`` for those who are not in the client's event loop: it closes the connections when it comes to it.
-
-        In that loop the result may be awaited; elsewhere awaiting it does not wait.
-        """
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            self._session = self._loop = self._free = None
-        elif loop is _current_loop():
-            return loop.create_task(self.close())
-        else:
-            asyncio.run_coroutine_threadsafe(self.close(), loop)
-        return Done()
-
-
-class Done(Awaitable[None]):
-    """What may be awaited although there is nothing to wait for."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield from ()
-
-
-FILE_PREFIX = "file:"
-
-
 def current_url(address: str) -> str:
     """The URL behind an address, which is one or names a file that holds one. Raises OSError without such a file."""
     if not address.startswith(FILE_PREFIX):
@@ -167,13 +145,6 @@ def _endpoint(url: str) -> str:
     return url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
 
 
-def _current_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:  # asyncio's way to say that there is none
-        return None
-
-
 class _Nonsense(Exception):
     """An answer that is not one."""
 
@@ -182,30 +153,31 @@ class _Rejected(Exception):
     """The server says that the request is wrong."""
 
 
+class _Document(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: str = ""  # Search-R1's BM25 server sends none
+    contents: str
+
+
+class _Hit(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    document: _Document
+    score: float
+
+
+class _Answer(BaseModel):
+    result: list[list[_Hit]]
+
+
 def parse_answer(content: bytes, queries: int, k: int) -> list[list[Document]]:
     """Documents of a ``/retrieve`` answer with scores; _Nonsense unless it has the agreed shape."""
     try:
-        result = orjson.loads(content)["result"]
-    except (orjson.JSONDecodeError, TypeError, KeyError, IndexError) as error:
-        raise _Nonsense(f'expected {{"result": [...]}}, found {content[:80]!r}') from error
-    if not isinstance(result, list) or len(result) != queries:
-        found = f"{len(result)} lists" if isinstance(result, list) else type(result).__name__
-        raise _Nonsense(f"expected one list for each of {queries} queries, found {found}")
-    for hits in result:
-        if not isinstance(hits, list) or len(hits) > k:
-            raise _Nonsense(f"expected at most {k} documents per query, found {str(hits)[:80]}")
-    return [[_to_document(item) for item in hits] for hits in result]
-
-
-def _to_document(item: Any) -> Document:
-    try:
-        document, score = item["document"], item["score"]
-        contents, id_ = document["contents"], document.get("id", "")
-    except (TypeError, KeyError, AttributeError) as error:
-        raise _Nonsense(f"expected a document with contents and a score, found {str(item)[:80]}") from error
-    # bool is an int; Search-R1's BM25 server sends no id
-    well_typed = isinstance(contents, str) and isinstance(id_, str) and isinstance(score, (int, float))
-    if not well_typed or isinstance(score, bool) or not math.isfinite(score):
-        raise _Nonsense(f"expected texts and a finite score, found {str(item)[:80]}")
-    title, text = split_contents(contents)
-    return Document(id_, title, text, float(score))
+        result = _Answer.model_validate_json(content).result
+    except ValidationError as error:
+        raise _Nonsense(f"expected documents with contents and scores, found {content[:80]!r}") from error
+    lengths = [len(hits) for hits in result]
+    if len(lengths) != queries or max(lengths, default=0) > k:
+        raise _Nonsense(f"expected {queries} lists of at most {k} documents, found lists of {lengths[:20]}")
+    return [[Document(h.document.id, *split_contents(h.document.contents), h.score) for h in hits] for hits in result]

@@ -1,7 +1,8 @@
-"""Corpus files in, a validated store of passages out.
+"""Reads corpus files and stores their passages, validated, for random access.
 
 A corpus is what Search-R1 uses: one passage per line, ``{"id": "7", "contents": "\\"Title\\"\\ntext"}``, or a parquet
-file with the same two columns.  The store is a copy of it that every kind of index keeps beside itself: JSON lines in
+file with the same two columns.  With ``columns`` it is of your own shape: a title and a text, or a text alone, with
+ids or without.  The store is a copy of it that every kind of index keeps beside itself: JSON lines in
 parts (Lucene's indexer reads these files as they are) and an array of byte offsets.  It is read through memory maps,
 so that a server over 21 million passages starts at once and keeps no passage in its own memory.
 """
@@ -9,10 +10,11 @@ so that a server over 21 million passages starts at once and keeps no passage in
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import mmap
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from retrieval.types import CorpusError, split_contents
 
 PART_SIZE = 500_000  # passages per part: Lucene's indexer gives one thread to each file
 _ROW_DIGITS = 10  # rows are zero-padded: Lucene breaks ties by id, so that ties come in corpus order
+OWN = ("id", "title", "text", "contents")  # the columns of a corpus of your own shape
 _FORMAT = 'expected {"id": "7", "contents": "\\"Title\\"\\nText of the passage"}'
 
 
@@ -49,30 +52,75 @@ def require_corpus(corpus: str | Path) -> Path:
     return path
 
 
-def read_corpus(path: Path) -> Iterator[Passage]:
-    """Passages in file order. Raises CorpusError at the first line that cannot be used."""
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+def read_corpus(path: Path, columns: Mapping[str, str] | None = None) -> Iterator[Passage]:
+    """Passages in file order.
+
+    Args:
+        columns: for a corpus of your own shape, ``id``, ``title`` and ``text`` (or ``contents``) by the file's own
+            names; {} where it has these names. Without an id it is the row's number, without a title the id stands
+            there. None: ``id`` and ``contents``, as in Search-R1.
+
+    Raises:
+        CorpusError: at the first line that cannot be used.
+    """
+    for _, found in passages(path, columns):
+        if isinstance(found, CorpusError):
+            raise found
+        yield found
+
+
+def passages(path: Path, columns: Mapping[str, str] | None = None) -> Iterator[tuple[int, Passage | CorpusError]]:
+    """Of every line (of parquet: row, both from 1) its passage, or why it cannot be used; see ``read_corpus``.
+
+    Raises:
+        CorpusError: a file that is not what its ending says, or without a column that is needed.
+    """
+    if unknown := sorted(set(columns or {}) - set(OWN)):
+        raise CorpusError(f"columns.{unknown[0]} is no column of a corpus; expected {', '.join(OWN)}")
     unit = "row" if path.suffix == ".parquet" else "line"
     seen = _SeenIds(path, unit)
+    rows = _json_rows(path) if unit == "line" else _parquet_rows(path, columns)
     for number, record in rows:
-        passage = _to_passage(record, f"{path}, {unit} {number}")
-        seen.add(passage.id, number)
-        yield passage
+        try:
+            if isinstance(record, CorpusError):
+                raise record
+            where = f"{path}, {unit} {number}"
+            passage = _to_passage(record if columns is None else _ours(record, columns, number, where), where)
+            seen.add(passage.id, number)
+            yield number, passage
+        except CorpusError as fault:
+            yield number, fault
+
+
+def _ours(record: object, columns: Mapping[str, str], number: int, where: str) -> object:
+    """A row of a corpus of your own shape as Search-R1 would write it."""
+    if not isinstance(record, dict):
+        return record
+    id_, title, text, contents = (record.get(columns.get(name, name)) for name in OWN)
+    id_ = number - 1 if id_ is None else id_
+    if contents is None:
+        if not isinstance(text, str) or not text.strip():
+            name = columns.get("text", "text")
+            raise CorpusError(f"{where}: {name} is {text!r:.80}; expected the text of a passage (columns.text)")
+        title = " ".join(str(id_ if title is None else title).split()) or str(id_)
+        contents = f'"{title}"\n{text}'
+    return {"id": id_, "contents": contents}
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield number, orjson.loads(line)
+                record = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                raise CorpusError(
+                record = CorpusError(
                     f"{path}, line {number}: not JSON ({error}); found {line[:80]!r}, {_FORMAT}; "
                     "mend or remove the line"
-                ) from error
+                )
+            yield number, record
 
 
-def _parquet_rows(path: Path, chunk: int = 100_000) -> Iterator[tuple[int, object]]:
+def _parquet_rows(path: Path, own: Mapping[str, str] | None, chunk: int = 100_000) -> Iterator[tuple[int, object]]:
     import polars as pl
 
     try:
@@ -80,11 +128,17 @@ def _parquet_rows(path: Path, chunk: int = 100_000) -> Iterator[tuple[int, objec
         columns = frame.collect_schema().names()
     except (pl.exceptions.PolarsError, OSError) as error:
         raise CorpusError(f"{path}: not a parquet file ({error}); write it again or give a .jsonl file") from error
-    missing = {"id", "contents"} - set(columns)
+    wanted = ["id", "contents"]
+    if own is not None:
+        named = dict.fromkeys(own.get(name, name) for name in OWN)
+        wanted = [name for name in named if name in columns or name in own.values()]
+        if not {own.get("text", "text"), own.get("contents", "contents")} & set(wanted):
+            wanted.append("text")
+    missing = set(wanted) - set(columns)
     if missing:
         raise CorpusError(f"{path}: no column {', '.join(sorted(missing))}; it has {', '.join(columns)}; {_FORMAT}")
     start = 0
-    while len(rows := frame.select("id", "contents").slice(start, chunk).collect()):
+    while len(rows := frame.select(wanted).slice(start, chunk).collect()):
         yield from enumerate(rows.iter_rows(named=True), start=start + 1)
         start += chunk
 
@@ -131,23 +185,20 @@ class _SeenIds:
             )
 
 
-def write_store(corpus: Path, folder: Path, part_size: int = PART_SIZE) -> StoreSummary:
-    """Validate ``corpus`` and copy it into ``folder`` (``passages/*.jsonl`` and ``offsets.bin``)."""
+def write_store(
+    corpus: Path, folder: Path, part_size: int = PART_SIZE, columns: Mapping[str, str] | None = None
+) -> StoreSummary:
+    """Validate ``corpus`` (``columns``: see ``read_corpus``) and copy it into ``folder``: ``passages/*.jsonl`` and
+    ``offsets.bin``."""
     parts = folder / "passages"
     parts.mkdir(parents=True)
-    offsets, part, position = array("q"), None, 0
-    try:
-        for row, passage in enumerate(read_corpus(corpus)):
-            if row % part_size == 0:
-                if part is not None:
-                    part.close()
-                part, position = (parts / f"{row // part_size:05d}.jsonl").open("wb"), 0
-            record = {"id": f"{row:0{_ROW_DIGITS}d}", "docid": passage.id, "contents": passage.contents}
-            offsets.append(position)
-            position += part.write(orjson.dumps(record) + b"\n")
-    finally:
-        if part is not None:
-            part.close()
+    offsets, numbered = array("q"), enumerate(read_corpus(corpus, columns))
+    for first in numbered:
+        with (parts / f"{first[0] // part_size:05d}.jsonl").open("wb") as part:
+            for row, passage in itertools.chain([first], itertools.islice(numbered, part_size - 1)):
+                record = {"id": f"{row:0{_ROW_DIGITS}d}", "docid": passage.id, "contents": passage.contents}
+                offsets.append(part.tell())
+                part.write(orjson.dumps(record) + b"\n")
     if not offsets:
         raise CorpusError(f"{corpus}: no passages; {_FORMAT}")
     (folder / "offsets.bin").write_bytes(offsets.tobytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import cast
 
 import faiss
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from retrieval.corpus import PassageStore
 from retrieval.encoder import TextEncoder
 from retrieval.index import EncoderConfig, HNSWConfig
+from retrieval.ranges import PositiveInt
 from retrieval.types import Hit, IndexFolderError
 
 _ENCODE_AT_ONCE = 4096  # passages; bounds the memory for texts while encoding a large corpus
@@ -111,8 +113,8 @@ class DenseSearcher:
         path: Path,
         encoder: EncoderConfig,
         *,
-        ef_search: int | None = None,
-        threads: int = 1,
+        ef_search: PositiveInt | None = None,
+        threads: PositiveInt = 1,
         device: str = "auto",
         gpu: bool = False,
     ) -> None:
@@ -143,7 +145,7 @@ class DenseSearcher:
     def search_vectors(self, vectors: np.ndarray, k: int) -> list[list[Hit]]:
         """The same for unit vectors [Q, dimension]."""
         if self._ef_search is not None:  # a search narrower than k would return fewer, worse hits
-            self._index.hnsw.efSearch = max(self._ef_search, k)
+            cast(faiss.IndexHNSWFlat, self._index).hnsw.efSearch = max(self._ef_search, k)
         scores, rows = self._index.search(vectors, k)
         # Faiss fills up with row -1 what it did not find
         return [

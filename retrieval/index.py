@@ -1,4 +1,4 @@
-"""Index folders: how they are built, described and checked before anything heavy is loaded.
+"""Builds, describes and checks index folders, without loading them.
 
     index/
         metadata.json       written last: kind, corpus (path, bytes, sha256), passages, settings, versions
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retrieval.corpus import PassageStore, file_sha256, require_corpus, write_store
+from retrieval.ranges import PositiveInt
 from retrieval.types import IndexFolderError
 
 FORMAT = 1
@@ -49,8 +50,8 @@ class EncoderConfig:
     query_prefix: str = ""
     passage_prefix: str = ""
     pooling: Literal["mean", "cls"] = "mean"
-    max_length: int = 256
-    batch_size: int = 64
+    max_length: PositiveInt = 256
+    batch_size: PositiveInt = 64
 
     def __post_init__(self) -> None:
         if self.max_length < 2 or self.batch_size < 1:
@@ -67,9 +68,9 @@ class HNSWConfig:
     m = 64, ef_search = 64 found 99.5 % or more of the exact top 3 at 100,000 passages.
     """
 
-    m: int = 64
-    ef_construction: int = 200
-    ef_search: int = 64
+    m: PositiveInt = 64
+    ef_construction: PositiveInt = 200
+    ef_search: PositiveInt = 64
 
     def __post_init__(self) -> None:
         if min(self.m, self.ef_construction, self.ef_search) < 2:
@@ -140,6 +141,7 @@ class BuildIndex:
         threads: for Lucene's indexer, or for torch and Faiss.
         java_heap: memory of Lucene's indexer.
         device: where the encoder runs: ``auto`` takes a GPU if there is one.
+        columns: for a corpus of your own shape, see ``retrieval.corpus.read_corpus``.
     """
 
     def __init__(
@@ -149,9 +151,10 @@ class BuildIndex:
         encoder: EncoderConfig | None = None,
         hnsw: HNSWConfig | None = None,
         vectors: str | None = None,
-        threads: int = 1,
+        threads: PositiveInt = 1,
         java_heap: str = "1g",
         device: str = "auto",
+        columns: dict[str, str] | None = None,
     ) -> None:
         dense = kind != "bm25"
         if dense != (encoder is not None):
@@ -162,9 +165,11 @@ class BuildIndex:
             raise ValueError(f"kind {kind}: vectors must be absent (they belong to dense_flat)")
         if threads < 1:
             raise ValueError(f"threads must be at least 1; found {threads}")
-        self.corpus, self.kind, self.encoder, self.vectors = corpus, kind, encoder, vectors
+        self.kind: IndexKind = kind
+        self.corpus, self.encoder, self.vectors = corpus, encoder, vectors
         self.hnsw = (hnsw or HNSWConfig()) if kind == "dense_hnsw" else None
         self.threads, self.java_heap, self.device = threads, java_heap, device
+        self.columns = columns
 
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Build, or keep, ``output_dir/index``. Returns its metadata and path.
@@ -191,12 +196,13 @@ class BuildIndex:
     def _settings(self) -> dict[str, Any]:
         parts = {"encoder": self.encoder, "hnsw": self.hnsw}
         settings = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
-        return settings | ({"vectors": self.vectors} if self.vectors else {})
+        settings |= {"vectors": self.vectors} if self.vectors else {}
+        return settings | ({"columns": self.columns} if self.columns is not None else {})
 
     def _build(self, corpus: Path, folder: Path) -> IndexMetadata:
         started, size = time.monotonic(), corpus.stat().st_size
-        summary = write_store(corpus, folder)
-        if self.kind == "bm25":
+        summary = write_store(corpus, folder, columns=self.columns)
+        if self.encoder is None:  # bm25
             from retrieval.bm25 import build_lucene_index
 
             build_lucene_index(
@@ -242,7 +248,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """A temporary neighbour of ``folder`` that takes its place when the block ends well, and vanishes otherwise."""
+    """A temporary neighbour of ``folder`` that replaces it when the block ends well, and is removed otherwise."""
     prefix = f"{folder.name}.partial-"
     for leftover in folder.parent.glob(prefix + "*"):  # of builds that were killed; the lock says none is alive
         shutil.rmtree(leftover)

@@ -1,4 +1,4 @@
-"""A retrieval server as a child of this process, used as if it were a client."""
+"""RetrieverProcess: a client that starts and stops its own retrieval server."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
-from collections.abc import Awaitable
 from pathlib import Path
 
 import orjson
 
-from retrieval.client import Done, RetrieverClient
-from retrieval.opening import SearchSettings, check_indexes
+from retrieval.client import RetrieverClient
+from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
+from retrieval.retriever import SearchSettings, check_indexes
 from retrieval.types import Document, RetrievalError, RetrieverStartError
 
 SHARED_VARIABLE = "COMPACT_AGENTS_RETRIEVERS"  # servers that several processes share: identity -> URL, as JSON
@@ -29,18 +28,18 @@ _ROOT = Path(__file__).resolve().parent.parent
 class RetrieverProcess:
     """Starts ``python -m retrieval.server`` when first needed and ends it with this process, even by kill -9.
 
-    Where ``SHARED_VARIABLE`` names a server over the same indexes with the same settings (whoever started several ranks
-    has started one for all of them), that one is used, and is left to its owner.
+    Where ``SHARED_VARIABLE`` names a server over the same indexes with the same settings (the
+    launcher of several ranks starts one for all of them), that one is used, and is left to its owner.
 
-    Several on one machine do not disturb one another (``port`` 0 takes a free one).  The child has its own session:
-    Ctrl-C reaches only the owner, which may still want to search while it winds up.
+    Each takes a free port, so several on one machine do not disturb one another.  The child has its own session: Ctrl-C
+    reaches only the owner, which may still want to search while it winds up.
 
     Args:
         index: index folder, or several that are fused (hybrid).
-        topk: passages per query where ``search`` is not told.
+        topk: passages per query where ``search`` names no number.
         threads: for Lucene, torch and Faiss inside the server.
         corpus: if given, the file that the index must have been built from.
-        k1, b, java_heap, encoder, device, gpu: see ``retrieval.opening.SearchSettings``.
+        k1, b, java_heap, encoder, device, gpu: see ``retrieval.retriever.SearchSettings``.
         log: file for the server's output; by default a temporary one, removed after a clean end.
         start_timeout: seconds until the server must listen (a large dense index takes minutes to load).
         timeout, retries, backoff, max_connections: see ``RetrieverClient``.
@@ -49,27 +48,26 @@ class RetrieverProcess:
     def __init__(
         self,
         index: str | list[str],
-        topk: int = 3,
-        port: int = 0,
-        threads: int = 1,
+        topk: PositiveInt = 3,
+        threads: PositiveInt = 1,
         corpus: str | None = None,
-        k1: float | None = None,
-        b: float | None = None,
+        k1: NonNegativeFloat | None = None,
+        b: UnitInterval | None = None,
         java_heap: str | None = None,
         encoder: str | None = None,
         device: str | None = None,
         gpu: bool = False,
         log: str | None = None,
-        start_timeout: float = 120,
-        timeout: float = 10,
-        retries: int = 3,
-        backoff: float = 0.2,
-        max_connections: int = 64,
+        start_timeout: PositiveFloat = 120,
+        timeout: PositiveFloat = 10,
+        retries: NonNegativeInt = 3,
+        backoff: NonNegativeFloat = 0.2,
+        max_connections: PositiveInt = 64,
     ) -> None:
-        if topk < 1 or threads < 1 or not 0 <= port <= 65535:
-            raise ValueError(f"expected topk, threads >= 1 and port 0..65535; found {topk}, {threads}, {port}")
+        if topk < 1 or threads < 1:
+            raise ValueError(f"expected topk, threads >= 1; found {topk}, {threads}")
         self.indexes = [index] if isinstance(index, str) else list(index)
-        self.topk, self.port, self.corpus, self.log, self.start_timeout = topk, port, corpus, log, start_timeout
+        self.topk, self.corpus, self.log, self.start_timeout = topk, corpus, log, start_timeout
         self.settings = SearchSettings(threads, k1, b, java_heap, encoder, device, gpu or None)
         self._client_options = {
             "timeout": timeout, "retries": retries, "backoff": backoff, "max_connections": max_connections,
@@ -113,29 +111,33 @@ class RetrieverProcess:
         """As ``RetrieverClient.search``; ``k`` defaults to ``topk``. Starts the server if need be."""
         if self._client is None:
             await asyncio.to_thread(self.start)
+        client = self._client
+        if client is None:
+            raise RetrievalError("the retriever was closed while it started")
         try:
-            return await self._client.search(queries, self.topk if k is None else k)
+            return await client.search(queries, self.topk if k is None else k)
         except RetrievalError as error:
             code = self._process.poll() if self._process else None
             if code is None:
                 raise
             raise RetrievalError(f"the retriever has ended with code {code}; {self._log_tail()}") from error
 
-    def close(self) -> Awaitable[None]:
-        """End the server and wait for its end, from any thread. A later ``start`` or ``search`` starts a new one.
+    async def close(self) -> None:
+        """Close the connections and end the server. A later ``start`` or ``search`` starts a new one."""
+        client = self._client
+        self.stop()
+        if client is not None:
+            await client.close()
 
-        All is done when this returns; inside an event loop the result may be awaited, as ``RetrieverClient.close``'s
-        must be, so that either can stand in for the other.
-        """
+    def stop(self) -> None:
+        """End the server and wait for its end, from any thread; for owners that have not searched."""
         with self._lock:
-            client, self._client = self._client, None
-            self.url = self._start_error = None
+            self._client = self.url = self._start_error = None
             if self._finalizer is not None:
                 self._finalizer()
                 self._finalizer = self._process = None
             if self.log is None and self._log_path is not None:
                 self._log_path.unlink(missing_ok=True)
-        return client.close_soon() if client is not None else Done()
 
     def _make_log(self) -> Path:
         if self.log is None:
@@ -149,7 +151,7 @@ class RetrieverProcess:
     def _command(self, ready_fd: int) -> list[str]:
         command = [sys.executable, "-m", "retrieval.server", "--index", *self.indexes]
         options = {
-            "--port": self.port, "--topk": self.topk, "--threads": self.settings.threads, "--k1": self.settings.k1,
+            "--port": 0, "--topk": self.topk, "--threads": self.settings.threads, "--k1": self.settings.k1,
             "--b": self.settings.b, "--java-heap": self.settings.java_heap, "--encoder": self.settings.encoder,
             "--device": self.settings.device, "--parent": os.getpid(), "--ready-fd": ready_fd,
         }  # fmt: skip
@@ -172,35 +174,22 @@ class RetrieverProcess:
             self._finalizer = weakref.finalize(self, _terminate, self._process)
         finally:
             os.close(write_fd)
-        try:
-            report = _read_line(read_fd, self.start_timeout)
-        finally:
-            os.close(read_fd)
-        if report is None:
-            _terminate(self._process)
-            raise RetrieverStartError(f"the retriever did not listen within {self.start_timeout} s; {self._log_tail()}")
+        with open(read_fd, "rb") as pipe:
+            if not select.select([pipe], [], [], self.start_timeout)[0]:
+                _terminate(self._process)
+                late = f"the retriever did not listen within {self.start_timeout} s"
+                raise RetrieverStartError(f"{late}; {self._log_tail()}")
+            report = pipe.readline()  # empty: the server ended without one
         if not report:
             code = self._process.wait()
             raise RetrieverStartError(f"the retriever ended with code {code} while starting; {self._log_tail()}")
         return orjson.loads(report)["url"]
 
     def _log_tail(self, lines: int = 15) -> str:
+        if self._log_path is None:
+            return "it has no log"
         text = self._log_path.read_text(errors="replace").strip()
         return f"the end of its log ({self._log_path}):\n" + "\n".join(text.splitlines()[-lines:])
-
-
-def _read_line(descriptor: int, timeout: float) -> bytes | None:
-    """A line, or b"" when the other end closed without one, or None when time is up."""
-    deadline, received = time.monotonic() + timeout, b""
-    while not received.endswith(b"\n"):
-        readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        if not readable:
-            return None
-        chunk = os.read(descriptor, 4096)
-        if not chunk:
-            return b""
-        received += chunk
-    return received
 
 
 def _terminate(process: subprocess.Popen, patience: float = 10) -> None:

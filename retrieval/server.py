@@ -30,7 +30,7 @@ from fastapi import FastAPI, Response
 from pydantic import BaseModel, Field
 
 from retrieval.batching import Answer, Batcher, OwnerThread
-from retrieval.opening import Retriever, SearchSettings, check_indexes
+from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.types import RetrievalFailure
 
 EXIT_WRONG_INPUT = 2
@@ -62,7 +62,7 @@ def make_app(owner: OwnerThread, topk: int) -> FastAPI:
         if not request.queries:
             return _json({"result": []})
         queries = [_well_formed(query) for query in request.queries]
-        k = min(request.topk or topk, len(retriever.store))
+        k = min(request.topk or topk, len(retriever))
         try:
             answers = await batcher.search(queries, k)
         except Exception as error:
@@ -72,7 +72,7 @@ def make_app(owner: OwnerThread, topk: int) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        described = {"status": "ok", "topk": topk, "passages": len(retriever.store), "indexes": retriever.metadata}
+        described = {"status": "ok", "topk": topk, "passages": len(retriever), "indexes": retriever.metadata}
         return _json(described | dataclasses.asdict(batcher.counters))
 
     return app
@@ -94,7 +94,7 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens once it does."""
+    """uvicorn server that reports its address once it listens."""
 
     def __init__(self, config: uvicorn.Config, report: dict, ready_fd: int | None, announce: Path | None) -> None:
         super().__init__(config)

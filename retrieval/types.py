@@ -1,4 +1,4 @@
-"""What travels between retrieval's parts: documents, hits, and the ways in which retrieval can fail."""
+"""Documents, hits, the Searcher protocol, and the errors of retrieval."""
 
 from __future__ import annotations
 

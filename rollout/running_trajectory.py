@@ -1,4 +1,4 @@
-"""A trajectory while it is being sampled: the agent loop appends to it, branches copy from it."""
+"""A trajectory that is being sampled: the agent loop appends to it, branches copy from it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rollout.trajectory import (
     ToolCall,
     ToolResult,
     Trajectory,
+    TrajectoryPrefix,
     Turn,
 )
 from rollout.versions import Runs, merged, recorded, runs_of
@@ -24,7 +25,7 @@ from rollout.versions import Runs, merged, recorded, runs_of
 
 @dataclass(slots=True)
 class RunningTrajectory:
-    """A trajectory in the making; the fields are those of ``Trajectory``, growing."""
+    """A mutable trajectory; the fields are those of ``Trajectory`` and what the agent loop needs besides."""
 
     task: Task
     group: str
@@ -37,7 +38,7 @@ class RunningTrajectory:
     calls: list[ToolCall] = field(default_factory=list)
     key: int | str = 0  # what the seeds of its requests are derived from, with group and turn
     open_runs: Runs = ()  # versions of what an open turn holds already
-    open_turn: int | None = None  # where a turn begins that is sampled in part: forked in its middle, or looked at
+    open_turn: int | None = None  # start of a turn that is sampled in part: its first tokens, or forked in its middle
     last_turn: bool = False  # no result of a call follows the turn that comes next
     entropy: float | None = None  # of the turn being sampled
     branch_probability: float | None = None  # of the turn being sampled; a sampler sets it
@@ -60,7 +61,7 @@ class RunningTrajectory:
             return self.turn_prompt, self.response_ids[self.turn_start :]
         return self.prompt_ids, self.response_ids
 
-    def continue_from(self, source: Trajectory | RunningTrajectory, at: int) -> None:
+    def continue_from(self, source: TrajectoryPrefix, at: int) -> None:
         """Take over ``source`` up to response offset ``at``.
 
         ``at`` may be the beginning of any turn (what follows an observation), or lie inside a sampled turn, which is
@@ -69,19 +70,20 @@ class RunningTrajectory:
         kept = [turn for turn in source.turns if turn.observation_end <= at]
         boundary = kept[-1].observation_end if kept else 0
         cut = source.turns[len(kept)] if len(kept) < len(source.turns) else None
-        inside = cut is not None and cut.start < at < cut.end
+        if cut is not None and not cut.start < at < cut.end:
+            cut = None
         ended = bool(kept) and kept[-1].end == kept[-1].observation_end  # after such a turn the trajectory was over
-        if not (inside or at == boundary) or ended:
+        if (cut is None and at != boundary) or ended:
             raise ValueError(
                 f"cannot continue trajectory {source.group}/{source.index} at response offset {at}: expected the "
-                "beginning of a turn or a place inside a sampled one"
+                "beginning of a turn or an offset inside a sampled one"
             )
         self.prompt_ids = list(source.prompt_ids)
         self.response_ids, self.loss_mask = list(source.response_ids[:at]), list(source.loss_mask[:at])
         self.logprobs, self.turns = list(source.logprobs[:at]), kept
         self.calls = [call for call in source.calls if call.turn < len(kept)]
-        self.open_turn = cut.start if inside else None
-        self.open_runs = runs_of(cut.policy_version, cut.version_runs, at - cut.start) if cut and inside else ()
+        self.open_turn = None if cut is None else cut.start
+        self.open_runs = () if cut is None else runs_of(cut.policy_version, cut.version_runs, at - cut.start)
         self.fork = Fork(parent=source.index, at=at)
 
     def count(self, generation: Generation) -> None:
@@ -89,11 +91,11 @@ class RunningTrajectory:
         given = sum(map(len, self.context))
         self.tokens_computed += given - generation.cached_tokens + len(generation.token_ids)
 
-    def open(self, opening: Generation) -> None:
+    def open(self, first: Generation) -> None:
         """Take in the first tokens of a turn whose other tokens follow in ``add_turn``."""
         self.open_turn = len(self.response_ids)
-        self._extend(opening.token_ids, 1, opening.logprobs)
-        self.open_runs = _versions(opening)
+        self._extend(first.token_ids, 1, first.logprobs)
+        self.open_runs = _versions(first)
 
     def add_turn(self, generation: Generation, action: Action) -> None:
         start = self.turn_start

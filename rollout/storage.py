@@ -1,4 +1,4 @@
-"""Trajectories at rest: one parquet row each, an exact round trip.
+"""Trajectories as parquet files: one row each, an exact round trip.
 
 Rollout alone writes them, training alone reads them. Per-token fields are typed list columns, so that any parquet
 reader can use them; turns, calls, reward and metadata are JSON.
@@ -6,29 +6,17 @@ reader can use them; turns, calls, reward and metadata are JSON.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+from pydantic import TypeAdapter
 
 from rollout.files import replacing
-from rollout.trajectory import (
-    Action,
-    ActionKind,
-    CallOutcome,
-    Document,
-    Fork,
-    Reward,
-    StopReason,
-    Task,
-    ToolCall,
-    ToolRequest,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
+from rollout.trajectory import ToolCall, Trajectory, Turn
 
 SCHEMA: dict[str, Any] = {
     "task_id": pl.String,
@@ -56,6 +44,14 @@ SCHEMA: dict[str, Any] = {
     "seconds": pl.Float64,
     "tokens_computed": pl.Int64,
 }
+# fields that older files lack have their defaults
+_TRAJECTORY, _OBJECT = TypeAdapter(Trajectory), TypeAdapter(dict[str, Any])
+_TURNS, _CALLS = TypeAdapter(tuple[Turn, ...]), TypeAdapter(tuple[ToolCall, ...])
+# columns that are fields of the same name, of the trajectory and of its task
+_PLAIN = (
+    "prompt_ids", "response_ids", "loss_mask", "logprobs", "group", "index", "answer", "seconds", "tokens_computed",
+)  # fmt: skip
+_PLAIN_OF_TASK = ("question", "golden_answers", "data_source", "skills")
 LATER_COLUMNS: dict[str, Any] = {"prompt": [], "skills": ""}  # files without them can be read: as these values
 
 
@@ -71,7 +67,7 @@ def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> N
     list), OSError if the disk does not take it.
     """
     path = Path(path)
-    frame = pl.DataFrame([_to_row(t) for t in trajectories], schema=SCHEMA, orient="row")
+    frame = pl.DataFrame([_to_row(t) for t in trajectories], schema=SCHEMA)
     with replacing(path) as unfinished:
         frame.write_parquet(unfinished)
 
@@ -109,135 +105,53 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
     return trajectories
 
 
-def _to_row(t: Trajectory) -> tuple[Any, ...]:
+def _to_row(t: Trajectory) -> dict[str, Any]:
     where = f"trajectory {t.group}/{t.index}"
-    return (
-        t.task.id,
-        t.task.question,
-        list(t.task.golden_answers),
-        t.task.data_source,
-        [{"title": title, "text": text} for title, text in t.task.gold_passages],
-        _json({k: v for k, v in t.task.metadata.items() if k != "tests"}, f"{where}: metadata"),
-        [{"role": role, "content": content} for role, content in t.task.prompt],
-        t.task.skills,
-        list(t.prompt_ids),
-        list(t.response_ids),
-        list(t.loss_mask),
-        list(t.logprobs),
-        _json([_turn_to_json(turn) for turn in t.turns], f"{where}: turns"),
-        _json([_call_to_json(call) for call in t.calls], f"{where}: calls"),
-        t.stop_reason.value,
-        t.group,
-        t.index,
-        None if t.reward is None else t.reward.total,
-        None if t.reward is None else _json(t.reward.parts, f"{where}: reward parts"),
-        None if t.fork is None else t.fork.parent,
-        None if t.fork is None else t.fork.at,
-        t.answer,
-        t.seconds,
-        t.tokens_computed,
-    )
+    return {name: getattr(t, name) for name in _PLAIN} | {
+        **{name: getattr(t.task, name) for name in _PLAIN_OF_TASK},
+        "task_id": t.task.id,
+        "gold_passages": [{"title": title, "text": text} for title, text in t.task.gold_passages],
+        "metadata": _json({k: v for k, v in t.task.metadata.items() if k != "tests"}, f"{where}: metadata"),
+        "prompt": [{"role": role, "content": content} for role, content in t.task.prompt],
+        "turns": _json(t.turns, f"{where}: turns", _TURNS),
+        "calls": _json(t.calls, f"{where}: calls", _CALLS),
+        "stop_reason": t.stop_reason.value,
+        "reward": None if t.reward is None else t.reward.total,
+        "reward_parts": None if t.reward is None else _json(t.reward.parts, f"{where}: reward parts"),
+        "fork_parent": None if t.fork is None else t.fork.parent,
+        "fork_at": None if t.fork is None else t.fork.at,
+    }
 
 
 def _from_row(row: dict[str, Any]) -> Trajectory:
-    reward = row["reward"]
-    return Trajectory(
-        task=Task(
-            id=row["task_id"],
-            question=row["question"],
-            golden_answers=tuple(row["golden_answers"]),
-            data_source=row["data_source"],
-            gold_passages=tuple((passage["title"], passage["text"]) for passage in row["gold_passages"]),
-            metadata=json.loads(row["metadata"]),
-            prompt=tuple((message["role"], message["content"]) for message in row["prompt"]),
-            skills=row["skills"],
-        ),
-        prompt_ids=tuple(row["prompt_ids"]),
-        response_ids=tuple(row["response_ids"]),
-        loss_mask=tuple(row["loss_mask"]),
-        logprobs=tuple(row["logprobs"]),
-        turns=tuple(_turn_from_json(turn) for turn in json.loads(row["turns"])),
-        calls=tuple(_call_from_json(call) for call in json.loads(row["calls"])),
-        stop_reason=StopReason(row["stop_reason"]),
-        group=row["group"],
-        index=row["index"],
-        reward=None if reward is None else Reward(reward, json.loads(row["reward_parts"])),
-        fork=None if row["fork_parent"] is None else Fork(row["fork_parent"], row["fork_at"]),
-        answer=row["answer"],
-        seconds=row["seconds"],
-        tokens_computed=row["tokens_computed"],
-    )
+    task = {name: row[name] for name in _PLAIN_OF_TASK} | {
+        "id": row["task_id"],
+        "gold_passages": [(passage["title"], passage["text"]) for passage in row["gold_passages"]],
+        "metadata": json.loads(row["metadata"]),
+        "prompt": [(message["role"], message["content"]) for message in row["prompt"]],
+    }
+    reward, parent = row["reward"], row["fork_parent"]
+    values = {name: row[name] for name in (*_PLAIN, "stop_reason")} | {
+        "task": task,
+        "turns": json.loads(row["turns"]),
+        "calls": json.loads(row["calls"]),
+        "reward": None if reward is None else {"total": reward, "parts": json.loads(row["reward_parts"])},
+        "fork": None if parent is None else {"parent": parent, "at": row["fork_at"]},
+    }
+    return _TRAJECTORY.validate_python(values)
 
 
-def _json(value: Any, what: str) -> str:
+def _json(value: Any, what: str, kind: TypeAdapter[Any] = _OBJECT) -> str:
+    """The JSON of a value of this kind. Raises TrajectoryFileError where it would not come back equal."""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False, default=_fields)
+        equal = kind.validate_python(json.loads(text)) == value
     except (TypeError, ValueError) as error:
         raise TrajectoryFileError(f"{what}: expected JSON values; {error}") from error
-    if json.loads(text) != value:
+    if not equal:
         raise TrajectoryFileError(f"{what}: would not come back equal; expected lists (no tuples), text keys, no NaN")
     return text
 
 
-def _request_to_json(request: ToolRequest) -> dict[str, Any]:
-    return {"name": request.name, "arguments": request.arguments}
-
-
-def _turn_to_json(turn: Turn) -> dict[str, Any]:
-    action = turn.action
-    return {
-        "start": turn.start,
-        "end": turn.end,
-        "action": {
-            "kind": action.kind.value,
-            "calls": [_request_to_json(request) for request in action.calls],
-            "answer": action.answer,
-            "error": action.error,
-            "ended": action.ended,
-            "well_formed": action.well_formed,
-        },
-        "finish_reason": turn.finish_reason,
-        "policy_version": turn.policy_version,
-        "observation_end": turn.observation_end,
-        "observation_truncated": turn.observation_truncated,
-        "entropy": turn.entropy,
-        "branch_probability": turn.branch_probability,
-        "prompt_ids": None if turn.prompt_ids is None else list(turn.prompt_ids),
-        "reward": turn.reward,
-        "version_runs": [list(run) for run in turn.version_runs],
-    }
-
-
-def _turn_from_json(data: dict[str, Any]) -> Turn:
-    action = data["action"]
-    calls = tuple(ToolRequest(**request) for request in action["calls"])
-    later = {name: action[name] for name in ("ended", "well_formed") if name in action}  # not recorded by older files
-    parsed = Action(ActionKind(action["kind"]), calls, action["answer"], action["error"], **later)
-    prompt = data.get("prompt_ids")
-    changed = {"action": parsed, "prompt_ids": None if prompt is None else tuple(prompt)}
-    changed["version_runs"] = tuple((version, count) for version, count in data.get("version_runs", ()))
-    return Turn(**{**data, **changed})
-
-
-def _call_to_json(call: ToolCall) -> dict[str, Any]:
-    result = call.result
-    return {
-        "turn": call.turn,
-        "request": _request_to_json(call.request),
-        "result": {
-            "text": result.text,
-            "outcome": result.outcome.value,
-            "documents": [{"id": d.id, "title": d.title, "text": d.text, "score": d.score} for d in result.documents],
-            "detail": result.detail,
-            "info": result.info,
-        },
-        "latency_s": call.latency_s,
-    }
-
-
-def _call_from_json(data: dict[str, Any]) -> ToolCall:
-    result = data["result"]
-    documents = tuple(Document(**document) for document in result["documents"])
-    outcome = CallOutcome(result["outcome"])
-    parsed = ToolResult(result["text"], outcome, documents, result["detail"], result.get("info", {}))
-    return ToolCall(data["turn"], ToolRequest(**data["request"]), parsed, data["latency_s"])
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

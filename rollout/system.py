@@ -1,4 +1,4 @@
-"""The rollout half as one object with a synchronous interface. Knows no Lightning."""
+"""The rollout system: prompts in, scored trajectories out, behind one synchronous interface. Knows no Lightning."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from rollout.agent_loop import AgentLoop, Budgets, Request
+from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.engines.base import Engine, Generation, SamplingParams
-from rollout.environments.base import EnvironmentFactory
-from rollout.places import Places
-from rollout.prompt_group import PromptGroup, group_names
+from rollout.engines.weights.push import is_shared, push
+from rollout.environments.base import EnvironmentFactory, check_tools, scores_itself
+from rollout.loop.admission import Admission, Slots
+from rollout.loop.agent_loop import AgentLoop, Budgets, Request
+from rollout.loop.prompt_group import PromptGroup, group_names
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.protocols.text import control_tokens
 from rollout.rewards.base import AsyncReward, RewardFunction
-from rollout.sampling import IndependentSampler, Sampler
+from rollout.samplers.base import Sampler
+from rollout.samplers.independent import IndependentSampler
 from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
 from rollout.tools.base import Startable
 from rollout.trajectory import Task, Trajectory
-from rollout.update_gate import UpdateGate
-from rollout.weight_push import push
 
 if TYPE_CHECKING:
     import torch
@@ -49,23 +50,24 @@ class RolloutSystem:
         protocol: how text becomes a call.
         environment: what executes the calls.
         reward: scores a finished trajectory, in a thread or, an ``AsyncReward``, in the event loop; None where the
-            environment scores by itself.
+            environment scores itself.
         max_turns: model turns that may call; one more turn follows if ``final_turn``, whose calls are refused.
         max_turn_tokens, max_observation_tokens, max_response_tokens: see ``agent_loop.Budgets``.
         max_length: prompt and response together; by default what the engine says (``engine.max_length``).
-        concurrency: trajectories under way at once. Where more are wanted, the prompt that came first goes first, its
+        concurrency: trajectories in flight at once. Where more are wanted, the prompt that came first goes first, its
             forks included.
         sampler: which trajectories of a prompt exist. Only agents are sampled so: the probes (every other
             ``PromptMode``) are independent.
         entropy_tokens: record the entropy of so many first tokens of every turn (``Turn.entropy``); 0: only where the
             sampler asks for it, by its own number of tokens.
         top_logprobs: of how many of the most likely tokens that entropy is made.
-        skills: advice for whoever acts (Skill-GRPO, skill prompts); SDAR's, for the teacher alone, are the module's.
-        in_flight: what becomes of trajectories that are under way when new weights arrive (only with
+        skills: advice in the policy's prompts (Skill-GRPO, skill prompts); SDAR's, for the teacher alone, are the
+            module's.
+        in_flight: what becomes of trajectories that are in flight when new weights arrive (only with
             ``data.staleness`` any are). ``finish``: the update waits until every prompt group that has begun is done,
             with the weights it began with; groups that have not begun wait for the new ones. ``continue``: the engine
             takes the new weights between two tokens, and each token records which sampled it (``Turn.versions``).
-        step_timeout_s: seconds the environment has to act once, waiting for a place at a busy tool included; then the
+        step_timeout_s: seconds the environment has to act once, waiting for a busy tool included; then the
             trajectory fails by infrastructure, and the run goes on. For an environment that hangs without a deadline of
             its own. Null: no limit.
     """
@@ -76,19 +78,19 @@ class RolloutSystem:
         protocol: ChatProtocol,
         environment: EnvironmentFactory,
         reward: RewardFunction | AsyncReward | None = None,
-        max_turns: int = 4,
-        max_turn_tokens: int = 500,
-        max_response_tokens: int = 4096,
-        max_observation_tokens: int = 500,
-        concurrency: int = 256,
-        max_length: int | None = None,
+        max_turns: NonNegativeInt = 4,
+        max_turn_tokens: PositiveInt = 500,
+        max_response_tokens: PositiveInt = 4096,
+        max_observation_tokens: PositiveInt = 500,
+        concurrency: PositiveInt = 256,
+        max_length: PositiveInt | None = None,
         final_turn: bool = True,
         sampler: Sampler | None = None,
-        entropy_tokens: int = 0,
-        top_logprobs: int = 10,
+        entropy_tokens: NonNegativeInt = 0,
+        top_logprobs: PositiveInt = 10,
         skills: Skills | None = None,
         in_flight: InFlight = "finish",
-        step_timeout_s: float | None = 3600.0,
+        step_timeout_s: PositiveFloat | None = 3600.0,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; expected at least 1")
@@ -98,21 +100,17 @@ class RolloutSystem:
             max_length = getattr(engine, "max_length", None)
         tokens = (max_turn_tokens, max_observation_tokens, max_response_tokens, max_length)
         self.budgets = Budgets(max_turns, *tokens, final_turn, step_timeout_s)
-        if missing := sorted(set(protocol.tools) - set(getattr(environment, "tools", protocol.tools))):
-            raise ValueError(
-                f"{type(protocol).__name__} calls the tools {', '.join(protocol.tools)}, but the environment has none "
-                f"named {', '.join(missing)}; add it to environment.tools"
-            )
+        check_tools(environment, protocol.tools, type(protocol).__name__)
         self.engine, self.protocol, self.environment, self.reward = engine, protocol, environment, reward
         self.sampler: Sampler = sampler or IndependentSampler()
-        if getattr(protocol, "windowed", False) and not isinstance(self.sampler, IndependentSampler):
+        if getattr(protocol, "windowed", False) and getattr(self.sampler, "forks", True):
             raise ValueError(
-                f"{type(self.sampler).__name__} forks trajectories at what they have read, but "
-                f"{type(protocol).__name__} writes a new prompt for every turn; take window: null (one conversation), "
-                "or leave the sampler out"
+                f"{type(self.sampler).__name__} forks trajectories at what they have read (or does not say forks = "
+                f"False), but {type(protocol).__name__} writes a new prompt for every turn; take window: null (one "
+                "conversation), or leave the sampler out"
             )
         self.concurrency, self.in_flight = concurrency, in_flight
-        self.waited_s = 0.0  # seconds that updates have waited for trajectories under way, so far
+        self.waited_s = 0.0  # seconds that updates have waited for trajectories in flight, so far
         if skills is not None and skills.retriever.learns:
             raise ValueError(
                 f"{type(skills.retriever).__name__} learns from rewards, which nothing tells it in a prompt of the "
@@ -123,8 +121,7 @@ class RolloutSystem:
         self.skills = skills
         self.agent_loop = AgentLoop(engine, protocol, environment, self.budgets, entropy_tokens, top_logprobs, skills)
         self._policy_version = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: EventLoopThread | None = None
         self._lock = threading.Lock()
 
     @property
@@ -132,6 +129,16 @@ class RolloutSystem:
         """Version of the weights that the engine samples from; 0 until the first ``load_weights``, and again after
         ``close``, since the engine then starts with its folder's weights."""
         return self._policy_version
+
+    @property
+    def running(self) -> bool:
+        """Started, and not closed since."""
+        return self._thread is not None
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether a task without a gold answer cannot be scored: the environment does not score itself."""
+        return not scores_itself(self.environment)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -142,12 +149,9 @@ class RolloutSystem:
         """Start the event loop, the tools, the reward and the engine. Idempotent; raises what their starts raise, those
         of tools and reward before the engine loads a model."""
         with self._lock:
-            if self._loop is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=loop.run_forever, name="rollout", daemon=True)
-                thread.start()
-                self._loop, self._thread = loop, thread
-                self._places, self._gate = Places(self.concurrency), UpdateGate()
+            if self._thread is None:
+                self._thread = EventLoopThread("rollout")
+                self._slots, self._admission = Slots(self.concurrency), Admission()
             self._submit(self._start()).result()
 
     def rollout(
@@ -165,14 +169,14 @@ class RolloutSystem:
         """``n`` trajectories per task, ordered by task, then index, in whatever order they finished.
 
         The same seed and weights give the same trajectories: each request's seed is derived from (seed, group, the
-        trajectory's key, turn). Only a branching sampler (see ``rollout.branching``) may number them differently, and
-        give a group's last places to other forks, when latencies change. A task's group is its id; a second occurrence
-        in ``tasks`` is the group "id#2". Trajectories that a service failed, be it the reward's, are returned too, with
-        stop reason INFRASTRUCTURE and without a reward.
+        trajectory's key, turn). Only a branching sampler (see ``rollout.samplers.branching``) may number them
+        differently, and give the last rows of a group to other forks, when latencies change. A task's group is its id;
+        a second occurrence in ``tasks`` is the group "id#2". Trajectories that a service failed, the reward's
+        included, are returned too, with stop reason INFRASTRUCTURE and without a reward.
 
         Args:
             on_progress: called in this thread with (finished, expected) after each trajectory.
-            sampler: in the place of the system's own (evaluations take independent trajectories).
+            sampler: instead of the system's own (evaluations take independent trajectories).
             advise: put the system's skills, if it has any, into the prompts.
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
@@ -212,7 +216,7 @@ class RolloutSystem:
                 yield trajectory
         finally:
             if not task.done():
-                self._loop.call_soon_threadsafe(task.cancel)
+                self._running_thread.call(task.cancel)
                 while finished.get() is not None:  # every trajectory has let go of the engine and its tools
                     pass
         _raise_first_error(task)
@@ -229,7 +233,7 @@ class RolloutSystem:
         """``rollout``, to be awaited in the system's own event loop (``background``).
 
         Args:
-            batch: of those under way at once the lower ones come first; a number from 0.
+            batch: of those in flight at once the lower ones come first; a number from 0.
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
         finished: list[Trajectory] = []
@@ -239,12 +243,10 @@ class RolloutSystem:
             raise _first(error) from None
         return sorted(finished, key=lambda t: (order[t.group], t.index))
 
-    def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False
-    ) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False) -> None:
         """Replace the engine's weights. ``tensors`` is consumed in this thread, one at a time and to its end, even if
         the engine refuses them: gathering sharded weights is collective, and other ranks wait for this one. What is
-        under way ends first, or goes on with the new weights (option ``in_flight``).
+        in flight ends first, or goes on with the new weights (option ``in_flight``).
 
         With several ranks a collective: all return when all engines, or the servers that ranks share, hold the weights.
 
@@ -254,12 +256,11 @@ class RolloutSystem:
         Raises ValueError if a name, a shape or a checksum does not fit; an engine that refuses keeps its weights.
         """
         self.start()
-        options = {"checksum": True} if checksum else {}
         if self.in_flight == "continue":
-            push(self.engine, self._submit, tensors, version, options | {"between_steps": True})
+            push(self.engine, self._submit, tensors, version, checksum, between_steps=True)
         else:
-            with self._nothing_under_way():
-                push(self.engine, self._submit, tensors, version, options)
+            with self._nothing_in_flight():
+                push(self.engine, self._submit, tensors, version, checksum)
         self._policy_version = version
 
     def probe(self, text: str, max_new_tokens: int) -> tuple[list[int], dict[str, Generation]]:
@@ -276,21 +277,19 @@ class RolloutSystem:
     @property
     def shares_engine(self) -> bool:
         """Whether other ranks sample from the same servers."""
-        return getattr(self.engine, "shared_by_ranks", False)
+        return is_shared(self.engine)
 
     def close(self) -> None:
         """Close tools, reward and engine, end the thread. Idempotent; a later use starts all again (see
         ``policy_version``)."""
         with self._lock:
-            if self._loop is None:
+            if self._thread is None:
                 return
             try:
                 self._submit(self._close()).result()
             finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
-                self._loop = self._thread = None
+                self._thread.stop()
+                self._thread = None
                 self._policy_version = 0
 
     async def _start(self) -> None:
@@ -302,16 +301,16 @@ class RolloutSystem:
         await self.engine.start()
 
     @contextmanager
-    def _nothing_under_way(self) -> Iterator[None]:
+    def _nothing_in_flight(self) -> Iterator[None]:
         """For the caller's thread: entered when all groups that have begun are done; no other begins meanwhile."""
-        loop, update, began = self._loop, self._gate.update(), time.monotonic()
+        thread, update, began = self._running_thread, object(), time.monotonic()
         try:
-            loop.call_soon_threadsafe(update.close)
-            self._submit(self._gate.idle()).result()
+            thread.call(lambda: self._admission.close(update))
+            self._submit(self._admission.idle()).result()
             self.waited_s += time.monotonic() - began
             yield
         finally:  # also after Ctrl-C, wherever it comes
-            loop.call_soon_threadsafe(update.reopen)
+            thread.call(lambda: self._admission.reopen(update))
 
     async def _close(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -324,8 +323,14 @@ class RolloutSystem:
                 stack.push_async_callback(self.reward.close)
             stack.push_async_callback(self.environment.close)
 
-    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    @property
+    def _running_thread(self) -> EventLoopThread:
+        if self._thread is None:
+            raise RuntimeError("the rollout system is closed")
+        return self._thread
+
+    def _submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return self._running_thread.submit(coroutine)
 
     async def _roll_out(
         self,
@@ -339,10 +344,9 @@ class RolloutSystem:
         """``batch``: lower ones come first; -1 is whatever somebody waits for in ``stream``."""
 
         async def sample(position: int, task: Task, group: str) -> None:
-            place = (batch, position)
-            loop, places, reward = self.agent_loop, self._places, self.reward
-            with self._gate.group() as gate:
-                one = PromptGroup(loop, places, reward, task, group, place, request, deliver, gate)
+            loop, slots, reward, priority = self.agent_loop, self._slots, self.reward, (batch, position)
+            with self._admission.group() as admission:
+                one = PromptGroup(loop, slots, reward, task, group, priority, request, deliver, admission)
                 made = await sampler.sample(one, n)
             if [t.index for t in made] != list(range(n)):
                 raise RuntimeError(
@@ -353,6 +357,27 @@ class RolloutSystem:
         async with asyncio.TaskGroup() as running:
             for position, (task, group) in enumerate(zip(tasks, group_names(tasks), strict=True)):
                 running.create_task(sample(position, task, group))
+
+
+class EventLoopThread:
+    """An asyncio event loop in a daemon thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have the loop call ``function`` soon."""
+        self.loop.call_soon_threadsafe(function)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
 
 def warn_of_early_ends(budgets: Budgets) -> None:
@@ -377,7 +402,7 @@ async def _launch(work: Coroutine[Any, Any, None], on_done: Callable[[], None]) 
 def _raise_first_error(task: asyncio.Task[None]) -> None:
     """Nothing if the task went well; else the error that ended it, without the groups around it."""
     if task.cancelled():
-        raise RuntimeError("the rollout system was closed while trajectories were under way")
+        raise RuntimeError("the rollout system was closed while trajectories were in flight")
     if (error := task.exception()) is not None:
         raise _first(error)
 

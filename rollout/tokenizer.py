@@ -1,4 +1,4 @@
-"""Loading the tokenizer that a model folder holds."""
+"""Loading the tokenizer of a model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types that travel from the agent loop to the gradient.
+"""Trajectories and what they are made of: tasks, turns, actions, calls, rewards.
 
 A trajectory is one token sequence, exactly as the engine saw it::
 
@@ -17,9 +17,10 @@ Where a protocol writes a prompt of its own for every turn (a window of history,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from rollout.versions import Runs, runs_of
 
@@ -78,7 +79,7 @@ class Task:
     gold_passages: tuple[tuple[str, str], ...] = ()  # (title, text) per hop, in order; for ARCap's probes
     metadata: dict[str, Any] = field(default_factory=dict)  # e.g. {"hops": 2, "split": "unseen"}
     prompt: tuple[tuple[str, str], ...] = ()  # (role, content): the data set's own wording, for ``template: dataset``
-    skills: str = ""  # advice that whoever reads the task is given besides; protocols put it into the user's turn
+    skills: str = ""  # further advice for the model that reads the task; protocols put it into the user's turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +149,11 @@ class Turn:
     policy_version: int  # of its last token
     observation_end: int  # == end when nothing followed; observation is [end, observation_end)
     observation_truncated: bool = False  # or its own prompt had to leave history out
-    # Mean entropy (nats) of the distributions its first tokens were drawn from, one figure per turn; None where the
-    # engine was not asked for top log-probs. See rollout.entropy.
+    # Mean entropy (nats) of the distributions its first tokens were drawn from, one number per turn; None where the
+    # engine was not asked for top log-probs. See rollout.samplers.entropy.
     entropy: float | None = None
-    # Of the decision taken at its beginning whether the trajectory forks there (rollout.branching); None: none was.
+    # Of the decision taken at its beginning whether the trajectory forks there (rollout.samplers.branching); None: no
+    # decision was taken.
     branch_probability: float | None = None
     # What it was sampled after, where that is not the trajectory's prompt and all that followed; see module docstring.
     prompt_ids: tuple[int, ...] | None = None
@@ -178,6 +180,31 @@ class Fork:
 
     parent: int  # index within the group
     at: int  # response offset: [0, at) is shared with the parent
+
+
+class TrajectoryPrefix(Protocol):
+    """What a branch can be made of: a finished ``Trajectory``, or one that is being sampled."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+    @property
+    def response_ids(self) -> Sequence[int]: ...
+    @property
+    def loss_mask(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+    @property
+    def turns(self) -> Sequence[Turn]: ...
+    @property
+    def calls(self) -> Sequence[ToolCall]: ...
+    @property
+    def fork(self) -> Fork | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +235,9 @@ class Trajectory:
     tokens_computed: int | None = None
     episode: Trajectory | None = None  # of a row: the whole that it was taken from (never stored)
     row: int | None = None  # of a row: its turn's index in the episode
-    # In the rollout batch of all ranks, where groups have changed ranks since (data_modules.balance); never stored.
-    place: int | None = None
+    # Its position in the rollout batch of all ranks, where groups have changed ranks since
+    # (data_modules.loading.token_balance); never stored.
+    batch_index: int | None = None
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)

@@ -1,4 +1,4 @@
-"""Which weights sampled which token, where an update came in between: runs of (policy version, tokens), in order.
+"""Policy versions by token, where a weight update came in the middle: runs of (policy version, tokens), in order.
 
 Empty runs mean that one version sampled everything, which is then named beside them (``policy_version``).
 """

@@ -8,10 +8,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 VENV=.venv
-PYTHON=${PYTHON:-python3.11}
 STAMP=$VENV/.setup-stamp
 TORCH=$(grep '^torch==' constraints.txt)
-CUDA_PINS='torch|transformers|numpy|lightning|jsonargparse|omegaconf|deepspeed|peft|accelerate|faiss-cpu|pyjnius|mlflow|polars|math-verify'
+CUDA_PINS='torch|transformers|numpy|lightning|jsonargparse|omegaconf|deepspeed|peft|accelerate|faiss-cpu|pyjnius|mlflow|polars|math-verify|ruff|pyright|import-linter|grimp'
 
 fail() {
     printf '\nset-up stopped: %s\n' "$1" >&2
@@ -28,11 +27,8 @@ if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$KEY" ] && [ -x "$VENV/bin/python" 
     exit 0
 fi
 
-command -v "$PYTHON" >/dev/null || fail "no $PYTHON found. Install Python 3.11, or name it: make setup PYTHON=/path/to/python3.11"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
-    fail "$PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 is needed (vLLM and pyserini have builds for it)"
-"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "$PYTHON cannot make virtual environments; on Debian and Ubuntu: apt-get install python3.11-venv"
+. scripts/find_python.sh
+find_python
 command -v gcc >/dev/null || fail "no gcc found (pyjnius and vLLM may compile a little). On Debian and Ubuntu: apt-get install gcc"
 free_gb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
 need_gb=$([ $BUILD = cuda ] && echo 15 || echo 5)

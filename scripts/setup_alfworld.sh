@@ -9,7 +9,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 VENV=.venv-alfworld
-PYTHON=${PYTHON:-python3.11}
 STAMP=$VENV/.setup-stamp
 PINS='alfworld==0.4.2 textworld==1.7.0 fast-downward-textworld==20.6.4'
 
@@ -24,11 +23,8 @@ if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$KEY" ] && [ -x "$VENV/bin/python" 
     exit 0
 fi
 
-command -v "$PYTHON" >/dev/null || fail "no $PYTHON found. Install Python 3.11, or name one: make alfworld PYTHON=/path/to/python3.11"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
-    fail "$PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 is needed (what was tested with ALFWorld)"
-"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "$PYTHON cannot make virtual environments; on Debian and Ubuntu: apt-get install python3.11-venv"
+. scripts/find_python.sh
+find_python
 for tool in cmake g++ make; do
     command -v $tool >/dev/null ||
         fail "no $tool found (ALFWorld's planner is compiled). On Debian and Ubuntu: apt-get install cmake g++ make"

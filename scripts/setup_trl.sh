@@ -9,7 +9,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 VENV=.venv-trl
-PYTHON=${PYTHON:-python3.11}
 STAMP=$VENV/.setup-stamp
 PINS='trl==1.16.0 accelerate==1.15.0 datasets==5.2.0'
 
@@ -24,11 +23,8 @@ if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$KEY" ] && [ -x "$VENV/bin/python" 
     exit 0
 fi
 
-command -v "$PYTHON" >/dev/null || fail "no $PYTHON found. Install Python 3.11, or name one: make trl PYTHON=/path/to/python3.11"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
-    fail "$PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 is needed (as in .venv)"
-"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "$PYTHON cannot make virtual environments; on Debian and Ubuntu: apt-get install python3.11-venv"
+. scripts/find_python.sh
+find_python
 free_gb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
 [ -d "$VENV" ] || [ "$free_gb" -ge 3 ] ||
     fail "$free_gb GiB free here, about 3 GiB are needed (and some 6 more where pip takes torch's CUDA build)"

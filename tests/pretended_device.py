@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 
-
 class _Backend(_DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -98,7 +97,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*plain_args, **plain)
     if func._schema.is_mutable:
         written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-        changed = [x for x, is_written in zip(args, written) if is_written]
+        changed = [x for x, is_written in zip(args, written, strict=False) if is_written]
         changed += [kwargs[a.name] for a in func._schema.arguments if a.is_out]
         if isinstance(result, torch.Tensor) and changed:
             return changed[0]

@@ -1,5 +1,5 @@
-"""What both sides are given: a case, the prompts, and completions for cases that do not generate. No torch here: the
-two sides live in different environments and share files."""
+"""Inputs of both sides: a case, the prompts, and completions for cases that do not generate. No torch here: the two
+sides live in different environments and share files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class Case:
     beta: float = 1.0  # of the generalised JSD: 0 forward KL, 1 reverse KL
     max_grad_norm: float = 1.0  # 0: no clipping
     lr: float = LEARNING_RATE
-    engine: str = "transformers"  # ours alone: what generates
     compact: bool = False  # TRL alone: apply the output matrix to completion tokens only, as its CUDA path does
     return_memory: bool = False  # give freed blocks back at once, so that the peak counts live tensors
     gradient: str | None = None  # file for the last step's gradient and the weights after it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -9,21 +10,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import transformers
 from safetensors.torch import save_file
 
-import lightning as L
 from benchmarks.against_trl import serving
 from benchmarks.against_trl.cases import BETAS, Case, Inputs, reward
 from benchmarks.against_trl.inputs import QUESTIONS, OneTurn, prepare
-from callbacks.weight_sync import WeightSync
+from callbacks.training.weight_sync import WeightSync
 from data_modules.rollout_data_module import RolloutDataModule
-from lightning_modules.cold_start_kd import ColdStartKD
-from lightning_modules.grpo import GRPO
-from lightning_modules.policy_module import PolicyModule
-from rollout.engines.base import Engine
-from rollout.engines.transformers_engine import TransformersEngine
+from lightning_modules.algorithms.cold_start_kd import ColdStartKD
+from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.training.policy_module import PolicyModule
 from rollout.engines.vllm_engine import VLLMEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.system import RolloutSystem
@@ -59,9 +58,9 @@ class Clock(L.Callback):
         now = time.perf_counter(), self.cpu(trainer)
         seconds, cpu = now[0] - self.ended[0], now[1] - self.ended[1]
         self.rows.append({"seconds": seconds, "cpu": cpu, "training": training, "tokens": self.tokens})
-        figures = trainer.callback_metrics
-        self.loss = float(figures.get("train/loss_policy", figures.get("train/loss", 0.0)))
-        self.clipped = float(figures.get("train/clip_fraction", 0.0))
+        metrics = trainer.callback_metrics
+        self.loss = float(metrics.get("train/loss_policy", metrics.get("train/loss", 0.0)))
+        self.clipped = float(metrics.get("train/clip_fraction", 0.0))
         self.ended = now
 
     @staticmethod
@@ -120,17 +119,11 @@ def given_batch(case: Case, inputs: Inputs) -> list[Trajectory]:
     return found
 
 
-def make_engine(case: Case, folder: Path, inputs: Inputs) -> Engine:
-    student = str(folder / case.model)
-    if case.engine == "vllm":
-        return VLLMEngine(student, max_length=inputs.longest, max_num_seqs=inputs.rows)
-    return TransformersEngine(student, slots=inputs.rows, max_length=inputs.longest)
-
-
 def make_data(case: Case, folder: Path, inputs: Inputs) -> RolloutDataModule:
+    student = str(folder / case.model)
     rollouts = RolloutSystem(
-        make_engine(case, folder, inputs),
-        OneTurn(str(folder / case.model), template="short"),
+        VLLMEngine(student, max_length=inputs.longest, max_num_seqs=inputs.rows),
+        OneTurn(student, template="short"),
         QuestionAnswering({}),
         EvenIds(),
         max_turns=0,
@@ -165,4 +158,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     packages = {"lightning": L, "torch": torch, "transformers": transformers}
-    serving.serve({"measure": serving.with_peak(measure), "prepare": prepare}, {name: package.__version__ for name, package in packages.items()})
+    serving.serve(
+        {"measure": functools.partial(serving.with_peak, measure), "prepare": prepare},
+        {name: package.__version__ for name, package in packages.items()},
+    )

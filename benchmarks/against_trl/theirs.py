@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -47,8 +48,8 @@ class Clock(TrainerCallback):
             return
         now = time.perf_counter(), time.process_time()
         seconds, cpu = now[0] - self.began[0], now[1] - self.began[1]
-        figures = {"seconds": seconds, "cpu": cpu, "training": cpu - self.elsewhere}
-        self.rows.append(figures | {"tokens": float(self.tokens)})
+        metrics = {"seconds": seconds, "cpu": cpu, "training": cpu - self.elsewhere}
+        self.rows.append(metrics | {"tokens": float(self.tokens)})
         self.began, self.elsewhere = now, 0.0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,4 +188,7 @@ if __name__ == "__main__":
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is experimental; it warns each time
     transformers.logging.set_verbosity_error()
     packages = {"trl": trl, "torch": torch, "transformers": transformers, "accelerate": accelerate}
-    serving.serve({"measure": serving.with_peak(measure)}, {name: package.__version__ for name, package in packages.items()})
+    serving.serve(
+        {"measure": functools.partial(serving.with_peak, measure)},
+        {name: package.__version__ for name, package in packages.items()},
+    )

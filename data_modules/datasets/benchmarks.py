@@ -1,5 +1,5 @@
-"""Readers for the evaluation sets of ARPO (specs/arpo.md section 7) and SOD (specs/sod.md section 4.5), in their
-published field names.
+"""Readers for the evaluation sets of ARPO (docs/papers/arpo.md section 7) and SOD (docs/papers/sod.md section 4.5), in
+their published field names.
 
 =====================================================================  =============  =================================
 set                                                                    question       answer
@@ -25,11 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_modules.datasets.files import DatasetError, read_rows, refuse_rows
+from data_modules.datasets.benchmark_names import BENCHMARKS
+from data_modules.datasets.files import DatasetError, read_rows, refuse_rows, spread
 from data_modules.datasets.ground_truths import read_letter
 from data_modules.datasets.livecodebench import read_problems
-from data_modules.datasets.references import BENCHMARKS
-from data_modules.loaders import spread
 from rollout.rewards.arpo import MATH_SOURCES
 from rollout.trajectory import Task
 
@@ -38,7 +37,7 @@ QUESTION_FIELDS = ("question", "problem", "Question", "Problem")
 ANSWER_FIELDS = ("answer", "Answer")
 LETTER_FIELDS = ("solution", *ANSWER_FIELDS)
 SOLUTION_MARKER = "####"  # gsm8k: the answer is what follows it
-# Reported beside the figures, where a set has them: GAIA's and LiveCodeBench's difficulty, MATH's level and subject,
+# Reported beside the metrics, where a set has them: GAIA's and LiveCodeBench's difficulty, MATH's level and subject,
 # GPQA's domain. A hint is for the teacher of self-distillation.
 DETAILS = {
     "level": "level", "Level": "level", "subject": "subject", "domain": "domain", "difficulty": "difficulty",
@@ -100,19 +99,18 @@ def _column(path: Path, rows: Sequence[dict[str, Any]], what: str, fields: Seque
 
 def _questions(path: Path, rows: Sequence[dict[str, Any]], column: str) -> list[str]:
     values = [row.get(column) for row in rows]
-    wrong = [i for i, value in enumerate(values) if not isinstance(value, str) or not value.strip()]
+    texts = [value.strip() if isinstance(value, str) else "" for value in values]
+    wrong = [i for i, text in enumerate(texts) if not text]
     refuse_rows(path, len(rows), wrong, f"no text in column '{column}' (the question)")
-    return [value.strip() for value in values]
+    return texts
 
 
-def _answers(
-    path: Path, rows: Sequence[dict[str, Any]], column: str, name: str, ability: str
-) -> list[tuple[str, ...]]:
+def _answers(path: Path, rows: Sequence[dict[str, Any]], column: str, name: str, ability: str) -> list[tuple[str, ...]]:
     values = [row.get(column) for row in rows]
     if name == "gsm8k":
         wrong = [i for i, value in enumerate(values) if not isinstance(value, str) or SOLUTION_MARKER not in value]
         refuse_rows(path, len(rows), wrong, f"no '{SOLUTION_MARKER}' before the answer in column '{column}'")
-        values = [value.rpartition(SOLUTION_MARKER)[2] for value in values]
+        values = [str(value).rpartition(SOLUTION_MARKER)[2] for value in values]
     if ability == "choice":
         letters = [read_letter(value) for value in values]
         wrong = [i for i, letter in enumerate(letters) if letter is None]

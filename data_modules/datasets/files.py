@@ -1,10 +1,10 @@
-"""Data files at rest: reading with one kind of error, writing in one step."""
+"""Reads and writes data files; every fault of a file is a DatasetError."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,32 @@ def refuse_faults(path: Path, faults: Sequence[str | None], advice: str = "") ->
             f"{path}: {sum(map(len, kinds.values()))} of {len(faults)} rows are not as they should be (counted from "
             f"0): {_said(kinds)}; correct or remove them{advice}"
         )
+
+
+def refuse_lines(path: Path, unit: str, faults: Mapping[int, str], advice: str = "") -> None:
+    """Raises DatasetError with every faulty line (or other ``unit``, counted from 1), by what is wrong, if there are
+    any; ``advice`` ends the message."""
+    kinds: dict[str, list[int]] = {}
+    for line, fault in sorted(faults.items()):
+        kinds.setdefault(fault, []).append(line)
+    said = [f"{unit}{'s' if len(lines) > 1 else ''} {ranges(lines)} with {fault}" for fault, lines in kinds.items()]
+    if said:
+        raise DatasetError(f"{path}: {len(faults)} {unit}s cannot be used: {'; '.join(said)}; correct them{advice}")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, for a message.
+
+    >>> ranges([2, 4, 5, 6, 9])
+    '2, 4-6, 9'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def said_faults(faults: Sequence[str | None]) -> str:
@@ -157,3 +183,14 @@ def expand(paths: Sequence[str]) -> list[Path]:
         else:
             files.append(require_file(path))
     return files
+
+
+def spread(items: Sequence[Any], limit: int | None) -> list[Any]:
+    """At most ``limit`` items, evenly spaced over the whole (files are often sorted by data source).
+
+    >>> spread("abcdefgh", 3)
+    ['a', 'c', 'f']
+    """
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[i * len(items) // limit] for i in range(limit)]

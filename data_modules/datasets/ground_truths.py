@@ -1,4 +1,4 @@
-"""What a row is judged by: gold answers or the tests of a program, and which of the two its ability is."""
+"""Ground truth of a row: its gold answers or the tests of its program, and its ability (math, choice, code, qa)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.rewards.code_tests import check_tests
+from rollout.rewards.code.solution_tests import check_tests
 
 TEST_FIELDS = ("inputs", "outputs", "fn_name", "test_code", "entry_point", "import_prefix")
 ABILITIES = ("math", "choice", "code", "qa")  # what rewards tell apart; another value of a column says nothing to them
@@ -125,7 +125,8 @@ def read_letter(value: Any) -> str | None:
 
 def ability_of(named: str | None, source: str, answers: Sequence[str], tests: dict[str, Any] | None) -> str | None:
     """ "math", "choice", "code", "qa", or None where nothing says: by the tests, else by the file's own word for it
-    (any case), else by the data source (those of Open-AgentRL and of SOD's evaluation, specs/sod.md section 4.5)."""
+    (any case), else by the data source (those of Open-AgentRL and of SOD's evaluation, docs/papers/sod.md section
+    4.5)."""
     name, source = (named or "").strip().lower(), source.lower()
     if tests is not None or name in ABILITIES:
         return "code" if tests is not None else name

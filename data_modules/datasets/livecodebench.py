@@ -1,4 +1,4 @@
-"""LiveCodeBench in both of its shapes: the official files, and the file that SOD is evaluated on.
+"""Reads LiveCodeBench: the official files, and the file that SOD is evaluated on.
 
 =========  ================  ==============================================================================
 shape      question          tests
@@ -8,8 +8,8 @@ SOD        problem           reward_model.ground_truth.inputs and .outputs, rewa
 =========  ================  ==============================================================================
 
 SOD's file does not say which tests are public, and the released code prints all of them in the prompt
-(specs/sod.md section 6), so that its figure is the accuracy on tests that the model has read. Here at most the first
-two may be shown, and at least one stays hidden.
+(docs/papers/sod.md section 6), so that its score is the accuracy on tests that the model has read. Here at most the
+first two may be shown, and at least one stays hidden.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def unpacked(text: str) -> str:
     texts = [argument for name, argument in opcodes if name in _TEXT_OPCODES]
     if len(texts) != 1 or not all(name in _TEXT_OPCODES | _OTHER_OPCODES for name, _ in opcodes):
         raise ValueError("packed tests that are a pickle of something else than one text; it was not loaded")
-    return texts[0]
+    return str(texts[0])
 
 
 def _json(name: str, value: Any, kind: type) -> Any:

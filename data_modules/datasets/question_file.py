@@ -1,22 +1,22 @@
-"""One question file as tasks."""
+"""Reads one question file into tasks, row by row, so that a message can say which rows are wrong."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import polars as pl
 
-from data_modules.datasets.files import DatasetError, refuse_faults, said_faults
+from data_modules.datasets.files import DatasetError, read_parquet, refuse_faults, refuse_lines, said_faults
 from data_modules.datasets.ground_truths import TEST_FIELDS, GroundTruth, ability_of, read_truth
-from data_modules.datasets.parquet_columns import ParquetColumns, fields_of, is_records, is_strings
-from rollout.environments.base import WORLDS
+from data_modules.datasets.own_questions import OwnRows, read_own
 from rollout.protocols.boxed import BROKEN_BOX, mended
 from rollout.rewards.answers import choice_letter
-from rollout.rewards.code_tests import check_tests
+from rollout.rewards.code.solution_tests import check_tests
 from rollout.trajectory import Task
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 QUESTION_MARKER = "Question:"
 
 FaultyRows = Literal["refuse", "drop"]
+NO_ANSWER = "no gold answer"
+OF_A_WORLD = ". The class of a world that scores its episodes, whose tasks need no answer, says scores_itself = True"
 ADVICE = ", or leave them out with faulty_rows: drop"
 
 STRINGS = pl.List(pl.String)
@@ -41,74 +43,129 @@ SCHEMA = {
 }
 
 
-class QuestionFile(ParquetColumns):
-    """Reads the columns that ``questions.py`` documents; its errors are those of ``questions.load_tasks``."""
+class RowFault(ValueError):
+    """Why a row cannot be used, as a message says it: "3 rows with <fault>"."""
 
-    expected_columns = tuple(SCHEMA)
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._faults: list[str | None] = [None] * self._frame.height  # the first one of each row
-        truth = self._inner("reward_model", "ground_truth")
-        fields = set() if truth is None else fields_of(truth.dtype)
+class QuestionFile:
+    """Reads the columns that ``questions.py`` documents; its errors are those of ``questions.load_tasks``.
+
+    Args:
+        columns: for a file of another shape, our columns by the file's own names (see ``own_questions``); None: parquet
+            with our names.
+    """
+
+    def __init__(self, path: Path, columns: Mapping[str, str] | None = None) -> None:
+        self._path = path
+        self._own: OwnRows | None = None
+        if columns is None:
+            frame = read_parquet(path)
+            if frame.is_empty():
+                raise DatasetError(f"{path}: the file has no rows")
+            self._columns, self._rows = frame.columns, frame.to_dicts()
+        else:
+            self._own = read_own(path, columns)
+            self._columns, self._rows = self._own.columns, self._own.rows
+            if not self._rows:
+                refuse_lines(path, self._own.unit, self._own.unreadable)
+        truths = [
+            row["reward_model"].get("ground_truth") for row in self._rows if isinstance(row.get("reward_model"), dict)
+        ]
+        fields = {field for truth in truths if isinstance(truth, dict) for field in truth}
         # verl's schema without Search-R1's columns: nothing but the prompt says what is asked.
         self._bare = (
-            not {"id", "question", "golden_answers"} & set(self._frame.columns)
-            and truth is not None
+            not {"id", "question", "golden_answers"} & set(self._columns)
+            and any(truth is not None for truth in truths)
             and ("target" not in fields or not fields.isdisjoint(TEST_FIELDS))
         )
+        self._question_in = self._find_question()
+        if not {"golden_answers", "reward_model"} & set(self._columns):
+            raise self._missing("golden_answers", "reward_model.ground_truth.target")
+        if "data_source" not in self._columns:
+            raise self._missing("data_source")
 
-    def tasks(self, faulty_rows: FaultyRows = "refuse") -> list[Task]:
+    def tasks(self, faulty_rows: FaultyRows = "refuse", answers: bool = True) -> list[Task]:
         """The rows as tasks. Those with a fault are refused, all kinds of faults in one message, or dropped, which is
-        logged; ids do not depend on that."""
-        ids, questions, truths, metadata = self._ids(), self._questions(), self._truths(), self._metadata()
-        sources, passages, prompts = self._data_sources(), self._passages(), self._prompts()
-        named = self._abilities()
-        tasks = []
-        for place, (truth, own) in enumerate(zip(truths, metadata, strict=True)):
-            if self._faults[place] is not None:
-                continue
-            if truth.tests is not None:
-                own = {"tests": truth.tests, **own}
-            ability = own.get("ability") or ability_of(named[place], sources[place], truth.answers, own.get("tests"))
-            details = {"ability": ability, **own} if ability else own
-            self._faults[place] = truth.fault or _fault(truth, details)
-            given = (ids[place], questions[place], truth.answers, sources[place], passages[place])
-            if self._faults[place] is None:
-                tasks.append(Task(*given, details, prompts[place]))
-        if faulty_rows == "refuse":
-            refuse_faults(self._path, self._faults, ADVICE)
-        elif faults := said_faults(self._faults):
-            total = self._frame.height
+        logged; ids do not depend on that. ``answers``: a row without a gold answer or tests is at fault."""
+        tasks, faults = self._checked(answers)
+        if self._own is not None:
+            self._report_lines(self._own, faults, faulty_rows if tasks else "refuse")
+        elif faulty_rows == "refuse":
+            refuse_faults(self._path, faults, ADVICE + (OF_A_WORLD if NO_ANSWER in faults else ""))
+        elif said := said_faults(faults):
+            total = len(self._rows)
             if not tasks:
-                raise DatasetError(f"{self._path}: none of {total} rows is as it should be: {faults}")
+                raise DatasetError(f"{self._path}: none of {total} rows is as it should be: {said}")
             left_out = total - len(tasks)
-            logger.warning("%s: %d of %d rows are left out (counted from 0): %s", self._path, left_out, total, faults)
+            logger.warning("%s: %d of %d rows are left out (counted from 0): %s", self._path, left_out, total, said)
+        broken = sum(BROKEN_BOX in m["content"] for row in self._rows for m in _messages(row) if m.get("content"))
+        if broken:
+            logger.warning(
+                "%s: %d prompt messages hold a backspace before 'oxed', where '\\boxed' was meant; they are mended",
+                self._path, broken,
+            )  # fmt: skip
         return tasks
 
-    def _refuse_rows(self, wrong: pl.Series, fault: str) -> None:
-        """Noted, not yet refused: what is read of these rows is not used."""
-        for row in wrong.fill_null(True).arg_true().to_list():
-            self._faults[row] = self._faults[row] or fault
+    def _checked(self, answers: bool) -> tuple[list[Task], list[str | None]]:
+        """The rows that can be used as tasks, and what is wrong with each row, None for nothing."""
+        tasks: list[Task] = []
+        faults: list[str | None] = []
+        first: dict[str, int] = {}  # of your own files, where an id stands; others may share ids between data sources
+        for number, (identity, row) in enumerate(zip(self._ids(), self._rows, strict=True)):
+            try:
+                task = self._task(identity, row, answers)
+                if self._own is not None and first.setdefault(task.id, number) != number:
+                    line = self._own.lines[first[task.id]]
+                    raise RowFault(f"the id {task.id!r}, which {self._own.unit} {line} has already")
+                tasks.append(task)
+                faults.append(None)
+            except RowFault as fault:
+                faults.append(str(fault))
+        return tasks, faults
+
+    def _report_lines(self, own: OwnRows, faults: Sequence[str | None], faulty_rows: FaultyRows) -> None:
+        """Refuses what is wrong with a file of your own shape, or logs it where it is dropped."""
+        found = own.unreadable | {line: fault for line, fault in zip(own.lines, faults, strict=True) if fault}
+        try:
+            refuse_lines(self._path, own.unit, found, ADVICE)
+        except DatasetError as error:
+            if faulty_rows == "refuse":
+                raise
+            logger.warning("left out: %s", error)
+
+    def _task(self, identity: Any, row: dict[str, Any], answers: bool) -> Task:
+        identity = _text(identity, "an id", "no id")
+        source = _text(row["data_source"], "a data_source", "no data source")
+        question = self._question(row)
+        metadata, passages, prompt = _metadata(row), _passages(row.get("gold_passages")), _prompt(row)
+        truth = _truth(row)
+        if truth.tests is not None:
+            metadata = {"tests": truth.tests, **metadata}
+        named = row.get("ability") if isinstance(row.get("ability"), str) else None
+        ability = metadata.get("ability") or ability_of(named, source, truth.answers, metadata.get("tests"))
+        metadata = {"ability": ability, **metadata} if ability else metadata
+        _check_truth(truth, metadata, answers)
+        return Task(identity, question, truth.answers, source, passages, metadata, prompt)
 
     # --- columns --------------------------------------------------------------------------------------------------
 
-    def _data_sources(self) -> list[str]:
-        return self._text("data_source", self._require("data_source"), "no data source")
+    def _missing(self, name: str, substitute: str | None = None) -> DatasetError:
+        near = difflib.get_close_matches(name, [c for c in self._columns if c not in SCHEMA], n=1, cutoff=0.5)
+        instead = f" (nor {substitute}, which would do instead)" if substitute else ""
+        hint = f"; did you mean to call column '{near[0]}' so?" if near else "."
+        if self._own is not None:
+            hint = f"; name yours with columns.{name}, as in --data.columns.{name} {near[0] if near else 'NAME'}."
+        return DatasetError(f"{self._path}: no column '{name}'{instead}{hint} The file has: {', '.join(self._columns)}")
 
-    def _ids(self) -> list[str]:
-        if "id" in self._frame.columns:
-            values = self._frame["id"]
-            if values.dtype.is_integer():
-                values = values.cast(pl.String)
-            return self._text("id", values, "no id")
-        indices = self._inner("extra_info", "index")
-        if indices is None:
+    def _ids(self) -> list[Any]:
+        if "id" in self._columns:
+            return [str(row["id"]) if isinstance(row["id"], int) else row["id"] for row in self._rows]
+        indices = [_extra(row, "index") for row in self._rows]
+        if all(index is None for index in indices):
             raise self._missing("id", "extra_info {index}")
-        sources, splits = self._data_sources(), self._inner("extra_info", "split")
-        prefixes = sources if splits is None else [own or name for own, name in zip(splits, sources, strict=True)]
-        rows = Counter(zip(sources, prefixes, indices, strict=True))
-        if any(index is None for _, _, index in rows) or len(rows) < len(sources):
+        sources = [str(row["data_source"] or "").strip() for row in self._rows]
+        prefixes = [_extra(row, "split") or source for row, source in zip(self._rows, sources, strict=True)]
+        if None in indices or len(set(zip(sources, prefixes, indices, strict=True))) < len(indices):
             logger.warning(
                 "%s: extra_info.index is missing or occurs twice in one data source; ids are made of row numbers",
                 self._path,
@@ -116,136 +173,123 @@ class QuestionFile(ParquetColumns):
             return [f"{source}_{self._path.stem}_{row}" for row, source in enumerate(sources)]
         return [f"{prefix}_{index}" for prefix, index in zip(prefixes, indices, strict=True)]
 
-    def _questions(self) -> list[str]:
-        if "question" in self._frame.columns:
-            return self._text("question", self._frame["question"], "an empty question")
-        own, prompt = self._inner("extra_info", "question"), self._optional("prompt")
-        if own is not None and (not self._bare or own.null_count() == 0):
-            return self._text("extra_info.question", own, "an empty extra_info.question")
-        if prompt is None:
+    def _find_question(self) -> Literal["question", "extra_info", "prompt"]:
+        if "question" in self._columns:
+            return "question"
+        own = [_extra(row, "question") for row in self._rows]
+        if any(own) and (not self._bare or all(own)):
+            return "extra_info"
+        if "prompt" not in self._columns or (self._own is not None and not any(map(_messages, self._rows))):
             raise self._missing("question", f"extra_info.question, nor the prompt's text after {QUESTION_MARKER!r}")
-        self._expect(prompt, "prompt", "a list of {role, content}", is_records("role", "content"))
-        texts = [_question_of(messages or [], whole=self._bare) for messages in prompt.to_list()]
+        return "prompt"
+
+    def _question(self, row: dict[str, Any]) -> str:
+        if self._question_in == "question":
+            return _text(row["question"], "a question", "an empty question")
+        if self._question_in == "extra_info":
+            return _text(_extra(row, "question"), "an extra_info.question", "an empty extra_info.question")
         fault = "no text in" if self._bare else f"no text after {QUESTION_MARKER!r} in"
-        return self._text("prompt", pl.Series(texts, dtype=pl.String), f"{fault} the prompt's last user turn")
-
-    def _truths(self) -> list[GroundTruth]:
-        """What each row is judged by: its ``golden_answers``, else its ``reward_model.ground_truth``."""
-        given, model = self._optional("golden_answers"), self._optional("reward_model")
-        if given is None and model is None:
-            raise self._missing("golden_answers", "reward_model.ground_truth.target")
-        truths = [GroundTruth()] * self._frame.height
-        if model is not None:
-            truths = [read_truth(value) for value in self._ground_truth(model).to_list()]
-        if given is None:
-            return truths
-        self._expect(given, "golden_answers", "a list of strings", is_strings)
-        golds = [tuple(v for v in values or () if v and v.strip()) for values in given.to_list()]
-        return [GroundTruth(own) if own else truth for own, truth in zip(golds, truths, strict=True)]
-
-    def _ground_truth(self, model: pl.Series) -> pl.Series:
-        truth = self._field(model, "reward_model", "ground_truth")
-        fields = fields_of(truth.dtype)
-        if truth.dtype == pl.String or ("target" not in fields and not fields.isdisjoint(TEST_FIELDS)):
-            return truth
-        target = self._field(truth, "reward_model.ground_truth", "target")
-        nothing = target.dtype == pl.Null and len(fields) > 1
-        if not nothing:
-            self._expect(target, "reward_model.ground_truth.target", "a list of strings", is_strings)
-        return truth
-
-    def _abilities(self) -> list[str | None]:
-        column = self._optional("ability")
-        return [None] * self._frame.height if column is None or column.dtype != pl.String else column.to_list()
-
-    def _passages(self) -> list[tuple[tuple[str, str], ...]]:
-        column = self._optional("gold_passages")
-        if column is None:
-            return [()] * self._frame.height
-        self._expect(column, "gold_passages", "a list of {title, text}", is_records("title", "text"))
-        rows = column.to_list()
-        broken = [any(p is None or p["title"] is None or not p["text"] for p in row or []) for row in rows]
-        self._refuse_rows(pl.Series(broken, dtype=pl.Boolean), "a gold passage without title or text")
-        return [
-            () if wrong else tuple((p["title"], p["text"]) for p in row or [])
-            for row, wrong in zip(rows, broken, strict=True)
-        ]
-
-    def _metadata(self) -> list[dict[str, Any]]:
-        """The metadata column's, with a hint for a teacher (OPSD) where a row has one."""
-        hints = self._optional("hint")
-        hints = self._inner("extra_info", "hint") if hints is None else hints
-        rows = self._own_metadata()
-        if hints is None:
-            return rows
-        self._expect(hints, "hint", "String", lambda d: d == pl.String)
-        return [
-            {**row, "hint": hint} if hint and hint.strip() else row for row, hint in zip(rows, hints, strict=True)
-        ]
-
-    def _own_metadata(self) -> list[dict[str, Any]]:
-        column = self._optional("metadata")
-        if column is None:
-            return [{} for _ in range(self._frame.height)]
-        self._expect(column, "metadata", "a JSON string or a struct", lambda d: isinstance(d, (pl.String, pl.Struct)))
-        if isinstance(column.dtype, pl.Struct):
-            plain = [f.name for f in column.dtype.fields if not f.dtype.is_nested()]
-            rows = column.to_list()
-            return [{name: row[name] for name in plain if row[name] is not None} if row else {} for row in rows]
-        parsed = [_json_object(text) for text in column.to_list()]
-        wrong = pl.Series([m is None for m in parsed], dtype=pl.Boolean)
-        self._refuse_rows(wrong, "metadata that is not a JSON object")
-        return [m or {} for m in parsed]
-
-    def _prompts(self) -> list[tuple[tuple[str, str], ...]]:
-        """Messages as (role, content); () where there are none, or the column holds something else: only the prompt
-        template ``dataset`` needs them, and says so."""
-        column = self._optional("prompt")
-        if column is None or not is_records("role", "content")(column.dtype):
-            return [()] * self._frame.height
-        rows = column.to_list()
-        broken = [any(m is None or not m["role"] or m["content"] is None for m in row or []) for row in rows]
-        self._refuse_rows(pl.Series(broken, dtype=pl.Boolean), "a prompt message without role or content")
-        rows = [[] if wrong else row for row, wrong in zip(rows, broken, strict=True)]
-        backspaces = sum(BROKEN_BOX in m["content"] for row in rows for m in row or [])
-        if backspaces:
-            logger.warning(
-                "%s: %d prompt messages hold a backspace before 'oxed', where '\\boxed' was meant; they are mended",
-                self._path, backspaces,
-            )  # fmt: skip
-        return [tuple((m["role"], mended(m["content"])) for m in row or []) for row in rows]
+        text = _question_of(_messages(row), whole=self._bare)
+        return _text(text, "a prompt", f"{fault} the prompt's last user turn")
 
 
-def _fault(truth: GroundTruth, metadata: dict[str, Any]) -> str | None:
-    """What would end a run hours later, when the first answer to this question is judged."""
-    ability, tests = metadata.get("ability"), metadata.get("tests")
-    if tests and tests is not truth.tests:  # of the metadata column
-        if not isinstance(tests, dict):
-            return f"metadata.tests that are {type(tests).__name__}, expected an object"
-        try:
-            check_tests(tests)
-        except ValueError as fault:
-            return f"faulty metadata.tests: {fault}"
-    if ability == "code" and not tests:
-        return "no tests, though they ask for a program"
-    if ability == "choice" and not all(choice_letter(gold) for gold in truth.answers):
-        return "a gold answer that names no letter, though they ask for a choice"
-    return None if truth.answers or tests or not set(WORLDS).isdisjoint(metadata) else "no gold answer"
+# ------------------------------------------------------------------------------------------------- values of one row
 
 
-def _question_of(messages: list[dict[str, str]], whole: bool) -> str:
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(item is None or isinstance(item, str) for item in value)
+
+
+def _text(value: Any, what: str, empty: str) -> str:
+    """Stripped. Raises RowFault ``empty`` where there is none, or that ``what`` is of another type."""
+    if value is not None and not isinstance(value, str):
+        raise RowFault(f"{what} that is {type(value).__name__}, expected text")
+    if not value or not value.strip():
+        raise RowFault(empty)
+    return value.strip()
+
+
+def _extra(row: dict[str, Any], field: str) -> Any:
+    extra = row.get("extra_info")
+    return extra.get(field) if isinstance(extra, dict) else None
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompt's; [] where there is none, or the column holds something else: only the prompt template ``dataset``
+    needs them, and says so."""
+    prompt = row.get("prompt")
+    if not isinstance(prompt, list):
+        return []
+    return prompt if all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt) else []
+
+
+def _question_of(messages: Sequence[dict[str, Any]], whole: bool) -> str:
     """The last user turn where it is ``whole``ly the question, or a system message says the rest (ARPO); else what
     follows the marker in it."""
     text = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None) or ""
     return text if whole or any(m["role"] == "system" for m in messages) else text.partition(QUESTION_MARKER)[2]
 
 
-def _json_object(text: str | None) -> dict[str, Any] | None:
-    """The object, {} for null, None for anything that is not a JSON object."""
-    if text is None or not text.strip():
-        return {}
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) else None
+def _prompt(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    messages = _messages(row)
+    if any(not m["role"] or m["content"] is None for m in messages):
+        raise RowFault("a prompt message without role or content")
+    return tuple((m["role"], mended(m["content"])) for m in messages)
+
+
+def _passages(value: Any) -> tuple[tuple[str, str], ...]:
+    passages = [p if isinstance(p, dict) else {} for p in value or ()]
+    if any(p.get("title") is None or not p.get("text") for p in passages):
+        raise RowFault("a gold passage without title or text")
+    return tuple((p["title"], p["text"]) for p in passages)
+
+
+def _metadata(row: dict[str, Any]) -> dict[str, Any]:
+    """The metadata column's, with a hint for a teacher (OPSD) where the row has one."""
+    value, hint = row.get("metadata"), row.get("hint", _extra(row, "hint"))
+    if isinstance(value, dict):  # a struct: its plain fields
+        found = {k: v for k, v in value.items() if v is not None and not isinstance(v, (dict, list))}
+    else:
+        try:
+            found = {} if value is None or value.strip() == "" else json.loads(value)
+        except (AttributeError, json.JSONDecodeError):
+            found = None
+    if not isinstance(found, dict):
+        raise RowFault("metadata that is not a JSON object")
+    if hint is not None and not isinstance(hint, str):
+        raise RowFault(f"a hint that is {type(hint).__name__}, expected text")
+    return {**found, "hint": hint} if hint and hint.strip() else found
+
+
+def _truth(row: dict[str, Any]) -> GroundTruth:
+    """What the row is judged by: its ``golden_answers``, else its ``reward_model.ground_truth``."""
+    golds, model = row.get("golden_answers"), row.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, dict) else None
+    for name, answers in (
+        ("golden_answers", golds),
+        ("reward_model.ground_truth.target", truth.get("target") if isinstance(truth, dict) else None),
+    ):
+        if answers is not None and not _is_strings(answers):
+            raise RowFault(f"{name} that are no list of strings")
+    own = tuple(gold for gold in golds or () if gold and gold.strip())
+    return GroundTruth(own) if own else read_truth(truth)
+
+
+def _check_truth(truth: GroundTruth, metadata: dict[str, Any], answers: bool) -> None:
+    """Raises RowFault for what would end a run hours later, when the first answer to this question is judged."""
+    if truth.fault:
+        raise RowFault(truth.fault)
+    ability, tests = metadata.get("ability"), metadata.get("tests")
+    if tests and tests is not truth.tests:  # of the metadata column
+        if not isinstance(tests, dict):
+            raise RowFault(f"metadata.tests that are {type(tests).__name__}, expected an object")
+        try:
+            check_tests(tests)
+        except ValueError as fault:
+            raise RowFault(f"faulty metadata.tests: {fault}") from fault
+    if ability == "code" and not tests:
+        raise RowFault("no tests, though they ask for a program")
+    if ability == "choice" and not all(choice_letter(gold) for gold in truth.answers):
+        raise RowFault("a gold answer that names no letter, though they ask for a choice")
+    if answers and not truth.answers and not tests:
+        raise RowFault(NO_ANSWER)

@@ -15,21 +15,23 @@ and two optional ones of ours: ``gold_passages`` list[struct{title, text}], one 
 JSON object as a string or a struct (of a struct only the plain fields are kept: released HotpotQA files carry all
 ten paragraphs of a question there).
 
-ARPO's RL files (specs/arpo.md section 5) are read too. They differ in ``reward_model.ground_truth``, which is the one
-gold answer itself, and hold the question in ``extra_info.question`` and as the bare user turn after a system message;
-of a prompt without a system message the question is what follows "Question:". Their system prompt was written with
-a backspace where "\\b" of "\\boxed" was meant; that is mended, and logged.
+ARPO's RL files (docs/papers/arpo.md section 5) are read too. They differ in ``reward_model.ground_truth``, which is the
+one gold answer itself, and hold the question in ``extra_info.question`` and as the bare user turn after a system
+message; of a prompt without a system message the question is what follows "Question:". Their system prompt was written
+with a backspace where "\\b" of "\\boxed" was meant; that is mended, and logged.
 
-So is SOD's (``Open-AgentRL-30K.parquet``, specs/sod.md section 4.5): data_source, prompt, ability, reward_model,
+So is SOD's (``Open-AgentRL-30K.parquet``, docs/papers/sod.md section 4.5): data_source, prompt, ability, reward_model,
 extra_info, and several abilities in one file. The question is the whole user turn, the id the data source with
 ``extra_info.index`` (with the row's number where the index does not tell rows apart). ``ground_truth`` is a gold
 answer, a JSON list of them, or the tests of a program, as a JSON object or a struct: {inputs, outputs[, fn_name]} or
 {test_code, entry_point, import_prefix}. They become ``metadata["tests"]`` (see ``ground_truths.read_tests``) and stand
-in no prompt. Such a task has no gold answer: exact match and F1 are 0 for it and mean nothing, its figure is the
+in no prompt. Such a task has no gold answer: exact match and F1 are 0 for it and mean nothing, its metric is the
 reward's part ``acc``. ``metadata["ability"]`` is "code" where there are tests, else what the ability column says (in
 upper or lower case), else what the data source is known for (``ground_truths.ability_of``).
 
 A column ``hint``, or ``extra_info.hint``, becomes ``metadata["hint"]``: what the teacher of OPSD is told.
+
+Files of your own shape (CSV, JSON lines, parquet with other names) are read with ``columns``, see ``own_questions``.
 
 Beside such files ``load_tasks`` takes the evaluation sets of ``benchmarks.py``, as ``name:path``.
 """
@@ -40,7 +42,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,12 @@ from rollout.trajectory import Task
 _NAMED = re.compile(r"(\w+):(.+)")  # also of a misspelt name, so that the message is about the name
 
 
-def load_tasks(path: str | Path | Sequence[str | Path], faulty_rows: FaultyRows = "refuse") -> list[Task]:
+def load_tasks(
+    path: str | Path | Sequence[str | Path],
+    faulty_rows: FaultyRows = "refuse",
+    answers: bool = True,
+    columns: Mapping[str, str] | None = None,
+) -> list[Task]:
     """Read one or several question files, in order.
 
     Ids are made unique: where the same id occurs more than once (Search-R1's merged files take ``train_0`` from every
@@ -63,7 +70,12 @@ def load_tasks(path: str | Path | Sequence[str | Path], faulty_rows: FaultyRows 
     Args:
         path: a parquet file, or several; ``name:path`` for an evaluation set, as "gsm8k:data/gsm8k.jsonl".
         faulty_rows: ``drop`` leaves out rows that cannot be used, and logs how many and why. Evaluation sets are never
-            cut: a figure on a part of them is another figure.
+            cut: a metric over a part of them is another metric.
+        answers: every row must have a gold answer or tests; False where the environment scores itself
+            (``RolloutSystem.needs_answers``).
+        columns: for files of another shape (CSV, JSON lines, JSON, parquet), our columns by the file's own names, as
+            {"question": "prompt"}, and {} where the names are ours: ids and the data source may be missing then, and
+            all faults are said by line, from 1. None: parquet files with the columns of this module.
 
     Raises:
         DatasetError: no such file, not a parquet file, a column is missing or has the wrong type, a row has no
@@ -74,14 +86,14 @@ def load_tasks(path: str | Path | Sequence[str | Path], faulty_rows: FaultyRows 
     paths = [str(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
     if not paths:
         raise DatasetError("no question file given; expected at least one parquet file")
-    return _unique([task for p in paths for task in _load(p, faulty_rows)], paths)
+    return _unique([task for p in paths for task in _load(p, faulty_rows, answers, columns)], paths)
 
 
-def _load(path: str, faulty_rows: FaultyRows) -> list[Task]:
+def _load(path: str, faulty_rows: FaultyRows, answers: bool, columns: Mapping[str, str] | None) -> list[Task]:
     named = _NAMED.fullmatch(path)
     if named and not Path(path).exists():
-        return load_benchmark(*named.groups())
-    return QuestionFile(Path(path)).tasks(faulty_rows)
+        return load_benchmark(named[1], named[2])
+    return QuestionFile(Path(path), columns).tasks(faulty_rows, answers)
 
 
 def write_tasks(path: str | Path, tasks: Iterable[Task], render: Callable[[Task], str] | None = None) -> None:

@@ -1,4 +1,5 @@
-r"""SOD's prompts for reasoning with a tool (specs/sod.md section 4.5): one user message per task, by its data source.
+r"""SOD's prompts for reasoning with a tool (docs/papers/sod.md section 4.5): one user message per task, by its data
+source.
 
 The meaning is that of recipe/demystify/reward.py, the words are ours. Mended here: the released code chooses by the
 first row of a file for all of it; here every task gets its own. Its answer format shows the answer in quotation marks
@@ -17,7 +18,7 @@ from typing import Any
 
 from data_modules.datasets.files import DatasetError
 from rollout.rewards.arpo import is_math
-from rollout.rewards.code_tests import public_tests
+from rollout.rewards.code.solution_tests import public_tests
 from rollout.trajectory import Task
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Files of tagged traces (ARPO's cold start): both published shapes, and a trace cut at its tool results."""
+"""Reads files of tagged traces (ARPO's cold start) in both published shapes, and cuts a trace at its tool results."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def _text(where: str, name: str, value: Any) -> str:
 def cut(output: str) -> list[Piece]:
     """The trace's pieces; their texts and observations, one after the other, are ``output``.
 
-    A rollout stops at every </search> and </python>, and the tool's answer follows, be the tag meant as a call or not.
-    So each must be followed by a result, and results stand nowhere else. Other tags in a result mean nothing.
+    A rollout stops at every </search> and </python>, and the tool's answer follows, whether the tag is meant as a call
+    or not. So each must be followed by a result, and results stand nowhere else. Other tags in a result mean nothing.
 
     Raises MalformedTrace.
     """

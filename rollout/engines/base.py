@@ -1,30 +1,34 @@
-"""The seam between the agent loop and whatever samples tokens."""
+"""Engine interface: sampling parameters, generations, and the protocol that every inference engine implements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pydantic import ConfigDict, with_config
+
+from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, TopK
 from rollout.versions import Runs
 
 if TYPE_CHECKING:
-    import torch
+    from rollout.engines.weights.files import WeightFiles
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """``temperature == 0`` is greedy. Log-probs are always those of the distribution that was sampled from
     (after temperature, before top-p/top-k truncation), except at temperature 0 where they are the raw ones."""
 
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    max_new_tokens: PositiveInt
+    temperature: NonNegativeFloat = 1.0
+    top_p: PositiveShare = 1.0
+    top_k: TopK = -1
     stop: tuple[str, ...] = ()  # generation ends with the token that completes one of these; the token is kept
-    stop_token_ids: tuple[int, ...] = ()  # usually the EOS ids; the token is kept
-    seed: int | None = None  # per request; same seed and weights -> same tokens
-    top_logprobs: int = 0  # k > 0: also return the k most likely tokens at each position (ARPO's entropy)
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()  # usually the EOS ids; the token is kept
+    seed: NonNegativeInt | None = None  # per request; same seed and weights -> same tokens
+    top_logprobs: NonNegativeInt = 0  # k > 0: also return the k most likely tokens at each position (ARPO's entropy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,11 @@ class Generation:
 
 
 class Engine(Protocol):
-    """Samples continuations. Safe to call concurrently from one event loop."""
+    """Samples continuations. Safe to call concurrently from one event loop.
+
+    An engine may say more of itself: ``max_length`` (given plus new tokens of a request, at most), and ``shared =
+    True`` where several ranks sample from the same one (`weights.push.SharedEngine`).
+    """
 
     async def start(self) -> None:
         """Load the model, spawn the process. Idempotent."""
@@ -50,16 +58,11 @@ class Engine(Protocol):
         """Continue ``token_ids``. Raises InfrastructureError if the engine has died."""
         ...
 
-    async def load_weights(
-        self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-        checksum: bool = False,
-        between_steps: bool = False,
-    ) -> None:
-        """Replace all weights (Hugging Face names), drop every prefix cache, set the policy version.
-        Raises ValueError, and changes nothing, if a name or shape does not fit, or, with ``checksum``, if what arrives
-        is not what was sent. With ``between_steps`` requests that are under way go on with the new weights."""
+    async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
+        """Replace all weights (Hugging Face names), drop every prefix cache, set the policy version. Requests in
+        flight finish on the old weights, later ones wait for the new; or, ``between_steps``, all go on with the new
+        weights from their next token. The files may be removed when this returns.
+        Raises ValueError, and changes nothing, if a name, a shape or a checksum does not fit."""
         ...
 
     async def close(self) -> None: ...

@@ -1,6 +1,6 @@
-"""An engine in a child process: spawned, never forked; dies with its parent; its death is an InfrastructureError.
+"""Base class of engines that run in a child process, spawned (never forked), which ends when the trainer ends.
 
-The child cannot re-seed the trainer, take its process group or its threads (architecture: "Decisions already taken").
+The child cannot re-seed the trainer, take its process group or its threads. Its death is an InfrastructureError.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from retrieval.ranges import PositiveInt
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.environment import child_environment
-from rollout.engines.weights import WeightFiles
+from rollout.engines.weights.files import WeightFiles
+from rollout.env_vars import child_environment
 from rollout.trajectory import InfrastructureError
-
-if TYPE_CHECKING:
-    import torch
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package `rollout`
 
 
 class EngineProcess:
-    """The parent's side of `worker.py`, and the common part of the engines: implements `base.Engine`.
+    """The trainer's side of `worker.py`; implements `base.Engine`.
 
-    All methods are safe to call from any event loop; `generate` may be called many times at once.
+    All methods may be called from any event loop; `generate` may be called many times at once.
     """
 
     def __init__(
@@ -41,8 +39,8 @@ class EngineProcess:
         backend: str,
         options: dict[str, Any],
         *,
-        max_length: int,
-        threads: int = 1,
+        max_length: PositiveInt,
+        threads: PositiveInt = 1,
         environment: dict[str, str] | None = None,
     ) -> None:
         """``backend``: dotted path of a class with the methods `worker.py` calls, built there with ``options``."""
@@ -51,13 +49,13 @@ class EngineProcess:
         self._backend, self._options, self._threads = backend, options, threads
         self._environment = environment or {}
         self.max_length = max_length
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._info: dict[str, Any] | None = None
         self._failure: str | None = None
         self._start_lock = threading.Lock()
         self._lock = threading.Lock()  # guards _pending and _loading against the reader thread
-        self._pending: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future]] = {}
-        self._loading: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self._pending: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self._loading: tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]] | None = None
         self._ids = itertools.count()
 
     @property
@@ -110,70 +108,26 @@ class EngineProcess:
             if abandoned:  # this task was cancelled: free the slot
                 self._outbox.put(("cancel", request_id))
 
-    async def load_weights(
-        self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-        checksum: bool = False,
-        between_steps: bool = False,
-    ) -> None:
-        """See `base.Engine.load_weights`. Requests under way finish on the old weights first, and requests that come
-        later wait for the new ones; or, ``between_steps``, all go on with the new ones from the next token on.
-        ``tensors`` is consumed in the calling thread (``between_steps``: in another one, since requests go on), each
-        tensor copied at once."""
-
-        async def write() -> WeightFiles:
-            if between_steps:
-                return await WeightFiles.write_in_thread(tensors, checksum)
-            return WeightFiles.write(tensors, checksum)
-
-        await self._load(write, version, WeightFiles.remove, between_steps)
-
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
-        """As `load_weights`, from files of safetensors that the child can read; they stay where they are."""
-
-        async def given() -> WeightFiles:
-            return files
-
-        await self._load(given, version, lambda _: None, between_steps)
+        """See `base.Engine.load_files`. If this task is cancelled, the child loads all the same."""
+        await self._ask_to_load(("load", files.paths, version, between_steps))
 
     async def transfer(self, method: str, arguments: dict[str, Any], version: int | None = None) -> None:
         """One call of vLLM's weight transfer; the last one brings a ``version``. From the first to the last nothing is
-        sampled: what is under way stands still, and goes on with the new weights.
-        Raises ValueError with what the backend said if it fails; the weights may then be damaged."""
-        future = self._begin_load()
-        future.add_done_callback(lambda _: setattr(self, "_loading", None))
-        self._outbox.put(("transfer", method, arguments, version))
-        error = await asyncio.shield(future)
-        if error is not None:
-            raise ValueError(error)
+        sampled: requests in flight stand still, and go on with the new weights.
+        Raises ValueError with the backend's error; the weights may then be damaged."""
+        await self._ask_to_load(("transfer", method, arguments, version))
 
-    def _begin_load(self) -> asyncio.Future:
+    async def _ask_to_load(self, message: tuple[Any, ...]) -> None:
         loop = asyncio.get_running_loop()
-        future = loop.create_future()
+        future: asyncio.Future[str | None] = loop.create_future()
         with self._lock:
             self._raise_if_dead()
             if self._loading is not None:
-                raise RuntimeError("load_weights was called while another load is under way")
+                raise RuntimeError("new weights were given while an update is in progress")
             self._loading = (loop, future)
-        return future
-
-    async def _load(
-        self,
-        write: Callable[[], Awaitable[WeightFiles]],
-        version: int,
-        dispose: Callable[[WeightFiles], None],
-        between_steps: bool,
-    ) -> None:
-        future = self._begin_load()
-        try:
-            files = await write()
-        except BaseException:
-            self._loading = None
-            raise
-        # Not in a finally clause: if this task is cancelled the child still reads the files, and answers.
-        future.add_done_callback(lambda _: self._end_load(files, dispose))
-        self._outbox.put(("load_between" if between_steps else "load", files.paths, version))
+        future.add_done_callback(lambda _: setattr(self, "_loading", None))
+        self._outbox.put(message)
         error = await asyncio.shield(future)
         if error is not None:
             raise ValueError(error)
@@ -181,10 +135,6 @@ class EngineProcess:
     async def close(self) -> None:
         """End the child; pending requests fail with InfrastructureError. Idempotent."""
         await asyncio.to_thread(self._close)
-
-    def _end_load(self, files: WeightFiles, dispose: Callable[[WeightFiles], None]) -> None:
-        self._loading = None
-        dispose(files)
 
     def _check_request(self, ids: list[int], sampling: SamplingParams) -> None:
         if not ids:
@@ -296,7 +246,8 @@ class EngineProcess:
 
     def _fail_all(self, trace: str | None) -> None:
         closed = self._info is None
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
         with self._lock:
             self._failure = "the engine was closed" if closed else f"the engine died: {self._describe_death(trace)}"
             waiting = list(self._pending.values()) + ([self._loading] if self._loading else [])
@@ -310,11 +261,11 @@ class EngineProcess:
     def _describe_death(self, trace: str | None) -> str:
         if trace:
             return f"an exception in its process:\n{trace}"
-        code = self._process.wait()
+        code = self._process.wait() if self._process is not None else 0
         if code < 0:
             name = signal.Signals(-code).name
             hint = " (this CPU cannot run the chosen dtype: use float32)" if name == "SIGILL" else ""
-            hint = " (out of memory? lower slots or max_length)" if name == "SIGKILL" else hint
+            hint = " (out of memory? lower kv_cache_bytes or max_length)" if name == "SIGKILL" else hint
             return f"its process was killed by {name}{hint}"
         return f"its process ended with exit code {code}; what it printed on stderr says why"
 

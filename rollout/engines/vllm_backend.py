@@ -1,13 +1,16 @@
-"""vLLM's engine core, stepped by hand. Runs inside the engine's child process. Written for vLLM 0.32."""
+"""vLLM backend of the engine process: vLLM's ``LLMEngine``, stepped by hand. Written for vLLM 0.32."""
 
 from __future__ import annotations
 
+import logging
+import math
+import warnings
 from typing import Any
 
 import torch
 
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.weights import WeightFiles, names_and_shapes
+from rollout.engines.weights.files import WeightFiles, names_and_shapes
 from rollout.versions import Runs, merged, recorded
 
 # On CPU: smallest block its attention takes (only whole blocks are prefix-cached), and a modest cache, because vLLM
@@ -25,11 +28,14 @@ TRANSFER_METHODS = (
 class WorkerExtension:
     """Methods added to vLLM's worker(s), called by `collective_rpc`."""
 
+    model_runner: Any  # of the worker
+    reload_weights: Any  # likewise
+
     def load_files(self, paths: list[str], skip: list[str]) -> None:
         self.reload_weights(weights_iterator=WeightFiles(paths).tensors(skip=skip))
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if skip and head is not None and next(head.parameters()).device.type == "cpu":
-            # A tied head keeps a packed copy of the old embedding on CPU (shared/stack/vllm.md, section 8).
+            # A tied head keeps a packed copy of the old embedding on CPU.
             head.quant_method.process_weights_after_loading(head)
 
     def report_untruncated_logprobs(self) -> bool:
@@ -62,11 +68,15 @@ class VLLMBackend:
         weight_transfer: str | None = None,
         **engine_args: Any,
     ) -> None:
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # no Triton on a CPU
+        warnings.filterwarnings("ignore", ".*torch.distributed.reduce_op.*", FutureWarning)  # vLLM walks torch's names
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
         on_cpu = current_platform.is_cpu()
         if on_cpu:
+            # Nothing is worth compiling here: a few decorated functions would cost 2 s at the first token.
+            torch._dynamo.config.disable = True
             engine_args |= {"block_size": CPU_BLOCK, "enforce_eager": True}
             # A prompt computed in chunks rewinds its generator, and CPU generators cannot be ("CPU Generator does not
             # use offset" ends the engine): no chunks, so a step must hold the longest prompt.
@@ -84,6 +94,7 @@ class VLLMBackend:
                 generation_config="vllm",  # not the model folder's own temperature, top-p and EOS ids
                 enable_prefix_caching=prefix_reuse,
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
                 seed=0,
                 **engine_args,
@@ -132,7 +143,11 @@ class VLLMBackend:
         )
         if sampling.top_logprobs:
             self._top_logprobs[request_id] = sampling.top_logprobs
-        self._engine.add_request(str(request_id), {"prompt_token_ids": token_ids}, params)
+        internal_id = self._engine.add_request(str(request_id), {"prompt_token_ids": token_ids}, params)
+        # Ids are all that is asked for: the text of every token with a log-prob would be a sixth of the time on CPU.
+        logprobs_processor = self._engine.output_processor.request_states[internal_id].logprobs_processor
+        assert logprobs_processor is not None  # log-probs are asked for
+        logprobs_processor.tokenizer = None
 
     def cancel(self, request_id: int) -> None:
         self._engine.abort_request([str(request_id)])
@@ -140,21 +155,22 @@ class VLLMBackend:
         self._versions.pop(request_id, None)
 
     def step(self) -> list[tuple[int, Generation]]:
-        return [
-            (int(output.request_id), self._generation(output)) for output in self._engine.step() if output.finished
-        ]
+        return [(int(output.request_id), self._generation(output)) for output in self._engine.step() if output.finished]
+
+    def check(self, files: WeightFiles) -> None:
+        """Raises ValueError if they do not fit: a reload that fails half-way leaves vLLM's model unusable."""
+        files.validate(self._expected, optional=self._tied)
 
     def load(self, files: WeightFiles) -> None:
-        """Replace all weights, drop every prefix. Raises ValueError, and changes nothing, if they do not fit (a
-        reload that fails half-way would leave vLLM's model unusable)."""
-        files.validate(self._expected, optional=self._tied)
+        """Replace all weights, drop every prefix."""
         self._engine.collective_rpc("load_files", args=(files.paths, sorted(self._tied)))
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """The weights have changed: requests under way are preempted, keep their tokens, and are computed anew with the
+        """The weights have changed: requests in flight are preempted, keep their tokens, and are computed anew with the
         new weights when they go on (``Scheduler.reset_prefix_cache`` of vLLM 0.32)."""
         for state in self._engine.output_processor.request_states.values():
+            assert state.detokenizer is not None  # of every request that samples
             request_id, sampled = int(state.external_req_id), state.detokenizer.num_output_tokens()
             self._versions[request_id] = self._runs(request_id, sampled)
         if not self._engine.reset_prefix_cache(reset_running_requests=self.has_work):
@@ -186,9 +202,15 @@ class VLLMBackend:
         runs = self._runs(int(output.request_id), len(ids))
         self._versions.pop(int(output.request_id), None)
         top = tuple({t: e.logprob for t, e in entry.items() if e.rank <= k} for entry in completion.logprobs)
+        logprobs = tuple(entry[t].logprob for t, entry in zip(ids, completion.logprobs, strict=True))
+        if not all(map(math.isfinite, logprobs)):
+            raise FloatingPointError(
+                f"the model's logits are not finite (weights of version {self.version}): training has diverged, or the "
+                "weights are damaged"
+            )
         return Generation(
             token_ids=ids,
-            logprobs=tuple(entry[t].logprob for t, entry in zip(ids, completion.logprobs, strict=True)),
+            logprobs=logprobs,
             finish_reason=reason,
             policy_version=self.version,
             stop_string=stop_string,

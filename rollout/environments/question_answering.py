@@ -1,4 +1,4 @@
-"""Question answering with tools: the world is stateless, only the calls are counted."""
+"""Question answering with tools as an environment: stateless but for the counts of calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from retrieval.ranges import NonNegativeInt
 from rollout.environments.base import Environment, StepResult
 from rollout.tools.base import Tool
 from rollout.tools.limits import LimitedTool, ToolLimits
@@ -20,6 +21,8 @@ from rollout.trajectory import (
     ToolResult,
     Turn,
 )
+
+DEFAULT_LIMITS = ToolLimits()
 
 
 class QuestionAnswering:
@@ -39,9 +42,9 @@ class QuestionAnswering:
     def __init__(
         self,
         tools: dict[str, Tool],
-        limits: ToolLimits = ToolLimits(),
+        limits: ToolLimits = DEFAULT_LIMITS,
         tool_limits: dict[str, ToolLimits] | None = None,
-        max_calls: int | None = None,
+        max_calls: NonNegativeInt | None = None,
     ) -> None:
         tool_limits = tool_limits or {}
         if unknown := sorted(set(tool_limits) - set(tools)):
@@ -77,7 +80,7 @@ class QuestionAnsweringEnvironment:
         return None
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Take the place of an environment in which ``calls`` have happened. Returns the reward so far: none."""
+        """Continue an episode in which ``calls`` have happened. Returns the reward so far: none."""
         self._used = Counter(call.request.name for call in calls if call.executed)
         return None
 
@@ -90,7 +93,7 @@ class QuestionAnsweringEnvironment:
         return StepResult(tuple(result for result, _ in timed), tuple(seconds for _, seconds in timed))
 
     def _refusal(self, request: ToolRequest) -> ToolResult | None:
-        """None: the call may run, and its place is taken."""
+        """None: the call may run, and is counted."""
         tool = self._tools.get(request.name)
         if not self._enabled:
             why = f"{request.name} is not available here."

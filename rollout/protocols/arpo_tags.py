@@ -1,8 +1,9 @@
 """ARPO's protocol: <think>, <search>, <python>, <result>, <answer> as plain text in one assistant turn.
 
-Source of the format: RUC-NLPIR/ARPO (specs/arpo.md sections 1.4 and 5). Mended here: a call is read from its own turn
-only, never from the prompt, whose example holds tags, too; results are tokenised without special tokens; one that is
-too long loses its own text, never its closing tag; a call limit ends the trajectory without an EOS that nobody sampled.
+Source of the format: RUC-NLPIR/ARPO (docs/papers/arpo.md sections 1.4 and 5). Mended here: a call is read from its own
+turn only, never from the prompt, whose example holds tags, too; results are tokenised without special tokens; one that
+is too long loses its own text, never its closing tag; a call limit ends the trajectory without an EOS that nobody
+sampled.
 """
 
 from __future__ import annotations
@@ -36,14 +37,13 @@ CORRECTION = (
     "<answer> \\boxed{the answer} </answer>."
 )
 ARGUMENT = {"search": "query", "python": "code"}  # by tool: the name of what stands between its tags
-_CLOSING = re.compile(rf"</({'|'.join(ARGUMENT)})>")
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 class ARPOProtocol(TextProtocol):
     """Prompts, actions and results of ARPO with the tokenizer of one model.
 
-    A turn ends at ``</search>``, at ``</python>`` or with EOS. Its answer is the last ``\\boxed{}`` in the last
+    A turn ends at the closing tag of a tool or with EOS. Its answer is the last ``\\boxed{}`` in the last
     ``<answer>`` block (the whole block where nothing is boxed), out of a ``\\text{}`` that holds all of it, and ends
     the trajectory when the turn calls no tool.
 
@@ -56,19 +56,29 @@ class ARPOProtocol(TextProtocol):
         eos_ends: whether a turn that ends with EOS and holds neither call nor answer ends the trajectory (as released);
             else the model reads the correction.
         correction: the result of a turn without a call.
+        tools: what may be called, and the argument that stands between its tags; by default ``{search: query, python:
+            code}``. The system text has to tell the model of others.
 
     Raises:
         ValueError: if the system text is neither a name nor a file, or the folder holds no tokenizer or one without
             EOS.
     """
 
-    tools = tuple(ARGUMENT)
-    stop = ("</search>", "</python>")
+    tools: tuple[str, ...] = tuple(ARGUMENT)
+    stop: tuple[str, ...]
 
     def __init__(
-        self, tokenizer: str, system: str = "arpo", eos_ends: bool = True, correction: str = CORRECTION
+        self,
+        tokenizer: str,
+        system: str = "arpo",
+        eos_ends: bool = True,
+        correction: str = CORRECTION,
+        tools: dict[str, str] | None = None,
     ) -> None:
         super().__init__(tokenizer, eos_ends)
+        self.arguments = dict(ARGUMENT if tools is None else tools)
+        self.tools, self.stop = tuple(self.arguments), tuple(f"</{name}>" for name in self.arguments)
+        self._closing = re.compile(rf"</({'|'.join(map(re.escape, self.arguments))})>")
         self.template = DATASET if system == DATASET else read_system(system)
         self.correction = correction
 
@@ -88,12 +98,12 @@ class ARPOProtocol(TextProtocol):
         The content of a call is what follows its last opening tag, so that tags which the model merely mentions are not
         read as content. An empty call is a CALL (the tool refuses it), an empty answer is an ANSWER (it scores 0).
         """
-        closing = _CLOSING.search(text)
+        closing = self._closing.search(text)
         if closing is not None:
             name = closing[1]
             _, opening, content = text[: closing.start()].rpartition(f"<{name}>")
             if opening:
-                return Action(ActionKind.CALL, (ToolRequest(name, {ARGUMENT[name]: content.strip()}),))
+                return Action(ActionKind.CALL, (ToolRequest(name, {self.arguments[name]: content.strip()}),))
             return Action(ActionKind.INVALID, error=f"</{name}> without <{name}>")
         answers = _ANSWER.findall(f"<answer>{text}" if mode is PromptMode.GOLD_DIRECT else text)
         if answers:

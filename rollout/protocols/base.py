@@ -1,4 +1,4 @@
-"""The seam between text and actions."""
+"""The protocol seam: prompts, actions read from text, observations as tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.trajectory import Action, Task, ToolCall, ToolResult, Turn
 
-OPENING = "opening"  # key of a task's metadata: the facts that an environment's opening came with
+FIRST_OBSERVATION = "first_observation"  # key of a task's metadata: ``FirstObservation.info`` of its environment
 
 
 class PromptMode(StrEnum):

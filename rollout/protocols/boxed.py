@@ -1,4 +1,4 @@
-r"""LaTeX's ``\boxed{}``: where models put the answers of calculations."""
+r"""Reading answers out of LaTeX's ``\boxed{}``."""
 
 from __future__ import annotations
 

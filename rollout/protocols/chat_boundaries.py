@@ -1,4 +1,4 @@
-"""The tokens between two sampled turns, exactly as a model's own chat template writes them.
+"""Exact tokens between two sampled turns, as a model's own chat template writes them.
 
 A template renders whole conversations; a rollout needs what it writes *after* a sampled end of turn: for Qwen the line
 break behind ``<|im_end|>`` (verl #6501 left it out), the tool messages, the header of the next turn. So a conversation
@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.protocols.text import control_tokens
+from rollout.protocols.text import check_thinking, control_tokens
 
 Message = dict[str, Any]
 
@@ -22,17 +22,18 @@ _FREE = range(0xF0000, 0xFFFFE)  # characters of private use: stand in for quote
 
 
 class ChatBoundaries:
-    """Rendering and cutting with one tokenizer, one list of tools and one set of template options.
+    """Rendering and cutting with one tokenizer and one list of tools.
 
     Args:
         tokenizer: Hugging Face tokenizer with a chat template.
         stop_token_ids: of the ends of a turn; the template's own must be one of them.
         tools: schemas that the template is given; empty: none.
-        options: further template variables, such as {"enable_thinking": False}.
+        thinking: passed to the template as ``enable_thinking``; by default the template decides.
 
     Raises:
         ValueError: no chat template; one that cannot render tool messages, does not end the assistant's turn with one
-            of ``stop_token_ids``, or writes after a turn what depends on the turns before.
+            of ``stop_token_ids``, or writes after a turn what depends on the turns before; ``thinking`` for a template
+            without such a choice.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class ChatBoundaries:
         tokenizer: Any,
         stop_token_ids: Sequence[int],
         tools: Sequence[Message] = (),
-        options: Mapping[str, Any] | None = None,
+        thinking: bool | None = None,
     ) -> None:
-        self.tokenizer, self.tools, self.options = tokenizer, list(tools), dict(options or {})
+        self.tokenizer, self.tools = tokenizer, list(tools)
+        self.options = {} if thinking is None else {"enable_thinking": thinking}
         self._where = f"the chat template of {tokenizer.name_or_path!r}"
         if not tokenizer.chat_template:
             raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has no chat template; tool calls need one")
@@ -55,6 +57,14 @@ class ChatBoundaries:
         self._turns = self._placeholders()
         self.end = self._checked()  # the template's own end of an assistant's turn
         self.end_id: int = self._special[self.end]
+        self.header = self.render([{"role": "user", "content": "question"}])
+        self.opened = "<think>" if self.header.rstrip().endswith("<think>") else ""  # thinking begins in the prompt
+        check_thinking(tokenizer, thinking, bool(self.opened))
+
+    def without_end(self, text: str) -> tuple[str, bool]:
+        """A sampled turn without the token that ends it, and whether there was one."""
+        end = next((end for end in self.ends if text.endswith(end)), None)
+        return text.removesuffix(end or ""), end is not None
 
     def render(self, messages: Sequence[Message], *, tools: bool = True, open_turn: bool = True) -> str:
         """The template's text; ``open_turn``: with the header of the assistant's next turn. Raises ValueError where the
@@ -140,7 +150,8 @@ class ChatBoundaries:
         name = self.tools[0]["function"]["name"] if self.tools else "tool"
         call = {"type": "function", "function": {"name": name, "arguments": {"argument": _TURN}}}
         turns = {False: said, True: {"role": "assistant", "content": "", "tool_calls": [call]}}
-        shown = {}
+        shown: dict[bool, Message] = {}
+        failure: ValueError | None = None
         for called, turn in turns.items():
             self._turns = {called: turn}
             try:

@@ -1,4 +1,4 @@
-"""A whole conversation as the turns of a rollout: what the model would have said, what it would have read."""
+"""Splits a conversation into a rollout's turns: what the model would have sampled, and what it would have read."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from rollout.protocols.chat_boundaries import ChatBoundaries, Message
 
 
 @dataclass(frozen=True, slots=True)
-class SaidTurn:
-    """One assistant's turn of a conversation, and the messages up to the next one."""
+class AssistantTurn:
+    """One assistant turn of a conversation, and the messages up to the next one."""
 
     text: str  # without its end
     observed: tuple[Message, ...]
     called: bool
 
 
-def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tuple[list[SaidTurn], bool]:
+def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tuple[list[AssistantTurn], bool]:
     """The turns, and whether the template rewrites history.
 
-    The conversation is rendered once and cut at the places where a rollout changes hands: behind the header of each
+    The conversation is rendered once and cut at the positions where a rollout changes hands: behind the header of each
     turn and at its end. What lies between must be what a rollout would have read there, and the turns must say all that
     they say when they are the last. Where that is not so, the template renders earlier turns differently once others
     follow (Qwen3 strips the thinking of all but the latest question, and without thinking the header that was read);
     then every turn is taken from a rendering in which it is the last, as the model would have said it.
 
     Taking differences of growing renderings without that look is verl #3477: where the two disagree, it loses as many
-    characters of the tool's message as the empty thinking is long, without a word.
+    characters of the tool's message as the empty thinking is long, silently.
 
     Args:
         messages: begin with the prompt; only tools' contents may quote control tokens.
@@ -37,29 +37,31 @@ def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tup
     hidden, _ = chat.hide([message for message in messages if message["role"] == "tool"])
     results = iter(hidden)
     shown = [next(results) if message["role"] == "tool" else message for message in messages]
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    between = list(zip(places, [*places[1:], len(messages)], strict=True))
-    called = [bool(messages[place].get("tool_calls")) for place in places]
+    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    between = list(zip(positions, [*positions[1:], len(messages)], strict=True))
+    called = [bool(messages[position].get("tool_calls")) for position in positions]
     follows = [
-        chat.text_after(shown[place + 1 : end], called=call)
-        for (place, end), call in zip(between[:-1], called[:-1], strict=True)
+        chat.text_after(shown[position + 1 : end], called=call)
+        for (position, end), call in zip(between[:-1], called[:-1], strict=True)
     ]
     whole = chat.render(shown, open_turn=False)
-    texts = _cut(whole, chat.render(shown[: places[0]]), follows, chat.end)
-    said = [messages[place] for place in places]
-    missing = None if texts is None else [unsaid(*turn) for turn in zip(said, texts, strict=True)]
+    texts = _cut(whole, chat.render(shown[: positions[0]]), follows, chat.end)
+
+    def missing(texts: Sequence[str]) -> list[int]:
+        return [parts_left_out(messages[position], text) for position, text in zip(positions, texts, strict=True)]
+
     rewritten = False
-    if missing is None or any(missing):
-        latest = [_last_turn(chat, shown[: place + 1]) for place in places]
-        rewritten = missing != [unsaid(*turn) for turn in zip(said, latest, strict=True)]
-        texts = latest if rewritten else texts
+    if texts is None or any(missing(texts)):
+        latest = [_last_turn(chat, shown[: position + 1]) for position in positions]
+        if texts is None or missing(latest) != missing(texts):
+            texts, rewritten = latest, True
     return [
-        SaidTurn(text, tuple(messages[place + 1 : end]), call)
-        for text, (place, end), call in zip(texts, between, called, strict=True)
+        AssistantTurn(text, tuple(messages[position + 1 : end]), call)
+        for text, (position, end), call in zip(texts, between, called, strict=True)
     ], rewritten
 
 
-def unsaid(message: Message, text: str) -> int:
+def parts_left_out(message: Message, text: str) -> int:
     """How many parts of an assistant's message (thinking, content) the text of its turn leaves out."""
     thinking, _, content = message["content"].rpartition("</think>")
     parts = (message.get("reasoning_content", ""), thinking.replace("<think>", ""), content)

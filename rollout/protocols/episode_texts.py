@@ -1,4 +1,4 @@
-"""What the prompts of episodes say: the meaning of verl-agent's templates (specs/sdar.md 3.2) in our own words.
+"""Prompt templates of episodes: the meaning of verl-agent's (docs/papers/sdar.md 3.2) in our own words.
 
 Checkpoints that were trained on the published wording need just that wording; give it as files (``EpisodeProtocol``'s
 option ``texts``).
@@ -125,7 +125,7 @@ class PastStep:
 
 
 def household_history(steps: Sequence[PastStep], number: int) -> str:
-    """"[Observation i: '..', Action i: '..']" for each; ``number``: of the first one."""
+    """ "[Observation i: '..', Action i: '..']" for each; ``number``: of the first one."""
     shown = [
         f"[Observation {i}: '{step.observation}', Action {i}: '{step.action}']" for i, step in enumerate(steps, number)
     ]
@@ -133,7 +133,7 @@ def household_history(steps: Sequence[PastStep], number: int) -> str:
 
 
 def search_history(steps: Sequence[PastStep], number: int) -> str:
-    """"Step i:<search>..</search> <information>..</information>" for each."""
+    """ "Step i:<search>..</search> <information>..</information>" for each."""
     return "\n".join(
         f"Step {i}:{step.action} <information>{step.result}</information>" for i, step in enumerate(steps, number)
     )

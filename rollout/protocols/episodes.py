@@ -1,4 +1,4 @@
-"""Episodes in worlds that answer actions: verl-agent's way of asking for one (specs/sdar.md 3.2 and 3.3).
+"""verl-agent's protocol for environments with text actions (docs/papers/sdar.md 3.2 and 3.3).
 
 Every turn reasons in ``<think>`` and acts in ``<action>``. With a window each turn gets a prompt of its own, which
 holds the last steps only (as published); without one the episode is one conversation.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Optional, Union
+from typing import Any, ClassVar, Literal
 
+from retrieval.ranges import NonNegativeInt, PositiveInt
 from rollout.environments.base import ACT
-from rollout.protocols.base import OPENING, PromptMode, TurnPrompt
+from rollout.protocols.base import FIRST_OBSERVATION, PromptMode, TurnPrompt
 from rollout.protocols.chat_boundaries import ChatBoundaries
-from rollout.protocols.cutting import fitting, shortened
 from rollout.protocols.episode_texts import HISTORIES, PastStep, fill, read_texts
-from rollout.protocols.text import TextProtocol, check_thinking
+from rollout.protocols.text import TextProtocol, fitting, shortened
 from rollout.trajectory import Action, ActionKind, Task, ToolCall, ToolRequest, ToolResult, Turn
 
 Form = Literal["brackets", "search", "short"]
@@ -60,12 +60,12 @@ class EpisodeProtocol(TextProtocol):
     def __init__(
         self,
         tokenizer: str,
-        texts: Union[str, dict[str, str]] = "household",
-        window: Optional[int] = 2,
-        form: Optional[Form] = None,
+        texts: str | dict[str, str],
+        window: NonNegativeInt | None = 2,
+        form: Form | None = None,
         require_thinking: bool = True,
-        fallback_characters: int = 30,
-        thinking: Optional[bool] = None,
+        fallback_characters: PositiveInt = 30,
+        thinking: bool | None = None,
     ) -> None:
         super().__init__(tokenizer, eos_ends=False)
         if window is not None and window < 0:
@@ -78,11 +78,7 @@ class EpisodeProtocol(TextProtocol):
             raise ValueError(f"form is {form!r}; expected one of {', '.join(HISTORIES)}")
         self.window, self.require_thinking = window, require_thinking
         self.fallback_characters = fallback_characters
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, (), options)
-        header = self.chat.render([{"role": "user", "content": "question"}])
-        self._opened = "<think>" if header.rstrip().endswith("<think>") else ""  # thinking begins in the prompt
-        check_thinking(self.tokenizer, thinking, bool(self._opened))
+        self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, thinking=thinking)
 
     @property
     def windowed(self) -> bool:
@@ -92,7 +88,7 @@ class EpisodeProtocol(TextProtocol):
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
         """[P] ids of the first turn's prompt. Raises ValueError for a task that shows nothing, or another mode."""
         if mode is not PromptMode.AGENT:
-            raise ValueError(f"mode {mode} asks for an answer without acting, which an episode has no place for")
+            raise ValueError(f"mode {mode} asks for an answer without acting, which an episode does not allow")
         if not task.question.strip():
             raise ValueError(f"task {task.id}: the world shows nothing to begin with")
         return self._prompt(task, self._first(task))
@@ -118,7 +114,7 @@ class EpisodeProtocol(TextProtocol):
         return self.chat.prompt_ids(self._advised(task, [{"role": "user", "content": text}]))
 
     def _first(self, task: Task) -> str:
-        facts = task.metadata.get(OPENING, {})
+        facts = task.metadata.get(FIRST_OBSERVATION, {})
         goal, actions = self._goal(task), self._actions(facts)
         shown = self._shown(task.question) if "{task}" in self.texts.first else task.question.strip()
         return fill(self.texts.first, {"task": goal, "observation": shown, "actions": actions})
@@ -138,7 +134,7 @@ class EpisodeProtocol(TextProtocol):
         return fill(self.texts.later, values)
 
     def _goal(self, task: Task) -> str:
-        """What is to be done, by the opening text: a household's sentence, a shop's instruction, else the whole."""
+        """What is to be done, by the first observation: its sentence, its instruction, or all of it."""
         instruction, _ = _after_instruction(task.question)
         if instruction:
             return instruction
@@ -173,12 +169,12 @@ class EpisodeProtocol(TextProtocol):
     # ------------------------------------------------------------------ turns
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The action of a turn, always a CALL; see the class."""
-        end = next((end for end in self.chat.ends if text.endswith(end)), None)
-        said = (self._opened + text.removesuffix(end or "")).lower()
+        said, ended = self.chat.without_end(text)
+        said = (self.chat.opened + said).lower()
         start, stop = said.find("<action>"), said.find("</action>")
         found = 0 <= start < stop
         action = said[start + len("<action>") : stop].strip() if found else said[-self.fallback_characters :]
-        return self._call(ToolRequest(ACT, {"action": action}), self._fault(said, found), end is not None)
+        return self._call(ToolRequest(ACT, {"action": action}), self._fault(said, found), ended)
 
     def _fault(self, said: str, found: bool) -> str | None:
         if not found:
@@ -210,5 +206,5 @@ def _after_instruction(page: str) -> tuple[str, list[str]]:
     parts = page.strip().split(PAGE_BREAK)
     if "Instruction:" not in parts[:-1]:
         return "", parts
-    place = parts.index("Instruction:") + 1
-    return parts[place], parts[place + 1 :]
+    index = parts.index("Instruction:") + 1
+    return parts[index], parts[index + 1 :]

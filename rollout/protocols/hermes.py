@@ -1,8 +1,8 @@
-"""Tool calls in a model's own chat format: its template, its call syntax, exact tokens between its turns.
+"""Tool calling in a model's own chat format (Hermes, Llama 3): template, call syntax, exact tokens between turns.
 
-Source: the Hermes format of Qwen2.5 and Qwen3 (specs/sod.md 4.2), and the JSON calls of Llama 3. Mended here: the line
-break after an end of turn is kept (verl #6501); a call that cannot be read is answered with the reason (verl drops it,
-and the trajectory ends); calls beyond the limit are answered, not ignored; thinking is no place for calls.
+Source: the Hermes format of Qwen2.5 and Qwen3 (docs/papers/sod.md 4.2), and the JSON calls of Llama 3. Mended here: the
+line break after an end of turn is kept (verl #6501); a call that cannot be read is answered with the reason (verl drops
+it, and the trajectory ends); calls beyond the limit are answered, not ignored; thinking is no place for calls.
 
 Why not PyPI's ``renderers`` 0.1.12, which does the same with hand-written templates: it finds them by the exact
 published name, so a fine-tune, a folder or a tokenizer made here gets a generic one that cannot bridge tool turns; it
@@ -12,13 +12,13 @@ has none for Qwen2.5; and it brings openai, openai-harmony, tiktoken and prime-p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal
 
+from retrieval.ranges import PositiveInt
 from rollout.protocols.base import PromptMode
 from rollout.protocols.boxed import boxed, unwrapped
 from rollout.protocols.chat_boundaries import ChatBoundaries
-from rollout.protocols.cutting import fitting, shortened
-from rollout.protocols.text import DATASET, TextProtocol, check_thinking, read_template
+from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
 from rollout.protocols.tool_calls import FORMS, READERS, MalformedCall, after_thinking
 from rollout.tools.schemas import read_schemas, tool_names
 from rollout.trajectory import Action, ActionKind, Task, ToolResult
@@ -65,11 +65,11 @@ class HermesProtocol(TextProtocol):
     def __init__(
         self,
         tokenizer: str,
-        tools: Sequence[Union[str, dict[str, Any]]] = ("code_interpreter",),
+        tools: Sequence[str | dict[str, Any]] = ("code_interpreter",),
         show_tools: bool = True,
         instruction: str = "none",
-        thinking: Optional[bool] = None,
-        max_parallel_calls: int = 1,
+        thinking: bool | None = None,
+        max_parallel_calls: PositiveInt = 1,
         call_format: Literal["auto", "hermes", "llama3"] = "auto",
     ) -> None:
         super().__init__(tokenizer, eos_ends=False)
@@ -80,12 +80,8 @@ class HermesProtocol(TextProtocol):
         schemas = read_schemas(tools)
         self.tools = tool_names(schemas)
         self.instruction = DATASET if instruction == DATASET else read_template(instruction, INSTRUCTIONS)
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, schemas if show_tools else (), options)
-        header = self.chat.render([{"role": "user", "content": "question"}])
-        self._opened = "<think>" if header.rstrip().endswith("<think>") else ""  # thinking begins in the prompt
-        self._check_shown(header, show_tools)
-        check_thinking(self.tokenizer, thinking, bool(self._opened))
+        self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, schemas if show_tools else (), thinking)
+        self._check_shown(show_tools)
         self.call_format = self.chat.call_format() if call_format == "auto" else call_format
         self.max_parallel_calls = max_parallel_calls
 
@@ -105,10 +101,10 @@ class HermesProtocol(TextProtocol):
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """What one turn says; see the class."""
-        end = next((end for end in self.chat.ends if text.endswith(end)), None)
-        if end is None:
+        turn, ended = self.chat.without_end(text)
+        if not ended:
             return Action(ActionKind.INVALID, error=CUT, ended=False)
-        said = after_thinking(self._opened + text.removesuffix(end))
+        said = after_thinking(self.chat.opened + turn)
         if said is None:
             return Action(ActionKind.INVALID, error=UNCLOSED)
         try:
@@ -141,8 +137,8 @@ class HermesProtocol(TextProtocol):
             return self._dataset_messages(task, otherwise="none")
         return [{"role": "user", "content": self.instruction.replace("{question}", self._question(task))}]
 
-    def _check_shown(self, header: str, show_tools: bool) -> None:
-        if missing := [name for name in self.tools if show_tools and name not in header]:
+    def _check_shown(self, show_tools: bool) -> None:
+        if missing := [name for name in self.tools if show_tools and name not in self.chat.header]:
             raise ValueError(
                 f"the chat template does not show the tools it is given ({', '.join(missing)}); set show_tools: false "
                 "for a model that was trained without, or take a tokenizer whose template has tools"

@@ -1,11 +1,11 @@
-"""Search QA as SDAR runs it (specs/sdar.md 3.2 to 3.4): one search or one answer a turn, a window of past steps."""
+"""Search QA as SDAR runs it (docs/papers/sdar.md 3.2 to 3.4): one search or answer a turn, a window of past steps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Optional, Union
 
+from retrieval.ranges import NonNegativeInt
 from rollout.protocols.base import PromptMode
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest
@@ -18,7 +18,7 @@ _CLOSING = re.compile(r"</(search|answer)>")
 
 
 class SearchEpisodeProtocol(EpisodeProtocol):
-    """As ``EpisodeProtocol``, with ``<search>`` and ``<answer>`` in the place of actions.
+    """As ``EpisodeProtocol``, with ``<search>`` and ``<answer>`` instead of actions.
 
     A turn ends at its first ``</search>`` or ``</answer>``. It is not well-formed if it opens both, or one twice; as in
     the released code the search then counts before the answer. Thinking is asked for and not required. A turn with
@@ -38,27 +38,26 @@ class SearchEpisodeProtocol(EpisodeProtocol):
     def __init__(
         self,
         tokenizer: str,
-        texts: Union[str, dict[str, str]] = "search",
-        window: Optional[int] = 4,
+        texts: str | dict[str, str] = "search",
+        window: NonNegativeInt | None = 4,
         correction: str = CORRECTION,
-        thinking: Optional[bool] = None,
+        thinking: bool | None = None,
     ) -> None:
         super().__init__(tokenizer, texts, window, "search", require_thinking=False, thinking=thinking)
         self.correction = correction
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        end = next((end for end in self.chat.ends if text.endswith(end)), None)
-        said = text.removesuffix(end or "")
+        said, ended = self.chat.without_end(text)
         closing = _CLOSING.search(said)
         said = said[: closing.end()] if closing else said
         found = {name: self._content(said, name) for name in ("search", "answer")}
         openings = said.count("<search>") + said.count("<answer>")
         fault = None if openings == 1 else f"{openings} openings of <search> and <answer>; expected one"
         if found["search"] is not None:
-            return self._call(ToolRequest("search", {"query": found["search"]}), fault, end is not None)
+            return self._call(ToolRequest("search", {"query": found["search"]}), fault, ended)
         if found["answer"] is not None:
             return Action(ActionKind.ANSWER, answer=found["answer"], error=fault, well_formed=fault is None)
-        return Action(ActionKind.INVALID, error=self.correction, ended=end is not None, well_formed=False)
+        return Action(ActionKind.INVALID, error=self.correction, ended=ended, well_formed=False)
 
     def _content(self, said: str, name: str) -> str | None:
         before, closed, _ = said.partition(f"</{name}>")

@@ -1,14 +1,16 @@
-"""What protocols share whose calls are text between tags: the chat template, ids and text, blocks that are cut."""
+"""Base class of text protocols: chat template, tokenisation of prompts, observations cut to a budget of tokens."""
 
 from __future__ import annotations
 
+import bisect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.tokenizer import load_tokenizer
+from rollout.tools.python.base import LEFT_OUT
 from rollout.tools.search import format_passages
 from rollout.trajectory import Task
 
@@ -21,7 +23,7 @@ def shows_task_prompts(protocol: ChatProtocol) -> bool:
 
 
 class TextProtocol:
-    """Base of the tag protocols. Subclasses say how a task becomes messages, and how text becomes actions.
+    """Base of the protocols. Subclasses say how a task becomes messages, and how text becomes actions.
 
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt; without a chat template
@@ -60,7 +62,7 @@ class TextProtocol:
 
     def _advised(self, task: Task, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
         """The messages with the task's skills at the beginning of the last one, the user's; a proper turn of the chat,
-        where the released code of SDAR puts them before its first control token (specs/sdar.md 2.2)."""
+        where the released code of SDAR puts them before its first control token (docs/papers/sdar.md 2.2)."""
         if not task.skills:
             return list(messages)
         self._refuse_control_tokens(task, "the skills", task.skills)
@@ -159,3 +161,33 @@ def read_template(template: str, built_in: Mapping[str, str]) -> str:
     if "{question}" not in text:
         raise ValueError(f"prompt template {path}: expected {{question}} where the question goes, found none")
     return text
+
+
+def fitting(write: Callable[[int | None], list[int]], longest: int, budget: int) -> tuple[list[int], bool]:
+    """The longest of ``write(limit)`` that has at most ``budget`` ids, and whether anything had to be cut for it;
+    ``([], True)`` if nothing has. ``write`` keeps texts to ``limit`` characters each, None: as they are; ``longest`` is
+    the length of the longest."""
+    ids = write(None)
+    if len(ids) <= budget:
+        return ids, False
+    over = bisect.bisect_right(range(longest + 1), budget, key=lambda limit: len(write(limit)))
+    for limit in range(over - 1, -1, -1):  # one character less may be one token more, so look
+        ids = write(limit)
+        if len(ids) <= budget:
+            return ids, True
+    return [], True
+
+
+def shortened(text: str, limit: int) -> str:
+    """At most ``limit`` characters: the beginning and a fifth for the end, errors come last; below what the note in
+    between needs, the beginning alone.
+
+    >>> shortened("a" * 100, 40), shortened("abc", 2)
+    ('aaaaaaaa\\n[... output left out ...]\\naa', 'ab')
+    """
+    if len(text) <= limit:
+        return text
+    kept = limit - len(LEFT_OUT)
+    if kept < 10:
+        return text[:limit]
+    return f"{text[: kept - kept // 5]}{LEFT_OUT}{text[len(text) - kept // 5 :]}"

@@ -1,4 +1,4 @@
-"""Reading the tool calls of one turn: Hermes tags (Qwen2.5, Qwen3) and the JSON objects of Llama 3.
+"""Parsers of the tool calls in one turn: Hermes tags (Qwen2.5, Qwen3) and the JSON objects of Llama 3.
 
 Hermes:  <tool_call>\\n{"name": "code_interpreter", "arguments": {"code": "print(1)"}}\\n</tool_call>
 Llama 3: {"name": "code_interpreter", "parameters": {"code": "print(1)"}}, perhaps after <|python_tag|>
@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from rollout.trajectory import ToolRequest
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
 
 _INNERMOST = re.compile(r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>", re.DOTALL)
 _SPACE = re.compile(r"\s*")
@@ -24,7 +23,7 @@ _LLAMA3_NEXT = re.compile(r"[\s;]*(?=\{)")
 
 
 class MalformedCall(ValueError):
-    """A call that cannot be read; its text says why, in words for the model."""
+    """A call that cannot be read; its text says why, for the model to read."""
 
 
 def after_thinking(text: str) -> str | None:
@@ -109,7 +108,7 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
 
 
 def _calls_blanked(text: str) -> str:
-    """The text with spaces in the place of calls: from an opening tag to the end of a call that can be read, else to
+    """The text with calls replaced by spaces: from an opening tag to the end of a call that can be read, else to
     the next closing tag, unless another opening one comes first (a tag that is merely mentioned)."""
     position = 0
     while (start := text.find(OPEN, position)) >= 0:

@@ -1,4 +1,4 @@
-r"""What an answer says: the letter of a choice, the program of a solution, the box as SOD's released code reads it."""
+r"""Parsing of answers: the letter of a choice, the program of a solution, the box as SOD's released code reads it."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def strict_box(response: str) -> str | None:
         response = response[-characters:]
     _, found, rest = response.rpartition(BOX)
     depth = 1 if found else 0
-    for place, letter in enumerate(rest if found else ""):
+    for position, letter in enumerate(rest if found else ""):
         depth += {"{": 1, "}": -1}.get(letter, 0)
         if not depth:
-            return rest[:place]
+            return rest[:position]
     return None
 
 
@@ -87,19 +87,19 @@ def submitted_program(text: str) -> str | None:
 def _blocks(text: str) -> Iterator[tuple[str, int, int]]:
     """(language, start, end) of the content of every closed block whose opening line names a language."""
     fences = [(m, (m[1] or "").strip()) for m in _FENCE.finditer(text)]
-    place = 0
-    while place < len(fences):
-        opening, language = fences[place]
-        place += 1
+    index = 0
+    while index < len(fences):
+        opening, language = fences[index]
+        index += 1
         if not language:
             continue
-        following = itertools.takewhile(lambda fence: not fence[1], fences[place:])
+        following = itertools.takewhile(lambda fence: not fence[1], fences[index:])
         ends = [fence.start() for fence, _ in following]
         if ends:
             start = opening.end() + 1  # the line break
             known = next((i for i, end in enumerate(ends) if _is_python(text[start:end])), 0) if len(ends) > 1 else 0
             yield language, start, ends[known]
-            place += known + 1
+            index += known + 1
 
 
 def _is_python(text: str) -> bool:

@@ -1,4 +1,4 @@
-r"""The reward of ARPO (arXiv 2507.19849; specs/arpo.md section 4), as released and mended.
+r"""Reward of ARPO (arXiv 2507.19849; docs/papers/arpo.md section 4), as released and mended.
 
 Source of the rule: RUC-NLPIR/ARPO, verl/utils/reward_score/deep_research.py. A response is worth -1 if its format is
 bad, 0 if its answer shares nothing with the gold answer, else its accuracy, plus a bonus for using both tools.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from retrieval.ranges import NonNegativeFloat, PositiveFloat
 from rollout.protocols.boxed import boxed
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.rewards.scoring import exact_match, f1, normalize_answer
@@ -17,7 +18,7 @@ from rollout.trajectory import ActionKind, CallOutcome, Reward, Task, Trajectory
 
 BOTH_TOOLS = frozenset({"search", "python"})
 BAD_FORMAT = -1.0
-EMPTY_RESULT = " <result></result>"  # what the fixed format rule reads in place of a tool result
+EMPTY_RESULT = " <result></result>"  # what the fixed format rule reads for a tool result
 MATH_SOURCES = frozenset({"aime24", "aime25", "math500", "gsm8k", "math"})  # where a task says no "ability"
 
 
@@ -48,7 +49,7 @@ def format_error(text: str) -> str | None:
 def _has_open_block(text: str, tool: str) -> bool:
     position = 0
     while (start := text.find(f"<{tool}>", position)) >= 0:
-        # The released code takes the first tag of each kind after the opening one, and then compares their places.
+        # The released code takes the first tag of each kind after the opening one, and then compares their positions.
         end, result = text.find(f"</{tool}>", start), text.find("<result>", start)
         position = text.find("</result>", result) if result >= 0 else -1
         if not start < end < result < position:
@@ -110,8 +111,8 @@ class ArpoReward:
         self,
         tokenizer: str,
         variant: Literal["fixed", "as_published"] = "fixed",
-        bonus: float = 0.1,
-        math_timeout_s: float = DEADLINE_SECONDS,
+        bonus: NonNegativeFloat = 0.1,
+        math_timeout_s: PositiveFloat = DEADLINE_SECONDS,
     ) -> None:
         if variant not in ("fixed", "as_published"):
             raise ValueError(f"variant is {variant!r}; expected 'fixed' or 'as_published'")

@@ -1,4 +1,4 @@
-"""The seam behind which rewards live."""
+"""Protocols of a reward, synchronous or asynchronous."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""A language model as the judge of answers (ARPO, evaluation/: "llm_equal"), for questions whose right answers can be
+"""LLM as a judge of answers (ARPO, evaluation/: "llm_equal"), for questions whose right answers can be
 worded in many ways."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.chat_client import ChatClient
+from retrieval.ranges import PositiveInt
+from rollout.services.chat_client import ChatClient
 from rollout.trajectory import InfrastructureError
 
-PROMPT_VERSION = "judge-1"  # of the wording below; goes into every record of figures that stand on it
+PROMPT_VERSION = "judge-1"  # of the wording below; goes into every record of metrics that stand on it
 SYSTEM_PROMPT = (
     "You compare a given answer to a question with reference answers. The references are true; do not check them and "
     "do not answer the question yourself."
@@ -101,7 +101,7 @@ class Judge:
 
     prompt_version = PROMPT_VERSION
 
-    def __init__(self, client: ChatClient, max_tokens: int = 64, tries: int = 3) -> None:
+    def __init__(self, client: ChatClient, max_tokens: PositiveInt = 64, tries: PositiveInt = 3) -> None:
         if max_tokens < 1 or tries < 1:
             raise ValueError(f"expected max_tokens and tries >= 1; found {max_tokens}, {tries}")
         self.client, self.max_tokens, self.tries = client, max_tokens, tries
@@ -129,46 +129,27 @@ class Judge:
                 return Verdict(correct, reply)
         return Verdict(None, reply, f"no verdict in {self.tries} replies; the last one: {reply[:200]!r}")
 
-    def judge_all(self, items: Any, on_progress: Any = None) -> list[Verdict]:
+    def judge_all(self, items: Any) -> list[Verdict]:
         """One verdict per item (``JudgeItem`` or the tuple of its fields), in order, as many at once as the client
         allows. May be called where an event loop is running already: it has one of its own, in a thread; the client's
         connections are closed at the end.
 
-        Args:
-            on_progress: called in this thread with (judged, all) after each item.
-
-        Raises what is no failure of the service: a missing key, a bug, an exception of ``on_progress``.
+        Raises what is no failure of the service: a missing key, a bug.
         """
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="judge", daemon=True)
         thread.start()
-        judged: queue.SimpleQueue[tuple[int, Verdict] | None] = queue.SimpleQueue()
-        verdicts: dict[int, Verdict] = {}
         try:
             questions = [item if isinstance(item, JudgeItem) else JudgeItem(*item) for item in items]
-            work = asyncio.run_coroutine_threadsafe(self._judge_all(questions, judged.put), loop)
-            while (event := judged.get()) is not None:
-                verdicts[event[0]] = event[1]
-                if on_progress is not None:
-                    on_progress(len(verdicts), len(items))
-            work.result()
+            return asyncio.run_coroutine_threadsafe(self._judge_all(questions), loop).result()
         finally:
             asyncio.run_coroutine_threadsafe(self._shut(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
-        return [verdicts[index] for index in range(len(items))]
 
-    async def _judge_all(
-        self, items: Sequence[JudgeItem], deliver: Callable[[tuple[int, Verdict] | None], None]
-    ) -> None:
-        async def one(index: int) -> None:
-            deliver((index, await self.judge(items[index])))
-
-        try:
-            await asyncio.gather(*(one(index) for index in range(len(items))))
-        finally:
-            deliver(None)
+    async def _judge_all(self, items: Sequence[JudgeItem]) -> list[Verdict]:
+        return await asyncio.gather(*map(self.judge, items))
 
     async def _shut(self) -> None:
         """Cancel what still runs when the caller leaves early, and close the connections."""
@@ -181,6 +162,6 @@ class Judge:
 
 def messages(item: JudgeItem) -> list[dict[str, str]]:
     golds = "\n".join(f"- {gold}" for gold in item.golds if gold.strip())
-    prediction = item.prediction.replace("</given>", "< /given>")  # it must not end its own quotation
+    prediction = (item.prediction or "").replace("</given>", "< /given>")  # it must not end its own quotation
     user = USER_PROMPT.format(question=item.question, golds=golds, prediction=prediction)
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": user}]

@@ -1,4 +1,4 @@
-"""What runs in the processes of `mathematics.math_equal`: one comparison by math-verify, without any time limit."""
+"""One comparison by math-verify without a time limit; runs in the processes of `mathematics.math_equal`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ def compare(prediction: str, gold: str) -> bool:
     """Whether math-verify takes two answers (LaTeX without delimiters) for equal; False where it can make nothing of
     one of them, or needs more memory or stack than there is."""
     try:
-        said, wanted = (parse(f"\\boxed{{{text}}}", _BOXED, parsing_timeout=None) for text in (prediction, gold))
+        said, wanted = (_parsed(text) for text in (prediction, gold))
         return bool(verify(wanted, said, timeout_seconds=None))
     except (MemoryError, RecursionError):
         return False
+
+
+def _parsed(text: str) -> list:
+    # None is "no time limit" to math-verify, whose annotation says int
+    return parse(f"\\boxed{{{text}}}", _BOXED, parsing_timeout=None)  # pyright: ignore[reportArgumentType]

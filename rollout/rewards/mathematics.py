@@ -1,6 +1,6 @@
 r"""Equality of mathematical answers: math-verify (LaTeX -> SymPy), in processes with a deadline.
 
-What holds, beside the obvious (tests/rollout/test_math_equality.py has the table):
+What holds, beside the obvious (tests/rollout/rewards/test_math_equality.py has the table):
 
 * numbers agree to six decimals (math-verify's default): 0.333333 is 1/3, 3.14159 is not pi, "05" is 5 and not 0.5;
 * ``50\%`` equals 50 and 0.5; units and degrees after a number are dropped;

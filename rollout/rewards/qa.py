@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from retrieval.ranges import FiniteFloat, PositiveFloat
 from rollout.rewards.scoring import exact_match, f1, sub_exact_match
 from rollout.trajectory import Reward, Trajectory
 
@@ -24,7 +25,7 @@ class ExactMatchReward:
     DGPO and Search-R1 use 1 and 0 (verl/trainer/main_ppo.py).
     """
 
-    def __init__(self, score: float = 1.0, format_score: float = 0.0) -> None:
+    def __init__(self, score: PositiveFloat = 1.0, format_score: FiniteFloat = 0.0) -> None:
         self.correct, self.format_score = score, format_score
 
     def score(self, trajectory: Trajectory) -> Reward:

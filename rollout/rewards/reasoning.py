@@ -1,5 +1,5 @@
-r"""The reward of reasoning with a Python tool: mathematics, multiple choice and programs (SOD, arXiv 2605.07725;
-specs/sod.md section 5), mended and as released.
+r"""Reward of reasoning with a Python tool: mathematics, multiple choice and programs (SOD, arXiv 2605.07725;
+docs/papers/sod.md section 5), mended and as released.
 
 Sources of the rules: YoungZ365/SOD, recipe/demystify/reward.py (compute_score), verl/workers/reward_manager/dapo.py.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Optional, get_args
+from typing import Any, Literal, get_args
 
+from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.rewards.answers import choice_letter, strict_box, submitted_program, without_quotes
-from rollout.rewards.code_tests import CodeTests, TestOutcome, public_tests
+from rollout.rewards.code.solution_tests import CodeTests, TestOutcome, public_tests
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.tokenizer import load_tokenizer
 from rollout.tools.python.base import Runner
@@ -62,8 +63,8 @@ class ReasoningReward:
     r"""-1 or 1 for mathematics and choices; for programs the share of tests passed, -1 without a program.
 
     A task's ability says which (see ``ability``). The program of a solution is the last ```python block of the last
-    turn, if that turn is an answer; its tests are ``task.metadata["tests"]`` (see ``code_tests``). A trajectory that
-    ended for another reason has no answer.
+    turn, if that turn is an answer; its tests are ``task.metadata["tests"]`` (``code.solution_tests``). A trajectory
+    that ended for another reason has no answer.
 
     Parts: acc (1: right, for programs: all tests passed), answered, score (before what follows), shaping and overlong
     (what they added, the latter 0 or below); of programs also tests_passed (the share), acc_public and acc_hidden (1:
@@ -82,8 +83,7 @@ class ReasoningReward:
         overlong_buffer: last tokens of the budget in which the penalty grows, see ``overlong``. null: none.
         overlong_penalty: its greatest value.
         max_response_tokens: the budget: that of the rollout (``max_response_tokens`` there), tool results included.
-        test_concurrency: tests under way at once, over all trajectories.
-        stop_early: see ``CodeTests``.
+        test_concurrency: tests in flight at once, over all trajectories.
         max_timeouts: see ``CodeTests``.
         code_as_released: see ``CodeTests``, as_released.
         math_timeout_s: see ``mathematics.math_equal``.
@@ -98,14 +98,13 @@ class ReasoningReward:
         runner: Runner | None = None,
         math: Math = "equal",
         tool_shaping: Shaping = "none",
-        overlong_buffer: int | None = None,
-        overlong_penalty: float = 1.0,
-        max_response_tokens: int | None = None,
-        test_concurrency: int = 8,
-        stop_early: bool = False,
+        overlong_buffer: PositiveInt | None = None,
+        overlong_penalty: NonNegativeFloat = 1.0,
+        max_response_tokens: PositiveInt | None = None,
+        test_concurrency: PositiveInt = 8,
         code_as_released: bool = False,
-        math_timeout_s: float = DEADLINE_SECONDS,
-        max_timeouts: Optional[int] = 3,
+        math_timeout_s: PositiveFloat = DEADLINE_SECONDS,
+        max_timeouts: PositiveInt | None = 3,
     ) -> None:
         for name, value, known in (("math", math, Math), ("tool_shaping", tool_shaping, Shaping)):
             if value not in get_args(known):
@@ -119,11 +118,11 @@ class ReasoningReward:
             raise ValueError(
                 f"overlong_penalty is {overlong_penalty}, math_timeout_s {math_timeout_s}; expected >= 0 and > 0"
             )
-        self.math, self.tool_shaping, self.math_timeout_s = math, tool_shaping, math_timeout_s
+        self.math, self.math_timeout_s = math, math_timeout_s
+        self.tool_shaping: Shaping = tool_shaping
         self.overlong_buffer, self.overlong_penalty = overlong_buffer, overlong_penalty
         self.max_response_tokens = max_response_tokens
-        options = {"concurrency": test_concurrency, "stop_early": stop_early, "as_released": code_as_released}
-        options |= {"max_timeouts": max_timeouts}
+        options = {"concurrency": test_concurrency, "as_released": code_as_released, "max_timeouts": max_timeouts}
         self.code = None if runner is None else CodeTests(runner, **options)
         self.tokenizer = load_tokenizer(tokenizer)
 
@@ -151,7 +150,7 @@ class ReasoningReward:
             await self.code.close()
 
     def _overlong(self, length: int) -> float:
-        if self.overlong_buffer is None:
+        if self.overlong_buffer is None or self.max_response_tokens is None:
             return 0.0
         return overlong(length, self.max_response_tokens, self.overlong_buffer, self.overlong_penalty)
 

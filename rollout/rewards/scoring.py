@@ -1,4 +1,4 @@
-"""Answer scoring for question answering, as Search-R1 (verl/utils/reward_score/qa_em.py) and FlashRAG
+"""Exact match and F1 of question answering, as Search-R1 (verl/utils/reward_score/qa_em.py) and FlashRAG
 (flashrag/evaluator/metrics.py) define it, with their empty-string matches mended."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _equal(prediction: str, gold: str) -> bool:
 
 
 def sub_exact_match(text: str | None, golds: Iterable[str]) -> float:
-    """1.0 if the normalised text contains a normalised gold answer, be it inside a word, else 0.0 (Search-R1's subEM).
+    """1.0 if the normalised text contains a normalised gold answer, also inside a word, else 0.0 (Search-R1's subEM).
 
     A gold answer of which nothing is left ("The The") matches no text. None (no answer) and an empty list of golds
     give 0.0.

@@ -1,4 +1,4 @@
-"""A bandit over the categories of a skill bank."""
+"""UCB1 over the categories of a skill bank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rollout.skills.bank import SkillBank
+from retrieval.ranges import NonNegativeFloat, NonNegativeInt
+from rollout.skills.bank import Selection, SkillBank
 from rollout.skills.retrieval import SkillRetriever, draw, require_categories
-from rollout.skills.selection import Selection
 from rollout.trajectory import Task
 
 
@@ -30,7 +30,7 @@ class UCB(SkillRetriever):
 
     learns = True
 
-    def __init__(self, c: float = math.sqrt(2), seed: int = 0) -> None:
+    def __init__(self, c: NonNegativeFloat = 2**0.5, seed: NonNegativeInt = 0) -> None:
         if not (math.isfinite(c) and c >= 0):
             raise ValueError(f"c is {c}; expected a number of 0 or more")
         self.c, self.seed = c, seed

@@ -1,25 +1,29 @@
-"""What is known about a world before the first action: skills, common mistakes, and which of them belong to which task.
+"""Skill banks: skills of an environment, and which of them belong to which task.
 
 Source of the form: SkillRL's skill banks (memory_data/*/claude_style_skills.json)::
 
     {"general_skills": [{"skill_id", "title", "principle", "when_to_apply"}],
      "task_specific_skills": {category: [the same]},
-     "common_mistakes": [{"mistake_id", "description", "why_it_happens", "how_to_avoid"}],
+     "common_mistakes": [...],  # not read: SDAR's prompts show none
      "metadata": {...}}
 
 In ``metadata``, ``task_to_skill`` (task type or data source to category) and ``task_keywords`` (category or task type
-to keywords) say what SDAR's skill_mapping.json says beside its Markdown files (``rollout/skills/markdown.py``).
+to keywords) say what SDAR's skill_mapping.json says beside its Markdown files (``rollout/skills/reading.py``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 
 GENERAL = "general_skills"
 SPECIFIC = "task_specific_skills"
@@ -27,21 +31,44 @@ MISTAKES = "common_mistakes"
 METADATA = "metadata"
 TASK_TO_SKILL = "task_to_skill"
 TASK_KEYWORDS = "task_keywords"
-_CATEGORY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class SkillBankError(ValueError):
-    """A skill bank cannot be used as it is. The message names the file and the place in it."""
+    """A skill bank cannot be used as it is. The message names the file and the location in it."""
 
 
-@dataclass(frozen=True, slots=True)
+def first_problem(error: ValidationError) -> str:
+    """In one line: the location in the file, what was expected, what was found."""
+    problem = error.errors(include_url=False)[0]
+    location = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    reason = str(problem.get("ctx", {}).get("error", problem["msg"]))
+    return f"{location}: {reason}; found {problem['input']!r:.80}" if location else reason
+
+
+def _text(value: str) -> str:
+    """Something to be read, in UTF-8: JSON can write half of a surrogate pair, which no tokenizer takes."""
+    if not value.strip() or re.search("[\ud800-\udfff]", value):
+        raise ValueError("expected a text that is not empty")
+    return value
+
+
+def _category(value: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9_-]+", value) or value == GENERAL:
+        raise ValueError(f"a category's name: expected letters, digits, _ and -, and not {GENERAL!r}")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_text)]
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Skill:
     """One rule, and when it holds."""
 
-    id: str  # "gen_001"
-    title: str
-    principle: str
-    when_to_apply: str  # completes "Apply this ...": "when the microwave is in sight"
+    id: Annotated[Text, Field(alias="skill_id")]  # "gen_001"
+    title: Text
+    principle: Text
+    when_to_apply: Text  # completes "Apply this ...": "when the microwave is in sight"
 
     @property
     def text(self) -> str:
@@ -49,89 +76,53 @@ class Skill:
         return f"{self.title}. {self.principle} {self.when_to_apply}"
 
 
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """Something that agents do wrong, and what to do instead."""
+class _Metadata(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]  # pydantic's way
 
-    id: str  # "err_001"
-    description: str
-    why_it_happens: str
-    how_to_avoid: str
+    task_to_skill: dict[Text, str]
+    task_keywords: dict[str, list[Text]]  # " " stands in every text
 
 
-# In SkillRL's files the id has another name; all keys are needed, and no others are known.
-_KEYS: dict[type, dict[str, str]] = {
-    Skill: {"skill_id": "id", "title": "title", "principle": "principle", "when_to_apply": "when_to_apply"},
-    Mistake: {
-        "mistake_id": "id",
-        "description": "description",
-        "why_it_happens": "why_it_happens",
-        "how_to_avoid": "how_to_avoid",
-    },
-}
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class SkillBank:
-    """Skills that always hold, skills by category of task, and mistakes.
+    """Skills that always hold, and skills by category of task.
 
     Raises:
-        SkillBankError: on construction, for a doubled id, an empty text or one that is no UTF-8, a category whose name
-            is no plain word, or a mapping of a nameless task or to a category that is not there.
+        ValidationError: on construction, for a doubled id, an empty text or one that is no UTF-8, a category whose name
+            is not a plain word, or a mapping of a nameless task or to a category that is not there. It is a ValueError.
     """
 
-    general: tuple[Skill, ...]
-    by_category: dict[str, tuple[Skill, ...]]
-    mistakes: tuple[Mistake, ...] = ()
-    metadata: dict[str, Any] = field(default_factory=dict)
+    general: Annotated[tuple[Skill, ...], Field(alias=GENERAL)]
+    by_category: Annotated[
+        dict[Annotated[str, AfterValidator(_category)], Annotated[tuple[Skill, ...], Field(min_length=1)]],
+        Field(alias=SPECIFIC),
+    ]
+    metadata: _Metadata = Field(default_factory=_Metadata)
 
     def __post_init__(self) -> None:
-        for name, skills in self.by_category.items():
-            if not _CATEGORY.fullmatch(name) or name == GENERAL:
-                raise SkillBankError(f"category {name!r}: expected letters, digits, _ and -, and not {GENERAL!r}")
-            if not skills:
-                raise SkillBankError(f"category {name}: no skills; expected at least one, or no such category")
-        places: dict[str, str] = {}
-        for place, entry in self.entries():
-            if entry.id in places:
-                raise SkillBankError(f"{place}: the id {entry.id!r} is taken by {places[entry.id]}; ids are unique")
-            places[entry.id] = place
-        self._check_mapping()
-
-    def entries(self) -> Iterator[tuple[str, Skill | Mistake]]:
-        """(place, entry) of every skill and mistake, its texts checked."""
-        sections: list[tuple[str, tuple[Skill, ...] | tuple[Mistake, ...]]] = [(GENERAL, self.general)]
-        sections += [(f"{SPECIFIC}.{name}", skills) for name, skills in self.by_category.items()]
-        for section, entries in [*sections, (MISTAKES, self.mistakes)]:
-            for number, entry in enumerate(entries):
-                place = f"{section}[{number}]"
-                for key, name in _KEYS[type(entry)].items():
-                    value = getattr(entry, name)
-                    if not _is_text(value):
-                        raise SkillBankError(f"{place}.{key}: expected a text that is not empty; found {value!r:.80}")
-                yield place, entry
-
-    def _check_mapping(self) -> None:
-        mapping, keywords = self.metadata.get(TASK_TO_SKILL, {}), self.metadata.get(TASK_KEYWORDS, {})
-        for name, value in ((TASK_TO_SKILL, mapping), (TASK_KEYWORDS, keywords)):
-            if not isinstance(value, dict):
-                raise SkillBankError(f"{METADATA}.{name}: expected an object; found {type(value).__name__}")
-        for task, category in mapping.items():
-            if not _is_text(task):  # it would be a part of every path
-                raise SkillBankError(f"{METADATA}.{TASK_TO_SKILL}: a task type is {task!r}; expected a word")
-            if not isinstance(category, str) or category not in self.by_category:
-                raise SkillBankError(
-                    f"{METADATA}.{TASK_TO_SKILL}.{task}: no category {category!r}; there are {sorted(self.by_category)}"
-                )
-        for name, words in keywords.items():
-            place = f"{METADATA}.{TASK_KEYWORDS}.{name}"
+        owners: dict[str, str] = {}
+        for location, skill in self.entries():
+            if skill.id in owners:
+                raise ValueError(f"{location}: the id {skill.id!r} is taken by {owners[skill.id]}; ids are unique")
+            owners[skill.id] = location
+        for task, category in self.tasks.items():
+            if category not in self.by_category:
+                known = sorted(self.by_category)
+                raise ValueError(f"{METADATA}.{TASK_TO_SKILL}.{task}: no category {category!r}; there are {known}")
+        for name in self.metadata.get(TASK_KEYWORDS, {}):
             if self.category_of(name) is None:
-                raise SkillBankError(
-                    f"{place}: neither a category nor a task type of {TASK_TO_SKILL}; "
-                    f"there are {sorted({*self.by_category, *mapping})}"
+                raise ValueError(
+                    f"{METADATA}.{TASK_KEYWORDS}.{name}: neither a category nor a task type of {TASK_TO_SKILL}; "
+                    f"there are {sorted({*self.by_category, *self.tasks})}"
                 )
-            if not isinstance(words, list) or not all(map(_is_text, words)):  # " " stands in every text
-                raise SkillBankError(f"{place}: expected a list of texts that are not empty; found {words!r}")
+
+    def entries(self) -> Iterator[tuple[str, Skill]]:
+        """(location in the file, skill) of every skill."""
+        sections = [(GENERAL, self.general)]
+        sections += [(f"{SPECIFIC}.{name}", skills) for name, skills in self.by_category.items()]
+        for section, skills in sections:
+            for number, skill in enumerate(skills):
+                yield f"{section}[{number}]", skill
 
     @property
     def tasks(self) -> dict[str, str]:
@@ -152,37 +143,32 @@ class SkillBank:
             found.setdefault(str(self.category_of(name)), []).extend(word.lower() for word in words)
         return {category: tuple(words) for category, words in found.items() if words}
 
-    def to_json(self) -> dict[str, Any]:
-        """SkillRL's form; ``from_json`` of it is the same bank."""
-        values: dict[str, Any] = {
-            GENERAL: [_as_object(skill) for skill in self.general],
-            SPECIFIC: {name: [_as_object(skill) for skill in skills] for name, skills in self.by_category.items()},
-            MISTAKES: [_as_object(mistake) for mistake in self.mistakes],
-        }
-        return values | ({METADATA: self.metadata} if self.metadata else {})
-
     @classmethod
     def from_json(cls, values: Any) -> SkillBank:
-        """Raises SkillBankError that names the place."""
-        if not isinstance(values, dict):
-            raise SkillBankError(f"expected an object with {GENERAL}, {SPECIFIC}, {MISTAKES}; found {_kind(values)}")
-        needed = {GENERAL, SPECIFIC, MISTAKES}
-        if missing := sorted(needed - values.keys()):
-            raise SkillBankError(f"missing {missing}; expected {sorted(needed)}, and {METADATA} if there is any")
-        if unknown := sorted(values.keys() - needed - {METADATA}):
-            raise SkillBankError(f"unknown {unknown}; expected {sorted({*needed, METADATA})}")
-        for name, kind in ((SPECIFIC, dict), (METADATA, dict)):
-            if not isinstance(values.get(name, {}), kind):
-                raise SkillBankError(f"{name}: expected an object; found {_kind(values[name])}")
-        return cls(
-            _read_entries(Skill, values[GENERAL], GENERAL),
-            {
-                name: _read_entries(Skill, skills, f"{SPECIFIC}.{name}")
-                for name, skills in values[SPECIFIC].items()
-            },
-            _read_entries(Mistake, values[MISTAKES], MISTAKES),
-            values.get(METADATA, {}),
-        )
+        """Raises ValidationError that names the location."""
+        if isinstance(values, dict):
+            values = {name: value for name, value in values.items() if name != MISTAKES}
+        return _BANK.validate_python(values)
+
+
+_BANK = TypeAdapter(SkillBank)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """What a retriever chose for one task, in the order in which it is read."""
+
+    general: tuple[Skill, ...] = ()
+    by_category: tuple[tuple[str, tuple[Skill, ...]], ...] = ()  # (category, its chosen skills)
+
+    @property
+    def skills(self) -> tuple[Skill, ...]:
+        """General ones first, then category by category."""
+        return self.general + tuple(skill for _, skills in self.by_category for skill in skills)
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        return tuple(category for category, _ in self.by_category)
 
 
 def read_json(path: Path) -> Any:
@@ -199,28 +185,3 @@ def _object_without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if doubled := sorted(key for key, times in Counter(key for key, _ in pairs).items() if times > 1):
         raise SkillBankError(f"one object holds {doubled} twice; json would keep only the last")
     return dict(pairs)
-
-
-def _read_entries(kind: type, values: Any, section: str) -> tuple[Any, ...]:
-    if not isinstance(values, list):
-        raise SkillBankError(f"{section}: expected a list; found {_kind(values)}")
-    keys, entries = _KEYS[kind], []
-    for number, value in enumerate(values):
-        found = sorted(value) if isinstance(value, dict) else _kind(value)
-        if found != sorted(keys):
-            raise SkillBankError(f"{section}[{number}]: found {found}; expected an object with the keys {sorted(keys)}")
-        entries.append(kind(**{name: value[key] for key, name in keys.items()}))
-    return tuple(entries)
-
-
-def _as_object(entry: Skill | Mistake) -> dict[str, str]:
-    return {key: getattr(entry, name) for key, name in _KEYS[type(entry)].items()}
-
-
-def _is_text(value: Any) -> bool:
-    """Something to be read, in UTF-8: JSON can write half of a surrogate pair, which no tokenizer takes."""
-    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__

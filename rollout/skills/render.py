@@ -1,22 +1,18 @@
-"""Skills as the text that a prompt holds, within a budget of tokens; nothing is cut silently.
+"""Renders skills as prompt text.
 
 Forms:
     released   as SDAR's Markdown files: a heading for each section, then "1. Title: principle. Apply this when ..."
-    bullets    as SkillRL: a heading for each section, then "- **title**: principle"
     sentences  the principles alone, one a line, without headings: for tiny models that have read no markup
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout.skills.bank import Mistake, Skill
-from rollout.skills.selection import Selection
+from rollout.skills.bank import Selection, Skill
 
-Form = Literal["released", "bullets", "sentences"]
-Overflow = Literal["error", "drop"]
+Form = Literal["released", "sentences"]
 CountTokens = Callable[[str], int]
 
 GENERAL_HEADING = "### GENERAL SKILLS ###"
@@ -24,70 +20,31 @@ CATEGORY_HEADING = "### TASK: {category} ###"
 APPLY = "Apply this "
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How many tokens the text may take.
-
-    Args:
-        max_tokens: of the whole text, headings included.
-        count: tokens of a text (``token_counter``).
-        on_overflow: ``error``: refuse; ``drop``: leave out whole entries, the last first (mistakes, then the end of the
-            last category, at last general skills), and say how many.
-    """
-
-    max_tokens: int
-    count: CountTokens
-    on_overflow: Overflow = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    text: str  # "" where nothing is selected, or nothing fits
-    tokens: int  # of the text
-    left_out: int  # entries that the budget had no room for
-
-
-@dataclass(frozen=True, slots=True)
-class _Section:
-    name: str  # for messages
-    heading: str
-    items: tuple[str, ...]
-
-
 def token_counter(tokenizer: Any) -> CountTokens:
     """Counts with a Hugging Face tokenizer, without the special tokens that it may put around a text."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def render(
-    selection: Selection,
-    budget: Budget,
-    *,
-    form: Form = "released",
-    mistakes: Sequence[Mistake] = (),
-    header: str = "",
-) -> Rendered:
-    """General skills, then each category, then mistakes.
+def render(selection: Selection, form: Form = "released", header: str = "") -> str:
+    """General skills, then each category; "" where nothing is selected, whatever the ``header`` (a first line)."""
+    sections = _sections(selection, form)
+    if not sections:
+        return ""
+    if form == "sentences":
+        return "\n".join([header, *(body for _, body in sections)] if header else [body for _, body in sections])
+    return (header + "\n" if header else "") + "\n\n".join(f"{heading}\n{body}" for heading, body in sections)
 
-    Args:
-        header: a first line, left out where nothing follows it.
 
-    Raises:
-        ValueError: the text is longer than the budget and ``on_overflow`` is ``error``; names the sizes.
-    """
-    sections = _sections(selection, form, mistakes)
-    text = _join(sections, form, header)
-    left_out, tokens = 0, budget.count(text)
-    if tokens > budget.max_tokens and budget.on_overflow == "error":
-        raise ValueError(_too_long(sections, form, tokens, budget))
-    while tokens > budget.max_tokens and sections:
-        last = sections.pop()
-        if len(last.items) > 1:
-            sections.append(_Section(last.name, last.heading, last.items[:-1]))
-        left_out += 1
-        text = _join(sections, form, header)
-        tokens = budget.count(text)
-    return Rendered(text, tokens, left_out)
+def too_long(selection: Selection, form: Form, tokens: int, max_tokens: int, count: CountTokens) -> ValueError:
+    """The refusal of a text of ``tokens`` tokens; names the sizes of its parts."""
+    parts = [("general", Selection(selection.general))]
+    parts += [(name, Selection((), ((name, skills),))) for name, skills in selection.by_category]
+    sizes = ", ".join(
+        f"{name}: {len(one.skills)} of {count(render(one, form))} tokens" for name, one in parts if one.skills
+    )
+    return ValueError(
+        f"the skills take {tokens} tokens, max_tokens is {max_tokens} ({sizes}); raise max_tokens, or take fewer skills"
+    )
 
 
 def numbered_item(number: int, skill: Skill) -> str:
@@ -100,48 +57,17 @@ def numbered_item(number: int, skill: Skill) -> str:
     return f"{number}. {skill.title.strip()}: {_sentence(skill.principle)} {APPLY}{_sentence(_lower_first(when))}"
 
 
-def _sections(selection: Selection, form: Form, mistakes: Sequence[Mistake]) -> list[_Section]:
-    """Those that hold anything."""
-    general = GENERAL_HEADING if form == "released" else "### General skills"
-    sections = [_Section("general", general, _items(selection.general, form))]
-    for category, skills in selection.by_category:
-        heading = CATEGORY_HEADING.format(category=category) if form == "released" else f"### Skills for {category}"
-        sections.append(_Section(category, heading, _items(skills, form)))
-    heading = "### COMMON MISTAKES ###" if form == "released" else "### Mistakes to avoid"
-    texts = [f"{_sentence(mistake.description)} {_sentence(mistake.how_to_avoid)}" for mistake in mistakes]
-    if form != "sentences":
-        texts = [f"{f'{n}.' if form == 'released' else '-'} {text}" for n, text in enumerate(texts, start=1)]
-    sections.append(_Section("mistakes", heading, tuple(texts)))
-    return [section for section in sections if section.items]
+def _sections(selection: Selection, form: Form) -> list[tuple[str, str]]:
+    """(heading, body) of those that hold anything."""
+    found = [(GENERAL_HEADING, selection.general)]
+    found += [(CATEGORY_HEADING.format(category=name), skills) for name, skills in selection.by_category]
+    return [(heading, "\n".join(_items(skills, form))) for heading, skills in found if skills]
 
 
-def _items(skills: Sequence[Skill], form: Form) -> tuple[str, ...]:
+def _items(skills: Sequence[Skill], form: Form) -> list[str]:
     if form == "released":
-        return tuple(numbered_item(number, skill) for number, skill in enumerate(skills, start=1))
-    if form == "bullets":
-        return tuple(f"- **{skill.title.strip()}**: {skill.principle.strip()}" for skill in skills)
-    return tuple(_sentence(skill.principle) for skill in skills)
-
-
-def _join(sections: Sequence[_Section], form: Form, header: str) -> str:
-    if not sections:
-        return ""
-    bodies = ["\n".join(section.items) for section in sections]
-    if form == "sentences":
-        return "\n".join([header, *bodies] if header else bodies)
-    texts = [f"{section.heading}\n{body}" for section, body in zip(sections, bodies, strict=True)]
-    return (header + "\n" if header else "") + "\n\n".join(texts)
-
-
-def _too_long(sections: Sequence[_Section], form: Form, tokens: int, budget: Budget) -> str:
-    sizes = ", ".join(
-        f"{section.name}: {len(section.items)} of {budget.count(_join([section], form, ''))} tokens"
-        for section in sections
-    )
-    return (
-        f"the skills take {tokens} tokens, max_tokens is {budget.max_tokens} ({sizes}); raise max_tokens, take fewer "
-        "skills, or set on_overflow to drop, which leaves out whole skills from the end and says how many"
-    )
+        return [numbered_item(number, skill) for number, skill in enumerate(skills, start=1)]
+    return [_sentence(skill.principle) for skill in skills]
 
 
 def _sentence(text: str) -> str:

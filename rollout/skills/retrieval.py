@@ -1,8 +1,7 @@
-"""Which skills a task gets: the seam, and the retrievers that learn nothing and compute little.
+"""Skill retrievers: the base class, and those that do not learn.
 
 Source: SDAR, section 2.1 (full, random, keyword matching, UCB) and its released verl/trainer/ppo/rlsd_utils.py, which
-holds full, the game's path, the data source and keywords. UCB is in ``bandit.py``, SkillRL's embeddings are in
-``embedding.py``.
+holds full, the game's path, the data source and keywords. UCB is in ``bandit.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from rollout.skills.bank import SkillBank
-from rollout.skills.selection import Selection
+from retrieval.ranges import NonNegativeInt
+from rollout.skills.bank import Selection, SkillBank
 from rollout.trajectory import Task
 
 COMPARE = "compare"
@@ -44,7 +43,7 @@ class SkillRetriever(ABC):
 
     @abstractmethod
     def select(self, task: Task, text: str) -> Selection:
-        """Skills for ``task``, whose opening ``text`` (prompt and first observation) the model reads."""
+        """Skills for ``task``, whose first ``text`` (prompt and first observation) the model reads."""
 
     def possible(self) -> Iterable[Selection]:
         """Selections to try a budget with before a model loads: all of them where they are few, else examples."""
@@ -53,9 +52,11 @@ class SkillRetriever(ABC):
     def check_task(self, task: Task) -> None:
         """Raises ValueError where ``select`` would, whatever the text; for all tasks before a model loads, so that it
         computes next to nothing."""
+        return None
 
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:
         """Learn from an iteration: what was selected for a trajectory, and its reward. The order does not matter."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain JSON."""
@@ -73,6 +74,7 @@ class SkillRetriever(ABC):
 
     def _check(self, bank: SkillBank) -> None:
         """Raises ValueError when the bank lacks something."""
+        return None
 
 
 class NoSkills(SkillRetriever):
@@ -98,25 +100,19 @@ class Full(SkillRetriever):
 class TaskType(SkillRetriever):
     """General skills and those of the task's true type: ``task.data_source`` by the bank's ``task_to_skill``.
 
-    An oracle, for no test says its type aloud; the released code reads it from the path of the game.
-
-    Args:
-        unknown: a data source that the bank does not map: ``error``, or general skills only.
+    An oracle, for no test says its type aloud; the released code reads it from the path of the game. A data source
+    that the bank does not map is an error.
     """
-
-    def __init__(self, unknown: Literal["error", "general"] = "error") -> None:
-        self.unknown = unknown
 
     def select(self, task: Task, text: str) -> Selection:
         self.check_task(task)
-        category = self.bank.category_of(task.data_source)
-        return self.with_categories(*([] if category is None else [category]))
+        return self.with_categories(str(self.bank.category_of(task.data_source)))
 
     def check_task(self, task: Task) -> None:
-        if self.unknown == "error" and self.bank.category_of(task.data_source) is None:
+        if self.bank.category_of(task.data_source) is None:
             raise ValueError(
                 f"task {task.id}: the skill bank has no category for data source {task.data_source!r}; it knows "
-                f"{sorted({*self.bank.tasks, *self.bank.by_category})}. Add it there, or set unknown: general"
+                f"{sorted({*self.bank.tasks, *self.bank.by_category})}. Add it there"
             )
 
 
@@ -124,7 +120,7 @@ class Random(SkillRetriever):
     """General skills and those of one category, drawn anew for each task from (seed, task id): a resumed run, and every
     member of a group, draws the same."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: NonNegativeInt = 0) -> None:
         self.seed = seed
 
     def select(self, task: Task, text: str) -> Selection:
@@ -141,24 +137,21 @@ class Keyword(SkillRetriever):
 
     Args:
         path: the first task type of ``task_to_skill`` that is part of the path of the task's game
-            (``task.metadata["household"]["file"]``), where it has one.
+            (``task.metadata[environment]["file"]``), where it has one.
         data_source: the category of ``task.data_source`` by ``task_to_skill``; and ``compare`` for a question with
             "which" and "or", unless its source is popqa, nq, triviaqa or hotpotqa. (Everything: ``Full``.)
-        as_released: look for "which" and "or" in the whole text, be it inside other words, and for no "for", as the
-            released code does. Its template holds "for", so that ``compare`` is never chosen. Otherwise both must be
-            words of the question.
+            Both must be words of the question; the released code looks in the whole text for them and for no "for",
+            which its template holds, so that it never chooses ``compare``.
     """
 
-    def __init__(self, path: bool = False, data_source: bool = False, as_released: bool = False) -> None:
-        if as_released and not data_source:
-            raise ValueError("as_released concerns the rule data_source only; set data_source: true, or leave it out")
-        self.path, self.data_source, self.as_released = path, data_source, as_released
+    def __init__(self, path: bool = False, data_source: bool = False) -> None:
+        self.path, self.data_source = path, data_source
 
     def select(self, task: Task, text: str) -> Selection:
         if self.path and (file := _game_file(task)):
             found = next((category for task_type, category in self.bank.tasks.items() if task_type in file), None)
             return self.with_categories(*([found] if found is not None else []))
-        if self.data_source and (category := self._by_source(task, text)) is not None:
+        if self.data_source and (category := self._by_source(task)) is not None:
             return self.with_categories(category)
         read = text.lower()
         return self.with_categories(
@@ -169,17 +162,12 @@ class Keyword(SkillRetriever):
         """Everything, since a text may hold the words of all categories."""
         return (self.with_categories(*self.bank.by_category),)
 
-    def _by_source(self, task: Task, text: str) -> str | None:
+    def _by_source(self, task: Task) -> str | None:
         known = task.data_source in self.bank.tasks
         if task.data_source not in _DECIDED_BY_SOURCE and COMPARE in self.bank.by_category:
-            if self._compares(task.question, text.lower()):
+            if {"which", "or"} <= set(re.findall(r"\w+", task.question.lower())):
                 return COMPARE
         return self.bank.tasks[task.data_source] if known else None
-
-    def _compares(self, question: str, text: str) -> bool:
-        if self.as_released:
-            return "which" in text and "or" in text and "for" not in text
-        return {"which", "or"} <= set(re.findall(r"\w+", question.lower()))
 
     def _check(self, bank: SkillBank) -> None:
         if not bank.keywords and not self.path and not self.data_source:
@@ -198,6 +186,6 @@ def require_categories(retriever: SkillRetriever, bank: SkillBank) -> None:
 
 
 def _game_file(task: Task) -> str:
-    """Path of the task's game file; empty for a generated game, which has none."""
-    household = task.metadata.get("household")
-    return household.get("file", "") if isinstance(household, dict) else ""
+    """Path of the file of the task's environment; empty for a generated game, which has none."""
+    files = (value.get("file") for value in task.metadata.values() if isinstance(value, dict))
+    return next((file for file in files if isinstance(file, str)), "")

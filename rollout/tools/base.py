@@ -1,4 +1,4 @@
-"""The seam behind which tools live. Limits (calls, timeout, retries, concurrency) are applied around it."""
+"""Protocol of a tool. Limits (calls, timeout, retries, concurrency) are applied around it by ``LimitedTool``."""
 
 from __future__ import annotations
 

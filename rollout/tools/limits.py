@@ -1,4 +1,4 @@
-"""What stands between the model and a tool: deadlines, retries, a queue, a cap on the output, a cache."""
+"""Limits around a tool: timeout, retries, concurrency, output length, cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.retries import pause_before_retry
+from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rollout.services.retries import retrying
 from rollout.tools.base import Startable, Tool
-from rollout.trajectory import CallOutcome, InfrastructureError, PermanentFailure, ToolResult
+from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 
 CUT_MARK = "\n[...]"
 ENDS_MATTER = (CallOutcome.ERROR, CallOutcome.TIMEOUT)  # the reason comes last
@@ -26,14 +27,16 @@ class ToolLimits:
         ValueError: on construction, if a limit is impossible.
     """
 
-    max_calls: int | None = None  # executed calls per trajectory; further ones are REFUSED
-    timeout_s: float = 60.0  # per attempt; the call is cancelled, not abandoned
+    max_calls: NonNegativeInt | None = None  # executed calls per trajectory; further ones are REFUSED
+    timeout_s: PositiveFloat = 60.0  # per attempt; the call is cancelled, not abandoned
     timeout_is_infrastructure: bool = True  # False for tools that run the model's own code: then it is a TIMEOUT result
-    retries: int = 1  # further attempts, after InfrastructureError only, and not after PermanentFailure
-    backoff_s: float = 0.5  # pause before the first retry, doubled for each further one, times 0.5 to 1.5 at random
-    concurrency: int = 64  # attempts running at once, over all trajectories
-    max_characters: int = 20_000  # of the text that the model reads; errors lose their middle, others their end
-    cache_size: int = 0  # results kept, least recently used dropped; only for tools without side effects
+    retries: NonNegativeInt = 1  # further attempts, after InfrastructureError only, and not after PermanentFailure
+    backoff_s: NonNegativeFloat = (
+        0.5  # pause before the first retry, doubled for each further one, times 0.5 to 1.5 at random
+    )
+    concurrency: PositiveInt = 64  # attempts running at once, over all trajectories
+    max_characters: PositiveInt = 20_000  # of the text that the model reads; errors lose their middle, others their end
+    cache_size: NonNegativeInt = 0  # results kept, least recently used dropped; only for tools without side effects
 
     def __post_init__(self) -> None:
         least_values = {"retries": 0, "backoff_s": 0, "cache_size": 0, "concurrency": 1, "max_characters": 1}
@@ -50,7 +53,7 @@ class LimitedTool:
     """A tool within its limits; itself a ``Tool``. One instance serves all trajectories of one event loop; after
     ``close``, or the loop's end, it serves another. RuntimeError in a second loop before that.
 
-    Identical calls that are under way at the same time share one execution when there is a cache. ``max_calls`` is
+    Identical calls in flight at the same time share one execution when there is a cache. ``max_calls`` is
     counted by the environment, which knows the trajectory.
     """
 
@@ -74,18 +77,11 @@ class LimitedTool:
         return await self._cache.get(key, lambda: self._attempts(arguments))
 
     async def _attempts(self, arguments: dict[str, Any]) -> ToolResult:
-        for attempt in range(self.limits.retries + 1):
-            if attempt:
-                await asyncio.sleep(pause_before_retry(attempt, self.limits.backoff_s))
-            try:
-                return self._capped(await self._attempt(arguments))
-            except InfrastructureError as error:
-                if attempt == self.limits.retries or isinstance(error, PermanentFailure):
-                    raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        again = retrying(self.limits.retries, self.limits.backoff_s)
+        return self._capped(await again(self._attempt, arguments))
 
     async def _attempt(self, arguments: dict[str, Any]) -> ToolResult:
-        async with self._places():  # the deadline counts the work, not the queue
+        async with self._slots():  # the deadline counts the work, not the queue
             deadline = asyncio.timeout(self.limits.timeout_s)
             try:
                 async with deadline:
@@ -98,7 +94,7 @@ class LimitedTool:
                     raise InfrastructureError(late) from error
                 return ToolResult("The tool ran out of time.", CallOutcome.TIMEOUT, detail=late)
 
-    def _places(self) -> asyncio.Semaphore:
+    def _slots(self) -> asyncio.Semaphore:
         """The running loop's semaphore: one that ever had to wait is bound to its loop for good."""
         loop = asyncio.get_running_loop()
         if self._free is None or self._loop is not loop:

@@ -1,4 +1,4 @@
-"""What a model is told about a tool: OpenAI's function schemas, as chat templates take them."""
+"""Schemas of tools (OpenAI's function schemas), as chat templates show them to a model."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def _wrapped(schema: Any, where: str) -> dict[str, Any]:
     if not isinstance(parameters, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError(
             f"{where}: expected an object with a text 'name' and an object 'parameters' (alone, or as "
-            "'function' of {\"type\": \"function\", \"function\": {...}})"
+            '\'function\' of {"type": "function", "function": {...}})'
         )
     return {"type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Search as a tool: any retriever behind it, Search-R1's way of showing passages in front."""
+"""Search tool over any retriever; passages are shown as in Search-R1."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from retrieval.ranges import PositiveInt
 from retrieval.types import RetrievalError
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, ToolResult
 
@@ -47,7 +48,7 @@ class SearchTool:
 
     name = "search"
 
-    def __init__(self, retriever: Retriever, topk: int = 3) -> None:
+    def __init__(self, retriever: Retriever, topk: PositiveInt = 3) -> None:
         if topk < 1:
             raise ValueError(f"topk is {topk}; expected at least 1")
         self.retriever, self.topk = retriever, topk

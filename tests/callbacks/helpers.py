@@ -127,7 +127,7 @@ def make_learner(model_dir: Path, evaluations: Sequence[Any] = (), **rollout: An
             empty. The test gets the last one.
         rollout: ``rollouts=`` a rollout system for the data module.
     """
-    from lightning_modules.policy_module import PolicyModule
+    from lightning_modules.training.policy_module import PolicyModule
 
     class Learner(PolicyModule):
         def configure_optimizers(self) -> Any:

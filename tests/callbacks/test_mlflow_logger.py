@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
+import random
 import subprocess
 import sys
 
+import lightning as L
 import polars as pl
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from callbacks.arcap import ARCap
-from callbacks.compare import (
+from callbacks.evaluation.arcap import ARCap
+from callbacks.evaluation.evaluation import Evaluation
+from callbacks.tracking.mlflow_logger import MLflowLogger
+from callbacks.tracking.run_info import default_tracking_uri
+from callbacks.tracking.traces import TraceWriter
+from callbacks.tracking.trajectory_log import TrajectoryLog
+from callbacks.training.stop_request import StopRequested
+from experiments.reports.compare import (
     HISTORY_SCHEMA,
     NoRunsError,
     compare,
@@ -20,13 +28,10 @@ from callbacks.compare import (
     open_store,
     runs_frame,
 )
-from callbacks.evaluation import Evaluation
-from callbacks.mlflow_logger import MLflowLogger
-from callbacks.records import default_tracking_uri
-from callbacks.report import closing_table, read_evaluation, write_results
-from callbacks.trajectory_log import TrajectoryLog
+from experiments.reports.report import closing_table, read_evaluation, write_results
+from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import CallOutcome
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
-from tests.callbacks.test_trajectory_page import Page
 
 METHODS = {"kd": [0.0] * 30 + [1.0] * 10, "dgpo": [0.0] * 10 + [1.0] * 30}
 
@@ -34,8 +39,6 @@ METHODS = {"kd": [0.0] * 30 + [1.0] * 10, "dgpo": [0.0] * 10 + [1.0] * 30}
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory, model_dir):
     """Outputs folder with two methods, two seeds each, trained (four steps) and tested for real."""
-    import lightning as L
-
     outputs = tmp_path_factory.mktemp("outputs")
     for method, scores in METHODS.items():
         for seed in (0, 1):
@@ -49,9 +52,7 @@ def outputs(tmp_path_factory, model_dir):
             options |= {"use_distributed_sampler": False}
             options |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
             callbacks = [Evaluation(), ARCap(), TrajectoryLog(2)]
-            trainer = L.Trainer(
-                default_root_dir=stage, callbacks=callbacks, logger=logger, max_epochs=1, **options
-            )
+            trainer = L.Trainer(default_root_dir=stage, callbacks=callbacks, logger=logger, max_epochs=1, **options)
             trainer.fit(module, datamodule=data)
             questions = [
                 make_trajectory(f"q{i}", answer="grey harbor" if s else "x", calls=(make_call(0, "q", ("text",)),))
@@ -85,8 +86,8 @@ def test_run_has_params_metrics_by_step_and_artifacts(outputs):
     client = client_of(outputs)
     frame = runs_frame(client, "tests", ["dgpo-seed0"])
     assert frame["run"].to_list() == ["dgpo-seed0"] and frame["status"].to_list() == ["FINISHED"]
-    assert "params.policy" in frame.columns and frame["metrics.test/em"].to_list() == [0.75]
     run_id = frame["run_id"][0]
+    assert "model.policy" in client.get_run(run_id).data.params and frame["metrics.test/em"].to_list() == [0.75]
     assert (outputs / "dgpo" / "key0" / "mlflow_run_id").read_text().strip() == run_id
     losses = history_frame(client, {run_id: "x"}, ["train/loss"])
     assert losses["step"].to_list() == [0, 1, 2, 3] and losses["value"].is_sorted(descending=True)
@@ -95,6 +96,44 @@ def test_run_has_params_metrics_by_step_and_artifacts(outputs):
     assert [a.path for a in client.list_artifacts(run_id, "trajectories")] == ["trajectories/test-000004.html"]
     location = client.get_run(run_id).info.artifact_uri
     assert location.startswith((outputs / "mlartifacts" / "tests").as_uri())
+
+
+def test_shown_trajectories_are_traces(outputs):
+    client = client_of(outputs)
+    experiment = client.get_experiment_by_name("tests").experiment_id
+    run_id = (outputs / "dgpo" / "key0" / "mlflow_run_id").read_text().strip()
+    found = client.search_traces(locations=[experiment], run_id=run_id, include_spans=True)
+    assert sorted((t.info.tags["page"], t.info.tags["kind"]) for t in found) == [
+        ("test-000004", "best"), ("test-000004", "best"), ("test-000004", "worst"), ("test-000004", "worst"),
+    ]  # fmt: skip
+    filtered = client.search_traces(locations=[experiment], run_id=run_id, filter_string="tags.kind = 'best'")
+    assert len(filtered) == 2
+    best = next(t for t in found if t.info.trace_id == filtered[0].info.trace_id)
+    root, *spans = sorted(best.data.spans, key=lambda span: span.start_time_ns)
+    assert [(s.name, s.span_type) for s in spans] == [("turn 1", "LLM"), ("search", "TOOL"), ("turn 2", "LLM")]
+    assert root.inputs["gold"] == ["Grey Harbor"] and root.outputs == {"answer": "grey harbor"}
+    assert all(span.parent_id == root.span_id for span in spans)
+    first, search, second = spans
+    assert first.inputs.keys() == {"prompt"} and second.inputs.keys() == {"observation"} and first.outputs["text"]
+    assert search.inputs == {"query": "q"} and search.outputs == {"text": "shown"}
+    assert (search.end_time_ns - search.start_time_ns) / 1e9 == pytest.approx(0.0125)
+    assert (root.end_time_ns - root.start_time_ns) / 1e9 == pytest.approx(0.5, abs=1e-3)
+    usage = {"input_tokens": 8 + 15, "output_tokens": 8, "total_tokens": 31}  # a prompt of 8, turns of 4, 3 observed
+    assert best.info.token_usage == usage
+
+
+def test_a_trace_has_a_span_for_the_reward_and_marks_failed_calls(outputs, model_dir):
+    logger = MLflowLogger("traces", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    writer = TraceWriter(logger.experiment, logger.experiment_id, logger.run_id, load_tokenizer(str(model_dir)))
+    calls = (make_call(0, "q", (), CallOutcome.ERROR),)
+    before = random.getstate()
+    writer.write("train-000020 best", make_trajectory(calls=calls, reward=0.5), {"kind": "best"})
+    assert random.getstate() == before, "the training's generator"
+    logger.finalize()
+    [trace] = client_of(outputs).search_traces(locations=[logger.experiment_id], filter_string="tags.reward = '0.5'")
+    spans = {span.name: span for span in trace.data.spans}
+    assert spans["reward"].outputs == {"total": 0.5, "em": 0.5} and spans["reward"].span_type == "EVALUATOR"
+    assert spans["search"].status.status_code.name == "ERROR" and spans["turn 1"].status.status_code.name == "OK"
 
 
 def test_resume_continues_the_run_and_repeated_steps_count_once(outputs, tmp_path):
@@ -111,9 +150,9 @@ def test_resume_continues_the_run_and_repeated_steps_count_once(outputs, tmp_pat
     second.finalize("success")
     client = client_of(outputs)
     frame = runs_frame(client, "resumes")
-    assert len(frame) == 1 and frame["params.lr"].to_list() == ["0.1"] and second.run_id == first.run_id
+    assert len(frame) == 1 and client.get_run(first.run_id).data.params["lr"] == "0.1" and second.run_id == first.run_id
     history = history_frame(client, {first.run_id: "run"}, ["train/em"])
-    assert list(zip(history["step"], history["value"])) == [(0, 0.1), (1, 0.25), (2, 0.3)]
+    assert list(zip(history["step"], history["value"], strict=True)) == [(0, 0.1), (1, 0.25), (2, 0.3)]
 
 
 def test_continued_run_is_running_until_it_ends(outputs, tmp_path):
@@ -130,9 +169,49 @@ def test_continued_run_is_running_until_it_ends(outputs, tmp_path):
     assert client.get_run(first.run_id).info.status == "FINISHED"
 
 
+@pytest.mark.parametrize(
+    ("stop", "status"),
+    [(KeyboardInterrupt, "KILLED"), (SIGTERMException, "KILLED"), (StopRequested, "KILLED"), (ValueError, "FAILED")],
+)
+def test_a_stopped_run_is_killed_and_a_broken_one_failed(outputs, trainer_for, model_dir, stop, status):
+    class Stop(L.Callback):
+        def on_train_batch_end(self, *args):
+            raise stop("in the middle")
+
+    logger = MLflowLogger("stops", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    module, data = make_learner(model_dir)
+    with pytest.raises((SystemExit, stop)):  # Lightning exits after a KeyboardInterrupt
+        trainer_for([Stop()], max_epochs=1, logger=logger).fit(module, datamodule=data)
+    assert client_of(outputs).get_run(logger.run_id).info.status == status
+
+
+def test_an_experiment_opens_with_its_runs_unless_the_user_chose_otherwise(outputs):
+    options = {"tracking_uri": f"sqlite:///{outputs}/mlflow.db", "synchronous": True}
+    logger = MLflowLogger("tiny", "a", **options)
+    client, experiment = logger.experiment, logger.experiment_id
+    assert client.get_experiment(experiment).tags["mlflow.experimentKind"] == "custom_model_development"
+    client.set_experiment_tag(experiment, "mlflow.experimentKind", "genai_development")
+    assert MLflowLogger("tiny", "b", **options).experiment_id == experiment
+    assert client.get_experiment(experiment).tags["mlflow.experimentKind"] == "genai_development"
+
+
+def test_compare_finds_runs_in_all_experiments(outputs):
+    for family in ("sod", "arpo"):
+        logger = MLflowLogger(family, f"{family}_grpo-seed0", f"sqlite:///{outputs}/mlflow.db", synchronous=True)
+        logger.log_metrics({"test/em": 0.5})
+        logger.finalize()
+    client = client_of(outputs)
+    assert runs_frame(client, names=["*_grpo"])["run"].to_list() == ["sod_grpo-seed0", "arpo_grpo-seed0"]
+    assert runs_frame(client, "arpo")["run"].to_list() == ["arpo_grpo-seed0"]
+    assert "arpo_grpo-seed0" in compare(outputs, ["*_grpo"], metrics=("test/em",))
+    with pytest.raises(NoRunsError, match=r"no run fits \['none'\]; there are: .*arpo_grpo-seed0.*dgpo-seed0"):
+        runs_frame(client, names=["none"])
+
+
+@pytest.mark.slow
 def test_runs_that_start_at_once_share_a_new_store(tmp_path):
     program = (
-        "import sys; import mlflow; from callbacks.mlflow_logger import MLflowLogger\n"
+        "import sys; import mlflow; from callbacks.tracking.mlflow_logger import MLflowLogger\n"
         "print('ready', flush=True); sys.stdin.readline()\n"  # both have imported: now both make the store
         "MLflowLogger('tests', sys.argv[1], 'sqlite:///' + sys.argv[2]).log_metrics({'x': 1.0})\n"
     )
@@ -158,17 +237,10 @@ def test_default_store(monkeypatch, tmp_path):
     assert default_tracking_uri() == "http://localhost:5000"
 
 
-def test_compare_prints_a_table_and_writes_a_page_that_stands_alone(outputs):
-    text = compare(outputs, ["kd", "dgpo"], experiment="tests")
+def test_compare_prints_a_table(outputs):
+    text = compare(outputs, ["kd", "dgpo"], experiment="tests", metrics=("test/em", "never/logged"))
     assert all(f"{method}-seed{seed}" in text for method in METHODS for seed in (0, 1)) and "0.75" in text
-    assert "parameters that differ" not in text, "all four runs have the same"
-    page = (outputs / "compare.html").read_text()
-    assert text.rstrip().endswith("compare.html")
-    assert "<svg" in page and "train/loss" in page and page.count("kd-seed0") >= 2
-    addresses = set(re.findall(r"https?://([\w.]+)", page))
-    assert addresses <= {"www.w3.org", "purl.org", "creativecommons.org", "matplotlib.org"}, "names, never fetched"
-    parser = Page(page)
-    assert "dgpo-seed1" in parser.cells
+    assert "test/em" in text and "never/logged" not in text
 
 
 def test_filters_that_fit_nothing_say_what_exists(outputs, tmp_path):
@@ -176,6 +248,8 @@ def test_filters_that_fit_nothing_say_what_exists(outputs, tmp_path):
     assert runs_frame(client, "tests", ["kd"])["run"].to_list() == ["kd-seed0", "kd-seed1"]
     with pytest.raises(NoRunsError, match="no run fits .*'kd_ppo'.*there are: dgpo-seed0, dgpo-seed1, kd-seed0, kd-"):
         runs_frame(client, "tests", ["kd_ppo"])
+    with pytest.raises(NoRunsError, match=r"no run fits \['kd_ppo'\]"):
+        runs_frame(client, "tests", ["kd", "kd_ppo"])
     with pytest.raises(NoRunsError, match="no MLflow experiment 'nothing'; there are: .*tests"):
         runs_frame(client, "nothing")
     with pytest.raises(FileNotFoundError, match="train something first"):

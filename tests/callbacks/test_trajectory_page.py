@@ -6,13 +6,13 @@ from html.parser import HTMLParser
 import pytest
 from transformers import AutoTokenizer
 
-from callbacks.trajectory_log import TrajectoryLog, best_and_worst
-from callbacks.trajectory_page import PageItem, render_page, token_texts
-from callbacks.turn_figures import turn_figures
-from lightning_modules.episode_grpo import EpisodeGRPO
+from callbacks.tracking.trajectory_log import TrajectoryLog, best_and_worst
+from callbacks.tracking.trajectory_page import PageItem, render_page, token_texts
+from callbacks.tracking.turn_metrics import turn_metrics
+from lightning_modules.algorithms.episode_grpo import EpisodeGRPO
 from rollout.trajectory import ActionKind, StopReason
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
-from tests.lightning_modules.episode_helpers import EpisodeData, episodes
+from tests.lightning_modules.algorithms.episode_helpers import EpisodeData, episodes
 
 
 class Page(HTMLParser):
@@ -217,11 +217,11 @@ def test_turn_figures_by_hand():
         "kl": [0.5, -0.5, 9.0, 1.0, -2.0], "advantages": [0.1, 0.2, 0, 0.3, 0.3], "weights": [1, 1, 7, 0.25, 0.25],
         "nothing": [0.0] * 5,
     }  # fmt: skip
-    assert turn_figures(trajectory, signals) == [
+    assert turn_metrics(trajectory, signals) == [
         {"divergence": 0.5, "weights": 1, "nothing": 0.0}, {"divergence": 1.5, "weights": 0.25, "nothing": 0.0},
     ]  # fmt: skip
-    assert turn_figures(trajectory, {}) == [{}, {}]
-    assert turn_figures(make_trajectory(kinds=(ActionKind.ANSWER,), tokens=0), {"kl": []}) == [{}]
+    assert turn_metrics(trajectory, {}) == [{}, {}]
+    assert turn_metrics(make_trajectory(kinds=(ActionKind.ANSWER,), tokens=0), {"kl": []}) == [{}]
 
 
 def test_characters_split_over_tokens_appear_once_and_whole(tokenizer):

@@ -14,8 +14,7 @@ import torch
 
 from data_modules.datasets.questions import write_tasks
 from data_modules.rollout_data_module import RolloutDataModule
-from lightning_modules.grpo import GRPO
-from rollout.engines.scripted import ScriptedEngine
+from lightning_modules.algorithms.grpo import GRPO
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
@@ -23,6 +22,7 @@ from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from tests.data_modules.toys import make_task, trainer
 from tests.rollout.scripted import ToyRetriever
+from tests.rollout.scripted_engine import ScriptedEngine
 
 torch.set_num_threads(1)
 QUESTIONS = 4

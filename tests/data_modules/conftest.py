@@ -9,7 +9,6 @@ import pytest
 
 from data_modules.datasets.questions import write_tasks
 from rollout.engines.base import SamplingParams
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
@@ -18,6 +17,7 @@ from rollout.tools.search import SearchTool
 from rollout.trajectory import InfrastructureError
 from tests.data_modules.toys import make_task
 from tests.rollout.scripted import ToyRetriever
+from tests.rollout.scripted_engine import ScriptedEngine
 
 QUESTION = re.compile(r"Question (\d+) (\w+)")
 

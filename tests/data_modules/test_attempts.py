@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data_modules.decoding import Decoding
 from data_modules.evaluation_data import EvaluationData
+from data_modules.loading.decoding import Decoding
 from tests.data_modules.toys import Recorder, trainer
 
 SAMPLED = Decoding(temperature=0.6, top_p=0.95)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from data_modules.balance import assign, imbalance
+from data_modules.loading.token_balance import assign, imbalance
 from tests.data_modules import balance_worker
 from tests.processes import run_ranks
 

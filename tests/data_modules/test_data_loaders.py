@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from data_modules.loaders import EvaluationLoader, TrainLoader, permutation, spread
+from data_modules.datasets.files import spread
+from data_modules.loading.loaders import EvaluationLoader, TrainLoader, permutation
 from data_modules.supervised_data_module import BatchPlan
 from rollout.protocols.base import PromptMode
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from data_modules.datasets.files import DatasetError
-from data_modules.failures import TooManyFailuresError
+from data_modules.loading.failure_guard import TooManyFailuresError
 from data_modules.rollout_data_module import RolloutDataModule, differs
 from rollout.trajectory import StopReason
 from tests.callbacks.helpers import make_trajectory
@@ -130,7 +130,9 @@ def test_what_cannot_work_is_refused(make_data):
         make_data(dynamic_sampling=0)
     with pytest.raises(ValueError, match="a group of one never differ"):
         make_data(samples_per_prompt=1)
-    with pytest.raises(DatasetError, match="24 questions, but one step with dynamic_sampling = 6 may take 28 different"):
+    with pytest.raises(
+        DatasetError, match="24 questions, but one step with dynamic_sampling = 6 may take 28 different"
+    ):
         make_data(dynamic_sampling=6)
 
 

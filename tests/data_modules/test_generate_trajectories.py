@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from data_modules.datasets.files import DatasetError, expand
-from data_modules.decoding import Decoding
-from data_modules.failures import TooManyFailuresError
-from data_modules.generate_trajectories import GenerateTrajectories
+from data_modules.demonstrations.generate_trajectories import GenerateTrajectories
+from data_modules.loading.decoding import Decoding
+from data_modules.loading.failure_guard import TooManyFailuresError
 from rollout.storage import load_trajectories
 from rollout.trajectory import InfrastructureError
 
@@ -43,7 +43,7 @@ def test_keeps_what_is_correct_and_reports(make_system, question_file, tmp_path)
     assert sorted(p.name for p in (tmp_path / "out" / "trajectories").iterdir()) == [
         f"chunk-{i:05d}.parquet" for i in (0, 2, 3)
     ]
-    assert system._loop is None, "the rollout system was not closed"
+    assert not system.running, "the rollout system was not closed"
 
 
 def test_keep_all_keeps_wrong_answers_but_no_failures(make_system, question_file, tmp_path):
@@ -94,13 +94,13 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
-from rollout.engines.scripted import ScriptedEngine
+from tests.rollout.scripted_engine import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.tools.search import SearchTool
 from tests.rollout.scripted import ToyRetriever
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.system import RolloutSystem
-from data_modules.generate_trajectories import GenerateTrajectories
+from data_modules.demonstrations.generate_trajectories import GenerateTrajectories
 
 model, questions, folder = sys.argv[1:]
 protocol = SearchR1Protocol(model, template="short")
@@ -110,11 +110,13 @@ def script(ids, sampling):
     if len(asked) == 6:  # in the third chunk
         os.kill(os.getpid(), signal.SIGKILL)
     return "<answer> answer " + str(len(asked) - 1) + " </answer>"
-system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}), None, concurrency=1)
+environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, environment, None, concurrency=1)
 GenerateTrajectories(system, [questions], seed=3, chunk_questions=2).run(Path(folder))
 """
 
 
+@pytest.mark.slow
 def test_run_after_kill_9_reuses_finished_chunks(make_system, question_file, model_dir, tmp_path):
     files, out = [question_file("train", ["right"] * 9)], tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(model_dir), files[0], str(out)]
@@ -128,13 +130,6 @@ def test_run_after_kill_9_reuses_finished_chunks(make_system, question_file, mod
     again = make_system()
     assert GenerateTrajectories(again, files, seed=3, chunk_questions=2).run(out) == summary
     assert again.engine.requests == []
-
-
-def test_a_folder_of_another_generation_is_refused(make_system, question_file, tmp_path):
-    files = [question_file("train", ["right"] * 3)]
-    GenerateTrajectories(make_system(), files, seed=3).run(tmp_path / "out")
-    with pytest.raises(ValueError, match="another generation"):
-        GenerateTrajectories(make_system(), files, seed=4).run(tmp_path / "out")
 
 
 def test_a_single_path_is_refused(make_system):

@@ -6,9 +6,8 @@ import pytest
 
 from data_modules.datasets.files import DatasetError
 from data_modules.evaluation_data import EvaluationData
-from data_modules.question_loading import QuestionLoading, short_enough
+from data_modules.loading.question_loading import QuestionLoading, short_enough
 from data_modules.rollout_data_module import RolloutDataModule
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol
@@ -17,6 +16,7 @@ from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from tests.data_modules.toys import Recorder, make_task, trainer
 from tests.rollout.scripted import ToyRetriever
+from tests.rollout.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data_modules.datasets.files import DatasetError
-from data_modules.decoding import Decoding
 from data_modules.evaluation_data import EvaluationData
-from data_modules.failures import TooManyFailuresError
-from data_modules.loaders import TrainLoader
+from data_modules.loading.decoding import Decoding
+from data_modules.loading.failure_guard import TooManyFailuresError
+from data_modules.loading.loaders import TrainLoader
 from data_modules.rollout_data_module import RolloutDataModule
 from rollout.skills.injection import Skills
 from rollout.skills.retrieval import TaskType
@@ -101,7 +101,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rollout.engines.scripted import ScriptedEngine
+from tests.rollout.scripted_engine import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.tools.search import SearchTool
 from tests.rollout.scripted import ToyRetriever
@@ -119,13 +119,15 @@ def script(ids, sampling):
     if len(asked) == 28:  # in the middle of the fifth iteration's rollouts
         os.kill(os.getpid(), signal.SIGKILL)
     return "<answer> x </answer>"
-system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}), ExactMatchReward())
+environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, environment, ExactMatchReward())
 data = RolloutDataModule(system, [questions], prompts_per_step=3, samples_per_prompt=2, seed=1)
 saver = ModelCheckpoint(Path(folder), filename="last", every_n_train_steps=1, enable_version_counter=False)
 trainer(folder, max_epochs=2, enable_checkpointing=True, callbacks=[saver]).fit(Recorder(), datamodule=data)
 """
 
 
+@pytest.mark.slow
 def test_position_survives_kill_9_while_rolling_out(make_data, model_dir, tmp_path):
     whole, module = make_data(), Recorder()
     trainer(tmp_path, max_epochs=2).fit(module, datamodule=whole)
@@ -187,7 +189,7 @@ RANKS = """
 import json, os, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
-from rollout.engines.scripted import ScriptedEngine
+from tests.rollout.scripted_engine import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.tools.search import SearchTool
 from tests.rollout.scripted import ToyRetriever
@@ -195,7 +197,7 @@ from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
 from rollout.system import RolloutSystem
 from rollout.trajectory import InfrastructureError
-from data_modules.failures import TooManyFailuresError
+from data_modules.loading.failure_guard import TooManyFailuresError
 from data_modules.rollout_data_module import RolloutDataModule
 from tests.data_modules.toys import Recorder, trainer
 
@@ -207,7 +209,8 @@ def script(ids, sampling):
     asked.append(sampling.seed)
     down = rank == 1 and len(asked) > 4  # in the third iteration, on one rank only
     return InfrastructureError("down") if down else "<answer> x </answer>"
-system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, QuestionAnswering({"search": SearchTool(ToyRetriever())}), ExactMatchReward())
+environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, environment, ExactMatchReward())
 data = RolloutDataModule(system, [questions], prompts_per_step=4, seed=1, balance_tokens=False,
                          max_infrastructure_failures=0.4, failure_patience=1)
 module, stopped = Recorder(), ""
@@ -221,6 +224,7 @@ Path(folder, f"rank{rank}.json").write_text(json.dumps({"train": names, "stopped
 """
 
 
+@pytest.mark.slow
 def test_under_ddp_ranks_share_the_prompts_and_stop_together(make_data, model_dir, tmp_path):
     alone = make_data(prompts_per_step=4, samples_per_prompt=1)
     alone.setup("fit")
@@ -263,7 +267,7 @@ def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_syste
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
     assert time.monotonic() - start < 10
-    assert system._loop is None, "the rollout system still runs"
+    assert not system.running, "the rollout system still runs"
 
 
 def test_rollout_system_stays_up_from_fit_to_test_and_is_closed_after(make_data, question_file, tmp_path, monkeypatch):
@@ -301,7 +305,7 @@ def test_the_module_is_asked_before_the_engine_starts(make_data, question_file, 
         with pytest.raises(ValueError, match="nothing to learn here"):
             trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
         assert module.seen == [f"q{i}" for i in range(10)]
-        assert data.rollouts._loop is None and not data._running, "nothing was started"
+        assert not data.rollouts.running and not data._running, "nothing was started"
 
 
 def test_tasks_that_the_students_skills_do_not_know_are_refused_before_the_engine_starts(make_data, question_file):
@@ -317,9 +321,9 @@ def test_tasks_that_the_students_skills_do_not_know_are_refused_before_the_engin
         training.setup("fit")
     with pytest.raises(DatasetError, match="no category for data source 'juggling'"):
         test.setup("test")
-    assert training.rollouts._loop is test.rollouts._loop is None
+    assert not training.rollouts.running and not test.rollouts.running
     plain.setup("test")
-    assert plain.rollouts._loop is not None
+    assert plain.rollouts.running
 
 
 def test_evaluation_is_greedy_complete_and_says_which_loader_is_which(make_data, question_file, tmp_path):
@@ -411,7 +415,7 @@ def test_yaml_reaches_options_of_the_evaluation_part_and_refuses_unknown_ones(mo
     rollouts = {
         "class_path": "rollout.system.RolloutSystem",
         "init_args": {
-            "engine": {"class_path": "rollout.engines.transformers_engine.TransformersEngine",
+            "engine": {"class_path": "rollout.engines.vllm_engine.VLLMEngine",
                        "init_args": {"model": str(model_dir)}},
             "protocol": {"class_path": "rollout.protocols.search_r1.SearchR1Protocol",
                          "init_args": {"tokenizer": str(model_dir)}},

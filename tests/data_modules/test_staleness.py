@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from data_modules.loading.rollouts_ahead import StalenessError, check_staleness
 from data_modules.rollout_data_module import RolloutDataModule
-from data_modules.rollouts_ahead import StalenessError, check_staleness
-from rollout.engines.scripted import ScriptedEngine
 from rollout.trajectory import StopReason
 from tests.callbacks.helpers import make_trajectory
 from tests.data_modules.toys import Recorder, sampled_by, trainer
+from tests.rollout.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_an_error_in_the_background_is_raised_at_its_batch(make_system, make_dat
 class Interrupted(Recorder):
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
-        while self.trainer.datamodule.rollouts.engine.peak_concurrency <= 6:  # what is generated ahead is under way
+        while self.trainer.datamodule.rollouts.engine.peak_concurrency <= 6:  # what is generated ahead is in flight
             time.sleep(0.001)
         raise KeyboardInterrupt
 

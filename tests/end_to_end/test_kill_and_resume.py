@@ -12,32 +12,33 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from experiments.graph import Graph
-from experiments.overrides import Overrides
-from experiments.project import ROOT, Project
+from experiments.registry.overrides import Overrides
+from experiments.registry.project import ROOT, Project
+from experiments.stages.graph import Graph
 
+pytestmark = pytest.mark.slow
 FILES = {
     "world_tiny": """
 experiment: {kind: task, summary: a small world, fixed_seed: true}
 seed_everything: 0
 task:
-  class_path: data_modules.fictional_world.build.BuildWorld
+  class_path: data_modules.worlds.fictional_world.build.BuildWorld
   init_args: {seed: 0, entities: 120, train: 40, val: 4, test: 4, test_unseen: 2, demonstrations: 4, articles: 2}
 """,
     "student": """
 experiment: {kind: task, summary: a random student}
 task:
-  class_path: experiments.tasks.InitialModel
+  class_path: experiments.stages.tasks.InitialModel
   init_args: {tokenizer: "${stage:world_tiny}/tokenizer", hidden_size: 32, layers: 1, initializer_range: 0.2, seed: 1}
 """,
     "teacher": """
 experiment: {kind: task, summary: a random teacher}
 task:
-  class_path: experiments.tasks.InitialModel
+  class_path: experiments.stages.tasks.InitialModel
   init_args: {tokenizer: "${stage:world_tiny}/tokenizer", hidden_size: 32, layers: 1, initializer_range: 0.2, seed: 2}
 """,
     "mini": """
-inherits: [bases/tiny_dgpo]
+inherits: [tiny/bases/dgpo]
 experiment: {summary: a miniature of dgpo_tiny}
 values: {rollouts: {init_args: {max_turns: 1, max_turn_tokens: 12, max_response_tokens: 200}}}
 trainer: {val_check_interval: null, limit_val_batches: 0}
@@ -68,7 +69,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def stage_folder(files: Path, outputs: Path) -> Path:
-    project = Project(experiment_dirs=(files, ROOT / "experiments"), outputs=outputs)
+    project = Project(experiment_dirs=(files, ROOT / "experiments" / "configs"), outputs=outputs)
     return Graph(project, "mini", Overrides(), None).target().folder
 
 

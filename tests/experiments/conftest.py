@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.graph import Graph
-from experiments.overrides import parse
-from experiments.project import ROOT, Project
+from experiments.registry.overrides import parse
+from experiments.registry.project import ROOT, Project
+from experiments.stages.graph import Graph
 
 
 class Workshop:
@@ -60,3 +60,21 @@ class Workshop:
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
     return Workshop(tmp_path)
+
+
+@pytest.fixture
+def run_here(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]):
+    """``workshop.run`` without a process of its own (stages have theirs)."""
+    from experiments.commands.cli import main
+
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        for name, value in workshop.environment().items():
+            monkeypatch.setenv(name, value)
+        capfdbinary.readouterr()
+        code = main(words)
+        out, err = capfdbinary.readouterr()
+        return subprocess.CompletedProcess(words, code, out.decode(), err.decode())
+
+    return run

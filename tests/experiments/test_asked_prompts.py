@@ -2,7 +2,7 @@
 
 import json
 
-from experiments.use import asked_task, example_task
+from experiments.commands.ask import asked_task, example_task
 
 
 def test_an_asked_question_is_put_as_the_experiment_puts_its_own(tmp_path):

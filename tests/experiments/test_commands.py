@@ -2,25 +2,30 @@
 
 import gzip
 import os
+import re
+import shutil
 import subprocess
 from dataclasses import replace
 
 import pytest
 
-from experiments.cli import build_parser, split_overrides
-from experiments.commands import SERVER_OPTIONS, server_options
-from experiments.download import assemble
-from experiments.errors import ExperimentError
-from experiments.launch import Launch
-from experiments.project import ROOT
-from experiments.runner import Request
-from experiments.use import asked_task, find_model
+from experiments.commands.ask import asked_task
+from experiments.commands.cli import build_parser, split_overrides
+from experiments.commands.download import assemble
+from experiments.commands.models import find_model
+from experiments.commands.servers import SERVER_OPTIONS, server_options
+from experiments.registry.errors import ExperimentError
+from experiments.registry.project import ROOT
+from experiments.stages.context import Node, RunContext
 from retrieval import server
 from rollout.trajectory import Task
 
-
 # The tests themselves run under `make test`, whose flags and level an inner make would take over.
-OUTSIDE = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+OUTSIDE = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS")
+}
 
 
 def make(*words):
@@ -32,11 +37,15 @@ def make(*words):
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (["train"], "train dgpo_tiny"),
+        (["train"], "train dgpo_tiny --compare"),
+        (["train", "COMPARE=0"], "train dgpo_tiny"),
+        (["train", "EXP=arpo_tiny", "COMPARE=1"], "train arpo_tiny --compare"),
         (["train", "EXP=kd_tiny", "SEED=2", "RESUME=last"], "train kd_tiny --seed 2 --resume last"),
-        (["train", "FRESH=1", "ARGS=--model.kl_coef 0.01"], "train dgpo_tiny --fresh --model.kl_coef 0.01"),
-        (["train", "LAUNCH=slurm", "NPROC=8", "TIME=1:00"],
-         'train dgpo_tiny --launch slurm --processes 8 --sbatch="--time=1:00"'),
+        (["train", "FRESH=1", "ARGS=--model.kl_coef 0.01"], "train dgpo_tiny --compare --fresh --model.kl_coef 0.01"),
+        (
+            ["train", "LAUNCH=slurm", "NPROC=8", "TIME=1:00"],
+            'train dgpo_tiny --compare --launch slurm --processes 8 --sbatch="--time=1:00"',
+        ),
         (["evaluate", "CKPT=a b.ckpt"], 'evaluate dgpo_tiny --checkpoint "a b.ckpt"'),
         (["ask", "Q=Who wrote it?"], 'ask dgpo_tiny --question "$Q"'),
         (["dry-run", "EXP=x"], "dry-run x"),
@@ -45,6 +54,10 @@ def make(*words):
         (["reproduce", "SEEDS=0,1"], "reproduce dgpo_tiny --seeds 0,1"),
         (["ui", "PORT=5001"], "ui --port 5001"),
         (["clean", "ALL=1"], "clean --all"),
+        (["clean", "FORCE=1", "COMPACT_AGENTS_OUTPUTS=x"], "clean --force"),
+        (["compare", "EXPS=a b", "ARGS=--paths.outputs x"], "compare a b --paths.outputs x"),
+        (["smoke"], "train smoke --compare"),
+        (["experiments", "LIKE=sod", "HARDWARE=cpu"], 'list --like "sod" --hardware "cpu"'),
         (["export", "CKPT=last", "TO=a b"], 'export dgpo_tiny --checkpoint "last" --to "a b"'),
         (["export", "DTYPE=bfloat16"], "export dgpo_tiny --dtype bfloat16"),
     ],
@@ -52,6 +65,25 @@ def make(*words):
 def test_make_passes_on_what_it_is_given(words, command):
     [line] = make(*words)
     assert " ".join(line.split()) == f".venv/bin/python -m experiments {command}"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("exp=x", "exp; did you mean EXP?"), ("FRSH=1", "FRSH; did you mean FRESH?"), ("Z=1", "Z; valid: EXP")],
+)
+def test_make_refuses_variables_that_mean_nothing(word, said):
+    done = subprocess.run(["make", "-n", "train", word], cwd=ROOT, capture_output=True, text=True, env=OUTSIDE)
+    assert done.returncode == 2 and not done.stdout
+    [line] = done.stderr.splitlines()
+    assert f"unknown variable {said}" in line
+
+
+def test_every_variable_of_the_makefile_can_be_given():
+    text = (ROOT / "Makefile").read_text()
+    listed = set(text.split("VARIABLES :=")[1].split("ENVIRONMENT")[0].replace("\\", "").split())
+    used = set(re.findall(r"\$\((?:or |if )?(?:\$\()?([A-Z_]+)\b", text))
+    own = set(re.findall(r"^([A-Z_]+) :?=", text, flags=re.MULTILINE)) | {"MAKEFILE_LIST"}
+    assert used - own <= listed, used - own - listed
 
 
 def test_make_alone_prints_help_and_sets_nothing_up():
@@ -89,18 +121,53 @@ def test_parts_are_joined_and_unpacked(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["part_aa", "part_ab.gz", "whole"]
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"python3": "3.12"}, "takes python3"),
+        ({"python3.11": "none", "python3.12": "3.12", "python3": "3.13"}, "takes python3.12"),  # as pyenv's shims are
+        ({"python3": "3.13"}, "3.11 or 3.12 is needed; found: python3 is Python 3.13.0. Install one"),
+        ({"python3.12": "without venv"}, "found: python3.12 without venv (Ubuntu: apt-get install python3.12-venv)"),
+        ({}, "found: none. Install one"),
+    ],
+)
+def test_set_up_finds_a_python(tmp_path, there, said):
+    for name, version in there.items():
+        answers = {"none": "exit 127", "without venv": 'case "$*" in *ensurepip*) exit 1;; esac'}
+        right = "0" if version in ("3.11", "3.12") else "1"
+        default = f'case "$*" in *version_info*) exit {right};; *--version*) echo Python {version}.0;; esac'
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answers.get(version, default)}\n")
+        (tmp_path / name).chmod(0o755)
+    script = 'fail() { echo "$1"; exit 1; }; . scripts/find_python.sh; find_python; echo takes $PYTHON'
+    environment = {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        [shutil.which("bash"), "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert said in done.stdout, done.stdout + done.stderr
+
+
 def test_only_models_are_taken_for_models(workshop, tmp_path):
     workshop.task("x")
-    request = Request(workshop.project, "x", (), None)
+    context = RunContext(workshop.project, "x", (), None)
     with pytest.raises(ExperimentError, match="'x' .* has not been made yet: run make train EXP=x first"):
-        find_model(request, None)
+        find_model(context, None)
     with pytest.raises(ExperimentError, match="no checkpoint at /nowhere"):
-        find_model(request, "/nowhere")
+        find_model(context, "/nowhere")
     with pytest.raises(ExperimentError, match="neither a .ckpt nor a Hugging Face folder"):
-        find_model(request, str(tmp_path))
+        find_model(context, str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
-    assert find_model(request, str(tmp_path)) == tmp_path / "model"
+    assert find_model(context, str(tmp_path)) == tmp_path / "model"
+
+
+def test_the_model_of_a_run_is_found_by_the_overrides_it_was_made_with(workshop):
+    workshop.task("x", "text: a")
+    plain, overridden = workshop.graph("x").target().folder, workshop.graph("x", "--task.text", "b").target().folder
+    for folder in (plain, overridden):
+        context = RunContext(workshop.project, "x", ("--task.text", "b"), None)
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text("{}")
+        assert find_model(context, None) == folder / "model"
 
 
 def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():
@@ -114,15 +181,19 @@ def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():
 
 
 def test_commands_are_named_as_they_were_typed(workshop):
-    request = Request(workshop.project, "x", ("--model.kl_coef", "0.01"), 3)
-    assert request.again() == 'make train EXP=x SEED=3 ARGS="--model.kl_coef 0.01" RESUME=last'
-    evaluation = replace(request, arguments=(), verb="evaluate", variables=("CKPT=a.ckpt",))
-    assert evaluation.again() == "make evaluate EXP=x CKPT=a.ckpt SEED=3", "a test has nothing to go on from"
-    of_four = Launch(nodes=4, node_rank=0, address="host0", port=29500, timeout_s=600.0)
-    launched = replace(request, arguments=("--trainer.num_nodes=4",), variables=("LAUNCH=torchrun",), launch=of_four)
+    context = RunContext(workshop.project, "x", ("--model.kl_coef", "0.01"), 3)
+    assert context.resume_command() == 'make train EXP=x SEED=3 ARGS="--model.kl_coef 0.01" RESUME=last'
+    whole = replace(context, arguments=(), seed=None, compare=True)
+    assert whole.resume_command() == "make train EXP=x COMPARE=1 RESUME=last" and whole.flags() == ["x", "--compare"]
+    evaluation = replace(context, arguments=(), verb="evaluate", variables=("CKPT=a.ckpt",))
+    assert evaluation.resume_command() == "make evaluate EXP=x CKPT=a.ckpt SEED=3", (
+        "a test has nothing to continue from"
+    )
+    of_four = Node(count=4, rank=0, address="host0", port=29500, timeout_s=600)
+    launched = replace(context, arguments=("--trainer.num_nodes=4",), variables=("LAUNCH=torchrun",), node=of_four)
     said = 'make train EXP=x LAUNCH=torchrun SEED=3 ARGS="--trainer.num_nodes=4" MASTER_ADDR=host0 {}RESUME=last ({})'
     others = "and with NODE_RANK=1 to 3 on the other nodes"
-    assert launched.again() == said.format("MASTER_PORT=29500 ", others)
-    assert replace(launched, launch=replace(of_four, port=29400)).again() == said.format("", others)
-    assert "MASTER" not in replace(launched, launch=replace(of_four, nodes=1)).again()
+    assert launched.resume_command() == said.format("MASTER_PORT=29500 ", others)
+    assert replace(launched, node=replace(of_four, port=29400)).resume_command() == said.format("", others)
+    assert "MASTER" not in replace(launched, node=replace(of_four, count=1)).resume_command()
     assert "MASTER" not in launched.command(), "what is recorded with a result names no machine"

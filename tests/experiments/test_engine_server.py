@@ -7,11 +7,14 @@ import subprocess
 import sys
 import urllib.request
 
-from experiments.project import ROOT
+import pytest
+
+from experiments.registry.project import ROOT
 
 
+@pytest.mark.slow
 def test_an_experiments_engine_is_served_with_overrides(model_dir, tmp_path):
-    words = ["dgpo_tiny", "--checkpoint", str(model_dir), "--port", "0", "--data.rollouts.engine.slots", "2"]
+    words = ["dgpo_tiny", "--checkpoint", str(model_dir), "--port", "0", "--data.rollouts.engine.max_num_seqs", "2"]
     command = [sys.executable, "-m", "experiments", "engine-server", *words]
     process = subprocess.Popen(
         command,
@@ -23,7 +26,7 @@ def test_an_experiments_engine_is_served_with_overrides(model_dir, tmp_path):
         start_new_session=True,
     )
     try:
-        assert process.stdout.readline().startswith(f"loading {model_dir} into rollout.engines.transformers_engine.")
+        assert process.stdout.readline().startswith(f"loading {model_dir} into rollout.engines.vllm_engine.")
         line = process.stdout.readline()
         assert line.startswith("engine ready at http://127.0.0.1:"), line
         health = json.load(urllib.request.urlopen(f"{line.split()[3]}/health", timeout=30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -10,20 +11,21 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from callbacks.export import Export
-from callbacks.resume import IterationCheckpoint
-from experiments.commands import make_graph
-from experiments.errors import ExperimentError
-from experiments.export import export
-from experiments.project import Project
-from experiments.runner import Request
-from experiments.store import StageFolder
+from callbacks.model_export.exporter import Export
+from callbacks.training.resume import IterationCheckpoint
+from experiments.commands.command import make_graph
+from experiments.commands.export import export
+from experiments.registry.errors import ExperimentError
+from experiments.registry.project import Project
+from experiments.stages.context import RunContext
+from experiments.stages.store import StageFolder
 from tests.callbacks.helpers import make_learner, policy_state, same_weights
 
 FIT = """
-experiment: {{kind: fit}}
+experiment: {{kind: fit, algorithm: GRPO, data: invented world}}
 model: {{class_path: m.A, init_args: {{policy: "{policy}"}}}}
 data: {{class_path: d.A}}
 """
@@ -31,11 +33,11 @@ data: {{class_path: d.A}}
 
 @pytest.fixture
 def trained(workshop, model_dir):
-    """A request for an experiment whose stage was trained, but is not done; its store and its module."""
+    """A context for an experiment whose stage was trained, but is not done; its store and its module."""
     workshop.write("sft", FIT.format(policy=model_dir))
     project = Project(root=workshop.folder, experiment_dirs=(workshop.files,), outputs=workshop.folder / "outputs")
-    request = Request(project, "sft", (), None)
-    stage = make_graph(request).target()
+    context = RunContext(project, "sft", (), None)
+    stage = make_graph(context).target()
     store = StageFolder(stage.folder)
     store.prepare(stage, {"name": "sft"}, keep=False)
     module, data = make_learner(model_dir)
@@ -44,50 +46,59 @@ def trained(workshop, model_dir):
         devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
-    return request, store, policy_state(module.policy)
+    return context, store, policy_state(module.policy)
 
 
-def run(request, to, checkpoint=None, dtype=None):
-    export(SimpleNamespace(to=str(to), checkpoint=checkpoint, dtype=dtype), request)
+def run(context, to, checkpoint=None, dtype=None):
+    export(SimpleNamespace(to=str(to), checkpoint=checkpoint, dtype=dtype), context)
     return AutoModelForCausalLM.from_pretrained(to, dtype="auto")
 
 
 def test_the_last_checkpoint_of_an_interrupted_run(trained, tmp_path, capsys):
-    request, store, weights = trained
+    context, store, weights = trained
     shutil.rmtree(store.path / "model")
     with pytest.raises(ExperimentError, match="'sft' is not done; .* make export EXP=sft CKPT=last"):
-        run(request, tmp_path / "a")
-    assert same_weights(policy_state(run(request, tmp_path / "b", "last")), weights)
+        run(context, tmp_path / "a")
+    assert same_weights(policy_state(run(context, tmp_path / "b", "last")), weights)
     assert "checkpoints/last.ckpt to" in capsys.readouterr().out
-    half = policy_state(run(request, tmp_path / "c", "last", "bfloat16"))
+    half = policy_state(run(context, tmp_path / "c", "last", "bfloat16"))
     assert same_weights(half, {name: weight.to(torch.bfloat16) for name, weight in weights.items()})
+    assert "(iteration-00000004.ckpt) were not tested" in (tmp_path / "c" / "README.md").read_text()
     card = yaml.safe_load((tmp_path / "c" / "provenance.yaml").read_text())
     assert card["weights"].endswith("iteration-00000004.ckpt") and card["dtype"] == "bfloat16"
     with pytest.raises(ExperimentError, match="'sft' has no best checkpoint"):
-        run(request, tmp_path / "d", "best")
+        run(context, tmp_path / "d", "best")
     with pytest.raises(ExperimentError, match="b exists and is not empty"):
-        run(request, tmp_path / "b", "last")
+        run(context, tmp_path / "b", "last")
 
 
 def test_a_finished_run_and_its_model_in_another_type(trained, tmp_path):
-    request, store, weights = trained
-    store.finish({"commit": "abc", "seconds": 1.0})
-    assert same_weights(policy_state(run(request, tmp_path / "a")), weights)
+    context, store, weights = trained
+    store.finish({"commit": "abc", "seconds": 1.0, "command": "make train EXP=sft"})
+    em = {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 40}
+    (store.path / "evaluation.json").write_text(json.dumps({"test": {"em": em}}))
+    assert same_weights(policy_state(run(context, tmp_path / "a")), weights)
     assert yaml.safe_load((tmp_path / "a" / "provenance.yaml").read_text())["commit"] == "abc"
-    half = run(request, tmp_path / "b", dtype="float16")
+    card = ModelCard.load(tmp_path / "a" / "README.md")
+    assert card.data.library_name == "transformers" and "GRPO" in card.data.tags
+    for said in ("# sft\n", "| algorithm | GRPO |", "| data | invented world |", "| EM | 0.500 [0.250, 0.750] |"):
+        assert said in card.text, said
+    assert "40 questions" in card.text and "`abc`" in card.text and "make train EXP=sft" in card.text
+    half = run(context, tmp_path / "b", dtype="float16")
+    assert "Tested before the weights were rounded to float16." in (tmp_path / "b" / "README.md").read_text()
     assert half.dtype == torch.float16
     assert same_weights(policy_state(half), {name: weight.half() for name, weight in weights.items()})
 
 
 def test_a_checkpoint_that_lies_elsewhere(trained, tmp_path, workshop):
-    request, store, weights = trained
+    context, store, weights = trained
     shutil.copy(store.checkpoint, tmp_path / "copy.ckpt")
-    assert same_weights(policy_state(run(request, tmp_path / "a", str(tmp_path / "copy.ckpt"))), weights)
+    assert same_weights(policy_state(run(context, tmp_path / "a", str(tmp_path / "copy.ckpt"))), weights)
     (tmp_path / "copy.ckpt").write_bytes(b"cut")
     with pytest.raises(ExperimentError, match="copy.ckpt is no checkpoint, or an incomplete one"):
-        run(request, tmp_path / "b", str(tmp_path / "copy.ckpt"))
+        run(context, tmp_path / "b", str(tmp_path / "copy.ckpt"))
     with pytest.raises(ExperimentError, match="no checkpoint at /nowhere"):
-        run(request, tmp_path / "b", "/nowhere")
+        run(context, tmp_path / "b", "/nowhere")
     workshop.task("note")
     with pytest.raises(ExperimentError, match="'note' has no model.policy"):
-        run(dataclasses.replace(request, target="note"), tmp_path / "b", str(tmp_path / "copy.ckpt"))
+        run(dataclasses.replace(context, target="note"), tmp_path / "b", str(tmp_path / "copy.ckpt"))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from experiments.errors import ExperimentError
-from experiments.graph import closure, missing_files
-from experiments.keys import PathHasher
+from experiments.registry.errors import ExperimentError
+from experiments.registry.keys import PathHasher
+from experiments.stages.graph import closure, missing_files
 
 FIT = """
 experiment: {kind: fit}
@@ -13,8 +13,8 @@ trainer:
   max_steps: 3
   logger: {class_path: l.Logger, init_args: {run_name: "${experiment.name}", save_dir: "${experiment.folder}"}}
   callbacks:
-    bar: {class_path: callbacks.progress.Progress}
-    guard: {class_path: callbacks.collapse_guard.CollapseGuard}
+    bar: {class_path: callbacks.training.progress.Progress}
+    guard: {class_path: callbacks.training.collapse_guard.CollapseGuard}
 model: {class_path: m.A, init_args: {policy: "${stage:base}/model", lr: "${values.lr}"}}
 data: {class_path: d.A}
 """
@@ -140,7 +140,7 @@ def test_circles_and_unknown_stages(workshop):
 
 
 def test_override_for_a_stage_that_is_not_there(chain):
-    with pytest.raises(ExperimentError, match="does not stand on a stage 'bsae'; did you mean 'base'"):
+    with pytest.raises(ExperimentError, match="does not depend on a stage 'bsae'; did you mean 'base'"):
         chain.graph("fit", "--stages.bsae.task.text=x").target()
 
 

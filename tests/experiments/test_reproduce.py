@@ -9,21 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from callbacks.evaluation import update_evaluation_file
-from callbacks.figures import summarize
-from callbacks.rows import row_of, save_rows
-from callbacks.step_rows import STEPS_FILE, TRAJECTORIES_FILE, save_steps
-from experiments.commands import make_graph
-from experiments.errors import ExperimentError
-from experiments.project import Project
-from experiments.reproduce import SAMPLED, reproduce
-from experiments.runner import Request
-from experiments.store import StageFolder
-from experiments.use import evaluation_stage
+from callbacks.evaluation.evaluation import update_evaluation_file
+from callbacks.evaluation.step_rows import STEPS_FILE, TRAJECTORIES_FILE, save_steps
+from callbacks.evaluation.summary import summarize
+from callbacks.evaluation_rows import row_of, save_rows
+from experiments.commands.command import make_graph
+from experiments.commands.models import evaluation_stage
+from experiments.commands.reproduce import SAMPLED, reproduce
+from experiments.registry.errors import ExperimentError
+from experiments.registry.project import Project
+from experiments.stages.context import RunContext
+from experiments.stages.store import StageFolder
 from rollout.storage import save_trajectories
 from rollout.tokenizer import load_tokenizer
+from tests.callbacks.evaluation.step_helpers import CASE_B, make_steps, write_trajectory
 from tests.callbacks.helpers import make_call, make_trajectory
-from tests.callbacks.step_helpers import CASE_B, make_steps, write_trajectory
 
 FIT = """
 experiment:
@@ -47,10 +47,10 @@ def make_done(workshop, model_dir, about_grpo=""):
     workshop.write("grpo", FIT.format(label="GRPO", branch=0, more=about_grpo))
     workshop.write("arpo_random", FIT.format(label="random branches", branch=2, more=""))
     project = Project(root=workshop.folder, experiment_dirs=(workshop.files,), outputs=workshop.folder / "outputs")
-    request = Request(project, "arpo", (), None)
+    context = RunContext(project, "arpo", (), None)
     for seed in (0, 1):
         for name, right in RIGHT.items():
-            asked = dataclasses.replace(request, target=name, seed=seed)
+            asked = dataclasses.replace(context, target=name, seed=seed)
             graph = make_graph(asked)
             stage = graph.target()
             finish(stage, right - seed, asked.command())
@@ -62,7 +62,7 @@ def make_done(workshop, model_dir, about_grpo=""):
             config["data"]["init_args"] |= {"eval_sampling": SAMPLED, "probes": []}
             changed = dataclasses.replace(stage, config=config, key=f"{stage.key}, sampled")
             finish(evaluation_stage(changed, stage.folder / "model", graph), right - 2, "-")
-    return project, request
+    return project, context
 
 
 def finish(stage, right, command, change=None):
@@ -83,13 +83,13 @@ def answer_by_reward(rows):
     return [dataclasses.replace(row, reward_parts={"acc": float(int(row.id[1:]) < 4)}) for row in rows]
 
 
-def run(request, seeds="0,1", ablation_seeds=None):
-    reproduce(SimpleNamespace(seeds=seeds, ablation_seeds=ablation_seeds), request)
+def run(context, seeds="0,1", ablation_seeds=None):
+    reproduce(SimpleNamespace(seeds=seeds, ablation_seeds=ablation_seeds), context)
 
 
 def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done, capsys):
-    project, request = done
-    run(request)
+    project, context = done
+    run(context)
     assert "to make" not in capsys.readouterr().out.replace("0 to make", ""), "everything was there"
     objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
     assert [(o["method"], o["seed"]) for o in objects] == [
@@ -100,7 +100,7 @@ def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done,
     assert arpo["low"] < 0.7 < arpo["high"]
     assert (arpo["seconds"], arpo["command"], arpo["commit"]) == (30.0, "make train EXP=arpo SEED=0", "abc")
     assert arpo["sampled"]["mean"] == 0.5 and arpo["sampled"]["k"] == 10
-    assert {name: figure["mean"] for name, figure in arpo["figures"].items()} == {
+    assert {name: figure["mean"] for name, figure in arpo["metrics"].items()} == {
         "em": 0.7, "tool_calls": 1.0, "pass/2": 0.7, "train_tool_calls": 700,
     }  # fmt: skip
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
@@ -111,8 +111,8 @@ def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done,
 
 
 def test_one_model_for_all_seeds_is_compared_with_each_of_them(workshop, model_dir):
-    project, request = make_done(workshop, model_dir, about_grpo=", fixed_seed: true")  # 3 of 10 right
-    run(request)
+    project, context = make_done(workshop, model_dir, about_grpo=", fixed_seed: true")  # 3 of 10 right
+    run(context)
     objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
     assert [o["seed"] for o in objects if o["method"] == "GRPO"] == [0]
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
@@ -121,8 +121,8 @@ def test_one_model_for_all_seeds_is_compared_with_each_of_them(workshop, model_d
 
 
 def test_fewer_seeds_of_the_ablations(done):
-    project, request = done
-    run(request, ablation_seeds="1")
+    project, context = done
+    run(context, ablation_seeds="1")
     objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
     assert [o["seed"] for o in objects if o["method"] == "random branches"] == [1]
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
@@ -131,10 +131,10 @@ def test_fewer_seeds_of_the_ablations(done):
 
 
 def test_ablations_of_the_first_seed_alone(done, workshop):
-    project, request = done
+    project, context = done
     path = workshop.files / "arpo.yaml"
     path.write_text(path.read_text().replace("ablations: [arpo_random]", "ablations_once: [arpo_random]"))
-    run(request)
+    run(context)
     objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
     assert [o["seed"] for o in objects if o["method"] == "random branches"] == [0]
     assert [o["seed"] for o in objects if o["method"] == "ARPO"] == [0, 1]
@@ -145,12 +145,12 @@ def test_an_experiment_whose_test_samples_is_tested_once_and_compared_by_its_own
     workshop.write("sod", FIT.format(label="SOD", branch=1, more=more))
     workshop.write("grpo", FIT.format(label="GRPO", branch=0, more=""))
     project = Project(root=workshop.folder, experiment_dirs=(workshop.files,), outputs=workshop.folder / "outputs")
-    request = Request(project, "sod", (), None)
+    context = RunContext(project, "sod", (), None)
     for name, right in (("sod", 8), ("grpo", 6)):
-        stage = make_graph(dataclasses.replace(request, target=name, seed=0)).target()
+        stage = make_graph(dataclasses.replace(context, target=name, seed=0)).target()
         finish(stage, right, "make", answer_by_reward if name == "grpo" else None)
-    monkeypatch.setattr("experiments.runner.make_stage", lambda *a, **k: pytest.fail("a stage was to be made"))
-    run(request, seeds="0")
+    monkeypatch.setattr("experiments.launch.runner.make_stage", lambda *a, **k: pytest.fail("a stage was to be made"))
+    run(context, seeds="0")
     objects = json.loads((project.root / "docs" / "results" / "sod.json").read_text())
     assert [(o["method"], o["metric"], o["mean"], o["k"], o["sampled"]) for o in objects] == [
         ("GRPO", "average", 0.4, 8, None), ("SOD", "average", 0.8, 16, None),
@@ -171,13 +171,13 @@ def test_wrong_scores_are_refused_when_the_file_is_read(workshop, about, message
 
 def test_steps_that_tests_have_looked_at_get_a_section(done, model_dir, capsys):
     """Of one method only, since the others were tested before there was such a callback."""
-    project, request = done
-    folder = make_graph(dataclasses.replace(request, seed=0)).target().folder
+    project, context = done
+    folder = make_graph(dataclasses.replace(context, seed=0)).target().folder
     save_steps(folder / STEPS_FILE, make_steps(*CASE_B, name="q0"))
     tokenizer = load_tokenizer(str(model_dir))
     turns = [("print(1/0)", "ZeroDivisionError"), ("print(1//0)", "ZeroDivisionError"), ("It is 1.", "")]
     save_trajectories(folder / TRAJECTORIES_FILE, [write_trajectory(tokenizer, turns, CASE_B[1], name="q0")])
-    run(request, seeds="0")
+    run(context, seeds="0")
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
     assert "| ARPO | w | 1.000 | 0.363 | 0.170 |" in page and "| GRPO | w |" not in page
     assert "print(1//0)" in page and "| ARPO | 1 | 0 (0%) | 1 (100%) | 0 (0%) | 0 (0%) |" in page

@@ -8,14 +8,14 @@ import sys
 import threading
 import time
 
-from experiments.project import ROOT
-from experiments.store import StageFolder
+from experiments.registry.project import ROOT
+from experiments.stages.store import StageFolder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from experiments.store import StageFolder
-with StageFolder(Path(sys.argv[1])).locked(lambda owner: None):
+from experiments.stages.store import StageFolder
+with StageFolder(Path(sys.argv[1])).lock.held():
     print("locked", flush=True)
     time.sleep(60)
 """
@@ -32,14 +32,14 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     store.path.parent.mkdir(parents=True)
     holder = hold_lock(store.path)
     try:
-        assert store.owner()["pid"] == holder.pid
+        assert store.lock.owner()["pid"] == holder.pid
         waited_for = []
         holder_gone = threading.Timer(0.3, lambda: os.kill(holder.pid, signal.SIGKILL))
         holder_gone.start()
-        with store.locked(waited_for.append, poll=0.05):
+        with store.lock.held(waited_for.append, poll=0.05):
             assert [owner["pid"] for owner in waited_for] == [holder.pid]
             assert json.loads((tmp_path / "stage" / "key.lock").read_text())["pid"] == os.getpid()
-        assert store.owner() is None
+        assert store.lock.owner() is None
     finally:
         holder.kill()
         holder.wait()
@@ -72,13 +72,13 @@ def test_sessions_add_up_and_a_killed_one_counts_to_its_last_checkpoint(workshop
     store.prepare(stage, {}, keep=False)
     store.checkpoint.parent.mkdir()
     store.checkpoint.touch()
-    began = store.about()["sessions"][0]["started"]
+    began = store.metadata()["sessions"][0]["started"]
     os.utime(store.checkpoint, (began + 100, began + 100))
     store.prepare(stage, {}, keep=True)  # the first session never ended
     time.sleep(0.05)
     seconds = store.end_session()
     assert 100.04 < seconds < 110
-    assert len(store.about()["sessions"]) == 2
+    assert len(store.metadata()["sessions"]) == 2
 
 
 def test_preparing_afresh_empties_the_folder(workshop):

@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from callbacks.rank_watch import RankWatch
+from callbacks.training.rank_watch import RankWatch
 
 
 class Walk(L.LightningModule):
@@ -84,11 +84,12 @@ class Noise(L.LightningDataModule):
 
 
 class Share(Walk):
-    """``Walk`` on several ranks; each writes the number of every step into ``rank-R-of-N``. Steps take TOY_SLOW seconds,
-    and TOY_PAUSE holds rank TOY_PAUSE_RANK.
+    """``Walk`` on several ranks; each writes the number of every step into ``rank-R-of-N``.
+
+    Steps take TOY_SLOW seconds, and TOY_PAUSE holds rank TOY_PAUSE_RANK.
 
     Args:
-        note: folder of the stage it stands on.
+        note: folder of the stage it depends on.
     """
 
     def __init__(self, note: str) -> None:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tests.rollout.serving import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.rollout.serving import serving
 
 
 class Completions:

@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from tests.lightning_modules.helpers import make_trajectories, make_trajectory
 
 from lightning_modules.batch import collate, micro_batches
+from tests.lightning_modules.helpers import make_trajectories, make_trajectory
 
 
 def test_collate_is_aligned_with_positions():

@@ -8,7 +8,9 @@ from lightning import LightningModule
 def parse(class_path, **init_args):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
-    config = parser.parse_object({"model": {"class_path": f"lightning_modules.{class_path}", "init_args": init_args}})
+    config = parser.parse_object(
+        {"model": {"class_path": f"lightning_modules.algorithms.{class_path}", "init_args": init_args}}
+    )
     return parser.instantiate_classes(config).model
 
 
@@ -16,7 +18,7 @@ def test_dgpo_takes_its_own_its_parents_and_the_shared_arguments():
     arguments = {"policy": "p", "teacher": "t", "kl_coef": 0.01, "clip_high": 0.28, "mini_batches": 3, "lr": 1e-5}
     module = parse("dgpo.DGPO", **arguments)
     assert (module.kl_coef, module.clip_high, module.mini_batches, module.lr) == (0.01, 0.28, 3, 1e-5)
-    assert (module.teacher_path, module.critic_path, module.policy_path) == ("t", "p", "p")
+    assert (module.reference_path, module.critic_path, module.policy_path) == ("t", "p", "p")
     assert module.policy is None  # nothing was loaded
     assert {k: module.hparams[k] for k in arguments} == arguments
 
@@ -27,7 +29,7 @@ def test_dgpo_takes_its_own_its_parents_and_the_shared_arguments():
         ("sft.SFT", {"policy": "p", "lr": 3e-3, "schedule": "cosine", "warmup_steps": 10}),
         ("cold_start_kd.ColdStartKD", {"policy": "p", "teacher": "t", "divergence": "jsd", "micro_batch_tokens": 512}),
         ("ppo.PPO", {"policy": "p", "reference": "r", "critic_lr": 1e-4}),
-        ("policy_module.EvaluateOnly", {"policy": "p"}),
+        ("sft.SFT", {"policy": "p"}),
         ("grpo.GRPO", {"policy": "p", "reference": "r", "kl_coef": 0.1, "advantage": "global", "mini_batches": 8}),
         ("arpo.ARPO", {"policy": "p", "attribution": "hard", "aggregation": "sequence_mean", "importance_cap": 2.0}),
         ("aepo.AEPO", {"policy": "p", "entropy_weight": 0.1, "attribution": "hard", "clip_high": 0.28, "lr": 1e-5}),
@@ -62,6 +64,6 @@ def test_mistakes_are_named(class_path, arguments, named):
 
 
 def test_direct_construction_records_the_same_hyperparameters():
-    from lightning_modules.dgpo import DGPO
+    from lightning_modules.algorithms.dgpo import DGPO
 
     assert DGPO("p", "t", kl_coef=0.5, lr=0.1).hparams["kl_coef"] == 0.5

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_modules import metrics as metrics_module
+from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.metrics import StepMetrics
-from lightning_modules.ppo import PPO
-from lightning_modules.rollout_figures import log_rollout
+from lightning_modules.training.rollout_metrics import log_rollout
 from rollout.trajectory import CallOutcome, Fork, Reward, StopReason, ToolCall, ToolRequest, ToolResult
 from tests.lightning_modules.helpers import fit, make_trajectory
 

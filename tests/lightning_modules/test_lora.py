@@ -7,22 +7,22 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning import LightningModule
-from tests.conftest import make_model_dir
-from tests.lightning_modules.episode_helpers import EpisodeData, episodes, skills
-from tests.lightning_modules.helpers import fit, make_group, make_trajectories
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
-from lightning_modules import lora as adapters
+from lightning_modules.algorithms.dgpo import DGPO
+from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.algorithms.ppo import PPO
+from lightning_modules.algorithms.sdar import SDAR
+from lightning_modules.algorithms.sft import SFT
 from lightning_modules.batch import collate
-from lightning_modules.dgpo import DGPO
-from lightning_modules.grpo import GRPO
-from lightning_modules.lora import InitialPolicy, LoRA
-from lightning_modules.policy import load_causal_lm, named_weights, token_logprobs
-from lightning_modules.ppo import PPO
-from lightning_modules.sdar import SDAR
-from lightning_modules.sft import SFT
+from lightning_modules.models import lora as adapters
+from lightning_modules.models.lora import InitialPolicy, LoRA
+from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
+from tests.conftest import make_model_dir
+from tests.lightning_modules.algorithms.episode_helpers import EpisodeData, episodes, skills
+from tests.lightning_modules.helpers import fit, make_group, make_trajectories
 
 SEVEN = 7  # linear modules of a layer
 
@@ -32,7 +32,10 @@ def batch():
     return collate(make_trajectories(5))
 
 
-def adapted(folder, lora=LoRA(4, 8.0), trained=True, **options):
+SETTINGS = LoRA(4, 8.0)
+
+
+def adapted(folder, lora=SETTINGS, trained=True, **options):
     """A model with adapters, as far from the base as a training would take it."""
     model = load_causal_lm(str(folder), **options)
     torch.manual_seed(1)
@@ -190,10 +193,10 @@ def test_only_adapters_are_trained_kept_and_counted(model_dir, tmp_path, caplog)
 
     torch.manual_seed(2)
     module = DGPO(str(model_dir), str(model_dir), lora=LoRA(2, 4.0, ["q_proj", "down_proj"]), mini_batches=1)
-    with caplog.at_level("INFO", logger="lightning_modules.policy_module"):
+    with caplog.at_level("INFO", logger="lightning_modules.training.policy_module"):
         trainer = fit(module, [make_trajectories(4)], logger=CSVLogger(tmp_path))
     plain = dict(AutoModelForCausalLM.from_pretrained(model_dir).named_parameters())
-    assert isinstance(module.teacher, InitialPolicy)  # the teacher is the folder the policy started from
+    assert isinstance(module.reference, InitialPolicy)  # the teacher is the folder the policy started from
     for part in (module.policy, module.critic.body):
         bases = {n.replace(".base_layer", ""): p for n, p in part.named_parameters() if "lora_" not in n}
         assert len(bases) == len(plain), "the output matrix is tied"
@@ -233,7 +236,7 @@ def test_a_base_in_bfloat16_is_trained_by_float32_adapters(model_dir):
 
 
 def test_resume_is_exact_and_refuses_other_settings(model_dir, tmp_path):
-    def train(steps, settings=LoRA(4, 8.0), **options):
+    def train(steps, settings=SETTINGS, **options):
         torch.manual_seed(3)
         module = SFT(str(model_dir), lr=1e-2, schedule="constant", lora=settings)
         trainer = fit(module, [make_trajectories(4, seed=i) for i in range(4)], max_steps=steps, **options)
@@ -279,7 +282,7 @@ def test_what_teaches_is_a_whole_model(model_dir, which):
         assert {n for n in module._trained(module.state_dict()) if n.startswith("average.")}, "kept in checkpoints"
         return
     with torch.no_grad():
-        assert torch.equal(token_logprobs(module.teacher, batch).logprobs, token_logprobs(plain, batch).logprobs)
+        assert torch.equal(token_logprobs(module.self_teacher, batch).logprobs, token_logprobs(plain, batch).logprobs)
     assert any(not torch.equal(merged[1][n], w) for n, w in start.items())
 
 
@@ -294,7 +297,7 @@ def parse(*words):
 
 @pytest.mark.parametrize("name", ["sft.SFT", "grpo.GRPO", "ppo.PPO", "sdar.SDAR", "opsd.OPSD"])
 def test_every_module_takes_it_from_the_command_line(name):
-    words = [f"--model=lightning_modules.{name}", "--model.policy=p", "--model.lora.rank=8"]
+    words = [f"--model=lightning_modules.algorithms.{name}", "--model.policy=p", "--model.lora.rank=8"]
     words += ["--model.reference=p"] if name == "ppo.PPO" else []
     words += ["--model.skills_coef=0"] if name == "sdar.SDAR" else []
     module = parse(*words, "--model.lora.alpha=4", "--model.lora.target=[q_proj, v_proj]")

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.lightning_modules.helpers import make_trajectories
 
+from lightning_modules.algorithms.cold_start_kd import kd_columns
 from lightning_modules.batch import collate
-from lightning_modules.cold_start_kd import kd_columns
-from lightning_modules.divergences import forward_kl, make_divergence, reverse_kl
-from lightning_modules.policy import ValueModel, load_causal_lm, named_weights, token_logprobs
-from lightning_modules.projection import LMHead, token_statistics
+from lightning_modules.maths.divergences import forward_kl, make_divergence, reverse_kl
+from lightning_modules.models.policy import ValueModel, load_causal_lm, named_weights, token_logprobs
+from lightning_modules.models.projection import LMHead, token_statistics
+from tests.lightning_modules.helpers import make_trajectories
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import AutoTokenizer
 
+from lightning_modules.algorithms.sod import SOD
+from lightning_modules.annotations.distillation import TeacherPrompts
 from lightning_modules.batch import collate
-from lightning_modules.policy import load_frozen_lm, token_logprobs
-from lightning_modules.remote_teacher import RemoteTeacher, packed
-from lightning_modules.sod import SOD
-from rollout.agent_loop import Budgets
+from lightning_modules.models.policy import load_frozen_lm, token_logprobs
+from lightning_modules.models.remote_teacher import RemoteTeacher
+from rollout.loop.agent_loop import Budgets
 from rollout.trajectory import InfrastructureError
 from tests.conftest import make_model_dir
 from tests.lightning_modules.completions_server import Completions, served
@@ -101,15 +102,16 @@ def test_training_with_a_server_is_training_with_the_folder(completions, model_d
 
 
 def test_a_server_reads_other_prompts_too(completions, model_dir, teacher_dir):
-    class Told(SOD):
-        def teacher_prompts(self, trajectories):
+    class Told(TeacherPrompts):
+        def __call__(self, module, trajectories):
             return [(7, 8, 9, *t.prompt_ids) for t in trajectories]
 
     said = []
     with served(completions) as server:
         for teacher in ({"teacher": str(teacher_dir)}, {"teacher_server": remote(server)}):
-            for make in (SOD, Told):
-                module = make(str(model_dir), **teacher)
+            for prompts in (None, Told()):
+                module = SOD(str(model_dir), **teacher)
+                module.annotations[0].prompts = prompts
                 fit(module, [rows()[:6]])
                 said.append(torch.tensor([x for _, page in module.last_annotated for x in page["teacher_logprobs"]]))
     plain, told, distant_plain, distant_told = said
@@ -224,7 +226,7 @@ def test_another_tokenizer_is_refused(completions, model_dir, tmp_path):
     student = make_model_dir(tmp_path / "student")
     tokenizer.save_pretrained(student)
     with served(completions) as server, pytest.raises(ValueError, match="another tokenizer than the student at"):
-        SOD(str(student), teacher_server=remote(server)).teacher_server.check(str(student))
+        SOD(str(student), teacher_server=remote(server)).annotations[0].server.check(str(student))
 
 
 def test_servers_that_cannot_be_compared_are_told_of(completions, model_dir, caplog):
@@ -256,7 +258,6 @@ def test_wrong_models_and_addresses_are_found_before_the_policy_is_loaded(comple
     [
         ({"teacher": "t"}, r"two teachers, 't' and RemoteTeacher\(m at http://a/v1/completions\)"),
         ({"temperature": 0.7}, "temperature is 0.7, but a server's log-probs are those of 1.0"),
-        ({"kl_coef": 0.1, "reference": "r"}, "kl_coef is 0.1"),
     ],
 )
 def test_options_that_do_not_go_together(options, message):
@@ -276,22 +277,13 @@ def test_impossible_options_are_refused():
 
 
 def test_it_is_named_in_a_configuration_and_in_checkpoints_by_its_text():
-    server = {"class_path": "lightning_modules.remote_teacher.RemoteTeacher",
+    server = {"class_path": "lightning_modules.models.remote_teacher.RemoteTeacher",
               "init_args": {"urls": ["http://a/v1/"], "model": "m", "max_tokens_per_request": 9000}}  # fmt: skip
     module = parse("sod.SOD", policy="p", teacher_server=server)
-    assert module.teacher_server.max_tokens_per_request == 9000
-    assert module.teacher_server.urls == ["http://a/v1/completions"]
+    assert module.annotations[0].server.max_tokens_per_request == 9000
+    assert module.annotations[0].server.urls == ["http://a/v1/completions"]
     file = io.BytesIO()
     torch.save(dict(module.hparams), file)
     file.seek(0)
     assert "m at http://a/v1/completions" in torch.load(file, weights_only=True)["teacher_server"]
-    assert parse("sod.SOD", policy="p", opd_mode="none", teacher_server=server).teacher_server is None
-
-
-def test_packing():
-    assert packed([4, 0, 9, 3, 5], 8) == [[2], [4, 3], [0]] and packed([], 8) == [] and packed([0], 8) == []
-    rng = random.Random(0)
-    lengths = [rng.randint(0, 30) for _ in range(200)]
-    groups = packed(lengths, 60)
-    assert sorted(i for g in groups for i in g) == [i for i, n in enumerate(lengths) if n]
-    assert all(sum(lengths[i] for i in g) <= 60 for g in groups)
+    assert parse("sod.SOD", policy="p", opd_mode="none", teacher_server=server).annotations == []

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.algorithms.sft import SFT
+from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import collate
-from lightning_modules.grpo import GRPO
-from lightning_modules.policy import load_causal_lm, token_logprobs
-from lightning_modules.policy_module import EvaluateOnly
-from lightning_modules.sft import SFT
-from lightning_modules.sod import SOD
+from lightning_modules.models.policy import load_causal_lm, token_logprobs
+from lightning_modules.training.policy_module import EvaluateOnly
 from tests.conftest import make_model_dir
 from tests.lightning_modules.helpers import fit, make_group, make_trajectory
 

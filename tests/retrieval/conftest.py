@@ -55,4 +55,4 @@ def server(bm25_index) -> Iterator[RetrieverProcess]:
     process = RetrieverProcess(bm25_index)
     process.start()
     yield process
-    process.close()
+    process.stop()

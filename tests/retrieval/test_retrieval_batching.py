@@ -29,7 +29,7 @@ class SteppedRetriever:
 
 
 def run(requests: list[tuple[list[str], int]], *, max_batch: int = 1024, cancel: int | None = None):
-    """The first request is under way when the others arrive."""
+    """The first request is in flight when the others arrive."""
     owner = OwnerThread(SteppedRetriever)
     retriever = owner.ready.result()
 

@@ -58,7 +58,7 @@ def test_order_and_scores_equal_slow_bm25(corpus, bm25_index, server):
     try:
         compare(corpus, queries, asyncio.run(ask(other, queries)), k1=1.6, b=0.9)
     finally:
-        other.close()
+        other.stop()
 
 
 async def ask(process: RetrieverProcess, queries: list[str]) -> list[list[Document]]:

@@ -4,7 +4,7 @@ import orjson
 import polars as pl
 import pytest
 
-from retrieval.corpus import PassageStore, _SeenIds, file_sha256, read_corpus, write_store
+from retrieval.corpus import PassageStore, _SeenIds, file_sha256, passages, read_corpus, write_store
 from retrieval.types import CorpusError, Document, split_contents
 
 GOOD = '{"id": "a", "contents": "\\"Title\\"\\ntext"}'
@@ -103,3 +103,40 @@ def test_row_number_ids_cost_no_memory(tmp_path):
     for row in range(1000):
         seen.add(str(row), row + 1)
     assert not seen.others
+
+
+# --- a corpus of your own shape ---------------------------------------------------------------------------------------
+
+
+def test_title_and_text_of_your_own_become_passages_with_ids(tmp_path):
+    rows = [{"head": "A\ntitle", "body": "first"}, {"head": None, "body": "second"}]
+    (tmp_path / "c.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
+    pl.DataFrame(rows).write_parquet(tmp_path / "c.parquet")
+    for name in ("c.jsonl", "c.parquet"):
+        found = list(read_corpus(tmp_path / name, {"title": "head", "text": "body"}))
+        assert found == [("0", '"A title"\nfirst'), ("1", '"1"\nsecond')], name
+
+
+def test_your_own_ids_and_search_r1s_contents_are_kept(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"key": "k7", "text": "alone"}\n' + GOOD)
+    assert list(read_corpus(tmp_path / "c.jsonl", {"id": "key"})) == [("k7", '"k7"\nalone'), ("1", '"Title"\ntext')]
+
+
+def test_all_faults_of_a_corpus_are_told_with_their_lines(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"text": "good"}\n{oops\n{"text": " "}\n[]\n{"text": "good", "id": 0}\n')
+    found = [(line, str(fault)) for line, fault in passages(tmp_path / "c.jsonl", {}) if isinstance(fault, CorpusError)]
+    assert [line for line, _ in found] == [2, 3, 4, 5]
+    expected = ("not JSON", "text is ' '; expected the text", "found list", "id '0' was already used in line 1")
+    for (_, fault), said in zip(found, expected, strict=True):
+        assert said in fault
+
+
+def test_a_mapping_that_does_not_fit_is_refused(tmp_path):
+    (tmp_path / "c.jsonl").write_text(GOOD)
+    pl.DataFrame({"body": ["x"]}).write_parquet(tmp_path / "c.parquet")
+    with pytest.raises(CorpusError, match="columns.txt is no column of a corpus; expected id, title, text, contents"):
+        list(read_corpus(tmp_path / "c.jsonl", {"txt": "x"}))
+    with pytest.raises(CorpusError, match="no column bdy; it has body"):
+        list(read_corpus(tmp_path / "c.parquet", {"text": "bdy"}))
+    with pytest.raises(CorpusError, match="no column text; it has body"):
+        list(read_corpus(tmp_path / "c.parquet", {}))

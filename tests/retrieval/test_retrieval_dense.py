@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from retrieval.dense import DenseSearcher
-from retrieval.hybrid import reciprocal_rank_fusion
 from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig
-from retrieval.opening import Retriever, SearchSettings
 from retrieval.process import RetrieverProcess
+from retrieval.retriever import Retriever, SearchSettings, reciprocal_rank_fusion
 from retrieval.server import parse_arguments
 from retrieval.types import Hit, IndexFolderError
 
@@ -182,6 +181,7 @@ def test_reciprocal_rank_fusion_by_hand():
     assert reciprocal_rank_fusion([[], []], 3) == []
 
 
+@pytest.mark.slow
 def test_hybrid_server_fuses_both(facts, tmp_path, config):
     """A graph over so few passages is exact, so that the fused order follows from the two rankings."""
     from retrieval.dense import DenseSearcher

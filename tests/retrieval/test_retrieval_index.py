@@ -12,9 +12,9 @@ from pathlib import Path
 import jsonargparse
 import pytest
 
-from retrieval.corpus import file_sha256
+from retrieval.corpus import PassageStore, file_sha256
 from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, check_index, read_metadata
-from retrieval.opening import SearchSettings, check_indexes
+from retrieval.retriever import SearchSettings, check_indexes
 from retrieval.types import CorpusError, IndexFolderError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +63,16 @@ def test_a_whole_index_is_kept_and_one_that_no_longer_fits_replaced(corpus, bm25
     assert folder.stat().st_ino != kept and second["passages"] == 1
     assert second["corpus_sha256"] == file_sha256(path) != first["corpus_sha256"]
     assert sorted(os.listdir(tmp_path / "out")) == ["index", "index.lock"]
+
+
+def test_an_index_of_other_columns_of_the_same_corpus_is_not_kept(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"head": "A", "german": "eins", "english": "one"}\n')
+    for text in ("german", "english", "english"):
+        before = (tmp_path / "out" / "index").exists() and (tmp_path / "out" / "index").stat().st_ino
+        BuildIndex(str(path), columns={"title": "head", "text": text}).run(tmp_path / "out")
+    assert (tmp_path / "out" / "index").stat().st_ino == before, "the third is the second"
+    assert PassageStore(tmp_path / "out" / "index").document(0)["contents"] == '"A"\none'
 
 
 def test_an_index_of_another_corpus_is_refused(corpus, bm25_index, tmp_path):
@@ -123,6 +133,7 @@ def test_a_failing_lucene_leaves_no_index(corpus, tmp_path):
     assert os.listdir(tmp_path) == ["index.lock"]
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_no_index_and_does_not_block_the_next(corpus, tmp_path):
     build = build_elsewhere(corpus.path, tmp_path)
     deadline = time.monotonic() + 30

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from retrieval.process import RetrieverProcess
 from retrieval.server import bind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +61,7 @@ def test_topk(server, corpus, topk, expected):
 
 
 def test_more_than_there_are(server, corpus):
-    word = min(corpus.words, key=lambda word: (sum(word in text.lower() for text in corpus.contents) or 999))
+    word = min(corpus.words, key=lambda word: sum(word in text.lower() for text in corpus.contents) or 999)
     holding = sum(word in text.lower() for text in corpus.contents)
     assert len(post(server.url, {"queries": [word], "topk": 10**12})[1]["result"][0]) == holding
 
@@ -89,9 +88,7 @@ def test_wrong_input_is_rejected(server, body):
 
 def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
     pairs = [[corpus.words[number % 50], corpus.words[number % 7]] for number in range(120)]
-    bodies = [
-        {"queries": pair, "topk": 1 + number % 3, "return_scores": True} for number, pair in enumerate(pairs)
-    ]
+    bodies = [{"queries": pair, "topk": 1 + number % 3, "return_scores": True} for number, pair in enumerate(pairs)]
     alone = [post(server.url, body) for body in bodies]
     before = health(server.url)
     with ThreadPoolExecutor(24) as pool:
@@ -147,6 +144,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_its_owner_even_by_kill_9(bm25_index, server, corpus):
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, bm25_index], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from retrieval.types import Document, RetrievalError
-from rollout.engines.scripted import ScriptedEngine
 from rollout.trajectory import InfrastructureError, Task
+from tests.rollout.scripted_engine import ScriptedEngine
 
 EOS = "<|im_end|>"
 TASK = Task("q1", "Where was Mira Voss born?", ("Grey Harbor",), "toy", (("Mira Voss", "Born in Grey Harbor."),))

@@ -15,7 +15,7 @@ from aiohttp import web
 
 @dataclass
 class Served:
-    """A running server: where it is and what it was asked. ``most`` requests were under way at once."""
+    """A running server: where it is and what it was asked. ``most`` requests were in flight at once."""
 
     url: str = ""
     bodies: list[Any] = field(default_factory=list)

@@ -11,7 +11,7 @@ from rollout.tools.limits import ToolLimits
 CONFIG = """
 system:
   engine:
-    class_path: rollout.engines.transformers_engine.TransformersEngine
+    class_path: rollout.engines.vllm_engine.VLLMEngine
     init_args: {{model: {model}, max_length: 321}}
   protocol:
     class_path: rollout.protocols.search_r1.SearchR1Protocol
@@ -25,7 +25,7 @@ system:
           init_args: {{retriever: {retriever}, topk: 2}}
       limits: {{timeout_s: 5.0, cache_size: 10}}
   reward: {{class_path: rollout.rewards.qa.ExactMatchReward, init_args: {{format_score: 0.1}}}}
-  sampler: rollout.sampling.IndependentSampler
+  sampler: rollout.samplers.independent.IndependentSampler
   max_turns: 3
 """
 CLIENT = "{class_path: retrieval.client.RetrieverClient, init_args: {urls: ['http://127.0.0.1:1']}}"
@@ -48,13 +48,19 @@ def test_a_system_from_yaml(model_dir, retriever):
     assert system.environment.tools["search"].limits == ToolLimits(timeout_s=5.0, cache_size=10)
 
 
-ARPO = "{class_path: rollout.branching.BranchingSampler, init_args: {initial_rollouts: 8, variant: as_published}}"
-AEPO = "{class_path: rollout.branching.AEPOSampler, init_args: {initial_rollouts: 8, consecutive_penalty: 0.1}}"
+ARPO = (
+    "{class_path: rollout.samplers.branching.BranchingSampler, init_args: {initial_rollouts: 8, variant: as_published}}"
+)
+AEPO = (
+    "{class_path: rollout.samplers.branching.AEPOSampler, init_args: {initial_rollouts: 8, consecutive_penalty: 0.1}}"
+)
 
 
 @pytest.mark.parametrize("sampler", [ARPO, AEPO])
 def test_branching_samplers_from_yaml(sampler):
-    text = CONFIG.format(model="m", retriever=CLIENT).replace("rollout.sampling.IndependentSampler", sampler)
+    text = CONFIG.format(model="m", retriever=CLIENT).replace(
+        "rollout.samplers.independent.IndependentSampler", sampler
+    )
     parsed = parser().parse_string(text + "  entropy_tokens: 20\n")
     assert parsed.system.entropy_tokens == 20 and parsed.system.sampler.init_args.first_tokens == 20
     with pytest.raises(Exception, match="initial_rollout|variant|consecutive_penalty"):
@@ -67,7 +73,7 @@ def test_branching_samplers_from_yaml(sampler):
         ("cache_size: 10", "cash_size: 10"),
         ("max_turns: 3", "max_turns: three"),
         ("max_turns: 3", "max_turn: 3"),
-        ("rollout.rewards.qa.ExactMatchReward", "rollout.sampling.IndependentSampler"),  # not a reward
+        ("rollout.rewards.qa.ExactMatchReward", "rollout.samplers.independent.IndependentSampler"),  # not a reward
         ("retrieval.client.RetrieverClient", "rollout.rewards.qa.F1Reward"),  # not a retriever
     ],
 )

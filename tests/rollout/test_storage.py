@@ -6,9 +6,9 @@ import json
 import polars as pl
 import pytest
 
-from rollout.agent_loop import AgentLoop, Budgets, Request
 from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
+from rollout.loop.agent_loop import AgentLoop, Budgets, Request
 from rollout.storage import TrajectoryFileError, load_trajectories, save_trajectories
 from rollout.tools.search import SearchTool
 from rollout.trajectory import Action, ActionKind, Fork, Reward, StopReason, Task, Trajectory, Turn

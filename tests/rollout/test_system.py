@@ -11,25 +11,28 @@ import pytest
 import torch
 
 from rollout.engines.base import SamplingParams
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.rewards.qa import ExactMatchReward
-from rollout.sampling import Watch, derive_seed
+from rollout.samplers.base import Hooks
+from rollout.seeds import derive_seed
 from rollout.system import RolloutSystem
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
 from rollout.trajectory import Fork, Reward, StopReason, Task
 from tests.rollout.scripted import ENGINE_DEAD, TASK, TextEngine, ToyRetriever, in_turn, search_then_answer
+from tests.rollout.scripted_engine import ScriptedEngine
 
 SAMPLING = SamplingParams(max_new_tokens=200)
+
+EXACT_MATCH = ExactMatchReward()
 
 
 @pytest.fixture
 def make_system(protocol):
     systems = []
 
-    def make(script=search_then_answer, retriever=None, engine=None, reward=ExactMatchReward(), **options):
+    def make(script=search_then_answer, retriever=None, engine=None, reward=EXACT_MATCH, **options):
         environment = QuestionAnswering({"search": SearchTool(retriever or ToyRetriever())}, ToolLimits(retries=0))
         system = RolloutSystem(engine or TextEngine(protocol, script), protocol, environment, reward, **options)
         systems.append(system)
@@ -66,7 +69,7 @@ def test_order_does_not_depend_on_completion_and_seeds_not_on_company(make_syste
 
 
 def test_seeds_are_the_same_in_another_process():
-    code = "from rollout.sampling import derive_seed; print(derive_seed(3, 'q1', 2, 1))"
+    code = "from rollout.seeds import derive_seed; print(derive_seed(3, 'q1', 2, 1))"
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
     assert int(told) == derive_seed(3, "q1", 2, 1)
@@ -180,7 +183,8 @@ class OneFork:
                 for index in range(1, n):
                     run = group.run(index, start=state, at=state.turns[-1].start)
                     children.append(asyncio.ensure_future(run))
-        root = await group.run(0, watch=Watch(on_turn=on_turn))
+
+        root = await group.run(0, hooks=Hooks(on_turn=on_turn))
         return [root, *[await child for child in children]]
 
 
@@ -195,14 +199,12 @@ def test_a_branching_sampler_fits_behind_the_seam(make_system):
 
 
 class StrictEngine(TextEngine):
-    """Refuses unknown names as the real engines do, after looking at the first tensor only."""
+    """Refuses unknown names as the real engines do."""
 
-    async def load_weights(self, tensors, version):
-        self.loaded_in = threading.current_thread()
-        for name, tensor in tensors:
-            if name == "unknown":
-                raise ValueError("no parameter named unknown")
-            self.weights[name] = tensor.clone()
+    async def load_files(self, files, version, between_steps=False):
+        if "unknown" in files.shapes():
+            raise ValueError("no parameter named unknown")
+        self.weights = dict(files.tensors())
         self.policy_version = version
 
 
@@ -221,7 +223,7 @@ def test_weights_are_produced_in_the_callers_thread_one_at_a_time(make_system, p
 
     system.load_weights(gathered(), version=3)
     assert [tensor.tolist() for tensor in engine.weights.values()] == [[float(v)] * 2 for v in range(5)]
-    assert set(threads) == {threading.current_thread()} and engine.loaded_in is not threading.current_thread()
+    assert set(threads) == {threading.current_thread()}
     assert system.policy_version == 3
     [trajectory] = system.rollout([TASK], sampling=SAMPLING, seed=0)
     assert trajectory.policy_versions == (3, 3)

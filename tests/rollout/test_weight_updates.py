@@ -1,24 +1,24 @@
-"""What becomes of trajectories under way when new weights arrive."""
+"""What becomes of trajectories in flight when new weights arrive."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import errno
 import os
 import signal
-import threading
 import time
-from concurrent.futures import Future
 
 import pytest
 import torch
 
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.scripted import ScriptedEngine
-from rollout.engines.transformers_engine import TransformersEngine
+from rollout.engines.server.engine import ServerEngine
+from rollout.engines.weights.files import WeightFiles
+from rollout.engines.weights.push import push
 from rollout.environments.question_answering import QuestionAnswering
+from rollout.loop.admission import Admission
+from rollout.loop.turn_generation import TurnGenerator
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
 from rollout.running_trajectory import RunningTrajectory
@@ -26,12 +26,10 @@ from rollout.storage import load_trajectories, save_trajectories
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReason, Task, turn_rows
-from rollout.turn_generation import TurnGenerator
-from rollout.update_gate import UpdateGate
-from rollout.weight_push import push
-from rollout.weight_relay import WeightRelay
 from tests.conftest import make_model_dir
+from tests.rollout.engines.plain_backend import PlainEngine
 from tests.rollout.scripted import TASK, TextEngine, ToyRetriever, search_then_answer
+from tests.rollout.scripted_engine import ScriptedEngine
 
 CALL = Action(ActionKind.CALL)
 
@@ -80,7 +78,7 @@ def test_a_turn_that_is_cut_at_a_stop_string_keeps_the_versions_of_what_is_left(
 
 def test_an_update_comes_between_groups():
     async def main():
-        gate, log = UpdateGate(), []
+        gate, log = Admission(), []
 
         async def group(name, seconds):
             with gate.group() as one:
@@ -92,11 +90,12 @@ def test_an_update_comes_between_groups():
                 log.append(f"{name} ends")
 
         async def update():
-            one = gate.update()
-            one.close()
+            one = object()
+            gate.close(one)
             await gate.idle()
             log.append("update")
-            one.reopen()
+            gate.reopen(one)
+            gate.reopen(one)
 
         first = asyncio.ensure_future(group("a", 0.02))
         await asyncio.sleep(0)
@@ -147,13 +146,13 @@ def started(protocol, engine, concurrency):
     environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
     system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), concurrency=concurrency)
     system.start()
-    engine.gate = system._gate
+    engine.gate = system._admission
     return system
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 100])
 def test_finish_gives_every_group_one_version(protocol, concurrency):
-    """Also with fewer places than trajectories: a group that waits holds no place that one under way needs."""
+    """Also with fewer slots than trajectories: a group that waits holds no slot that one in flight needs."""
     wave = min(concurrency, 12)
     engine = Meeting(protocol, wave)
     system = started(protocol, engine, concurrency)
@@ -188,7 +187,7 @@ def test_ctrl_c_while_an_update_waits_closes_nothing_for_ever(protocol):
         future = system.background(system.roll_out(tasks(2), **how))
         with pytest.raises(KeyboardInterrupt) as pressed:  # holds the frames that were left
             system.load_weights([("a", torch.zeros(1))], 1)
-        system._loop.call_soon_threadsafe(engine.goes_on.set)
+        system._thread.call(engine.goes_on.set)
         assert len(future.result(timeout=60)) == 2, "the second begins when the first has ended"
         system.load_weights([("a", torch.zeros(1))], 1)
         assert system.policy_version == 1 and pressed.type is KeyboardInterrupt
@@ -196,50 +195,60 @@ def test_ctrl_c_while_an_update_waits_closes_nothing_for_ever(protocol):
         system.close()
 
 
-def test_whatever_a_shared_engine_raises_ends_the_push_for_those_who_wait(protocol):
-    """Without ranks: what the others would be told is raised here, requests go on, and all was gathered."""
+def test_a_push_that_fails_is_gathered_to_the_end_and_ends(protocol, monkeypatch):
+    """Without ranks: what other ranks would be told is raised here, and requests go on."""
 
-    class Full:
-        shared_by_ranks = True
-        held, waits = None, True
+    class Servers(ServerEngine):
+        pushing = False
 
-        async def load_weights(self, tensors, version):
-            next(tensors)
-            raise OSError(errno.ENOSPC, "No space left on device")
+        async def begin_push(self):
+            self.pushing = True
 
-        async def give_up(self):
-            self.waits = False
+        async def end_push(self):
+            self.pushing = False
 
-    engine, tensors = Full(), iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    def full(tensors, checksum):
+        next(tensors)
+        del tensors  # whatever closes what it was given
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(WeightFiles, "write", full)
+    engine, tensors = Servers(["http://none"], "none"), iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
     environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
     system = RolloutSystem(ScriptedEngine([]), protocol, environment, ExactMatchReward())
     try:
         with pytest.raises(InfrastructureError, match="could not be pushed: OSError.*No space left") as told:
-            push(engine, system.background, tensors, 1, {})
+            push(engine, system.background, tensors, 1)
     finally:
         system.close()
-    assert told.value.__cause__.errno == errno.ENOSPC and not engine.waits and not list(tensors)
+    assert told.value.__cause__.errno == errno.ENOSPC and not engine.pushing and not list(tensors)
 
 
-def test_a_thread_that_a_cancelled_push_has_left_comes_to_its_end():
-    done, ended = Future(), threading.Event()
+def test_an_engine_of_ones_own_may_be_shared(protocol):
+    class Shared(TextEngine):
+        shared, held = True, "none"
 
-    def tensors():
-        yield "a", torch.zeros(1)
-        done.cancel()
-        yield "b", torch.zeros(1)
+        async def begin_push(self):
+            self.held = None
 
-    def consume():
-        with contextlib.suppress(RuntimeError):
-            list(relay)
-        ended.set()
+        def send(self, submit, tensors, version, checksum, between_steps):
+            self.held = (version, [name for name, _ in tensors])
 
-    relay = WeightRelay(tensors())
-    threading.Thread(target=consume, daemon=True).start()
-    relay.serve_until(done)
-    assert ended.wait(60)
+        async def end_push(self):
+            self.ended = True
+
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    engine = Shared(protocol, lambda context, seed: "")
+    system = RolloutSystem(engine, protocol, environment, ExactMatchReward())
+    try:
+        assert system.shares_engine
+        system.load_weights([("a", torch.zeros(1))], 3)
+        assert engine.held == (3, ["a"]) and engine.ended and system.policy_version == 3
+    finally:
+        system.close()
 
 
+@pytest.mark.slow
 def test_continue_in_the_middle_of_a_turn(model_dir, tmp_path):
     """A real engine and a real trajectory: log-probs before and after the update are those of the old and new model."""
     from transformers import AutoModelForCausalLM
@@ -248,7 +257,7 @@ def test_continue_in_the_middle_of_a_turn(model_dir, tmp_path):
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
     protocol = SearchR1Protocol(str(model_dir), template="short")
     environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
-    engine = TransformersEngine(str(model_dir), slots=4, max_length=512)
+    engine = PlainEngine(str(model_dir), max_length=512)
     system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), max_turns=1, max_turn_tokens=150,
                            in_flight="continue")  # fmt: skip
     try:

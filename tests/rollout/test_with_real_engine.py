@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from rollout.branching import BranchingSampler
 from rollout.engines.base import SamplingParams
-from rollout.engines.transformers_engine import TransformersEngine
+from rollout.engines.vllm_engine import VLLMEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
+from rollout.samplers.branching import BranchingSampler
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from rollout.trajectory import Action, ActionKind, StopReason, Task, ToolRequest
@@ -25,7 +25,7 @@ def make_system(engine, protocol):
 
 @pytest.fixture(scope="module")
 def system(model_dir, protocol):
-    system = make_system(TransformersEngine(str(model_dir), slots=8, max_length=512), protocol)
+    system = make_system(VLLMEngine(str(model_dir), max_length=512, kv_cache_bytes=32 << 20), protocol)
     yield system
     system.close()
 
@@ -113,32 +113,34 @@ class EveryTurnSearches(SearchR1Protocol):
         return Action(ActionKind.CALL, (ToolRequest("search", {"query": "Mira"}),))
 
 
-def full_entropies(model_dir, trajectory):
-    """[L] entropy over the whole vocabulary of the distribution that each response token was drawn from."""
+def top_entropies(model_dir, trajectory):
+    """[L] entropy of the 64 likeliest tokens and the rest, where each response token was drawn from."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([trajectory.prompt_ids + trajectory.response_ids])).logits[0, :-1]
-    return torch.distributions.Categorical(logits=logits).entropy()[len(trajectory.prompt_ids) - 1 :]
+    top = logits.softmax(-1).topk(64).values
+    probabilities = torch.cat([top, 1 - top.sum(-1, keepdim=True)], dim=-1)
+    return torch.distributions.Categorical(probabilities).entropy()[len(trajectory.prompt_ids) - 1 :]
 
 
 def test_branches_of_a_real_model(model_dir, system):
     """Looked-at turns and forks come out with the trainer's log-probs, and forks compute their own tokens only."""
     protocol = EveryTurnSearches(str(model_dir), template="short")
     branching = make_system(Borrowed(system.engine), protocol)
-    branching.sampler = BranchingSampler(2, branch_probability=1.0, first_tokens=5, top_logprobs=400)
+    branching.sampler = BranchingSampler(2, branch_probability=1.0, first_tokens=5, top_logprobs=64)
     try:
         done = branching.rollout([TASK], n=6, sampling=SAMPLING, seed=3)
     finally:
         branching.close()
     assert [t.index for t in done] == list(range(6)) and sum(t.fork is not None for t in done) == 4
     for trajectory in done:
-        assert [turn.end - turn.start for turn in trajectory.turns] == [12, 12, 12]
+        assert all(turn.end - turn.start <= 12 for turn in trajectory.turns)
         mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
         expected = trainer_logprobs(model_dir, trajectory)
         torch.testing.assert_close(torch.tensor(trajectory.logprobs)[mask], expected[mask], atol=1e-3, rtol=0)
-        entropies = full_entropies(model_dir, trajectory)  # all 400 tokens were asked for: nothing is left out
+        entropies = top_entropies(model_dir, trajectory)
         for turn in trajectory.turns:
             assert turn.entropy == pytest.approx(entropies[turn.start : turn.start + 5].mean().item(), abs=1e-3)
         if trajectory.fork is not None:
@@ -147,4 +149,4 @@ def test_branches_of_a_real_model(model_dir, system):
             assert trajectory.response_ids[:at] == parent.response_ids[:at] and trajectory.fork.at > 12
             assert trajectory.response_ids[at : at + 12] != parent.response_ids[at : at + 12]  # its own seed
             requests = 2 * sum(turn.start >= at for turn in trajectory.turns)
-            assert new <= trajectory.tokens_computed <= new + requests
+            assert new <= trajectory.tokens_computed <= new + 32 * requests  # vLLM reuses whole blocks

@@ -1,4 +1,4 @@
-"""ALFWorld's household as an environment: one command an action, 10 for success, nothing else.
+"""ALFWorld's household tasks as an environment: one text command an action, reward 10 for success, else 0.
 
 ``task.metadata["household"]`` is {"game": a game of `games.py` as JSON} or {"file": path of a game.tw-pddl}. Reward
 and end are verl-agent's: 10 when the goal is reached, which ends the episode. The limit of turns is the agent loop's.
@@ -7,9 +7,10 @@ and end are verl-agent's: 10 when the goal is reached, which ends the episode. T
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
-from rollout.environments.base import Opening, StepResult, act_in_order, check_tasks, refusal
+from retrieval.ranges import PositiveFloat, PositiveInt
+from rollout.environments.base import ACT, FirstObservation, StepResult, act_in_order, check_tasks, refusal
 from rollout.environments.household.games import Game
 from rollout.environments.household.pddl import PddlPool, check_game_file
 from rollout.environments.household.simulator import NOTHING, Observation, Simulator
@@ -37,25 +38,26 @@ class Household:
             COMPACT_AGENTS_ALFWORLD_PYTHON names, or that of ``make alfworld``.
         workers: for "alfworld": child processes, and so episodes at once; further episodes wait at their beginning.
         step_timeout_s: for "alfworld": of one command.
-        reset_timeout_s: for "alfworld": of loading a game.
 
     Raises:
         ValueError: unknown engine, or a number out of range.
     """
 
+    scores_itself: ClassVar[bool] = True
+    tools: ClassVar[tuple[str, ...]] = (ACT,)
+
     def __init__(
         self,
         engine: Literal["simulator", "alfworld"] = "simulator",
-        reward: float = 10.0,
+        reward: PositiveFloat = 10.0,
         python: str | None = None,
-        workers: int = 8,
-        step_timeout_s: float = 30.0,
-        reset_timeout_s: float = 120.0,
+        workers: PositiveInt = 8,
+        step_timeout_s: PositiveFloat = 30.0,
     ) -> None:
         if engine not in ("simulator", "alfworld"):
             raise ValueError(f"engine is {engine!r}; expected simulator or alfworld")
         self.engine, self.reward = engine, reward
-        self._pool = PddlPool(python, workers, reset_timeout_s, step_timeout_s) if engine == "alfworld" else None
+        self._pool = PddlPool(python, workers, step_timeout_s) if engine == "alfworld" else None
 
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> HouseholdEnvironment:
         return HouseholdEnvironment(task, self._pool, self.reward, tools_enabled)
@@ -103,19 +105,19 @@ class HouseholdEnvironment:
         self._engine: Engine | None = None
         self._steps, self._won = 0, False
 
-    async def reset(self) -> Opening:
+    async def reset(self) -> FirstObservation:
         """Raises InfrastructureError where the task's game is none, naming it: `Household.check` says so earlier."""
         try:
             game = _game_of(self._task, self._pool is not None)
         except ValueError as error:
             raise InfrastructureError(f"task {self._task.id}: {error}") from None
-        self._engine = _InThisProcess(game) if self._pool is None else await self._pool.open(game)
+        self._engine = await self._pool.open(game) if self._pool else _InThisProcess(cast(Game, game))  # no file
         observation = await self._engine.reset()
-        return Opening(observation.text, {"admissible": list(observation.admissible)}, self._measures())
+        return FirstObservation(observation.text, {"admissible": list(observation.admissible)}, self._measures())
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Take the place of an environment, after `reset`, in which ``calls`` have happened, by giving its commands
-        once more. Returns the reward so far."""
+        """Continue, after `reset`, an episode in which ``calls`` have happened: its commands are given again. Returns
+        the reward so far."""
         for call in calls:
             if call.executed:
                 await self._act(call.request)
@@ -139,6 +141,8 @@ class HouseholdEnvironment:
         command = request.arguments.get("action")
         if why := refusal(request, self._enabled, "The task is done already." if self._won else None):
             return ToolResult(why, CallOutcome.REFUSED, detail=why)
+        if self._engine is None:
+            raise RuntimeError("reset() comes before step()")
         observation = await self._engine.step(command if isinstance(command, str) else "")
         self._steps += 1
         self._won = observation.won

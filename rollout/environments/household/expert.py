@@ -1,7 +1,8 @@
-"""Plays household games as a careful person would, who knows the task and sees what is to be seen, and no more.
+"""A scripted expert of household games: it knows the task and sees only what an agent sees. For demonstrations.
 
 It looks for the object where such things may lie, one receptacle after another, opens what is closed, and remembers
-what it saw. It reads the engine's sentences alone, so it plays on either engine, and whoever else acted in between.
+what it saw. It reads the engine's sentences alone, so it plays on either engine, also
+after commands that were not its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def kind_of(name: str) -> str:
 
 
 class Expert:
-    """For one episode. ``act`` must be given every observation, the opening first.
+    """For one episode. ``act`` must be given every observation, the first one included.
 
     Args:
         goal: what is to be done.
@@ -41,7 +42,7 @@ class Expert:
         self._at: str | None = None
         self._seen: dict[str, list[str]] = {}  # receptacle -> what it was last seen to hold
         self._treated: set[tuple[str, str]] = set()  # ("heat", "apple 1")
-        self._rooms: list[str] = []  # names of the receptacles, in the order of the opening
+        self._rooms: list[str] = []  # names of the receptacles, in the order of the first observation
 
     def act(self, observation: Observation) -> str:
         """The next command: one of the admissible ones.
@@ -75,61 +76,69 @@ class Expert:
         if held is not None and kind_of(held) != self._target:
             return self._put_away(held, possible)
         if held is None:
-            place, wanted = self._find(self._target, self._belongs())
-            take = f"take {wanted} from {place}"
-            return take if take in possible else self._reach(place, possible)
+            receptacle, wanted = self._find(self._target, self._not_from())
+            take = f"take {wanted} from {receptacle}"
+            return take if take in possible else self._reach(receptacle, possible)
         if self.goal.task_type == LOOK:
-            place, lamp = self._find(self.goal.toggle.lower(), ())
-            return f"use {lamp}" if lamp and self._at == place else self._reach(place, possible)
+            receptacle, lamp = self._find((self.goal.toggle or "").lower(), ())
+            return f"use {lamp}" if lamp and self._at == receptacle else self._reach(receptacle, possible)
         if self.goal.treatment is not None and (self.goal.treatment[0], held) not in self._treated:
             verb, kind = self.goal.treatment
-            place = self._receptacles(kind.lower())[0]
-            return f"{verb} {held} with {place}" if self._at == place else f"go to {place}"
-        place = self._destination()
-        return f"move {held} to {place}" if f"move {held} to {place}" in possible else self._reach(place, possible)
+            receptacle = self._receptacles(kind.lower())[0]
+            return f"{verb} {held} with {receptacle}" if self._at == receptacle else f"go to {receptacle}"
+        receptacle = self._destination()
+        return (
+            f"move {held} to {receptacle}"
+            if f"move {held} to {receptacle}" in possible
+            else self._reach(receptacle, possible)
+        )
 
-    def _reach(self, place: str, possible: set[str]) -> str:
+    def _reach(self, receptacle: str, possible: set[str]) -> str:
         """One step on the way to seeing what is in a receptacle."""
-        return f"go to {place}" if f"go to {place}" in possible else f"open {place}"
+        return f"go to {receptacle}" if f"go to {receptacle}" in possible else f"open {receptacle}"
 
     def _find(self, kind: str, leave: tuple[str, ...]) -> tuple[str, str | None]:
-        """Where something of this kind was seen and what it is called, else the next place to look, and None.
+        """Where something of this kind was seen and what it is called, else the next receptacle to look at, and None.
 
         Args:
             leave: receptacles in which it is to stay.
         """
-        for place, things in self._seen.items():
+        for receptacle, things in self._seen.items():
             for thing in things:
-                if kind_of(thing) == kind and place not in leave:
-                    return place, thing
-        unknown = [place for place in self._rooms if place not in self._seen]
+                if kind_of(thing) == kind and receptacle not in leave:
+                    return receptacle, thing
+        unknown = [receptacle for receptacle in self._rooms if receptacle not in self._seen]
         if not unknown:
             raise LookupError(f"every receptacle was searched and no {kind} found")
         fits = LAMP_PLACES if kind == LAMP.lower() else [p for p in CAN_HOLD if self.goal.target in CAN_HOLD[p]]
-        likely = [place for place in unknown if kind_of(place) in {p.lower() for p in fits}] or unknown
+        likely = [receptacle for receptacle in unknown if kind_of(receptacle) in {p.lower() for p in fits}] or unknown
         return (self._at if self._at in likely else likely[0]), None
 
     def _receptacles(self, kind: str) -> list[str]:
-        return [place for place in self._rooms if kind_of(place) == kind]
+        return [receptacle for receptacle in self._rooms if kind_of(receptacle) == kind]
 
     def _destination(self) -> str:
         """Of several, the one that holds another target already: two have to come together."""
-        places = self._receptacles((self.goal.destination or "").lower())
-        return max(places, key=lambda place: sum(kind_of(t) == self._target for t in self._seen.get(place, ())))
+        receptacles = self._receptacles((self.goal.destination or "").lower())
+        return max(
+            receptacles, key=lambda receptacle: sum(kind_of(t) == self._target for t in self._seen.get(receptacle, ()))
+        )
 
-    def _belongs(self) -> tuple[str, ...]:
-        """Receptacles from which no target is taken: of two, the first has its place."""
+    def _not_from(self) -> tuple[str, ...]:
+        """Receptacles from which no target is taken: of two, the first stays at the destination."""
         return (self._destination(),) if self.goal.task_type == TWO else ()
 
     def _put_away(self, held: str, possible: set[str]) -> str:
-        """Rid the hand of something that somebody else has put there: wherever it is allowed."""
+        """Put down an object that other commands have picked up, wherever it is allowed."""
         here = f"move {held} to {self._at}"
         if here in possible:
             return here
         if f"open {self._at}" in possible:
             return f"open {self._at}"
-        allowed = {place.lower() for place, kinds in CAN_HOLD.items() if kind_of(held) in {k.lower() for k in kinds}}
-        for place in self._rooms:
-            if kind_of(place) in allowed and place != self._at:
-                return f"go to {place}"
+        allowed = {
+            receptacle.lower() for receptacle, kinds in CAN_HOLD.items() if kind_of(held) in {k.lower() for k in kinds}
+        }
+        for receptacle in self._rooms:
+            if kind_of(receptacle) in allowed and receptacle != self._at:
+                return f"go to {receptacle}"
         raise LookupError(f"no receptacle for {held}")

@@ -1,4 +1,4 @@
-"""A household game: what stands where in one room, and what is to be done. Plain JSON and back.
+"""Household games as data: the objects of one room, where they are, the goal. To JSON and back.
 
 Names are ALFWorld's: a type in lower case and a number, "countertop 2". Types are as in `tables.py`.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter, with_config
+
 from rollout.environments.household.tables import CAN_HOLD, LAMP, OBJECTS, PROPERTIES
+from rollout.validation import validated
 
 LOOK, TWO = "look_at_obj_in_light", "pick_two_obj_and_place"
 # The treatment that a task asks for before the object is placed: the command's verb, and the receptacle that does it.
@@ -31,6 +34,7 @@ def name_of(kind: str, number: int) -> str:
     return f"{kind.lower()} {number}"
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Receptacle:
     """Something that objects lie on or in, closed at first if it can be opened."""
@@ -44,6 +48,7 @@ class Receptacle:
         return name_of(self.type, self.number)
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Item:
     """An object (ALFWorld's word; Python has taken it)."""
@@ -85,8 +90,8 @@ class Game:
     """One room and one task.
 
     Raises:
-        ValueError: on construction, if it is no game: numbers with gaps, an object in a place that is not there, an
-            unknown type or property, a goal that names what is not there. The message says what and where.
+        ValueError: on construction, if it is no game: numbers with gaps, an object in an unknown receptacle, an unknown
+            type or property, a goal that names what is not there. The message says what and where.
     """
 
     goal: Goal
@@ -141,24 +146,26 @@ class Game:
     @classmethod
     def from_json(cls, data: Any) -> Game:
         """Raises ValueError where ``data`` is no game; the message says what was found and what was expected."""
-        goal_types = {"task_type": str, "target": str, "destination": (str, type(None)), "toggle": (str, type(None))}
-        _check_keys("game", data, goal_types | {"sentence": str, "receptacles": Sequence, "objects": Sequence})
-        for row, receptacle in enumerate(data["receptacles"]):
-            _check_keys(f"receptacles[{row}]", receptacle, {"type": str, "number": int, "openable": bool})
-        for row, item in enumerate(data["objects"]):
-            where = f"objects[{row}]"
-            _check_keys(where, item, {"type": str, "number": int, "place": str, "properties": Sequence})
-            if not all(isinstance(word, str) for word in item["properties"]):
-                raise ValueError(f"{where}.properties is {item['properties']!r}; expected words")
-        return cls(
-            goal=Goal(**{field.name: data[field.name] for field in fields(Goal)}),
-            sentence=data["sentence"],
-            receptacles=tuple(Receptacle(**receptacle) for receptacle in data["receptacles"]),
-            items=tuple(
-                Item(item["type"], item["number"], item["place"], tuple(sorted(item["properties"])))
-                for item in data["objects"]
-            ),
-        )
+        found = validated(_GAME, data, "game")
+        goal = Goal(found.task_type, found.target, found.destination, found.toggle)
+        return cls(goal, found.sentence, found.receptacles, found.objects)
+
+
+class _GameJson(BaseModel):
+    """A game as JSON holds it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    task_type: str
+    target: str
+    destination: str | None
+    toggle: str | None
+    sentence: str
+    receptacles: tuple[Receptacle, ...]
+    objects: tuple[Item, ...]
+
+
+_GAME = TypeAdapter(_GameJson)
 
 
 def order_of(thing: Receptacle | Item) -> tuple[str, int]:
@@ -180,16 +187,3 @@ def _check_numbers(things: Sequence[Receptacle | Item]) -> None:
         kind = next(iter((found - expected) | (expected - found)))[0]
         numbers = sorted(thing.number for thing in things if thing.type == kind)
         raise ValueError(f"the {counts[kind]} things of type {kind} have the numbers {numbers}; expected 1, 2, ...")
-
-
-def _check_keys(where: str, data: Any, types: dict[str, Any]) -> None:
-    """A mapping with exactly these keys, each of its type."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{where} is {data!r:.100}; expected a mapping with the keys {', '.join(types)}")
-    if set(data) != set(types):
-        raise ValueError(f"{where} has the keys {sorted(map(str, data))}; expected {sorted(types)}")
-    for key, kind in types.items():
-        value = data[key]
-        wrong = isinstance(value, str) if kind is Sequence else kind is int and isinstance(value, bool)
-        if wrong or not isinstance(value, kind):
-            raise ValueError(f"{where}.{key} is {value!r:.100}, which is not of the expected type")

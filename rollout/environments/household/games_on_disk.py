@@ -1,4 +1,4 @@
-"""The games of a user's ALFWorld download, as tasks. The folder is what ``alfworld-download`` fills: ALFWORLD_DATA."""
+"""ALFWorld's downloaded games as tasks. The folder is what ``alfworld-download`` fills: ALFWORLD_DATA."""
 
 from __future__ import annotations
 

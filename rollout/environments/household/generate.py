@@ -1,4 +1,4 @@
-"""Household games drawn at random: nothing is downloaded, every game can be solved."""
+"""A seeded generator of solvable household games; needs no download."""
 
 from __future__ import annotations
 
@@ -16,27 +16,21 @@ from rollout.environments.household.games import (
     Goal,
     Item,
     Receptacle,
-    name_of,
 )
-from rollout.environments.household.tables import CAN_HOLD, LAMP, LAMP_PLACES, OPENABLE, PROPERTIES, ROOMS
+from rollout.environments.household.tables import (
+    CAN_HOLD,
+    LAMP,
+    LAMP_PLACES,
+    OPENABLE,
+    PROPERTIES,
+    ROOMS,
+    ROOMS_FOR,
+    SENTENCES,
+)
 
 Size = Literal["full", "small"]
 SIZES: tuple[Size, ...] = ("full", "small")
 EXTRAS = {"full": (16, 30), "small": (3, 5)}  # objects beside those of the task
-SENTENCES = {  # alfworld.gen.goal_library, "templates"
-    "pick_and_place_simple": ("put a {obj} in {recep}", "put some {obj} on {recep}"),
-    LOOK: ("look at {obj} under the {toggle}", "examine the {obj} with the {toggle}"),
-    "pick_clean_then_place_in_recep": ("put a clean {obj} in {recep}", "clean some {obj} and put it in {recep}"),
-    "pick_heat_then_place_in_recep": ("put a hot {obj} in {recep}", "heat some {obj} and put it in {recep}"),
-    "pick_cool_then_place_in_recep": ("put a cool {obj} in {recep}", "cool some {obj} and put it in {recep}"),
-    TWO: ("put two {obj} in {recep}", "find two {obj} and put them in {recep}"),
-}
-_ROOMS_FOR = {
-    "pick_clean_then_place_in_recep": ("bathroom", "kitchen"),
-    "pick_heat_then_place_in_recep": ("kitchen",),
-    "pick_cool_then_place_in_recep": ("kitchen",),
-    LOOK: ("bedroom", "living room"),
-}
 
 
 def generate_game(task_type: str, seed: int, *, size: Size = "full") -> Game:
@@ -55,7 +49,7 @@ def generate_game(task_type: str, seed: int, *, size: Size = "full") -> Game:
             f"task type {task_type!r}, size {size!r}; expected one of {', '.join(TASK_TYPES)}, and one of {SIZES}"
         )
     draw = random.Random(f"household {task_type} {size} {seed}")
-    room = ROOMS[draw.choice(_ROOMS_FOR.get(task_type, tuple(ROOMS)))]
+    room = ROOMS[draw.choice(ROOMS_FOR.get(task_type, tuple(ROOMS)))]
     counts = {kind: draw.randint(*span) for kind, span in (room.full if size == "full" else room.small).items()}
     receptacles = tuple(
         Receptacle(kind, number, kind in OPENABLE) for kind, n in counts.items() for number in range(1, n + 1)
@@ -64,7 +58,7 @@ def generate_game(task_type: str, seed: int, *, size: Size = "full") -> Game:
     goal = _draw_goal(draw, task_type, kinds, room.objects)
     counted: Counter[str] = Counter()
     items = [
-        _place(draw, kind, receptacles, counted, goal)
+        _item(draw, kind, receptacles, counted, goal)
         for kind in _draw_objects(draw, goal, kinds, room.objects, draw.randint(*EXTRAS[size]))
     ]
     words = {"obj": goal.target, "recep": goal.destination or "", "toggle": goal.toggle or ""}
@@ -73,17 +67,17 @@ def generate_game(task_type: str, seed: int, *, size: Size = "full") -> Game:
 
 
 def _draw_goal(draw: random.Random, task_type: str, kinds: list[str], objects: tuple[str, ...]) -> Goal:
-    """A target that can be treated as the task asks, and a destination that is not the only place for it."""
+    """A target that can be treated as the task asks, and a destination that is not the only receptacle for it."""
     if task_type == LOOK:
-        found = [kind for kind in objects if any(kind in CAN_HOLD[place] for place in kinds)]
+        found = [kind for kind in objects if any(kind in CAN_HOLD[receptacle] for receptacle in kinds)]
         return Goal(task_type, draw.choice(found), None, LAMP)
     verb, appliance = TREATMENTS.get(task_type, (None, None))
     choices: dict[str, list[str]] = {}
     for kind in objects:
-        places = [place for place in kinds if kind in CAN_HOLD[place]]
-        if len(places) > 1 and (verb is None or kind in PROPERTIES[TREATABLE[verb]]):
-            choices[kind] = [place for place in places if place != appliance]
-    target = draw.choice([kind for kind, places in choices.items() if places])
+        fits = [receptacle for receptacle in kinds if kind in CAN_HOLD[receptacle]]
+        if len(fits) > 1 and (verb is None or kind in PROPERTIES[TREATABLE[verb]]):
+            choices[kind] = [receptacle for receptacle in fits if receptacle != appliance]
+    target = draw.choice([kind for kind, fits in choices.items() if fits])
     return Goal(task_type, target, draw.choice(choices[target]), None)
 
 
@@ -93,11 +87,11 @@ def _draw_objects(
     """Types of all objects, those of the task first."""
     wanted = [goal.target] * (2 if goal.task_type == TWO else 1)
     lamps = [LAMP] if goal.toggle or (draw.random() < 0.5 and set(kinds) & set(LAMP_PLACES)) else []
-    found = [kind for kind in objects if any(kind in CAN_HOLD[place] for place in kinds)]
+    found = [kind for kind in objects if any(kind in CAN_HOLD[receptacle] for receptacle in kinds)]
     return wanted + lamps + draw.choices(found, k=extras)
 
 
-def _place(
+def _item(
     draw: random.Random, kind: str, receptacles: tuple[Receptacle, ...], counted: Counter[str], goal: Goal
 ) -> Item:
     """One more object of this type, somewhere; one of the target's type never where it belongs."""
@@ -106,5 +100,5 @@ def _place(
         fits = [receptacle for receptacle in fits if receptacle.type != goal.destination]
     counted[kind] += 1
     properties = tuple(word for word, having in sorted(PROPERTIES.items()) if kind in having)
-    place = draw.choice(fits)
-    return Item(kind, counted[kind], name_of(place.type, place.number), properties)
+    receptacle = draw.choice(fits)
+    return Item(kind, counted[kind], receptacle.name, properties)

@@ -1,4 +1,4 @@
-"""ALFWorld itself as an engine: a pool of child processes, each playing one game at a time.
+"""A pool of child processes that run the alfworld package, one game at a time each.
 
 The package is built for an environment of its own (``make alfworld``), so the children run under another Python. They
 are spawned, never forked; every answer has a deadline, and a child that misses it or dies is killed and replaced.
@@ -11,18 +11,20 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from rollout.engines.environment import child_environment
+from rollout.env_vars import child_environment
 from rollout.environments.household.games import Game
 from rollout.environments.household.problem import game_file
 from rollout.environments.household.simulator import Observation
 from rollout.trajectory import InfrastructureError
+from rollout.validation import check_at_least_one
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = Path(__file__).with_name("pddl_worker.py")
 PYTHON_VARIABLE = "COMPACT_AGENTS_ALFWORLD_PYTHON"
 START_SECONDS = 120.0  # to start Python and import the package, on a loaded machine
+RESET_SECONDS = 120.0  # to load and start a game: about a second each, on a loaded machine more
 LINE_LIMIT = 2**26  # bytes of one answer
 VERSION = "0.4."  # before it the commands were others ("put X in/on R")
 
@@ -53,21 +55,18 @@ class PddlPool:
 
     Args:
         python: interpreter that has alfworld 0.4; None: ``default_python()``.
-        reset_timeout_s: for loading and starting a game (about a second each).
         step_timeout_s: for one command.
 
     Raises:
         ValueError: a number that is not positive.
     """
 
-    def __init__(self, python: str | None, workers: int, reset_timeout_s: float, step_timeout_s: float) -> None:
-        if workers < 1 or min(reset_timeout_s, step_timeout_s) <= 0:
-            raise ValueError(
-                f"workers is {workers}, reset_timeout_s {reset_timeout_s}, step_timeout_s {step_timeout_s}; "
-                "expected at least 1, and more than 0 seconds"
-            )
+    def __init__(self, python: str | None, workers: int, step_timeout_s: float) -> None:
+        check_at_least_one(workers=workers)
+        if step_timeout_s <= 0:
+            raise ValueError(f"step_timeout_s is {step_timeout_s}; expected more than 0 seconds")
         self.python, self.workers = python, workers
-        self.reset_timeout_s, self.step_timeout_s = reset_timeout_s, step_timeout_s
+        self.step_timeout_s = step_timeout_s
         self._free = asyncio.Semaphore(workers)
         self._idle: list[_Worker] = []
         self._alive: set[_Worker] = set()  # idle ones and busy ones
@@ -96,7 +95,7 @@ class PddlPool:
             raise
 
     async def close(self) -> None:
-        """Kill all processes; games under way end with InfrastructureError. Idempotent."""
+        """Kill all processes; games in progress end with InfrastructureError. Idempotent."""
         self._idle.clear()
         for worker in tuple(self._alive):
             await self.discard(worker)
@@ -141,7 +140,7 @@ class PddlGame:
         self._game = game if isinstance(game, str) else game_file(game, worker.domain, worker.grammar)
 
     async def reset(self) -> Observation:
-        return await self._ask({"reset": self._game}, self._pool.reset_timeout_s, f"loading {self._what}")
+        return await self._ask({"reset": self._game}, RESET_SECONDS, f"loading {self._what}")
 
     async def step(self, command: str) -> Observation:
         return await self._ask({"step": command}, self._pool.step_timeout_s, f"a command in {self._what}")
@@ -166,6 +165,8 @@ class _Worker:
 
     def __init__(self, process: asyncio.subprocess.Process, log: Any) -> None:
         self.process, self._log = process, log
+        self._stdin = cast(asyncio.StreamWriter, process.stdin)
+        self._stdout = cast(asyncio.StreamReader, process.stdout)
         self.domain = self.grammar = ""
 
     @classmethod
@@ -195,15 +196,15 @@ class _Worker:
 
     async def ask(self, request: dict[str, Any], timeout_s: float, what: str) -> dict[str, Any]:
         try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            await asyncio.wait_for(self.process.stdin.drain(), timeout_s)
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            await asyncio.wait_for(self._stdin.drain(), timeout_s)
         except (OSError, TimeoutError):
             pass  # it ended, or does not read: the answer that does not come says so
         return await self._answer(timeout_s, what)
 
     async def _answer(self, timeout_s: float, what: str) -> dict[str, Any]:
         try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
+            line = await asyncio.wait_for(self._stdout.readline(), timeout_s)
         except TimeoutError:
             raise InfrastructureError(f"ALFWorld's process: {what} was not finished in {timeout_s:g} s") from None
         if not line.endswith(b"\n"):  # nothing, or what it had written of its answer when it ended

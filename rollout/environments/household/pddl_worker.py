@@ -1,4 +1,4 @@
-"""The child process of a `PddlPool`: ``PYTHON -I pddl_worker.py``, where PYTHON has ALFWorld. Imports nothing of this
+"""Child process of `PddlPool`, run as ``PYTHON -I pddl_worker.py``, where PYTHON has ALFWorld. Imports nothing of this
 project, which need not be installed there.
 
 JSON lines. At first, to the parent: {"version", "domain", "grammar"} of the alfworld package. Then request and answer:
@@ -24,10 +24,10 @@ class Engine:
 
     def __init__(self) -> None:
         os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())  # the package makes this folder when imported
-        import textworld
-        from alfworld import info
-        from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
-        from textworld.envs import PddlEnv
+        import textworld  # pyright: ignore[reportMissingImports]  # of ALFWorld's own environment
+        from alfworld import info  # pyright: ignore[reportMissingImports]
+        from alfworld.agents.environment.alfred_tw_env import AlfredDemangler  # pyright: ignore[reportMissingImports]
+        from textworld.envs import PddlEnv  # pyright: ignore[reportMissingImports]
 
         with open(info.ALFRED_PDDL_PATH) as domain, open(info.ALFRED_TWL2_PATH) as grammar:
             self.greeting = {"version": info.__version__, "domain": domain.read(), "grammar": grammar.read()}

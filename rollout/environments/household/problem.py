@@ -1,4 +1,4 @@
-"""A generated game as the file that ALFWorld plays: its domain and grammar, and a PDDL problem of our own.
+"""Writes a generated game as an ALFWorld game file: its domain and grammar, and a PDDL problem of our own.
 
 What the file holds: sdar.md, 3.7. The goals say what those of ``alfworld.gen.goal_library`` say.
 """
@@ -51,9 +51,9 @@ def problem(game: Game) -> str:
 
 
 def _identifier(thing: Receptacle | Item, count: int) -> str:
-    place = f"bar_{count - thing.number:03d}"
+    location = f"bar_{count - thing.number:03d}"
     basin = thing.type.removesuffix("Basin")  # only so does the engine say "sinkbasin"
-    return f"{thing.type}_{place}" if basin == thing.type else f"{basin}_{place}_bar_{thing.type}"
+    return f"{thing.type}_{location}" if basin == thing.type else f"{basin}_{location}_bar_{thing.type}"
 
 
 def _location(receptacle: str, ids: dict[str, str]) -> str:
@@ -82,8 +82,8 @@ def _facts(game: Game, ids: dict[str, str]) -> list[str]:
         lines.append(f"(objectAtLocation {known} {_location(item.place, ids)})")
         lines += [f"({_PREDICATES.get(word, word)} {known})" for word in item.properties]
     kinds = sorted({item.type for item in game.items})
-    for place in sorted({receptacle.type for receptacle in game.receptacles}):
-        lines += [f"(canContain {place}Type {kind}Type)" for kind in kinds if kind in CAN_HOLD[place]]
+    for holder in sorted({receptacle.type for receptacle in game.receptacles}):
+        lines += [f"(canContain {holder}Type {kind}Type)" for kind in kinds if kind in CAN_HOLD[holder]]
     return lines
 
 

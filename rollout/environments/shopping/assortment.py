@@ -1,4 +1,5 @@
-"""What the generated shop sells: kinds of products, their attributes, options and prices.
+"""Tables of the generated shop: kinds of products, their attributes, options and prices. The words are in
+``assortment.json``.
 
 All words are our own choice. Within a category no attribute, and within an option no value, is so like another that
 the score would take one for the other (``token_set_ratio`` above 85), and every colour is one that
@@ -7,7 +8,12 @@ the score would take one for the other (``token_set_ratio`` above 85), and every
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.environments.shopping.products import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,89 +22,19 @@ class Kind:
     phrase: str  # how an instruction asks for it: "a pair of running shoes"
     path: str  # product_category
     prices: tuple[int, int]  # dollars, whole: from the first to the second
-    options: tuple[tuple[str, tuple[str, ...]], ...]
+    options: tuple[Option, ...]
 
 
-_COLOURS = ("color", ("black", "blue", "brown", "gold", "gray", "green", "orange", "pink", "purple", "red", "white"))
-_CLOTHES = ("size", ("small", "medium", "large", "petite"))
-_SHOES = ("size", ("6", "7", "8", "9", "10", "11"))
-_LENGTHS = ("length", ("3 feet", "6 feet", "10 feet"))
-_STORAGE = ("capacity", ("64gb", "128gb", "256gb"))
-_SCENTS = ("scent", ("vanilla", "lavender", "coconut", "cedar"))
-_FLAVOURS = ("flavor", ("honey", "chocolate", "ginger", "lemon"))
-_WEIGHTS = ("weight", ("half pound", "one pound", "five pounds"))
-_BOTTLES = ("volume", ("4oz", "8oz", "16oz"))
-_BEDS = ("size", ("twin", "full", "queen", "king"))
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
-def _kinds(shelf: str, *rows: tuple[str, str, str, tuple[int, int], tuple]) -> tuple[Kind, ...]:
-    return tuple(Kind(name, phrase, f"{shelf} › {part}", *rest) for name, phrase, part, *rest in rows)
+def _kind(row: dict[str, Any]) -> Kind:
+    options = (_TABLES["options"][name] for name in row["options"])
+    chosen = tuple(Option(option["name"], tuple(option["values"])) for option in options)
+    return Kind(row["name"], row["phrase"], row["path"], row["prices"], chosen)
 
 
-KINDS: dict[str, tuple[Kind, ...]] = {
-    "apparel": _kinds(
-        "Clothing",
-        ("shirt", "a shirt", "Tops › Shirts", (12, 60), (_COLOURS, _CLOTHES)),
-        ("jacket", "a jacket", "Outerwear › Jackets", (35, 180), (_COLOURS, _CLOTHES)),
-        ("trousers", "a pair of trousers", "Bottoms › Trousers", (20, 90), (_COLOURS, _CLOTHES)),
-    ),
-    "footwear": _kinds(
-        "Shoes",
-        ("running shoes", "a pair of running shoes", "Athletic › Running", (30, 160), (_COLOURS, _SHOES)),
-        ("sandals", "a pair of sandals", "Casual › Sandals", (15, 70), (_COLOURS, _SHOES)),
-        ("boots", "a pair of boots", "Outdoor › Boots", (45, 220), (_COLOURS, _SHOES)),
-    ),
-    "electronics": _kinds(
-        "Electronics",
-        ("headphones", "headphones", "Audio › Headphones", (20, 250), (_COLOURS,)),
-        ("charging cable", "a charging cable", "Accessories › Cables", (6, 40), (_COLOURS, _LENGTHS)),
-        ("tablet", "a tablet", "Computers › Tablets", (80, 600), (_COLOURS, _STORAGE)),
-    ),
-    "beauty": _kinds(
-        "Beauty",
-        ("shampoo", "a shampoo", "Hair Care › Shampoos", (6, 40), (_SCENTS, _BOTTLES)),
-        ("face cream", "a face cream", "Skin Care › Creams", (9, 80), (_SCENTS, _BOTTLES)),
-        ("candle", "a candle", "Fragrance › Candles", (5, 45), (_SCENTS, _COLOURS)),
-    ),
-    "garden": _kinds(
-        "Home",
-        ("blanket", "a blanket", "Bedding › Blankets", (18, 120), (_COLOURS, _BEDS)),
-        ("curtains", "a pair of curtains", "Windows › Curtains", (14, 95), (_COLOURS,)),
-        ("desk lamp", "a desk lamp", "Lighting › Lamps", (16, 130), (_COLOURS,)),
-    ),
-    "grocery": _kinds(
-        "Grocery",
-        ("granola", "granola", "Breakfast › Cereals", (5, 35), (_FLAVOURS, _WEIGHTS)),
-        ("tea", "a box of tea", "Beverages › Tea", (4, 30), (_FLAVOURS, _WEIGHTS)),
-        ("cookies", "a bag of cookies", "Snacks › Cookies", (4, 28), (_FLAVOURS, _WEIGHTS)),
-    ),
-}
-
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "apparel": (
-        "machine wash", "long sleeve", "slim fit", "elastic waist", "quick drying", "organic cotton", "button closure",
-        "moisture wicking", "everyday wear", "water repellent",
-    ),
-    "footwear": (
-        "rubber sole", "arch support", "ankle strap", "steel toe", "memory foam", "lace up", "slip resistant",
-        "leather upper", "light weight", "wide fit",
-    ),
-    "electronics": (
-        "fast charging", "noise cancelling", "water resistant", "plug and play", "long lasting battery",
-        "high definition", "easy setup", "gold plated", "hands free", "heavy duty",
-    ),
-    "beauty": (
-        "cruelty free", "oil control", "tea tree", "natural scent", "dry skin relief", "anti aging",
-        "vitamin enriched", "long burning", "sensitive care", "plant based",
-    ),
-    "garden": (
-        "energy saving", "machine washable", "stain proof", "double sided", "thermal lining", "dimmable light",
-        "easy assembly", "soft touch", "eco friendly", "solid wood",
-    ),
-    "grocery": (
-        "gluten free", "low sugar", "non gmo", "high protein", "whole grain", "caffeine free", "hand picked",
-        "keto diet", "kosher certified", "resealable bag",
-    ),
-}  # fmt: skip
-SYLLABLES = tuple("bel cor dan fel gor hal kin lor mar nor pel ros sil tam vik zan".split())  # of brands
-WISHES = ("i want {}", "find me {}", "i am looking for {}", "please get me {}", "i need {}")
+KINDS: dict[str, tuple[Kind, ...]] = {category: tuple(map(_kind, rows)) for category, rows in _TABLES["kinds"].items()}
+ATTRIBUTES: dict[str, list[str]] = _TABLES["attributes"]  # of products, by category
+SYLLABLES: list[str] = _TABLES["syllables"]  # of brands
+WISHES: list[str] = _TABLES["wishes"]  # wordings of an instruction

@@ -1,20 +1,21 @@
-"""Catalogues: products in order, found by asin; read from WebShop's files or from a compact file of our own."""
+"""Product catalogues, and the file that holds one."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
-from rollout.environments.shopping.products import CatalogueError, Instruction, Option, Product
-from rollout.environments.shopping.webshop_files import read_products
+from rollout.environments.shopping.products import CatalogueError, Product
 from rollout.files import write_atomically
+from rollout.validation import fault_of
 
+_PRODUCT = TypeAdapter(Product)
 _ONE_READER = threading.Lock()  # of two that ask at once, the second waits for what the first reads
 
 
@@ -45,57 +46,35 @@ class Catalogue:
         return digest.hexdigest()
 
 
-def load_catalogue(
-    path: str | Path,
-    attributes: str | Path | None = None,
-    human: str | Path | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-) -> Catalogue:
-    """Read a catalogue once per process: the same arguments (and unchanged files) give the same object.
-
-    Args:
-        path: ``.jsonl`` for a file of ``write_catalogue``, else WebShop's ``items_shuffle*.json``.
-        attributes: WebShop's ``items_ins_v2*.json``; belongs to a WebShop file.
-        human: WebShop's ``items_human_ins.json``; belongs to a WebShop file.
-        limit: take the first so many items of the file (published: 1000 with ``use_small``).
-        seed: of the prices of products with a price range; a ``.jsonl`` file holds the prices themselves.
+def load_catalogue(path: str | Path) -> Catalogue:
+    """Read a file of ``write_catalogue``, once per process: the same object as long as the file does not change.
 
     Raises:
-        CatalogueError: a file is missing, no JSON, of another shape, or holds no usable product.
-        ValueError: ``attributes``, ``human`` or a seed given for a ``.jsonl`` file, or ``limit`` below 1.
+        CatalogueError: the file is missing, or is none of ``write_catalogue``.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; expected at least 1, or none for all items")
-    own = Path(path).suffix == ".jsonl"
-    if own and (attributes is not None or human is not None or seed != 0):
-        raise ValueError(f"{path} holds attributes, instructions and prices itself; give no attributes, human or seed")
-    stamps = tuple(_stamp(file) for file in (path, attributes, human))
-    with _ONE_READER:
-        return _load(stamps, limit, seed)
-
-
-def _stamp(path: str | Path | None) -> tuple[str, int, int] | None:
-    """A file as it is now; a rewritten one is another."""
-    if path is None:
-        return None
     try:
         found = Path(path).stat()
     except OSError as error:
         raise CatalogueError(f"{path}: {error.strerror}; expected a catalogue file") from error
-    return str(Path(path).resolve()), found.st_size, found.st_mtime_ns
+    with _ONE_READER:
+        return _load(Path(path).resolve(), found.st_size, found.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4)
-def _load(stamps: tuple[tuple[str, int, int] | None, ...], limit: int | None, seed: int) -> Catalogue:
-    path, attributes, human = (Path(stamp[0]) if stamp else None for stamp in stamps)
-    if path.suffix == ".jsonl":
-        products = list(_read_own(path, limit))
-    else:
-        products = list(read_products(path, attributes, human, limit, seed))
-    if not products:
-        raise CatalogueError(f"{path}: no usable product; expected at least one with an asin of 1 to 10 characters")
-    return Catalogue(products)
+def _load(path: Path, size: int, modified_ns: int) -> Catalogue:
+    """``size`` and ``modified_ns``: of the file as it is now; a rewritten one is another."""
+    with path.open("rb") as file:
+        return Catalogue([_product(path, number, line) for number, line in enumerate(file, start=1)])
+
+
+def _product(path: Path, number: int, line: bytes) -> Product:
+    try:
+        return _PRODUCT.validate_json(line, strict=True)
+    except ValidationError as error:
+        raise CatalogueError(
+            f"{path}, line {number}: not a product of write_catalogue ({fault_of(error, 'product')}); expected a "
+            "catalogue.jsonl as BuildShop and ListWebShop write it"
+        ) from error
 
 
 def write_catalogue(catalogue: Catalogue, path: str | Path) -> None:
@@ -107,32 +86,3 @@ def write_catalogue(catalogue: Catalogue, path: str | Path) -> None:
 
 def _line(product: Product) -> bytes:
     return orjson.dumps(product, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _read_own(path: Path, limit: int | None) -> Iterator[Product]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if limit is not None and number > limit:
-                return
-            try:
-                yield _own_product(orjson.loads(line))
-            except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-                raise CatalogueError(
-                    f"{path}, line {number}: not a product of write_catalogue ({type(error).__name__}: {error}); "
-                    "write the file anew"
-                ) from error
-
-
-def _own_product(row: dict[str, Any]) -> Product:
-    def wish(value: dict[str, Any]) -> Instruction:
-        return Instruction(value["text"], tuple(value["attributes"]), tuple(value["options"]))
-
-    changed = {
-        "bullets": tuple(row["bullets"]),
-        "options": tuple(Option(option["name"], tuple(option["values"])) for option in row["options"]),
-        "attributes": tuple(row["attributes"]),
-        "prices": tuple(row["prices"]),
-        "synthetic": wish(row["synthetic"]) if row["synthetic"] else None,
-        "human": tuple(wish(value) for value in row["human"]),
-    }
-    return Product(**(row | changed))

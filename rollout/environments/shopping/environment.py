@@ -1,15 +1,16 @@
-"""The shop as an environment: a visit for each trajectory, scored when something is bought."""
+"""WebShop's shopping tasks as an environment: one visit per trajectory, scored at the purchase."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar
 
+from retrieval.ranges import PositiveFloat, PositiveInt
 from rollout.environments.base import (
     ACT,
     Environment,
-    Opening,
+    FirstObservation,
     StepResult,
     act_in_order,
     check_tasks,
@@ -17,26 +18,11 @@ from rollout.environments.base import (
 )
 from rollout.environments.shopping.catalogue import Catalogue, load_catalogue
 from rollout.environments.shopping.goals import Goal, goal_of
-from rollout.environments.shopping.pages import Page
 from rollout.environments.shopping.reward import OptionTexts
 from rollout.environments.shopping.search_index import TOPK, ProductSearch
-from rollout.environments.shopping.shop import Shelves, ShopSession
+from rollout.environments.shopping.shop import ShopData, ShopSession
 from rollout.tools.search import Retriever
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolCall, ToolRequest, ToolResult, Turn
-
-
-class Session(Protocol):
-    """A visit to a shop, here or on a server. ``act`` raises InfrastructureError when a service fails."""
-
-    page: Page
-    done: bool
-    score: float
-
-    async def open(self) -> Page: ...
-
-    async def act(self, text: str) -> bool: ...
-
-    async def close(self) -> None: ...
 
 
 class Shopping:
@@ -44,47 +30,43 @@ class Shopping:
     the task (``goals.as_task``).
 
     Args:
-        catalogue: ``.jsonl`` of ``write_catalogue``, or WebShop's ``items_shuffle*.json``.
+        catalogue: ``catalogue.jsonl`` of the stages BuildShop and ListWebShop (``write_catalogue``).
         search: a retriever over the index of the catalogue's corpus (``search_index.write_corpus``).
         reward: for buying what is wanted (score 1.0); anything else gives 0. Published by verl-agent: 10.
-        attributes: WebShop's ``items_ins_v2*.json``, with WebShop's items.
-        products: the first so many items of the file; None for all.
-        price_seed: of the prices of WebShop's products with a price range; the goals' tasks need the same one.
         option_texts: how options are compared, see ``reward.py``.
         topk: results of a search over all its pages.
-        show_attributes: a page of the attributes that are scored; not shown in the published training.
 
     Raises:
         ValueError: ``reward`` is not above 0, ``topk`` below 1, ``option_texts`` is unknown.
     """
 
+    scores_itself: ClassVar[bool] = True
+    tools: ClassVar[tuple[str, ...]] = (ACT,)
+
     def __init__(
         self,
         catalogue: str,
         search: Retriever,
-        reward: float = 10.0,
-        attributes: str | None = None,
-        products: int | None = None,
-        price_seed: int = 0,
+        reward: PositiveFloat = 10.0,
         option_texts: OptionTexts = "pairs",
-        topk: int = TOPK,
-        show_attributes: bool = False,
+        topk: PositiveInt = TOPK,
     ) -> None:
-        check_reward(reward)
+        if reward <= 0:
+            raise ValueError(f"reward is {reward}; expected more than 0 for a purchase that is what was wanted")
         if option_texts not in ("pairs", "values"):
             raise ValueError(f"option_texts is {option_texts!r}; expected pairs or values")
         self.reward = reward
-        self._files = {"path": catalogue, "attributes": attributes, "limit": products, "seed": price_seed}
+        self._path = catalogue
         self._search = ProductSearch(search, topk)
-        self._texts, self._show_attributes = option_texts, show_attributes
-        self._shelves: Shelves | None = None
+        self._texts: OptionTexts = option_texts
+        self._shop: ShopData | None = None
 
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
         """Raises RuntimeError before ``start``, ValueError for a task without a goal or of another catalogue."""
-        if self._shelves is None:
+        if self._shop is None:
             raise RuntimeError("the shop is not open; await start() first")
-        goal = self._goal(task, self._shelves.catalogue)
-        return ShoppingEnvironment(ShopSession(goal, self._shelves), self.reward, tools_enabled)
+        goal = self._goal(task, self._shop.catalogue)
+        return ShoppingEnvironment(ShopSession(goal, self._shop), self.reward, tools_enabled)
 
     def check(self, tasks: Iterable[Task]) -> None:
         """Look at every task's goal, before anything is trained on: is it one, and of this catalogue?
@@ -92,15 +74,15 @@ class Shopping:
         Raises:
             ValueError: naming the first of those that are not, or of the catalogue (CatalogueError).
         """
-        catalogue = load_catalogue(**self._files)
+        catalogue = load_catalogue(self._path)
         check_tasks(tasks, lambda task: self._goal(task, catalogue), "goals that cannot be shopped for")
 
     def _goal(self, task: Task, catalogue: Catalogue) -> Goal:
         goal = goal_of(task)
         if goal.asin not in catalogue.by_asin:
             raise ValueError(
-                f"task {task.id}: its product {goal.asin} is not in the catalogue {self._files['path']}; its goal was "
-                "made of another one (or of more of its products)"
+                f"task {task.id}: its product {goal.asin} is not in the catalogue {self._path}; its goal was "
+                "made of another one"
             )
         return goal
 
@@ -109,34 +91,29 @@ class Shopping:
 
         Raises CatalogueError, what ``ProductSearch.start`` raises.
         """
-        catalogue = await asyncio.to_thread(load_catalogue, **self._files)
+        catalogue = await asyncio.to_thread(load_catalogue, self._path)
         await self._search.start(catalogue)
-        self._shelves = Shelves(catalogue, self._search, self._texts, self._show_attributes)
+        self._shop = ShopData(catalogue, self._search, self._texts)
 
     async def close(self) -> None:
         """Close the search; a later ``start`` opens the shop again."""
-        self._shelves = None
+        self._shop = None
         await self._search.close()
-
-
-def check_reward(reward: float) -> None:
-    if reward <= 0:
-        raise ValueError(f"reward is {reward}; expected more than 0 for a purchase that is what was wanted")
 
 
 class ShoppingEnvironment:
     """One visit as an ``Environment``.
 
     Every step gives a reward (0 but for the purchase) and the measures score and success. A text that does nothing on
-    the page has outcome ERROR and the page again. ``info`` of the opening and of every result is ``Page.info``.
+    the page has outcome ERROR and the page again. ``info`` of observation and results is ``Page.info``.
     """
 
-    def __init__(self, session: Session, reward: float, enabled: bool = True) -> None:
+    def __init__(self, session: ShopSession, reward: float, enabled: bool = True) -> None:
         self._session, self._reward, self._enabled = session, reward, enabled
 
-    async def reset(self) -> Opening:
-        page = await self._session.open()
-        return Opening(page.text, page.info, self._measures())
+    async def reset(self) -> FirstObservation:
+        page = self._session.page
+        return FirstObservation(page.text, page.info, self._measures())
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float:
         """Do again what happened in ``calls``. Returns the reward so far."""
@@ -172,4 +149,4 @@ class ShoppingEnvironment:
         return self._reward if self._session.done and self._session.score == 1.0 else 0.0
 
     async def close(self) -> None:
-        await self._session.close()
+        """Nothing of its own to close."""

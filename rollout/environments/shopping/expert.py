@@ -1,8 +1,8 @@
-"""A shopper who knows what to look for: the source of demonstrations.
+"""A scripted expert of the shop, for demonstrations.
 
 It is told the goal, as the task's metadata holds it, and sees pages as a model does: it searches with the instruction's
 own words, opens the product that is meant, chooses the options that the instruction names, and buys. Which product is
-meant it knows; in a generated shop with ``in_title: 2`` a reader of the results can tell as well.
+meant it knows; in a generated shop a reader of the results can tell as well.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from rollout.environments.shopping import pages
 from rollout.environments.shopping.goals import Goal, goal_of
 from rollout.trajectory import Task
 
+PAGES = 5  # of results that it looks through for the product
+
 _LIMIT = re.compile(r",? and price lower than [\d.]+ dollars$")
 _ASKING = frozenset("i am looking for please get me find want need a an some the with and of pair box bag".split())
 
@@ -27,25 +29,21 @@ class ShoppingExpert:
         slip: probability that a visit is careless: a wrong value, where there is another one, for the first option it
             chooses, or, without options, the purchase of the first result.
         seed: of the slips.
-        patience: pages of results it looks through for the product.
-        reads: look at the features of the product before choosing its options.
 
     Raises:
-        ValueError: ``slip`` is no probability below 1, or ``patience`` below 1.
+        ValueError: ``slip`` is no probability below 1.
     """
 
-    def __init__(self, slip: float = 0.0, seed: int = 0, patience: int = 5, reads: bool = False) -> None:
+    def __init__(self, slip: float = 0.0, seed: int = 0) -> None:
         if not 0 <= slip < 1:
             raise ValueError(f"slip is {slip}; expected a probability below 1")
-        if patience < 1:
-            raise ValueError(f"patience is {patience}; expected at least one page of results")
-        self.slip, self.seed, self.patience, self.reads = slip, seed, patience, reads
+        self.slip, self.seed = slip, seed
 
     def next_action(self, task: Task, info: Mapping[str, Any], past: Sequence[str]) -> str:
         """Such as "click[buy now]".
 
         Args:
-            info: of the page that is shown: ``Opening.info`` or ``ToolResult.info``.
+            info: of the page that is shown: ``FirstObservation.info`` or ``ToolResult.info``.
             past: the actions of this visit so far, oldest first.
         """
         goal, admissible, page = goal_of(task), info["admissible"], info["page"]
@@ -65,7 +63,7 @@ class ShoppingExpert:
         if wanted in links:
             return wanted
         turned = _since_search(past).count(_click(pages.NEXT))
-        if links and turned + 1 < self.patience:
+        if links and turned + 1 < PAGES:
             return _click(pages.NEXT)
         if past[-1] != _click(pages.BACK) and _searches(past) < 2:
             return f"search[{goal.title.lower()}]"  # the instruction's words did not find it; its name should
@@ -74,8 +72,6 @@ class ShoppingExpert:
 
     def _choose(self, task: Task, goal: Goal, admissible: Sequence[str], past: Sequence[str]) -> str:
         done = _since_search(past)
-        if self.reads and _click(pages.FEATURES) in admissible and _click(pages.FEATURES) not in done:
-            return _click(pages.FEATURES)
         for number, (_, value) in enumerate(goal.options):
             choice = _click(value)
             if number == 0 and self._is_careless(task):

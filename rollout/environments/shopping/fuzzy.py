@@ -1,9 +1,9 @@
-"""Likeness of two short texts, as WebShop's score measures it.
+"""Fuzzy matching of short texts (``token_set_ratio``), as WebShop's score measures it.
 
 WebShop calls ``fuzz.token_set_ratio`` of thefuzz 0.19.0, which is not installed here. That release measures with the
 standard library's difflib (unless python-Levenshtein is installed beside it, which WebShop's requirements do not do),
-so the same figure can be had without it: what follows is that measure, written anew. Later releases of thefuzz measure
-with RapidFuzz, whose figures differ from difflib's by some points where letters are shared out of order.
+so the same number can be had without it: what follows is that measure, written anew. Later releases of thefuzz measure
+with RapidFuzz, whose values differ from difflib's by some points where letters are shared out of order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from difflib import SequenceMatcher
 
 _NOT_A_WORD = re.compile(r"\W")
-_LATIN_1 = {code: None for code in range(128, 256)}  # what thefuzz leaves out; characters beyond stay
+_LATIN_1 = dict.fromkeys(range(128, 256))  # what thefuzz leaves out; characters beyond stay
 
 
 def words(text: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""A generated shop: no download, any size, the same for the same seed.
+"""A seeded generator of product catalogues; needs no download.
 
 A small one (some dozens of products) has a closed vocabulary of words that a tiny model can learn; a large one
 (thousands) has several products of every description, which differ in options and price.
@@ -25,12 +25,12 @@ def generate_catalogue(
     asin_digits: int = 9,
     max_values: int = 3,
     brands: int = 24,
-    in_title: int = ASKED,
     capitals: bool = True,
 ) -> Catalogue:
     """``size`` products, every kind equally often, each with the instruction that synthetic goals are made of.
 
-    A product has four attributes of its category, two of which its instruction asks for. Products of one kind differ in
+    A product has four attributes of its category, two of which its instruction asks for and its title names: the first
+    result of a good search is nearly always right. Products of one kind differ in
     these two as long as pairs are left (45 of each kind).
 
     Args:
@@ -39,9 +39,6 @@ def generate_catalogue(
         asin_digits: digits of the asin behind its "B"; few are easier to copy.
         max_values: of each option; two at least, so a product with two options has 4 to ``max_values`` squared goals.
         brands: number of invented brands.
-        in_title: 2: the title holds both attributes that are asked for, and the first result of a good search is nearly
-            always right. 1: the second one stands in the second feature only, where no search looks (the index holds
-            the first), so that the Features page has to be read.
         capitals: the words of a title begin with one. Without them a tiny model meets each word in one form only.
 
     Raises:
@@ -49,8 +46,6 @@ def generate_catalogue(
     """
     if size < 1 or max_values < 2 or brands < 1:
         raise ValueError(f"expected size >= 1, max_values >= 2, brands >= 1; found {size}, {max_values}, {brands}")
-    if in_title not in (1, ASKED):
-        raise ValueError(f"in_title is {in_title}; expected 1 or {ASKED} of the attributes that are asked for")
     if not 1 <= asin_digits < MAX_ASIN or 10**asin_digits < size:
         raise ValueError(f"asin_digits is {asin_digits}; expected 1 to {MAX_ASIN - 1}, and enough for {size} products")
     rng = random.Random(f"shop:{seed}")
@@ -62,7 +57,7 @@ def generate_catalogue(
     for asin, (category, kind) in zip(asins, itertools.cycle(shelves), strict=False):
         asked = next(pairs[kind.name])
         attributes = (*asked, *rng.sample([a for a in ATTRIBUTES[category] if a not in asked], FURTHER))
-        products.append(_product(asin, category, kind, attributes, in_title, rng.choice(names), max_values, rng))
+        products.append(_product(asin, category, kind, attributes, rng.choice(names), max_values, rng))
     if not capitals:
         products = [dataclasses.replace(product, title=product.title.lower()) for product in products]
     rng.shuffle(products)
@@ -84,19 +79,15 @@ def _pairs(category: str, rng: random.Random) -> itertools.cycle:
 
 
 def _product(
-    asin: str, category: str, kind: Kind, attributes: tuple[str, ...], in_title: int, brand: str, max_values: int,
-    rng: random.Random,
+    asin: str, category: str, kind: Kind, attributes: tuple[str, ...], brand: str, max_values: int, rng: random.Random,
 ) -> Product:  # fmt: skip
     asked, further = attributes[:ASKED], attributes[ASKED:]
     price = round(rng.randint(*kind.prices) - 0.01, 2)
-    options = tuple(
-        Option(name, tuple(sorted(rng.sample(values, rng.randint(2, min(max_values, len(values)))), key=values.index)))
-        for name, values in kind.options
-    )
+    options = tuple(_some_values(option, max_values, rng) for option in kind.options)
     wish = rng.choice(WISHES).format(f"{kind.phrase} with {' and '.join(asked)}")
     return Product(
         asin=asin,
-        title=f"{brand} {kind.name.title()} with {' and '.join(a.title() for a in asked[:in_title])}",
+        title=f"{brand} {kind.name.title()} with {' and '.join(a.title() for a in asked)}",
         category=category,
         query=kind.name,
         product_category=kind.path,
@@ -108,3 +99,9 @@ def _product(
         price=price,
         synthetic=Instruction(wish, asked),
     )
+
+
+def _some_values(option: Option, most: int, rng: random.Random) -> Option:
+    """The option with two to ``most`` of its values, in their order."""
+    values = rng.sample(option.values, rng.randint(2, min(most, len(option.values))))
+    return Option(option.name, tuple(sorted(values, key=option.values.index)))

@@ -1,9 +1,9 @@
-"""The pages of the shop as text, and what can be clicked on them.
+"""The shop's pages as text observations, and what can be clicked on them.
 
 A page is what WebShop's "text" observation makes of its HTML (web_agent_text_env.py, ``convert_html_to_text`` with
 ``simple=True``): the visible texts in document order, joined by " [SEP] ". Buttons come before links, links before
 options in the list of what can be clicked, all in lower case. The page does not show which options are chosen.
-The page after buying is shorter than the published one, whose further fields nobody reads: the episode is over.
+The page after buying is shorter than the published one, whose further fields are not needed: the episode is over.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ SEPARATOR = " [SEP] "
 PAGE_SIZE = 10  # products on a page of results
 SEARCH, RESULTS, ITEM, SUB_PAGE, END = "search", "results", "item", "item_sub_page", "end"  # names of pages
 BACK, NEXT, PREVIOUS, BUY = "Back to Search", "Next >", "< Prev", "Buy Now"
-DESCRIPTION, FEATURES, REVIEWS, ATTRIBUTES = "Description", "Features", "Reviews", "Attributes"
-SUB_PAGES = {name.lower(): name for name in (DESCRIPTION, FEATURES, REVIEWS, ATTRIBUTES)}
+DESCRIPTION, FEATURES, REVIEWS = "Description", "Features", "Reviews"
+SUB_PAGES = {name.lower(): name for name in (DESCRIPTION, FEATURES, REVIEWS)}
 QUERY_FORM = "search[<your query>]"
 THANKS = "Thank you for shopping with us!"
 SCORE_LABEL = "Your score (min 0.0, max 1.0)"
@@ -82,13 +82,11 @@ def results_page(instruction: str, products: Sequence[Product], number: int, tot
     return Page(RESULTS, texts, _distinct([label.lower() for label in labels]))
 
 
-def item_page(instruction: str, product: Product, show_attributes: bool = False) -> Page:
+def item_page(instruction: str, product: Product) -> Page:
     choices = [text.strip() for option in product.options for text in (option.name, *option.values)]
-    below = [DESCRIPTION, FEATURES, REVIEWS, *([ATTRIBUTES] if show_attributes else []), BUY]
+    below = [DESCRIPTION, FEATURES, REVIEWS, BUY]
     title = [product.title.strip()] if product.title.strip() else []
-    texts = _headed(
-        instruction, PREVIOUS, *choices, *title, f"Price: {product.price_tag}", "Rating: N.A.", *below
-    )
+    texts = _headed(instruction, PREVIOUS, *choices, *title, f"Price: {product.price_tag}", "Rating: N.A.", *below)
     labels = [label.lower() for label in (BACK, PREVIOUS, *below)]
     return Page(ITEM, texts, _distinct([*labels, *(v for option in product.options for v in option.values)]))
 
@@ -99,7 +97,6 @@ def sub_page(instruction: str, product: Product, which: str) -> Page:
         DESCRIPTION: [product.description.strip()] if product.description.strip() else [],
         FEATURES: [bullet.strip() for bullet in product.bullets],
         REVIEWS: ["No reviews found"],  # the published engine reads no reviews
-        ATTRIBUTES: [*product.attributes, product.category, product.query, product.product_category],
     }
     texts = _headed(instruction, PREVIOUS, *contents[which])
     return Page(SUB_PAGE, texts, (BACK.lower(), PREVIOUS.lower()))

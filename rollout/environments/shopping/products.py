@@ -1,4 +1,4 @@
-"""What a shop sells, as everything in this folder sees it."""
+"""Products, options and instructions of a catalogue."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What somebody wants of a product, in words, and what of it is scored."""
+    """An instruction to buy something, in words, and the parts of it that are scored."""
 
     text: str
     attributes: tuple[str, ...]
-    options: tuple[str, ...] = ()  # values only; the published synthetic instructions have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Product:
     prices: tuple[float, ...]  # dollars; two for a range
     price: float  # what it costs when it is bought: of a range, a draw
     synthetic: Instruction | None = None
-    human: tuple[Instruction, ...] = ()
 
     @property
     def price_tag(self) -> str:

@@ -17,15 +17,17 @@ another one whose share lies near a threshold. A score of 1.0 needs ``r_type`` 1
 value) pairs* of a synthetic goal, which the normalisation leaves alone unless the value is nothing but a colour. So
 "lightblue", chosen as asked for, is "blue" on one side and "color lightblue" on the other, and does not match: such
 goals cannot be reached. A user of the code counted 458 of the 6910 goals of the 1000-product set. ``pairs`` does the
-same, for figures to be compared with published ones; ``values`` compares values with values, so that every goal can be
-reached. Human goals hold values only, and both are the same for them.
+same, for results to be compared with published ones; ``values`` compares values with values, so that every goal can be
+reached.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rollout.environments.shopping.fuzzy import token_set_ratio
@@ -34,24 +36,10 @@ from rollout.environments.shopping.products import Product
 
 OptionTexts = Literal["pairs", "values"]
 MATCH_ABOVE = 85
-# In the published order: the first that is a part of a text stands for the text.
-COLOURS = tuple(
-    """alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
-    caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
-    dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory
-    ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor
-    mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand
-    sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut
-    wheat white
-    wine yellow""".split()
-)
-_FUNCTION_WORDS = frozenset(
-    """a an the this that these those some any all both each every no not and or nor but if as at by for from in into of
-    off on onto out over per than then to under up down upon with within without via is are was were be been being has
-    have had do does can could may might must shall should will would it its he she they them his her their our your my
-    we you i me us who which what when where how so such very too also only just more most other another same own"""
-    .split()
-)
+_WORDS = json.loads(Path(__file__).with_name("reward_words.json").read_text(encoding="utf-8"))
+# In the published order: the first that is a part of a text replaces the text.
+COLOURS: list[str] = _WORDS["colours"]
+_FUNCTION_WORDS = frozenset(_WORDS["function_words"])
 _WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -125,7 +113,7 @@ def option_matches(options: Mapping[str, str], goal: Goal, option_texts: OptionT
 
 
 def _wanted_text(name: str, value: str, option_texts: OptionTexts) -> str:
-    if option_texts == "values" or not name:
+    if option_texts == "values":
         return normalize_colour(value)
     # Published: "is this colour an element of the pair", and the pair's own text if none is.
     return next((colour for colour in COLOURS if colour in (name, value)), f"{name} {value}")

@@ -18,6 +18,7 @@ from rollout.environments.shopping.products import Product
 from rollout.files import write_atomically
 from rollout.tools.search import Retriever, SearchTool
 from rollout.trajectory import InfrastructureError
+from rollout.validation import check_at_least_one
 
 TOPK = 50
 NO_TEXT = "."  # a corpus wants some text behind the title; Lucene finds no word in this
@@ -46,8 +47,7 @@ class ProductSearch:
     """
 
     def __init__(self, retriever: Retriever, topk: int = TOPK) -> None:
-        if topk < 1:
-            raise ValueError(f"topk is {topk}; expected at least 1")
+        check_at_least_one(topk=topk)
         self.retriever, self.topk = retriever, topk
 
     async def start(self, catalogue: Catalogue) -> None:

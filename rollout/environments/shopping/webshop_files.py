@@ -1,8 +1,8 @@
 """WebShop's published data files, read into ``Product``s.
 
-They are three JSON files (princeton-nlp/WebShop, web_agent_site/engine/engine.py, ``load_products``): the items
-(``items_shuffle*.json``, a list), their attributes with one synthetic instruction each (``items_ins_v2*.json``, by
-asin) and instructions that people wrote (``items_human_ins.json``, by asin). They are read as published: items whose
+They are two JSON files (princeton-nlp/WebShop, web_agent_site/engine/engine.py, ``load_products``): the items
+(``items_shuffle*.json``, a list) and their attributes with one synthetic instruction each (``items_ins_v2*.json``, by
+asin); instructions that people wrote, which SDAR does not use, are not read. They are read as published: items whose
 asin is "nan" or longer than ten characters are left out, of two with the same asin the first stays, option names and
 values are put in lower case with " | " for "/", a missing price is 100 dollars. Images and reviews are not read.
 
@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from rollout.environments.shopping.catalogue import Catalogue
 from rollout.environments.shopping.products import CatalogueError, Instruction, Option, Product
+from rollout.validation import check_at_least_one
 
 DEFAULT_PRICE = 100.0
 NO_ATTRIBUTE = "DUMMY_ATTR"  # the published placeholder of an item that the attribute file does not know
@@ -28,18 +30,32 @@ MAX_ASIN = 10
 _REQUIRED = ("asin", "name", "category", "query", "product_category", "full_description", "small_description")
 
 
-def read_products(
-    items: Path, attributes: Path | None, human: Path | None, limit: int | None, seed: int
-) -> Iterator[Product]:
-    """Usable products in file order, from the first ``limit`` items. Raises CatalogueError."""
-    by_asin = _read_json(attributes, dict, "an object by asin") if attributes else {}
-    wishes = _read_json(human, dict, "an object by asin") if human else {}
-    yield from _read_items(items, limit, by_asin, wishes, seed)
+def load_webshop(items: str | Path, attributes: str | Path, limit: int | None = None, seed: int = 0) -> Catalogue:
+    """Read WebShop's usable products, in file order.
+
+    Args:
+        items: ``items_shuffle*.json``.
+        attributes: ``items_ins_v2*.json``.
+        limit: take the first so many items of the file (published: 1000 with ``use_small``).
+        seed: of the prices of products with a price range.
+
+    Raises:
+        CatalogueError: a file is missing, no JSON, of another shape, or holds no usable product.
+        ValueError: ``limit`` below 1.
+    """
+    check_at_least_one(limit=limit)
+    by_asin = _read_json(Path(attributes), dict, "an object by asin")
+    products = list(_read_items(Path(items), limit, by_asin, seed))
+    if not products:
+        raise CatalogueError(f"{items}: no usable product; expected at least one with an asin of 1 to 10 characters")
+    return Catalogue(products)
 
 
 def _read_json(path: Path, kind: type, expected: str) -> Any:
     try:
         content = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise CatalogueError(f"{path}: {error.strerror}; expected {expected}") from error
     except orjson.JSONDecodeError as error:
         raise CatalogueError(f"{path}: not JSON ({error}); expected {expected}") from error
     if not isinstance(content, kind):
@@ -47,9 +63,7 @@ def _read_json(path: Path, kind: type, expected: str) -> Any:
     return content
 
 
-def _read_items(
-    path: Path, limit: int | None, attributes: dict[str, Any], human: dict[str, Any], seed: int
-) -> Iterator[Product]:
+def _read_items(path: Path, limit: int | None, attributes: dict[str, Any], seed: int) -> Iterator[Product]:
     seen: set[str] = set()
     for number, item in enumerate(_read_json(path, list, "a list of items")[:limit]):
         where = f"{path}, item {number}"
@@ -63,15 +77,15 @@ def _read_items(
             continue
         seen.add(asin)
         try:
-            yield _product(item, attributes.get(asin), human.get(asin, ()), seed)
+            yield _product(item, attributes.get(asin), seed)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise CatalogueError(
                 f"{where} ({asin}): not of WebShop's shape ({type(error).__name__}: {error}); "
-                "mend or remove it in the items file, or its entry in the attribute or instruction file"
+                "mend or remove it in the items file, or its entry in the attribute file"
             ) from error
 
 
-def _product(item: dict[str, Any], known: dict[str, Any] | None, human: Sequence[dict[str, Any]], seed: int) -> Product:
+def _product(item: dict[str, Any], known: dict[str, Any] | None, seed: int) -> Product:
     asin, known = item["asin"], known or {}
     prices = read_prices(item.get("pricing"))
     small = item["small_description"]
@@ -89,10 +103,6 @@ def _product(item: dict[str, Any], known: dict[str, Any] | None, human: Sequence
         prices=prices,
         price=prices[0] if len(prices) == 1 else random.Random(f"{seed}:{asin}").uniform(*prices),
         synthetic=None if wish is None else Instruction(_text(wish), _texts(known["instruction_attributes"])),
-        human=tuple(
-            Instruction(_text(w["instruction"]), _texts(w["instruction_attributes"]), _texts(w["instruction_options"]))
-            for w in human
-        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""The seam between the Python tool and what runs the programs."""
+"""Protocol of what runs programs for the Python tool, and how their output is made readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's end of the sandbox's fork server."""
+"""Client of the sandbox's fork server: starts it, sends programs, receives results."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""Programs run by a SandboxFusion service (bytedance/SandboxFusion, sandbox/server/sandbox_api.py)."""
+"""Runner of programs on a SandboxFusion service (bytedance/SandboxFusion, sandbox/server/sandbox_api.py)."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import orjson
-
-from rollout.services import LoopSession
+from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from rollout.services.http_client import ApiKey, LoopSession, post_json
 from rollout.tools.python.base import Run, RunStatus, middle_cut, readable, refused
 from rollout.trajectory import InfrastructureError
 
 DRIVER = Path(__file__).parent / "inside" / "program.py"
+_NO_KEY = ApiKey(None, "SandboxFusion")
 
 
 class SandboxFusion:
@@ -29,8 +28,7 @@ class SandboxFusion:
         grace_s: further seconds for the service's own work, queueing included; after them it has failed.
         memory_mb: of a program; null for the service's own limit.
         max_output: characters of output that are kept, from the beginning and the end.
-        max_connections: requests in flight at once; waiting for one of these places does not count as the service's
-            time.
+        max_connections: requests in flight at once; waiting for a free connection does not count as the service's time.
 
     Raises:
         ValueError: on construction, for an impossible value.
@@ -39,11 +37,11 @@ class SandboxFusion:
     def __init__(
         self,
         url: str,
-        timeout_s: float = 10.0,
-        grace_s: float = 10.0,
-        memory_mb: int | None = None,
-        max_output: int = 10_000,
-        max_connections: int = 64,
+        timeout_s: PositiveFloat = 10.0,
+        grace_s: NonNegativeFloat = 10.0,
+        memory_mb: PositiveInt | None = None,
+        max_output: PositiveInt = 10_000,
+        max_connections: PositiveInt = 64,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f'SandboxFusion: expected a url "http://host:port"; found {url!r}')
@@ -80,26 +78,20 @@ class SandboxFusion:
         text = f"{self._driver}\n\nfresh_streams()\nos._exit(execute({data!r}.decode()))\n"
         body = {"code": text, "language": "python", "run_timeout": self.timeout_s, **self._memory}
         if stdin:
-            body["stdin"] = stdin.encode("utf-8", "replace").decode()  # half a surrogate pair is no JSON text
-        session, places = self._session.open()
+            body["stdin"] = stdin
+        session, slots = self._session.open()
         try:
-            async with places, asyncio.timeout(self.timeout_s + self.grace_s):
-                async with session.post(self.url, json=body) as response:
-                    content = await response.read()
-        except TimeoutError as error:
-            late = f"no answer within {self.timeout_s + self.grace_s:g} s"
-            raise InfrastructureError(f"{self.url}: {late}; is the service overloaded?") from error
-        except (aiohttp.ClientError, OSError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise InfrastructureError(f"{self.url}: {why}; is the service running?") from error
-        if response.status != 200:
-            said = content[:200].decode("utf-8", "replace")
-            raise InfrastructureError(f"{self.url}: status {response.status}: {said}")
+            async with slots:
+                answer = await post_json(session, self.url, body, _NO_KEY, self.timeout_s + self.grace_s)
+        except InfrastructureError as error:
+            raise InfrastructureError(f"{error}; is the service running, or overloaded?") from error
+        if answer.status != 200:
+            raise InfrastructureError(f"{self.url}: status {answer.status}: {answer.excerpt}")
         try:
-            return self._judge(orjson.loads(content))
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            return self._judge(json.loads(answer.body))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InfrastructureError(
-                f"{self.url}: expected SandboxFusion's run_code answer, found {content[:200]!r}"
+                f"{self.url}: expected SandboxFusion's run_code answer, found {answer.excerpt}"
             ) from error
 
     def _judge(self, answer: dict[str, Any]) -> Run:

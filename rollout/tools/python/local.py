@@ -1,4 +1,4 @@
-"""Model-written programs on this machine, each in a confined process of its own. See docs/sandbox.md."""
+"""Local sandbox: runs each model-written program in a confined process of its own. See docs/sandbox.md."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import signal
 from typing import Any
 
+from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.tools.python import probe
 from rollout.tools.python.base import Run, RunStatus, middle_cut, readable, refused
 from rollout.tools.python.connection import SERVER, START_S, SandboxServer
@@ -48,12 +49,12 @@ class LocalSandbox:
 
     def __init__(
         self,
-        timeout_s: float = 10.0,
-        memory_mb: int = 512,
-        disk_mb: int = 16,
-        threads: int = 16,
-        max_output: int = 10_000,
-        warm: int = 2,
+        timeout_s: PositiveFloat = 10.0,
+        memory_mb: PositiveInt = 512,
+        disk_mb: PositiveInt = 16,
+        threads: NonNegativeInt = 16,
+        max_output: PositiveInt = 10_000,
+        warm: NonNegativeInt = 2,
         packages: tuple[str, ...] = (),
         mechanisms: tuple[str, ...] = MECHANISMS,
         allow_unprotected: bool = False,
@@ -84,7 +85,7 @@ class LocalSandbox:
             "search": search,
         }
         self._server: SandboxServer | None = None
-        self._starting: asyncio.Lock | None = None
+        self._starting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._protections: tuple[Protection, ...] = ()
 
@@ -137,6 +138,7 @@ class LocalSandbox:
         if (refusal := refused(code, stdin)) is not None:
             return refusal
         await self.start()
+        assert self._server is not None  # started
         return self._judge(await self._server.ask(code, self.timeout_s, stdin))
 
     def _judge(self, answer: dict[str, Any]) -> Run:

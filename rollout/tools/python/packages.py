@@ -1,4 +1,4 @@
-"""Where installed packages lie, found without importing them: for showing them to programs in the sandbox."""
+"""Paths of installed packages and their requirements, to be mounted in the sandbox; nothing is imported."""
 
 from __future__ import annotations
 

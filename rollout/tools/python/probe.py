@@ -1,4 +1,4 @@
-"""Is the sandbox tight? A program that tries each forbidden thing inside it, and the list of what it found."""
+"""Self-test of the sandbox: a program that tries each forbidden thing inside it, and a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {  # protection: essential?
 }
 
 PROGRAM = """
-import ctypes, errno, json, mmap, os, socket, tempfile, threading
+import _thread, ctypes, errno, json, mmap, os, socket, tempfile, threading
 found = {}
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,13 +61,12 @@ unshare = "unshare", call, "unshare", 0x10000000
 try_all("privileges", [mount, unshare, ("uid 0", call, "setresuid", 0, 0, 0), ("chroot", call, "chroot", b"/")])
 found["environment"] = " ".join(os.environ)
 found["descriptors"] = " ".join(str(fd) for fd in range(3, 1024) if allowed(os.fstat, fd))
-started, gate = [], threading.Event()
-for _ in range(THREADS + 8):
-    thread = threading.Thread(target=gate.wait, daemon=True)
-    if not allowed(thread.start):
-        break
-    started.append(thread)
-found["threads"] = "%d started" % len(started) if len(started) >= THREADS + 8 else ""
+libc.mallopt(-8, 1)  # M_ARENA_MAX: tried is the limit on threads, so that none may run out of address space first
+threading.stack_size(1 << 16)
+started, gate = 0, threading.Event()
+while started < THREADS + 8 and allowed(_thread.start_new_thread, gate.wait, ()):
+    started += 1
+found["threads"] = "%d started" % started if started >= THREADS + 8 else ""
 gate.set()
 found["temporary folder"] = "" if allowed(lambda: tempfile.TemporaryFile().close()) else "nothing can be written"
 print(json.dumps(found))
@@ -76,7 +75,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """One line of what stands between a program and the machine."""
+    """One line of the self-test's report: a protection, and whether it is active."""
 
     name: str
     active: bool

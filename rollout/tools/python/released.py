@@ -1,4 +1,4 @@
-"""How SOD's released tool treats programs and results (specs/sod.md 4.2, 4.3), for comparisons.
+"""SOD's released treatment of programs and results (docs/papers/sod.md 4.2, 4.3), for comparisons.
 
 Sources: YoungZ365/SOD, recipe/demystify/reward.py (the wrapper), verl/experimental/agent_loop/tool_agent_loop.py (the
 cut), verl/tools/sandbox_fusion_tools.py (the text for failures).
@@ -23,7 +23,7 @@ def last_line_printed(code: str) -> str:
     """
     blocks = _FENCE.findall(code)
     lines = (blocks[0].strip() if blocks else code).split("\n")
-    last = max((place for place, line in enumerate(lines) if line), default=None)
+    last = max((index for index, line in enumerate(lines) if line), default=None)
     if last is None:
         return ""
     if not lines[last].startswith("print"):

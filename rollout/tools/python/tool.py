@@ -1,4 +1,4 @@
-"""Python as a tool: what the model writes in, what a terminal would show out."""
+"""Python tool: runs the program that the model wrote and returns what a terminal would show."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import textwrap
 from typing import Any
 
+from retrieval.ranges import PositiveInt
 from rollout.tools.base import Startable
 from rollout.tools.python.base import Run, Runner, RunStatus
 from rollout.tools.python.released import NO_OUTPUT, cut_in_the_middle, last_line_printed
@@ -42,11 +43,11 @@ class PythonTool:
     Under ``ToolLimits`` give a ``timeout_s`` above the runner's own. A ``max_characters`` below its ``max_output`` cuts
     errors once more in the middle, and what was printed without one at its end.
 
-    The options after the runner are those of SOD's released tool (specs/sod.md 4.2, 4.3), for comparisons.
+    The options after the runner are those of SOD's released tool (docs/papers/sod.md 4.2, 4.3), for comparisons.
 
     Args:
         runner: ``rollout.tools.python.local.LocalSandbox`` or ``rollout.tools.python.fusion.SandboxFusion``.
-        print_last_line: run what ``released.last_line_printed`` makes of the text. In place of the last expression, the
+        print_last_line: run what ``released.last_line_printed`` makes of the text. Instead of the last expression, the
             last line is printed, whatever it is; many valid programs fail so.
         cut_at: of longer texts keep the first and last half of so many characters (released: 256); null: all.
         hide_failures: a late program and a failing service both give "no stdout here". The trajectory goes on then (the
@@ -63,7 +64,7 @@ class PythonTool:
         self,
         runner: Runner,
         print_last_line: bool = False,
-        cut_at: int | None = None,
+        cut_at: PositiveInt | None = None,
         hide_failures: bool = False,
     ) -> None:
         if cut_at is not None and cut_at < 2:

@@ -6,11 +6,12 @@ import re
 import pytest
 
 from data_modules.datasets.questions import load_tasks
-from data_modules.fictional_world.build import BuildWorld
-from data_modules.fictional_world.expert import ExpertEngine, ExpertPolicy
-from data_modules.fictional_world.world import build_world
+from data_modules.worlds.fictional_world.build import BuildWorld
+from data_modules.worlds.fictional_world.expert import ExpertEngine, ExpertPolicy
+from data_modules.worlds.fictional_world.world import build_world
 from retrieval.types import Document
 from rollout.engines.base import SamplingParams
+from rollout.engines.weights.files import WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
@@ -98,7 +99,7 @@ def test_an_unknown_question_is_refused(world_folder):
     with pytest.raises(ValueError, match="knows only the questions"):
         asyncio.run(engine.generate(ids, SAMPLING))
     with pytest.raises(ValueError, match="no weights"):
-        asyncio.run(engine.load_weights([], 1))
+        asyncio.run(engine.load_files(WeightFiles(()), 1))
 
 
 def test_slip_must_be_a_probability():

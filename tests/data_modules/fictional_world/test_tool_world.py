@@ -6,10 +6,11 @@ import re
 import pytest
 
 from data_modules.datasets.questions import load_tasks
-from data_modules.fictional_world.numbers import QUANTITIES, build_number_world
-from data_modules.fictional_world.problems import FAMILIES, draw_problems
-from data_modules.fictional_world.tool_expert import ToolExpertEngine, ToolExpertPolicy
-from data_modules.fictional_world.tool_world import BuildToolWorld
+from data_modules.worlds.fictional_world.problems import FAMILIES, draw_problems
+from data_modules.worlds.fictional_world.schema import QUANTITIES
+from data_modules.worlds.fictional_world.tool_expert import ToolExpertEngine, ToolExpertPolicy
+from data_modules.worlds.fictional_world.tool_world import BuildToolWorld
+from data_modules.worlds.fictional_world.world import build_number_world
 from retrieval.types import Document
 from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from data_modules.datasets.questions import load_tasks
-from data_modules.generate_trajectories import is_right
-from data_modules.household.build import BuildHousehold, played, thing
-from data_modules.household.expert import HouseholdExpertEngine
-from data_modules.world_language import repeated_list
+from data_modules.demonstrations.generate_trajectories import is_right
+from data_modules.worlds.household.build import BuildHousehold, numbered_name, transcript
+from data_modules.worlds.household.expert import HouseholdExpertEngine
+from data_modules.worlds.language import repeated_list
 from rollout.engines.base import SamplingParams
 from rollout.environments.household.environment import Household
 from rollout.environments.household.games import TASK_TYPES
@@ -42,7 +42,7 @@ def system(world, slip, skills=None, max_turns=30):
 def test_splits_are_games_of_all_types_and_share_none(world):
     seen = set()
     for name in ("train", "val", "test", "demonstrations"):
-        tasks = load_tasks(world / f"{name}.parquet")
+        tasks = load_tasks(world / f"{name}.parquet", answers=False)
         assert len(tasks) == SIZES[name] and {t.data_source for t in tasks} == set(TASK_TYPES)
         Household().check(tasks)
         games = {repr(t.metadata["household"]) for t in tasks}
@@ -50,13 +50,16 @@ def test_splits_are_games_of_all_types_and_share_none(world):
         seen |= games
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes(world, tmp_path):
     BuildHousehold(**SIZES).run(tmp_path)
     BuildHousehold(**SIZES, seed=1).run(tmp_path / "other")
     for name in ("train.parquet", "tokenizer/tokenizer.json"):
         assert (tmp_path / name).read_bytes() == (world / name).read_bytes()
     assert load_trajectories(tmp_path / "articles.parquet") == load_trajectories(world / "articles.parquet")
-    assert load_tasks(tmp_path / "other" / "val.parquet") != load_tasks(world / "val.parquet")
+    assert load_tasks(tmp_path / "other" / "val.parquet", answers=False) != load_tasks(
+        world / "val.parquet", answers=False
+    )
 
 
 def test_words_of_the_games_are_single_tokens(world):
@@ -67,7 +70,7 @@ def test_words_of_the_games_are_single_tokens(world):
 
 @pytest.mark.parametrize("slip", [0.0, 0.3])
 def test_the_expert_wins_and_carelessness_costs_steps(world, slip):
-    tasks = load_tasks(world / "demonstrations.parquet")
+    tasks = load_tasks(world / "demonstrations.parquet", answers=False)
     rollouts = system(world, slip)
     try:
         found = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=50), seed=0)
@@ -83,7 +86,7 @@ def test_the_expert_wins_and_carelessness_costs_steps(world, slip):
 def test_skills_stand_in_the_demonstrations_prompts(world):
     skills = Skills("household_tiny", TaskType(), form="sentences", header="")
     rollouts = system(world, 0.0, skills)
-    tasks = load_tasks(world / "demonstrations.parquet")[:6]
+    tasks = load_tasks(world / "demonstrations.parquet", answers=False)[:6]
     try:
         told = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=50), seed=0)
         plain = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=50), seed=0, advise=False)
@@ -98,7 +101,7 @@ def test_skills_stand_in_the_demonstrations_prompts(world):
 
 def test_of_games_that_open_alike_the_expert_plays_the_one_it_sees(world):
     rollouts = system(world, 0.3)
-    tasks = load_tasks(world / "demonstrations.parquet")
+    tasks = load_tasks(world / "demonstrations.parquet", answers=False)
     alike = [dataclasses.replace(t, question=tasks[0].question) for t in tasks]
     engine = rollouts.engine
     try:
@@ -113,9 +116,9 @@ def test_of_games_that_open_alike_the_expert_plays_the_one_it_sees(world):
 
 def test_texts(world):
     rng = random.Random(0)
-    first, second = repeated_list(rng, thing).splitlines()
+    first, second = repeated_list(rng, numbered_name).splitlines()
     assert first.removeprefix("List: ") == second.removeprefix("Again: ")
-    text = played(generate_game("pick_heat_then_place_in_recep", 1, size="small"), rng)
+    text = transcript(generate_game("pick_heat_then_place_in_recep", 1, size="small"), rng)
     assert text.startswith("-= Welcome") and text.count("\n> ") >= 3
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.questions import load_tasks
-from data_modules.household.published import ListHousehold, panel
+from data_modules.worlds.household.published import ListHousehold, panel
 from rollout.environments.household.environment import Household
 from rollout.environments.household.games_on_disk import games_on_disk
 from rollout.environments.household.problem import game_file
@@ -44,7 +44,7 @@ def test_every_split_has_its_file_and_every_task_its_game(folder, tmp_path):
         "train": 5, "val": 6, "test_seen": 12, "test_unseen": 4,
     }  # fmt: skip
     for split, name in (("train", "train"), ("valid_seen", "test_seen"), ("valid_unseen", "test_unseen")):
-        read = load_tasks(tmp_path / f"{name}.parquet")
+        read = load_tasks(tmp_path / f"{name}.parquet", answers=False)
         listed = games_on_disk(folder, split).tasks
         assert [(t.id, t.question, t.data_source) for t in read] == [(t.id, t.question, t.data_source) for t in listed]
         assert [t.metadata["household"] for t in read] == [t.metadata["household"] for t in listed]
@@ -56,9 +56,9 @@ def test_the_panel_is_drawn_once_and_is_part_of_the_test(folder, tmp_path):
     for name, seed in (("a", 0), ("again", 0), ("b", 1)):
         (tmp_path / name).mkdir()
         ListHousehold(str(folder), panel=6, seed=seed).run(tmp_path / name)
-        drawn[name] = [task.id for task in load_tasks(tmp_path / name / "val.parquet")]
+        drawn[name] = [task.id for task in load_tasks(tmp_path / name / "val.parquet", answers=False)]
     assert drawn["a"] == drawn["again"] != drawn["b"]
-    order = [task.id for task in load_tasks(tmp_path / "a" / "test_seen.parquet")]
+    order = [task.id for task in load_tasks(tmp_path / "a" / "test_seen.parquet", answers=False)]
     assert drawn["a"] == [name for name in order if name in drawn["a"]], "in the order of the test, none twice"
     kinds = Counter(name.split("/")[1].partition("-")[0] for name in drawn["a"])
     assert kinds == dict.fromkeys(TYPES, 2)
@@ -68,7 +68,7 @@ def test_a_relative_folder_is_written_as_a_path_that_holds_everywhere(folder, tm
     monkeypatch.chdir(folder.parent)
     ListHousehold(folder.name, panel=1).run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    Household(engine="alfworld").check(load_tasks(tmp_path / "train.parquet"))
+    Household(engine="alfworld").check(load_tasks(tmp_path / "train.parquet", answers=False))
 
 
 def tasks(**sizes: int) -> list[Task]:

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from data_modules.datasets.questions import load_tasks
-from data_modules.shopping.build import BuildShop, ListWebShop
+from data_modules.worlds.shopping.build import BuildShop, ListWebShop
 from rollout.environments.shopping.catalogue import load_catalogue
 from rollout.environments.shopping.environment import Shopping
 from rollout.environments.shopping.goals import goal_of, make_goals
-from tests.rollout.environments.shopping.shopping_world import HUMAN, WordRetriever, write_files
+from tests.rollout.environments.shopping.shopping_world import WordRetriever, write_files
 
 
 def published(folder: Path) -> dict[str, str]:
     """WebShop's files, with options enough for ten synthetic goals (2 colours x 2 sizes x 2 fits, and two more)."""
     files = write_files(folder)
-    items = json.loads(files["path"].read_text())
+    items = json.loads(files["items"].read_text())
     items[0]["customization_options"]["Fit"] = [{"value": "slim"}, {"value": "wide"}]
     items[1]["customization_options"] = {"Scent": [{"value": "tea"}, {"value": "mint"}]}
-    files["path"].write_text(json.dumps(items))
-    return {"items": str(files["path"]), "attributes": str(files["attributes"])}
+    files["items"].write_text(json.dumps(items))
+    return {"items": str(files["items"]), "attributes": str(files["attributes"])}
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_the_first_goals_of_the_shuffled_list_are_the_test(webshop, tmp_path):
         "products": 3, "train": 4, "val": 3, "test": 6,
         **{c: sum(g.category == c for g in goals[6:]) for c in {g.category for g in goals[6:]}},
     }  # fmt: skip
-    train, val, test = (load_tasks(tmp_path / f"{name}.parquet") for name in ("train", "val", "test"))
+    train, val, test = (load_tasks(tmp_path / f"{name}.parquet", answers=False) for name in ("train", "val", "test"))
     assert [goal_of(task) for task in test] == goals[:6] and [goal_of(task) for task in train] == goals[6:]
     assert [task.metadata["index"] for task in [*test, *train]] == list(range(10)), "a WebShop server's numbers"
     assert [task.data_source for task in test] == [goal.category for goal in goals[:6]]
@@ -54,20 +54,12 @@ def test_the_panel_depends_on_the_seed_alone(tmp_path):
     assert panels[0] == panels[1] and len({tuple(p) for p in panels}) > 1
 
 
-def test_people_s_goals_where_their_file_is_given(tmp_path):
-    files = published(tmp_path)
-    human = tmp_path / "people.json"
-    wishes = [HUMAN["B000000001"][0] | {"instruction": f"i need shirt number {i}"} for i in range(5)]
-    human.write_text(json.dumps({"B000000001": wishes}))
-    ListWebShop(**files, human=str(human), evaluation=2, panel=1).run(tmp_path)
-    written = [*load_tasks(tmp_path / "test.parquet"), *load_tasks(tmp_path / "train.parquet")]
-    assert sorted(task.question.partition(", and")[0] for task in written) == [w["instruction"] for w in wishes]
-
-
 @pytest.mark.parametrize("generated", [True, False])
 def test_the_tasks_can_be_played_over_what_was_written(tmp_path, generated):
-    shop = BuildShop(size=24, val=2, test=2, demonstrations=2, articles=2) if generated else ListWebShop(
-        **published(tmp_path), evaluation=6, panel=3
+    shop = (
+        BuildShop(size=24, val=2, test=2, demonstrations=2, articles=2)
+        if generated
+        else ListWebShop(**published(tmp_path), evaluation=6, panel=3)
     )
     shop.run(tmp_path)
     catalogue = load_catalogue(tmp_path / "catalogue.jsonl")
@@ -79,11 +71,11 @@ def test_the_tasks_can_be_played_over_what_was_written(tmp_path, generated):
         factory = Shopping(str(tmp_path / "catalogue.jsonl"), WordRetriever(catalogue))
         await factory.start()
         try:
-            return (await factory(load_tasks(tmp_path / "val.parquet")[0]).reset()).text
+            return (await factory(load_tasks(tmp_path / "val.parquet", answers=False)[0]).reset()).text
         finally:
             await factory.close()
 
-    assert load_tasks(tmp_path / "val.parquet")[0].question in asyncio.run(visit())
+    assert load_tasks(tmp_path / "val.parquet", answers=False)[0].question in asyncio.run(visit())
 
 
 def test_a_generated_shop_s_splits_share_no_goal(tmp_path):
@@ -91,7 +83,7 @@ def test_a_generated_shop_s_splits_share_no_goal(tmp_path):
     goals = make_goals(load_catalogue(tmp_path / "catalogue.jsonl"))
     numbers = []
     for name, count in (("val", 3), ("test", 4), ("demonstrations", 5), ("train", len(goals) - 12)):
-        split = load_tasks(tmp_path / f"{name}.parquet")
+        split = load_tasks(tmp_path / f"{name}.parquet", answers=False)
         assert figures[name] == len(split) == count
         assert all(goal_of(task) == goals[task.metadata["index"]] for task in split)
         numbers += [task.metadata["index"] for task in split]
@@ -103,7 +95,7 @@ def test_too_few_goals_and_impossible_numbers_are_refused(tmp_path):
         ListWebShop(**published(tmp_path)).run(tmp_path)
     with pytest.raises(ValueError, match="panel is 7; expected 1 to evaluation = 6"):
         ListWebShop("items.json", "attributes.json", evaluation=6, panel=7)
-    with pytest.raises(ValueError, match="test is 0; expected at least one goal"):
+    with pytest.raises(ValueError, match="test is 0; expected at least 1"):
         BuildShop(test=0)
-    with pytest.raises(ValueError, match="shown is 0; expected at least one product"):
+    with pytest.raises(ValueError, match="shown is 0; expected at least 1"):
         BuildShop(shown=0)

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from data_modules.datasets.questions import load_tasks
-from data_modules.generate_trajectories import is_right
-from data_modules.shopping.build import BuildShop
-from data_modules.shopping.expert import ShoppingExpertEngine, page_facts
-from data_modules.shopping.texts import label, visited
+from data_modules.demonstrations.generate_trajectories import is_right
+from data_modules.worlds.shopping.build import BuildShop
+from data_modules.worlds.shopping.expert import ShoppingExpertEngine, page_facts
+from data_modules.worlds.shopping.texts import label, visited
 from rollout.engines.base import SamplingParams
 from rollout.environments.shopping import pages
 from rollout.environments.shopping.catalogue import load_catalogue
@@ -59,10 +59,11 @@ def test_every_word_of_the_shop_is_one_token(world):
     for text in (" shoes", " lavender", " [", "[black", " 42", "action"):
         found = len(tokenizer(text, add_special_tokens=False).input_ids)
         assert found == 1, (text, found)
-    wanted = load_tasks(world / "test.parquet")[0].question.partition(", and price")[0]
+    wanted = load_tasks(world / "test.parquet", answers=False)[0].question.partition(", and price")[0]
     assert len(tokenizer(wanted, add_special_tokens=False).input_ids) <= len(wanted.split()) + wanted.count(":") + 3
 
 
+@pytest.mark.slow
 def test_same_seed_same_texts_which_are_of_another_shop(world, tmp_path):
     BuildShop(**SIZES).run(tmp_path)
     assert load_trajectories(tmp_path / "articles.parquet") == load_trajectories(world / "articles.parquet")
@@ -109,7 +110,7 @@ def test_what_the_expert_reads_on_a_page_is_what_can_be_clicked():
 
 
 def test_the_careful_expert_buys_what_is_wanted_and_the_careless_one_often_does_not(world):
-    tasks = load_tasks(world / "demonstrations.parquet")
+    tasks = load_tasks(world / "demonstrations.parquet", answers=False)
     careful, protocol = visits(world, 0.0, tasks)
     assert sum(map(is_right, careful)) >= 57, "of 60"
     assert all(len(t.turns) in (4, 5) for t in careful if is_right(t)), "a search, a product, its options, the purchase"
@@ -122,7 +123,7 @@ def test_the_careful_expert_buys_what_is_wanted_and_the_careless_one_often_does_
 
 
 def test_skills_stand_in_the_demonstrations_prompts(world):
-    tasks = load_tasks(world / "demonstrations.parquet")[:6]
+    tasks = load_tasks(world / "demonstrations.parquet", answers=False)[:6]
     skills = Skills("shopping_tiny", TaskType(), max_tokens=80, form="sentences", header="")
     told, protocol = visits(world, 0.0, tasks, skills=skills)
     plain, _ = visits(world, 0.0, tasks)

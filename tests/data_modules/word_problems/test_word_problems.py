@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from data_modules.datasets.questions import load_tasks
-from data_modules.word_problems.build import BuildWordProblems
-from data_modules.word_problems.expert import WordExpertEngine, WordExpertPolicy, response_failed
-from data_modules.word_problems.problems import as_task, draw_problems, make_problem
+from data_modules.worlds.word_problems.build import BuildWordProblems
+from data_modules.worlds.word_problems.expert import WordExpertEngine, WordExpertPolicy, response_failed
+from data_modules.worlds.word_problems.problems import as_task, draw_problems, make_problem
 from rollout.engines.base import SamplingParams
 from rollout.storage import load_trajectories
 

@@ -80,8 +80,7 @@ def other_reference(other_dir) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def servers(model_dir, tmp_path_factory):
+def servers(model_dir):
     """Two engine servers on one model, for all tests of a file."""
-    staging = tmp_path_factory.mktemp("staging")
-    with running(Running(model_dir, staging), Running(model_dir, staging)) as both:
+    with running(Running(model_dir), Running(model_dir)) as both:
         yield both

@@ -11,10 +11,10 @@ from rollout.engines.base import Generation
 class EchoBackend:
     """Returns the given ids after ``seconds`` of blocking work; ids 13, 14 and 15 make it misbehave."""
 
-    def __init__(self, seconds: float = 0.0, refuse: str = "") -> None:
+    def __init__(self, seconds: float = 0.0, refuse: str = "", fails_to_load: bool = False) -> None:
         if refuse:
             raise ValueError(refuse)
-        self.version = 0
+        self.version, self.fails_to_load = 0, fails_to_load
         self.info = {"vocab_size": 100, "threads": int(os.environ["OMP_NUM_THREADS"])}
         self._seconds, self._queue = seconds, []
 
@@ -39,5 +39,9 @@ class EchoBackend:
             ids = [len(self._queue)]
         return [(request_id, Generation(tuple(ids), (0.0,) * len(ids), "length", self.version))]
 
-    def load(self, files) -> None:
+    def check(self, files) -> None:
         files.validate({"weight": (2, 2)})
+
+    def load(self, files) -> None:
+        if self.fails_to_load:
+            raise ValueError("it failed half-way")

@@ -16,20 +16,16 @@ from rollout.engines.process import ROOT
 class Running:
     """One server; ``kill`` takes it and its engine away; ``begin`` and ``wait`` start another on the same port."""
 
-    def __init__(self, folder: Path, staging: Path, **options) -> None:
-        self._config = {
-            "class_path": "rollout.engines.transformers_engine.TransformersEngine",
-            "init_args": {"model": str(folder), "slots": 4, "max_length": 256},
-            **options,
-        }
-        self._staging, self.port = staging, 0
+    def __init__(self, model: Path, engine: str = "PlainEngine", **options) -> None:
+        path = engine if "." in engine else f"tests.rollout.engines.plain_backend.{engine}"
+        self._config = {"class_path": path, "init_args": {"model": str(model), "max_length": 256, **options}}
+        self.port = 0
         self.begin()
 
     def begin(self) -> None:
-        staging = ["--staging", str(self._staging)]
-        words = ["--engine", json.dumps(self._config), "--port", str(self.port), *staging]
+        words = ["--engine", json.dumps(self._config), "--port", str(self.port)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rollout.engines.server", *words],
+            [sys.executable, "-m", "rollout.engines.server.server", *words],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.engines.environment import RANK_VARIABLES, child_environment
+from rollout.env_vars import RANK_VARIABLES, child_environment
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_engines_over_several_devices_are_not_piled_up_by_several_ranks(ranks):
 
 
 def test_ranks_are_forgotten_and_threads_set():
-    outside = {name: "1" for name in RANK_VARIABLES} | {"HOME": "/home/x", "OMP_NUM_THREADS": "9"}
+    outside = dict.fromkeys(RANK_VARIABLES, "1") | {"HOME": "/home/x", "OMP_NUM_THREADS": "9"}
     child = child_environment(outside, 2)
     assert not set(RANK_VARIABLES) & child.keys()
     assert child["HOME"] == "/home/x" and child["OMP_NUM_THREADS"] == child["MKL_NUM_THREADS"] == "2"

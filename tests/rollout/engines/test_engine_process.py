@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,8 +17,9 @@ import torch
 
 from rollout.engines.base import SamplingParams
 from rollout.engines.process import ROOT, EngineProcess
-from rollout.engines.weights import PREFIX, SHARED_MEMORY, WeightFiles
+from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
 from rollout.trajectory import InfrastructureError
+from tests.rollout.engines.pushing import push_weights
 
 ONE = SamplingParams(max_new_tokens=1)
 
@@ -63,16 +63,18 @@ def test_requests_weights_and_an_end():
         # Requests before a load are answered by the old weights, later ones by the new.
         before = [asyncio.ensure_future(engine.generate([i], ONE)) for i in range(3)]
         await asyncio.sleep(0)
-        load = asyncio.ensure_future(engine.load_weights([("weight", torch.ones(2, 2))], version=4))
+        files = WeightFiles.write([("weight", torch.ones(2, 2))])
+        load = asyncio.ensure_future(engine.load_files(files, version=4))
         await asyncio.sleep(0)
         after = [asyncio.ensure_future(engine.generate([i], ONE)) for i in range(3)]
         await load
+        files.remove()
         assert [(await f).policy_version for f in before] == [0, 0, 0]
         assert [(await f).policy_version for f in after] == [4, 4, 4]
 
         for wrong in (("weight", torch.ones(2, 3)), ("weigth", torch.ones(2, 2))):
             with pytest.raises(ValueError, match="do not fit"):
-                await engine.load_weights([wrong], version=5)
+                await push_weights(engine, [wrong], version=5)
         assert (await engine.generate([1], ONE)).policy_version == 4
 
         # A cancelled request leaves the queue: the last one (id 15) counts what is behind it, here nothing.
@@ -83,11 +85,13 @@ def test_requests_weights_and_an_end():
         start = time.monotonic()
         assert (await engine.generate([15], ONE)).token_ids == (0,)
         assert time.monotonic() - start < 5 * 0.02 + 2
-        # A cancelled load still takes place; its files are gone afterwards.
-        cancelled = asyncio.ensure_future(engine.load_weights([("weight", torch.ones(2, 2))], version=9))
+        # A cancelled load still takes place.
+        files = WeightFiles.write([("weight", torch.ones(2, 2))])
+        cancelled = asyncio.ensure_future(engine.load_files(files, version=9))
         await asyncio.sleep(0)
         cancelled.cancel()
         assert (await engine.generate([1], ONE)).policy_version == 9
+        files.remove()
         assert not list(SHARED_MEMORY.glob(f"{PREFIX}{os.getpid()}-*"))
         await engine.close()
         await engine.close()
@@ -142,7 +146,20 @@ def test_a_dead_child_fails_every_request(cause, message):
         with pytest.raises(InfrastructureError, match=message):
             await engine.generate([1], ONE)
         with pytest.raises(InfrastructureError, match=message):
-            await engine.load_weights([("weight", torch.ones(2, 2))], version=1)
+            await push_weights(engine, [("weight", torch.ones(2, 2))], version=1)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_load_that_fails_half_way_ends_the_child():
+    """ValueError says that nothing has changed, which only the check before the load can."""
+
+    async def main():
+        engine = echo(fails_to_load=True)
+        await engine.start()
+        with pytest.raises(InfrastructureError, match="it failed half-way"):
+            await push_weights(engine, [("weight", torch.ones(2, 2))], version=1)
         await engine.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -175,7 +192,7 @@ def test_the_child_dies_with_a_killed_parent():
 
 
 def test_weight_files_come_in_shards_and_leave_nothing_behind(monkeypatch):
-    monkeypatch.setattr("rollout.engines.weights.SHARD_BYTES", 300)
+    monkeypatch.setattr("rollout.engines.weights.files.SHARD_BYTES", 300)
     shared = torch.arange(40.0)
     buffer = torch.zeros(8)
 
@@ -208,39 +225,15 @@ def test_shared_memory_that_others_fill_meanwhile(tmp_path, monkeypatch):
             raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
         save(tensors, path, metadata)
 
-    monkeypatch.setattr("rollout.engines.weights.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("rollout.engines.weights.files.SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(safetensors.torch, "save_file", out_of_space)
     files = WeightFiles.write([("a", torch.ones(3))])
     assert torch.equal(dict(files.tensors())["a"], torch.ones(3)) and not list(tmp_path.iterdir())
     files.remove()
 
 
-def test_files_that_a_cancelled_push_still_writes_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout.engines.weights.SHARED_MEMORY", tmp_path)
-    begun, left, written = threading.Event(), threading.Event(), []
-    write = WeightFiles.write
-
-    def tensors():
-        yield "a", torch.zeros(2)
-        begun.set()
-        assert left.wait(300)
-
-    monkeypatch.setattr(WeightFiles, "write", lambda *arguments: written.append(write(*arguments)) or written[-1])
-
-    async def main():
-        writing = asyncio.ensure_future(WeightFiles.write_in_thread(tensors()))
-        assert await asyncio.to_thread(begun.wait, 300)
-        writing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await writing
-        left.set()
-
-    asyncio.run(main())  # waits for the thread
-    assert [Path(path).parent for path in written[0].paths] == [tmp_path] and not list(tmp_path.iterdir())
-
-
 def test_files_of_a_killed_writer_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout.engines.weights.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("rollout.engines.weights.files.SHARED_MEMORY", tmp_path)
     dead = subprocess.Popen(["true"])
     dead.wait()
     left, ours = (tmp_path / f"{PREFIX}{pid}-x.safetensors" for pid in (dead.pid, os.getpid()))

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoTokenizer
 
 from rollout.engines.base import SamplingParams
-from rollout.engines.scripted import ScriptedEngine
 from rollout.trajectory import InfrastructureError
+from tests.rollout.engines.pushing import push_weights
+from tests.rollout.scripted_engine import ScriptedEngine
 
 TEN = SamplingParams(max_new_tokens=10)
 
@@ -61,7 +62,7 @@ def test_latency_concurrency_weights_and_death():
         await asyncio.gather(*(one(i) for i in (3, 1, 2)))
         assert order == [1, 2, 3]
         assert engine.peak_concurrency == 3
-        await engine.load_weights([("w", torch.zeros(2, 3))], 7)
+        await push_weights(engine, [("w", torch.zeros(2, 3))], 7)
         assert engine.weights == {"w": (2, 3)}
         assert (await engine.generate([1], TEN)).policy_version == 7
         waiting = asyncio.ensure_future(engine.generate([5], TEN))

@@ -4,13 +4,14 @@ answers when it is told to, and records what it is asked for, stands behind the 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 from aiohttp.test_utils import TestClient, TestServer
 
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import EngineProcess
-from rollout.engines.server import EngineServer
-from rollout.engines.wire import request_to_json
+from rollout.engines.server.server import EngineServer
+from rollout.engines.server.wire import TokenRequest
 
 
 class Behind(EngineProcess):
@@ -32,13 +33,13 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
-async def hang_up_while_draining_then_do_not_finish(folder):
+async def hang_up_while_draining_then_do_not_finish():
     engine = Behind()
-    server = EngineServer(engine, folder)
+    server = EngineServer(engine)
     async with TestClient(TestServer(server.app())) as client:
 
         def generate(weights):
-            request = request_to_json([1, 2], SamplingParams(1), weights)
+            request = dataclasses.asdict(TokenRequest([1, 2], SamplingParams(1), weights))
             return asyncio.ensure_future(client.post("/generate", json=request))
 
         first = generate("start")
@@ -64,5 +65,5 @@ async def hang_up_while_draining_then_do_not_finish(folder):
     assert engine.transfers[-1] == ("finish_weight_update", 2) and engine.asked == 4
 
 
-def test_a_transfer_that_does_not_end_leaves_no_request_waiting(tmp_path):
-    asyncio.run(asyncio.wait_for(hang_up_while_draining_then_do_not_finish(tmp_path), 60))
+def test_a_transfer_that_does_not_end_leaves_no_request_waiting():
+    asyncio.run(asyncio.wait_for(hang_up_while_draining_then_do_not_finish(), 60))

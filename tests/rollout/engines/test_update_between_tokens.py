@@ -1,4 +1,4 @@
-"""New weights while requests are under way: who sampled which token, and that its log-prob is that model's own."""
+"""New weights while requests are in flight: who sampled which token, and that its log-prob is that model's own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from rollout.engines.base import SamplingParams
-from rollout.engines.transformers_backend import TransformersBackend
-from rollout.engines.transformers_engine import TransformersEngine
-from rollout.engines.weights import WeightFiles
 from tests.rollout.engines.conftest import LOGPROB_TOLERANCE, random_prompts
+from tests.rollout.engines.plain_backend import PlainEngine
+from tests.rollout.engines.pushing import push_weights
 
 
 def expected(prompt, generation, references, temperature=1.0):
@@ -41,33 +40,6 @@ def check(prompts, generations, references, temperature=1.0):
     return mixed
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_between_two_steps_of_the_transformers_backend(model_dir, reference, other_reference, temperature):
-    backend = TransformersBackend(str(model_dir), 3, 128, "float32", "cpu")  # fewer slots than requests
-    prompts = random_prompts(5, seed=30)
-    for i, prompt in enumerate(prompts):
-        backend.add(i, prompt, SamplingParams(12 + i, temperature=temperature, seed=i, top_logprobs=2))
-    done, references = {}, {0: reference, 1: other_reference, 2: reference}
-    for steps, version in ((4, 1), (3, 2), (None, None)):
-        while backend.has_work and steps != 0:
-            done.update(backend.step())
-            steps = None if steps is None else steps - 1
-        if version is not None:
-            if version == 1:
-                backend.cancel(2)
-            files = WeightFiles.write(references[version].weights())
-            backend.load(files)
-            backend.version = version
-            files.remove()
-            if version == 1:
-                backend.cancel(1)  # interrupted, and waiting to go on
-    generations = [done[i] for i in (0, 3, 4)]
-    assert done.keys() == {0, 3, 4} and [len(g.token_ids) for g in generations] == [12, 15, 16]
-    assert generations[0].version_runs == ((0, 4), (1, 3), (2, 5))
-    assert all(len(g.top_logprobs) == len(g.token_ids) for g in generations)
-    assert check([prompts[i] for i in (0, 3, 4)], generations, references, temperature or 1.0) >= 2
-
-
 async def push_while_requests_come(engine, reference, version, prompt):
     """Push between steps; ``prompt`` is asked for while the weights are being given. Returns its generation, sampled
     by the weights before."""
@@ -81,7 +53,7 @@ async def push_while_requests_come(engine, reference, version, prompt):
         yield from others
 
     answered = threading.Event()
-    loading = asyncio.ensure_future(engine.load_weights(tensors(), version, between_steps=True))
+    loading = asyncio.ensure_future(push_weights(engine, tensors(), version, between_steps=True))
     await asyncio.wait_for(asyncio.wrap_future(asked), 300)
     generation = await engine.generate(prompt, SamplingParams(3, temperature=0))
     assert not loading.done()
@@ -110,8 +82,9 @@ def update_in_the_middle(engine, references):
     return prompts, *asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_in_the_engines_process(model_dir, reference, other_reference):
-    engine = TransformersEngine(str(model_dir), slots=5, max_length=256)
+    engine = PlainEngine(str(model_dir))
     asyncio.run(engine.start())
     try:
         prompts, generations, references = update_in_the_middle(engine, [reference, other_reference])

@@ -1,4 +1,4 @@
-"""New weights on engine servers while requests are under way there (``rollouts.in_flight: continue``)."""
+"""New weights on engine servers while requests are in flight there (``rollouts.in_flight: continue``)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rollout.engines.base import SamplingParams
-from rollout.engines.server_engine import ServerEngine
-from rollout.engines.weight_transport import SharedMemory
+from rollout.engines.server import engine as server_engine
+from rollout.engines.server.engine import ServerEngine
+from rollout.engines.weights.nccl import NCCLSender
 from tests.rollout.engines.conftest import LOGPROB_TOLERANCE, random_prompts
 from tests.rollout.engines.engine_servers import Running, running
-from tests.rollout.engines.file_transfer_engine import FileTransport
+from tests.rollout.engines.pushing import push_weights
 from tests.rollout.engines.test_update_between_tokens import check, push_while_requests_come
 
+pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(8, temperature=0)
 PROMPTS = random_prompts(4, seed=31, longest=20)
 LONG = [SamplingParams(200, seed=i) for i in range(len(PROMPTS))]
 
 
 @pytest.fixture
-def engine(servers, model_dir, request):
-    transport = getattr(request, "param", "shared_memory")
-    return ServerEngine([server.url for server in servers], str(model_dir), max_length=256, transport=transport)
+def engine(servers, model_dir):
+    return ServerEngine([server.url for server in servers], str(model_dir), max_length=256)
 
 
 def run(engine, main):
@@ -50,7 +52,7 @@ async def busy(engine, requests):
 
 
 async def until_mixed(engine, push, first):
-    """Pushes with requests under way, until some of these have tokens of two versions: (version, generations)."""
+    """Pushes with requests in flight, until some of these have tokens of two versions: (version, generations)."""
     deadline, version, done = time.monotonic() + 120, first, []
     while not any(g.version_runs for g in done):
         assert time.monotonic() < deadline, "no update came in the middle"
@@ -68,13 +70,12 @@ async def holds(engine, version, reference):
     assert {list(g.token_ids) == reference.greedy(PROMPTS[0], 8) for g in said.values()} == {True}
     assert {g.policy_version for g in said.values()} == {version}
     after = await asyncio.gather(*ask(engine))
-    await engine.load_weights(reference.weights(), version)
+    await push_weights(engine, reference.weights(), version)
     idle = await asyncio.gather(*ask(engine))
     assert [g.token_ids for g in after] == [g.token_ids for g in idle] and not any(g.version_runs for g in after)
     assert all(reference.largest_gap(p, g) < LOGPROB_TOLERANCE for p, g in zip(PROMPTS, after, strict=True))
 
 
-@pytest.mark.parametrize("engine", ["shared_memory", "http"], indirect=True)
 def test_requests_go_on_and_say_what_sampled_them(engine, reference, other_reference):
     both = [reference, other_reference]
 
@@ -83,9 +84,7 @@ def test_requests_go_on_and_say_what_sampled_them(engine, reference, other_refer
         assert asked.policy_version == version - 1
 
     async def main():
-        if hasattr(engine._transport, "_bucket_bytes"):
-            engine._transport._bucket_bytes = 3000  # many buckets of a model this small
-        await engine.load_weights(reference.weights(), 0)
+        await push_weights(engine, reference.weights(), 0)
         version, done = await until_mixed(engine, push, 0)
         assert check(PROMPTS, done, {v: both[v % 2] for v in range(version + 1)}) >= 1
         assert not engine.pool._searches, "a server was taken for lost"
@@ -97,45 +96,44 @@ def test_requests_go_on_and_say_what_sampled_them(engine, reference, other_refer
             if bound is not None:
                 assert (await engine.generate(turn, GREEDY)).cached_tokens > len(prompt)
         await holds(engine, version, both[version % 2])
-        await engine.load_weights(reference.weights(), version + 1, between_steps=True)
+        await push_weights(engine, reference.weights(), version + 1, between_steps=True)
         assert engine.pool._affinity.find([*PROMPTS[0], *done[0].token_ids, 7]) is None
 
     run(engine, main)
 
 
-class OneRefuses(SharedMemory):
-    """The first server takes the weights, then another is said to have refused them."""
-
-    async def push(self, servers, *arguments):
-        await super().push(servers[:1], *arguments)
+def test_what_a_push_has_sampled_that_one_refused_is_sampled_anew(
+    engine, reference, other_reference, caplog, monkeypatch
+):
+    async def one_refuses(servers, body):
+        await all_load(servers[:1], body)
         raise ValueError("the second server refuses")
 
+    all_load = server_engine._each
 
-def test_what_a_push_has_sampled_that_one_refused_is_sampled_anew(engine, reference, other_reference, caplog):
     async def main():
-        whole, version = engine._transport, 1
+        version = 1
         deadline = time.monotonic() + 120
         while "a push that not all have taken" not in caplog.text:
             assert time.monotonic() < deadline, "the first server sampled nothing from the push"
-            await engine.load_weights(reference.weights(), version)
+            await push_weights(engine, reference.weights(), version)
             expected = [g.token_ids for g in await asyncio.gather(*ask(engine))]
             requests = ask(engine)
             await busy(engine, requests)
-            engine._transport = OneRefuses(keep=False)
+            monkeypatch.setattr(server_engine, "_each", one_refuses)
             with pytest.raises(ValueError, match="the second server refuses"):
-                await engine.load_weights(other_reference.weights(), version + 1, between_steps=True)
-            engine._transport = whole
+                await push_weights(engine, other_reference.weights(), version + 1, between_steps=True)
+            monkeypatch.setattr(server_engine, "_each", all_load)
             done = await asyncio.gather(*requests)
             assert [g.token_ids for g in done] == expected and {g.policy_version for g in done} == {version}
             version += 2
-        await engine.load_weights(other_reference.weights(), version, between_steps=True)
+        await push_weights(engine, other_reference.weights(), version, between_steps=True)
         assert len(engine.pool.serving) == 2
         await holds(engine, version, other_reference)
 
     run(engine, main)
 
 
-@pytest.mark.parametrize("engine", ["http"], indirect=True)
 def test_a_server_that_dies_in_a_push_is_replaced(engine, servers, reference, other_reference):
     async def main():
         def dying():
@@ -144,11 +142,10 @@ def test_a_server_that_dies_in_a_push_is_replaced(engine, servers, reference, ot
             servers[0].kill()
             yield from others
 
-        engine._transport._bucket_bytes = 3000  # many buckets of a model this small
-        await engine.load_weights(reference.weights(), 1)
+        await push_weights(engine, reference.weights(), 1)
         requests = ask(engine)
         await busy(engine, requests)
-        await engine.load_weights(dying(), 2, between_steps=True)
+        await push_weights(engine, dying(), 2, between_steps=True)
         check(PROMPTS, await asyncio.gather(*requests), {1: reference, 2: other_reference})
         assert [server.lost is None for server in engine.pool.servers] == [False, True]
         servers[0].begin()
@@ -162,34 +159,46 @@ def test_a_server_that_dies_in_a_push_is_replaced(engine, servers, reference, ot
     run(engine, main)
 
 
+class FileSender(NCCLSender):
+    """Writes files where NCCL broadcasts."""
+
+    def __init__(self, bucket_bytes, folder):
+        super().__init__(bucket_bytes)
+        self._folder = folder
+
+    async def _join(self, servers, device):
+        pass
+
+    def _broadcast(self, bucket):
+        path = self._folder / f"{bucket[0][0]}.safetensors"
+        save_file(dict(bucket), part := path.with_suffix(".part"))
+        part.rename(path)
+
+
 def test_a_transfer_straight_into_the_engine_stops_it_for_a_while(model_dir, reference, other_reference, tmp_path):
     """NCCL's way, whose broadcast takes files here: nothing is sampled from a model of which a part is new."""
     both = [reference, other_reference]
-    init = {"model": str(model_dir), "slots": 4, "max_length": 256, "folder": str(tmp_path)}
-    path = "tests.rollout.engines.file_transfer_engine.FileTransferEngine"
-
-    with running(Running(model_dir, tmp_path, class_path=path, init_args=init)) as (server,):
+    with running(Running(model_dir, folder=str(tmp_path))) as (server,):
         engine = ServerEngine([server.url], str(model_dir), max_length=256)
 
         async def push(version):
-            await engine.load_weights(both[version % 2].weights(), version, between_steps=True)
+            await push_weights(engine, both[version % 2].weights(), version, between_steps=True)
 
         async def main():
-            engine._transport.close()
-            engine._transport = FileTransport(3000, tmp_path)
+            engine.nccl = FileSender(3000, tmp_path)
             version, done = await until_mixed(engine, push, 0)
             assert check(PROMPTS, done, {v: both[v % 2] for v in range(version + 1)}) >= 1
             await holds(engine, version, both[version % 2])
             # One that breaks off when the model is new but for its end: all stands still until whole weights come.
-            await engine.load_weights(reference.weights(), version)
+            await push_weights(engine, reference.weights(), version)
             references = {version: reference}
 
             async def break_off_then_push(number):
                 new = both[len(references) % 2]
                 broken = [*new.weights(), ("unknown", torch.zeros(1))]
                 with pytest.raises(ValueError, match="update_weights failed in the engine"):
-                    await engine.load_weights(broken, 100 * number, between_steps=True)
-                await engine.load_weights(new.weights(), number, between_steps=True)
+                    await push_weights(engine, broken, 100 * number, between_steps=True)
+                await push_weights(engine, new.weights(), number, between_steps=True)
                 references[number] = new
 
             version, done = await until_mixed(engine, break_off_then_push, version)

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from rollout.skills.bandit import UCB
-from rollout.skills.bank import SkillBank
-from rollout.skills.selection import Selection
+from rollout.skills.bank import Selection, SkillBank
 from tests.rollout.skills.skill_examples import bank_json, task
 
 BANK = SkillBank.from_json(bank_json())

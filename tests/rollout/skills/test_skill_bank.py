@@ -1,27 +1,23 @@
-"""Skill banks: SkillRL's JSON and SDAR's Markdown, read, checked and written."""
+"""Skill banks: SkillRL's JSON and SDAR's Markdown, read and checked."""
 
 import json
 
 import pytest
 
-from rollout.skills.bank import Mistake, Skill, SkillBank, SkillBankError
-from rollout.skills.markdown import read_markdown, write_markdown
-from rollout.skills.reading import read_bank, write_bank
+from rollout.skills.bank import Skill, SkillBank, SkillBankError
+from rollout.skills.reading import read_bank
 from tests.rollout.skills.skill_examples import bank_json
 
 
-def test_json_to_bank_and_back(tmp_path):
+def test_json_to_bank(tmp_path):
     bank = SkillBank.from_json(bank_json())
     assert bank.general[1] == Skill("gen_002", "Take", "Take it.", "when it is seen")
     assert [skill.id for skill in bank.by_category["clean"]] == ["cle_001", "cle_002"]
-    assert bank.mistakes == (Mistake("err_001", "Going back", "Nothing is noted.", "Take notes."),)
-    assert bank.to_json() == bank_json()
-    write_bank(bank, tmp_path / "bank.json")
-    assert json.loads((tmp_path / "bank.json").read_text()) == bank_json()
+    (tmp_path / "bank.json").write_text(json.dumps(bank_json()))
     assert read_bank(tmp_path / "bank.json") == bank
     bare = bank_json()
     del bare["metadata"]
-    assert SkillBank.from_json(bare).to_json() == bare
+    assert SkillBank.from_json(bare).metadata == {}
 
 
 def test_mapping_and_keywords():
@@ -44,42 +40,50 @@ def spoil(*path, value=None, delete=False):
 
 
 SPOILT = {
-    r"missing \['general_skills'\]; expected": spoil("general_skills", delete=True),
-    r"unknown \['skills'\]": spoil("skills", value=[]),
-    r"general_skills: expected a list; found dict": spoil("general_skills", value={}),
-    r"task_specific_skills: expected an object; found list": spoil("task_specific_skills", value=[]),
-    r"metadata: expected an object; found str": spoil("metadata", value="x"),
-    r"general_skills\[1\]: found \['skill_id', 'title', 'when_to_apply'\]; expected .*'principle'": spoil(
-        "general_skills", 1, "principle", delete=True
-    ),
-    r"heat\[0\]: found \['extra', 'principle'": spoil("task_specific_skills", "heat", 0, "extra", value=1),
-    r"common_mistakes\[0\]: found str": spoil("common_mistakes", 0, value="text"),
+    r"general_skills: Field required": spoil("general_skills", delete=True),
+    r"skills: Unexpected keyword argument": spoil("skills", value=[]),
+    r"general_skills: Input should be a valid tuple; found \{\}": spoil("general_skills", value={}),
+    r"task_specific_skills: Input should be a valid dictionary; found \[\]": spoil("task_specific_skills", value=[]),
+    r"metadata: Input should be a valid dictionary; found 'x'": spoil("metadata", value="x"),
+    r"general_skills\[1\].principle: Field required": spoil("general_skills", 1, "principle", delete=True),
+    r"heat\[0\].extra: Unexpected keyword argument": spoil("task_specific_skills", "heat", 0, "extra", value=1),
     r"clean\[1\].title: expected a text that is not empty; found ' '": spoil(
         "task_specific_skills", "clean", 1, "title", value=" "
     ),
-    r"general_skills\[0\].principle: .* found 3": spoil("general_skills", 0, "principle", value=3),
+    r"general_skills\[0\].principle: Input should be a valid string; found 3": spoil(
+        "general_skills", 0, "principle", value=3
+    ),
     r"clean\[0\]: the id 'gen_001' is taken by general_skills\[0\]": spoil(
         "task_specific_skills", "clean", 0, "skill_id", value="gen_001"
     ),
-    r"common_mistakes\[0\]: the id 'hea_001' is taken by task_specific_skills.heat\[0\]": spoil(
-        "common_mistakes", 0, "mistake_id", value="hea_001"
+    r"task_specific_skills.heat: Tuple should have at least 1 item": spoil("task_specific_skills", "heat", value=[]),
+    r"task_specific_skills.a/b.*: a category's name: expected letters, .* found 'a/b'": spoil(
+        "task_specific_skills", "a/b", value=[]
     ),
-    r"category heat: no skills": spoil("task_specific_skills", "heat", value=[]),
-    r"category 'a/b': expected letters": spoil("task_specific_skills", "a/b", value=[]),
-    r"category 'general_skills': expected": spoil("task_specific_skills", "general_skills", value=[]),
+    r"task_specific_skills.general_skills.*: a category's name: expected": spoil(
+        "task_specific_skills", "general_skills", value=[]
+    ),
     r"task_to_skill.pick_heat: no category 'hot'; there are \['clean', 'compare', 'heat'\]": spoil(
         "metadata", "task_to_skill", "pick_heat", value="hot"
     ),
-    r"metadata.task_to_skill: expected an object; found list": spoil("metadata", "task_to_skill", value=[]),
+    r"metadata.task_to_skill: Input should be a valid dictionary; found \[\]": spoil(
+        "metadata", "task_to_skill", value=[]
+    ),
     r"task_keywords.cool: neither a category nor a task type": spoil("metadata", "task_keywords", "cool", value=[]),
-    r"task_to_skill.pick_heat: no category \['heat'\]": spoil("metadata", "task_to_skill", "pick_heat", value=["heat"]),
-    r"task_to_skill: a task type is ' '; expected a word": spoil("metadata", "task_to_skill", " ", value="heat"),
-    r"task_keywords.heat: expected a list of texts": spoil("metadata", "task_keywords", "heat", value="hot"),
-    r"task_keywords.heat: expected .* found \['hot', ' '\]": spoil(
+    r"task_to_skill.pick_heat: Input should be a valid string; found \['heat'\]": spoil(
+        "metadata", "task_to_skill", "pick_heat", value=["heat"]
+    ),
+    r"metadata.task_to_skill. .*: expected a text that is not empty; found ' '": spoil(
+        "metadata", "task_to_skill", " ", value="heat"
+    ),
+    r"task_keywords.heat: Input should be a valid list; found 'hot'": spoil(
+        "metadata", "task_keywords", "heat", value="hot"
+    ),
+    r"task_keywords.heat\[1\]: expected a text that is not empty; found ' '": spoil(
         "metadata", "task_keywords", "heat", value=["hot", " "]
     ),
     r"general_skills\[0\].title: expected a text": spoil("general_skills", 0, "title", value="half \ud800 a pair"),
-    r"expected an object with general_skills, .*; found list": [],
+    r"Input should be a dictionary or an instance of SkillBank": [],
 }
 
 
@@ -156,35 +160,6 @@ def test_markdown_as_sdar_injects_it(folder):
     assert bank.metadata == {"task_to_skill": {"pick_clean": "clean"}, "task_keywords": {"pick_clean": ["wash"]}}
 
 
-def test_bank_to_markdown_and_back(folder, tmp_path):
-    bank = read_markdown(folder)
-    clever = bank.by_category["cleverness"]
-    sayable = SkillBank(bank.general[:1], {"clean": bank.by_category["clean"], "other": clever}, (), bank.metadata)
-    write_markdown(sayable, tmp_path / "written")
-    read = read_markdown(tmp_path / "written")
-    assert read.metadata == sayable.metadata and list(read.by_category) == ["clean", "other"]
-    assert [skill.text for skill in read.by_category["clean"]] == [skill.text for skill in bank.by_category["clean"]]
-    assert (tmp_path / "written/other.md").read_text() == (
-        "### TASK: other ###\n\n1. Think: Think twice. Apply this always.\n"
-    )
-    write_markdown(read, tmp_path / "again")
-    assert read_markdown(tmp_path / "again") == read
-
-
-@pytest.mark.parametrize(
-    "skill",
-    [
-        Skill("s", "A: b", "Do.", "always"),
-        Skill("s", "A", "Do\nthat.", "always"),
-        Skill("s", "A", "Do\u2028that.", "always"),
-        Skill("s", "A", "Do.", "when they Apply this too"),
-    ],
-)
-def test_what_markdown_cannot_hold_is_not_written(skill, tmp_path):
-    with pytest.raises(SkillBankError, match="skill s does not fit on a line of Markdown"):
-        write_markdown(SkillBank((skill,), {}), tmp_path)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -193,8 +168,8 @@ def test_what_markdown_cannot_hold_is_not_written(skill, tmp_path):
         ("clean.md", "### TASK ###\n", "clean.md: no skills"),
         ("clean.md", None, "clean.md: missing, but skill_mapping.json names it"),
         ("skill_mapping.json", None, "skill_mapping.json: missing"),
-        ("skill_mapping.json", "{}", r"skill_mapping.json: expected skill_files and .* found \[\]"),
-        ("skill_mapping.json", '{"skill_files": [], "task_to_skill": {}}', "expected file names by category"),
+        ("skill_mapping.json", "{}", "skill_mapping.json: skill_files: Field required"),
+        ("skill_mapping.json", '{"skill_files": [], "task_to_skill": {}}', r"skill_files: .* dictionary; found \[\]"),
         ("skill_mapping.json", '{"skill_files": {}, "task_to_skill": {}}', "missing 'general_skills'"),
         (
             "skill_mapping.json",

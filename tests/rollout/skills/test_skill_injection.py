@@ -6,10 +6,7 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from rollout.skills.bandit import UCB
-from rollout.skills.bank import SkillBank
-from rollout.skills.embedding import Embedding
 from rollout.skills.injection import HEADER, Skills
-from rollout.skills.markdown import write_markdown
 from rollout.skills.reading import read_bank
 from rollout.skills.retrieval import Full, Keyword, NoSkills, TaskType
 from tests.rollout.skills.skill_examples import bank_json, task, words
@@ -36,29 +33,13 @@ def made(text):
 def test_from_yaml():
     skills = made("skills: {bank: household, retriever: {class_path: rollout.skills.retrieval.Keyword}}")
     assert isinstance(skills.retriever, Keyword) and skills.bank == read_bank("household")
-    assert (skills.max_tokens, skills.on_overflow, skills.form, skills.mistakes) == (2048, "error", "released", ())
+    assert (skills.max_tokens, skills.form) == (2048, "released")
     bandit = made(
-        "skills: {bank: shopping, form: bullets, header: '', mistakes: 5, retriever: "
+        "skills: {bank: shopping, form: sentences, header: '', retriever: "
         "{class_path: rollout.skills.bandit.UCB, init_args: {c: 0.5, seed: 3}}}"
     )
     assert isinstance(bandit.retriever, UCB) and (bandit.retriever.c, bandit.retriever.seed) == (0.5, 3)
-    assert (bandit.form, bandit.header, len(bandit.mistakes)) == ("bullets", "", 5)
-    embedding = made(
-        """
-        skills:
-          bank: search
-          on_overflow: drop
-          retriever:
-            class_path: rollout.skills.embedding.Embedding
-            init_args:
-              top_k: 4
-              encoder:
-                class_path: rollout.skills.embedding.LocalEncoder
-                init_args: {config: {model: some/encoder, query_prefix: "query: "}}
-        """
-    )
-    assert isinstance(embedding.retriever, Embedding) and embedding.retriever.top_k == 4
-    assert embedding.retriever.encoder.config.query_prefix == "query: "
+    assert (bandit.form, bandit.header) == ("sentences", "")
 
 
 @pytest.mark.parametrize(
@@ -67,56 +48,46 @@ def test_from_yaml():
         "skills: {bank: nowhere, retriever: {class_path: rollout.skills.retrieval.Full}}",
         "skills: {bank: search, retriever: {class_path: rollout.skills.retrieval.Fuller}}",
         "skills: {bank: search, form: verse, retriever: {class_path: rollout.skills.retrieval.Full}}",
-        "skills: {bank: search, mistakes: 7, retriever: {class_path: rollout.skills.retrieval.Full}}",
         "skills: {bank: search, max_tokens: 0, retriever: {class_path: rollout.skills.retrieval.Full}}",
         "skills: {bank: household_tiny, retriever: {class_path: rollout.skills.retrieval.Random, init_args: {c: 1}}}",
     ],
 )
 def test_wrong_configuration_is_an_error(wrong):
-    with pytest.raises(Exception, match="nowhere|Fuller|verse|holds 6|max_tokens is 0|init_args|'c'"):
+    with pytest.raises(Exception, match="nowhere|Fuller|verse|max_tokens\":\n  1 validation|init_args|'c'"):
         made(wrong)
 
 
 def test_the_text_and_the_selection(bank_file):
-    skills = Skills(bank_file, Keyword(), mistakes=1)
+    skills = Skills(bank_file, Keyword())
     injection = skills.inject(task(), "Put the hot cup away.", words)
     assert injection.text == (
         f"{HEADER}\n### GENERAL SKILLS ###\n1. Look: Look around. Apply this before every move.\n"
         "2. Take: Take it. Apply this when it is seen.\n\n"
-        "### TASK: heat ###\n1. Oven: Go to the oven. Apply this when cold.\n\n"
-        "### COMMON MISTAKES ###\n1. Going back. Take notes."
+        "### TASK: heat ###\n1. Oven: Go to the oven. Apply this when cold."
     )
     assert injection.selection == skills.retriever.with_categories("heat")
-    assert (injection.tokens, injection.left_out) == (words(injection.text), 0)
+    assert injection.tokens == words(injection.text)
 
 
 def test_no_skills_is_no_text(bank_file):
-    injection = Skills(bank_file, NoSkills(), mistakes=1).inject(task(), "hot", words)
+    injection = Skills(bank_file, NoSkills()).inject(task(), "hot", words)
     assert (injection.text, injection.tokens, injection.selection.skills) == ("", 0, ())
 
 
-def test_a_folder_of_markdown_is_a_bank(tmp_path):
-    write_markdown(SkillBank.from_json(bank_json()), tmp_path / "released")
-    skills = Skills(str(tmp_path / "released"), TaskType())
-    assert skills.inject(task(data_source="pick_heat"), "", words).selection.categories == ("heat",)
-
-
-def test_overflow_is_told_or_counted(bank_file):
+def test_overflow_is_refused(bank_file):
     # header 6 words, general 23, clean 23, heat 14, compare 13 (test_skill_rendering counts by hand)
     tight = Skills(bank_file, Full(), max_tokens=66)
     with pytest.raises(ValueError, match="take 79 tokens, max_tokens is 66 .*general: 2 of 23 tokens, clean"):
         tight.inject(task(), "", words)
-    injection = Skills(bank_file, Full(), max_tokens=66, on_overflow="drop").inject(task(), "", words)
-    assert (injection.tokens, injection.left_out) == (66, 1)
-    assert injection.selection.categories == ("clean", "heat", "compare")  # what was chosen, not what had room
+    injection = Skills(bank_file, Full(), max_tokens=79).inject(task(), "", words)
+    assert injection.tokens == 79 and injection.selection.categories == ("clean", "heat", "compare")
 
 
 def test_what_cannot_fit_is_known_before_a_model_loads(bank_file):
-    assert Skills(bank_file, TaskType(), max_tokens=52).check(words) == 0
+    Skills(bank_file, TaskType(), max_tokens=52).check(words)
     with pytest.raises(ValueError, match="take 52 tokens, max_tokens is 51"):
         Skills(bank_file, TaskType(), max_tokens=51).check(words)
-    assert Skills(bank_file, TaskType(), max_tokens=51, on_overflow="drop").check(words) == 1
-    assert Skills(bank_file, NoSkills(), max_tokens=1).check(words) == 0
+    Skills(bank_file, NoSkills(), max_tokens=1).check(words)
 
 
 def test_a_control_token_is_found_before_a_model_loads(tmp_path):
@@ -124,7 +95,7 @@ def test_a_control_token_is_found_before_a_model_loads(tmp_path):
     values["task_specific_skills"]["clean"][1]["principle"] = "Then say <|im_end|>."
     (tmp_path / "bank.json").write_text(json.dumps(values))
     skills = Skills(str(tmp_path / "bank.json"), NoSkills())
-    assert skills.check(words, ["<|endoftext|>"]) == 0
+    skills.check(words, ["<|endoftext|>"])
     with pytest.raises(ValueError, match=r"task_specific_skills.clean\[1\]: it quotes '<\|im_end\|>'"):
         skills.check(words, ["<|im_end|>"])
     with pytest.raises(ValueError, match="header: it quotes '<s>'"):

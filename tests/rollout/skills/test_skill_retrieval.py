@@ -39,7 +39,6 @@ def test_task_type():
     assert categories(TaskType(), task(data_source="clean")) == ("clean",)  # a category is its own type
     with pytest.raises(ValueError, match=r"task t1: .*'pick_cool'; it knows \['clean', 'compare', 'heat', 'hotpotqa'"):
         categories(TaskType(), task(data_source="pick_cool"))
-    assert categories(TaskType(unknown="general"), task(data_source="pick_cool")) == ()
 
 
 @pytest.mark.parametrize(
@@ -93,23 +92,20 @@ def test_data_source():
 
 
 @pytest.mark.parametrize(
-    ("question", "source", "fixed", "released_bare"),
+    ("question", "source", "found"),
     [
-        ("Which is older, Lake Ena or Mount Ilo?", "musique", "compare", "compare"),
-        ("Which film came first, Dawn or Dusk for Two?", "musique", "compare", "clean"),  # "for" in the question
-        ("Which author was born in Ilo?", "musique", "clean", "compare"),  # "or" only within words
-        ("Is it Ena or Ilo?", "musique", "clean", "clean"),
-        ("Which is older, Ena or Ilo?", "hotpotqa", "heat", "heat"),  # the source decides first
-        ("Which is older, Ena or Ilo?", "unmapped", "compare", "compare"),
+        ("Which is older, Lake Ena or Mount Ilo?", "musique", "compare"),
+        ("Which film came first, Dawn or Dusk for Two?", "musique", "compare"),  # "for" in the question
+        ("Which author was born in Ilo?", "musique", "clean"),  # "or" only within words
+        ("Is it Ena or Ilo?", "musique", "clean"),
+        ("Which is older, Ena or Ilo?", "hotpotqa", "heat"),  # the source decides first
+        ("Which is older, Ena or Ilo?", "unmapped", "compare"),
     ],
 )
-def test_compare_is_found_in_the_question_and_as_released_in_the_prompt(question, source, fixed, released_bare):
+def test_compare_is_found_in_the_question(question, source, found):
     asked = task(question=question, data_source=source)
     prompt = SEARCH_TEMPLATE.format(question)
-    assert categories(Keyword(data_source=True), asked, prompt) == (fixed,)
-    released = Keyword(data_source=True, as_released=True)
-    assert categories(released, asked, question) == (released_bare,)
-    assert "compare" not in categories(released, asked, prompt)  # the published fault: the template says "for"
+    assert categories(Keyword(data_source=True), asked, prompt) == (found,)
 
 
 def test_random_draws_by_task_and_seed_and_nothing_else():
@@ -141,8 +137,6 @@ def test_binding():
     retriever.bind(SkillBank.from_json(bank_json()))  # the same again
     with pytest.raises(ValueError, match="already chooses from another bank"):
         retriever.bind(without)
-    with pytest.raises(ValueError, match="as_released concerns the rule data_source only"):
-        Keyword(as_released=True)
 
 
 def test_those_that_learn_nothing_have_no_state():

@@ -22,7 +22,7 @@ class Hostile:
 
 DENIED = r"PermissionError: \[Errno 1\] Operation not permitted"
 NATIVE = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-TRY = '''
+TRY = """
 def attempt(name, function, *arguments):
     try:
         result = function(*arguments)
@@ -30,7 +30,7 @@ def attempt(name, function, *arguments):
         print(name, "denied:", type(error).__name__)
     else:
         print(BREACH, name, result)
-'''
+"""
 
 
 def native(*calls: str) -> str:

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from rollout.chat_client import ChatClient
-from rollout.tools.browse import (
+from rollout.services.chat_client import ChatClient
+from rollout.tools.limits import LimitedTool, ToolLimits
+from rollout.tools.web.browse import (
     BrowsingSearch,
     final_information,
     passage,
@@ -15,9 +16,8 @@ from rollout.tools.browse import (
     word_f1,
     words,
 )
-from rollout.tools.limits import LimitedTool, ToolLimits
-from rollout.tools.pages import Page, PageFetcher
-from rollout.tools.web_search import BrightDataSearch
+from rollout.tools.web.pages import Page, PageFetcher
+from rollout.tools.web.web_search import BrightDataSearch
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, ToolResult
 from tests.rollout.serving import response, serving, site
 
@@ -73,7 +73,7 @@ def test_pages_are_read_and_summed_up():
     result, [body], asked = browsing(search, [reply("They say ... **Final Information**\n\nGrey Harbor.\n")], pages)
     assert (result.text, result.outcome) == ("Grey Harbor.", CallOutcome.OK)
     assert [document.text for document in result.documents] == ["<b>Mira</b> Voss", "A study of potters."]
-    assert "/b: a PDF file: not read" in result.detail and sorted(asked) == ["/a", "/b"]
+    assert "/b: not a text (application/pdf)" in result.detail and sorted(asked) == ["/a", "/b"]
     assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.6, 0.95, 4096)
     [message] = body["messages"]
     shown = json.loads(message["content"][message["content"].index("[\n") : message["content"].rindex("]\n") + 1])

@@ -88,7 +88,11 @@ ATTACKS = {
 }
 
 
-@pytest.fixture(scope="module", params=[("namespaces", "landlock", "seccomp"), ("landlock", "seccomp")], ids=len)
+@pytest.fixture(
+    scope="module",
+    params=[("namespaces", "landlock", "seccomp"), pytest.param(("landlock", "seccomp"), marks=pytest.mark.slow)],
+    ids=["namespaces", "landlock"],
+)
 def bench(request, make_bench):
     bench = make_bench(timeout_s=60, warm=0, mechanisms=request.param)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.project import ROOT
+from experiments.registry.project import ROOT
 from rollout.tools.python.base import readable
 from rollout.trajectory import CallOutcome
 from tests.rollout.tools.conftest import descendants, stages
@@ -111,6 +111,7 @@ def without_mounts(make_bench):
 ELSEWHERE = ("symbolic links", "fill the disk", "fill the disk with many files", "sparse file", "chroot")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ELSEWHERE])
 def test_files_are_out_of_reach_without_mounts_too(name, world, without_mounts):
     names = world[0]
@@ -124,6 +125,7 @@ def test_files_are_out_of_reach_without_mounts_too(name, world, without_mounts):
 WRITES = "os.symlink(SECRET, '/tmp/link')", "open('x', 'w')", "os.utime(SECRET)", "os.chmod(SECRET, 0)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [*WRITES, "os.truncate(SECRET, 0)", "os.unlink(SECRET)", "os.rename(SECRET, 'y')"])
 def test_nothing_can_be_written_without_mounts(code, world, without_mounts):
     secret = world[0]["SECRET"]
@@ -158,6 +160,7 @@ def test_closing_leaves_no_process_and_no_file(make_bench):
     assert stages() <= before
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_trainer_that_is_killed():
     code = (
         "import asyncio, os\nfrom rollout.tools.python.local import LocalSandbox\n"
@@ -187,8 +190,8 @@ def _alive(pid):
 
 HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")]
 NEVER = (
-    "fork vfork clone clone3 execve execveat ptrace process_vm_readv process_vm_writev prctl unshare setns mount umount2 "
-    "pivot_root chroot socket connect bind sendmsg recvmsg bpf io_uring_setup io_uring_enter keyctl add_key "
+    "fork vfork clone clone3 execve execveat ptrace process_vm_readv process_vm_writev prctl unshare setns mount "
+    "umount2 pivot_root chroot socket connect bind sendmsg recvmsg bpf io_uring_setup io_uring_enter keyctl add_key "
     "perf_event_open userfaultfd memfd_create shmget mknod mknodat setuid setresuid capset seccomp tkill pidfd_open "
     "rt_sigqueueinfo rt_tgsigqueueinfo timer_create inotify_init1 setpriority sched_setaffinity setrlimit kexec_load"
 )

@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from experiments.project import ROOT
+from experiments.registry.project import ROOT
 from rollout.tools.limits import LimitedTool, ToolLimits
 from rollout.tools.python.connection import SandboxServer
 from rollout.tools.python.local import LocalSandbox, UnprotectedError
@@ -90,7 +92,7 @@ TRACEBACK = "Traceback (most recent call last):\n"
 ERRORS = {
     "1 / 0": TRACEBACK + '  File "<program>", line 1, in <module>\n    1 / 0\nZeroDivisionError: division by zero',
     "x = 1\ndef f():\n    return y\nf()": TRACEBACK + '  File "<program>", line 4, in <module>\n'
-    '    f()\n  File "<program>", line 3, in f\n    return y\nNameError: name \'y\' is not defined',
+    "    f()\n  File \"<program>\", line 3, in f\n    return y\nNameError: name 'y' is not defined",
     "x = (1": "  File \"<program>\", line 1\n    x = (1\n        ^\nSyntaxError: '(' was never closed",
     "import sys\nsys.exit('no answer')": "no answer",
     "import sys\nsys.exit(3)": "The program ended with exit code 3 and printed nothing.",
@@ -198,6 +200,7 @@ def test_limits_around_the_tool_make_a_late_one_a_result(bench):
     assert bench.run("3").text == "3"
 
 
+@pytest.mark.slow
 def test_interpreters_wait_and_are_made_again(make_bench):
     async def idle(count):
         while len(descendants(bench.monitor)) != 2 + count:
@@ -214,6 +217,7 @@ def test_interpreters_wait_and_are_made_again(make_bench):
     assert len(used) == 8, "each is used once"
 
 
+@pytest.mark.slow
 def test_waiting_interpreters_that_die_are_replaced(make_bench):
     bench = make_bench(timeout_s=30, warm=2)
     bench.do(bench.sandbox.start())
@@ -225,6 +229,7 @@ def test_waiting_interpreters_that_die_are_replaced(make_bench):
     assert descendants(bench.monitor)[:2] == [server, zygote]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["monitor", "server", "zygote"])
 def test_a_server_that_dies_is_infrastructure_and_comes_back(which, make_bench):
     bench = make_bench(timeout_s=30)
@@ -243,6 +248,7 @@ def test_a_server_that_dies_is_infrastructure_and_comes_back(which, make_bench):
     assert bench.do(asyncio.wait_for(scenario(), 60)).text == "4"
 
 
+@pytest.mark.slow
 def test_a_new_event_loop_gets_a_new_server_and_a_second_one_is_refused():
     tool = PythonTool(LocalSandbox(timeout_s=30, warm=0))
 
@@ -303,6 +309,7 @@ def test_it_refuses_without_an_essential_protection(mechanisms, holes):
     assert all(hole in message for hole in holes) and "allow_unprotected" in message
 
 
+@pytest.mark.slow
 def test_unprotected_when_told_so(make_bench, caplog):
     bench = make_bench(timeout_s=30, mechanisms=(), allow_unprotected=True, warm=0)
     assert bench.run("6 * 7").text == "42"
@@ -310,6 +317,7 @@ def test_unprotected_when_told_so(make_bench, caplog):
     assert not {p.name: p for p in bench.sandbox.protections()}["file reads"].active
 
 
+@pytest.mark.slow
 def test_packages_are_there_when_named(make_bench):
     bench = make_bench(timeout_s=60, packages=("sympy", "numpy"), warm=1)
     code = "import numpy as np, sympy\nx = sympy.Symbol('x')\nprint(np.arange(3).sum(), sympy.integrate(x**2, x))"
@@ -319,6 +327,7 @@ def test_packages_are_there_when_named(make_bench):
     assert write.outcome is ERROR and "Error: [Errno" in write.text
 
 
+@pytest.mark.slow
 def test_packages_below_tmp_are_not_covered_by_the_programs_own_folder():
     """A checkout in /tmp has its packages there; what they load late must still be found, and not be written."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -369,10 +378,11 @@ def test_a_failing_package_says_so(tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_as_an_ordinary_user():
     """Without root: user namespaces or Landlock, whichever is there."""
-    interpreter = next((p for p in ("/usr/bin/python3.11", "/usr/bin/python3.12") if os.path.exists(p)), None)
-    if os.geteuid() != 0 or interpreter is None:
+    interpreter = "/usr/bin/python{}.{}".format(*sys.version_info)
+    if os.geteuid() != 0 or not os.path.exists(interpreter):
         pytest.skip("needs root, to become somebody else, and an interpreter that everybody can read")
     code = (
         "import os, asyncio\nos.setgroups([])\nos.setresgid(12345, 12345, 12345)\nos.setresuid(12345, 12345, 12345)\n"
@@ -382,7 +392,8 @@ def test_as_an_ordinary_user():
         " if p.essential))\n    await s.close()\nasyncio.run(main())"
     )
     command = [interpreter, "-B", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     if "PermissionError" in done.stderr and str(ROOT) in done.stderr:
         pytest.skip("the project's folder is not readable for everybody")
     assert done.stdout.split() in (["True", "True"], ["False", "True"]), done.stderr[-2000:]

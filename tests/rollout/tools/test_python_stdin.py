@@ -32,7 +32,11 @@ READERS = {
 }
 
 
-@pytest.fixture(scope="module", params=[("namespaces", "landlock", "seccomp"), ("landlock", "seccomp")], ids=len)
+@pytest.fixture(
+    scope="module",
+    params=[("namespaces", "landlock", "seccomp"), pytest.param(("landlock", "seccomp"), marks=pytest.mark.slow)],
+    ids=["namespaces", "landlock"],
+)
 def bench(request, make_bench):
     bench = make_bench(timeout_s=60, mechanisms=request.param)
     try:
@@ -48,6 +52,7 @@ def test_it_is_read_to_its_end_and_no_further(name, bench):
     assert bench.do(bench.sandbox.run(code, stdin)) == Run(RunStatus.FINISHED, output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_through_sandbox_fusion_too(name):
     code, stdin, output = READERS[name]
@@ -103,6 +108,7 @@ def until(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_left_open_or_running(make_bench):
     bench = make_bench(timeout_s=20, warm=1)
     assert bench.do(bench.sandbox.run("1")).output == "1\n"

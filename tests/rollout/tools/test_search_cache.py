@@ -12,8 +12,9 @@ import threading
 
 import pytest
 
-from experiments.project import ROOT
-from rollout.tools.search_cache import CachedSearch, SearchCache, SearchCacheError, cache_key
+from experiments.registry.project import ROOT
+from rollout.tools.web.search_cache import CachedSearch, SearchCache, SearchCacheError, cache_key
+from rollout.tools.web.web_search import BrightDataSearch
 from rollout.trajectory import Document
 
 PUBLISHED = {
@@ -25,21 +26,18 @@ PUBLISHED = {
 
 @pytest.fixture
 def cache(tmp_path):
-    cache = SearchCache(tmp_path / "cache.sqlite")
-    yield cache
-    cache.close()
+    return SearchCache(tmp_path / "cache.sqlite")
 
 
 def as_published(entries) -> str:
     return json.dumps(entries, indent=2, ensure_ascii=False)
 
 
-def test_import_and_export_give_the_published_file_back_byte_for_byte(cache, tmp_path):
-    theirs, ours = tmp_path / "search_cache.json", tmp_path / "out" / "search_cache.json"
+def test_the_published_file_is_imported(cache, tmp_path):
+    theirs = tmp_path / "search_cache.json"
     theirs.write_text(as_published(PUBLISHED), encoding="utf-8")
     assert cache.import_json(theirs) == 3
-    assert cache.export_json(ours) == 3
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert {query: cache.lookup(query).text for query in PUBLISHED} == PUBLISHED
     assert cache.lookup('"who wrote "Emma"') == CachedSearch(PUBLISHED["who wrote Emma"], None)
     assert cache.lookup("who wrote emma") is None
 
@@ -53,39 +51,47 @@ def test_an_import_adds_what_is_new_and_leaves_out_empty_texts(cache, tmp_path):
     assert cache.import_json(file) == 0
 
 
+def test_results_for_other_options_are_refused(cache, tmp_path):
+    theirs = tmp_path / "search_cache.json"
+    theirs.write_text(as_published(PUBLISHED), encoding="utf-8")
+    cache.import_json(theirs)
+    ours, other = (SearchCache(cache.path, {"location": place}) for place in ("cn", "us"))  # an import says nothing
+    ours.store("a", "Page 1: of cn")
+    with pytest.raises(SearchCacheError, match='holds results for {"location": "cn"}, not for {"location": "us"}: tak'):
+        other.store("b", "Page 1: of us")
+    assert other.lookup("b") is None
+    with pytest.raises(SearchCacheError, match="cache.sqlite holds results for"):
+        BrightDataSearch(cache=str(cache.path), location="us")
+    assert SearchCache(cache.path, {"location": "cn"}).lookup("a").text == "Page 1: of cn"
+    assert cache.count() == 4
+
+
 def test_documents_come_back_and_an_empty_text_is_never_kept(cache):
     documents = [Document("https://e.org/a", "Ä", 'say "x"', 0.5), Document("", "", "", 1 / 3)]
-
-    async def main():
-        await cache.put('an "exact" query', "Page 1: x", documents)
-        await cache.put("failed", "")
-        await cache.put("half \ud83d pair\0", "half \ud83d text\0", ())
-        assert await cache.get("an exact query") == CachedSearch("Page 1: x", tuple(documents))
-        assert await cache.get("failed") is None
-        assert await cache.get("half \ud83d pair\0") == CachedSearch("half ? text\0", ())
-        await cache.put("an exact query", "Page 1: y")  # the newer one
-        assert await cache.get("an exact query") == CachedSearch("Page 1: y", None)
-
-    asyncio.run(main())
+    cache.store('an "exact" query', "Page 1: x", documents)
+    cache.store("failed", "")
+    cache.store("half \ud83d pair\0", "half \ud83d text\0", ())
+    assert cache.lookup("an exact query") == CachedSearch("Page 1: x", tuple(documents))
+    assert cache.lookup("failed") is None
+    assert cache.lookup("half \ud83d pair\0") == CachedSearch("half ? text\0", ())
+    cache.store("an exact query", "Page 1: y")  # the newer one
+    assert cache.lookup("an exact query") == CachedSearch("Page 1: y", None)
     assert cache.count() == 2
 
 
-def test_a_closed_cache_opens_again_in_another_loop(cache):
-    asyncio.run(cache.put("a", "b"))
-    cache.close()
-    assert asyncio.run(cache.get("a")).text == "b"
-
-
-def test_sqlite_works_outside_the_event_loop_and_only_there(cache, monkeypatch):
+def test_sqlite_works_outside_the_event_loop(cache, monkeypatch):
     threads = []
-    lookup = cache.lookup
-    monkeypatch.setattr(cache, "lookup", lambda query: threads.append(threading.current_thread()) or lookup(query))
+    search = BrightDataSearch(cache=str(cache.path), offline=True)
+    lookup = search.cache.lookup
+    monkeypatch.setattr(
+        search.cache, "lookup", lambda query: threads.append(threading.current_thread()) or lookup(query)
+    )
 
     async def main():
-        await asyncio.gather(*(cache.get(str(i)) for i in range(20)))
+        await asyncio.gather(*(search.call({"query": str(i)}) for i in range(20)))
 
     asyncio.run(main())
-    assert len(threads) == 20 and len(set(threads)) == 1 and threads[0] is not threading.main_thread()
+    assert len(threads) == 20 and threading.main_thread() not in threads
 
 
 def write_many(path, name, n, started):
@@ -95,26 +101,26 @@ def write_many(path, name, n, started):
         cache.store(f"{name} {i}", f"Page 1: {name} {i}")
         cache.store("shared", f"Page 1: {name} {i}")
         assert cache.lookup(f"{name} {i}").text == f"Page 1: {name} {i}"
-    cache.close()
 
 
+@pytest.mark.slow
 def test_several_processes_write_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     started = context.Barrier(4)
     path = tmp_path / "cache.sqlite"
-    writers = [context.Process(target=write_many, args=(path, f"w{i}", 50, started)) for i in range(4)]
+    writers = [context.Process(target=write_many, args=(path, f"w{i}", 10, started)) for i in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0] * 4
     cache = SearchCache(path)
-    assert cache.count() == 201 and cache.lookup("shared").text.endswith(" 49")
+    assert cache.count() == 41 and cache.lookup("shared").text.endswith(" 9")
 
 
 WRITER = """
 import sys
-from rollout.tools.search_cache import SearchCache
+from rollout.tools.web.search_cache import SearchCache
 cache = SearchCache(sys.argv[1])
 for i in range(10**6):
     cache.store(f"query {i}", f"Page 1: {i} " + "x" * 2000)
@@ -122,18 +128,19 @@ for i in range(10**6):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_loses_nothing_that_it_had_kept(tmp_path):
     path = tmp_path / "cache.sqlite"
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
     )
-    told = [writer.stdout.readline() for _ in range(300)]
+    told = [writer.stdout.readline() for _ in range(30)]
     writer.send_signal(signal.SIGKILL)
     told += writer.stdout.readlines()
     writer.wait()
     told = [int(line) for line in told if line.endswith("\n")]
     cache = SearchCache(path)
-    assert len(told) >= 300
+    assert len(told) >= 30
     for i in told:
         assert cache.lookup(f"query {i}").text.startswith(f"Page 1: {i} ")
     assert cache.count() - len(told) in (0, 1)  # one may have been kept and not yet told
@@ -164,32 +171,25 @@ def test_what_is_no_cache_is_told_at_once(tmp_path):
     with pytest.raises(SearchCacheError, match="no folder .*missing; make it"):
         SearchCache(tmp_path / "missing" / "cache.sqlite")
     (tmp_path / "text").write_text("not a database, by far" * 100)
-    with pytest.raises(SearchCacheError, match="text: file is not a database; the file is damaged: move it away"):
+    with pytest.raises(SearchCacheError, match="text: file is not a database"):
         SearchCache(tmp_path / "text")
-    other = sqlite3.connect(tmp_path / "mlflow.db")
-    other.execute("CREATE TABLE runs (id)")
-    other.close()
-    with pytest.raises(SearchCacheError, match="SQLite file of something else"):
-        SearchCache(tmp_path / "mlflow.db")
 
 
 def test_damage_inside_the_file_is_told(cache):
-    for i in range(200):
-        cache.store(f"query {i}", "x" * 1000)
-    cache.close()
+    for i in range(20):
+        cache.store(f"query {i}", "x" * 10_000)
     size = cache.path.stat().st_size
     with open(cache.path, "r+b") as file:
         file.seek(8192)
         file.write(b"\xff" * (size - 8192))
-    with pytest.raises(SearchCacheError, match="cache.sqlite: .*damaged"):
-        for i in range(200):
+    with pytest.raises(SearchCacheError, match="cache.sqlite: .*(malformed|not a database)"):
+        for i in range(20):
             cache.lookup(f"query {i}")
 
 
 def test_a_file_that_stays_locked_is_told_by_its_name(cache, monkeypatch):
     cache.store("a", "b")
-    cache.close()
-    monkeypatch.setattr("rollout.tools.search_cache._PATIENCE_S", 0.05)
+    monkeypatch.setattr("rollout.tools.web.search_cache._PATIENCE_S", 0.05)
     other = sqlite3.connect(cache.path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(SearchCacheError, match="cache.sqlite: database is locked$"):
@@ -200,23 +200,21 @@ def test_a_file_that_stays_locked_is_told_by_its_name(cache, monkeypatch):
     assert cache.count() == 2
 
 
-def test_the_command_imports_and_exports(tmp_path):
+def test_the_command_imports(tmp_path):
     def run(*arguments):
-        command = [sys.executable, "-m", "rollout.tools.search_cache", *map(str, arguments)]
+        command = [sys.executable, "-m", "rollout.tools.web.search_cache", *map(str, arguments)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    theirs, ours, database = (tmp_path / name for name in ("in.json", "out.json", "cache.sqlite"))
+    theirs, database = tmp_path / "in.json", tmp_path / "cache.sqlite"
     theirs.write_text(as_published(PUBLISHED), encoding="utf-8")
     assert run("import", database, theirs).stdout == f"3 searches imported; 3 in {database}\n"
-    assert run("export", database, ours).returncode == 0 and ours.read_bytes() == theirs.read_bytes()
+    assert SearchCache(database).lookup("who wrote Emma").text == PUBLISHED["who wrote Emma"]
     for wrong, message in [
-        ((), "import|export DATABASE JSON"),
-        (("export", tmp_path / "none", ours), "there is no search cache"),
+        ((), "import DATABASE JSON"),
         (("import", database, tmp_path / "none"), "No such file"),
     ]:
         done = run(*wrong)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "none").exists()
 
 
 def test_the_key():

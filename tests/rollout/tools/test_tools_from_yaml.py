@@ -5,8 +5,8 @@ from jsonargparse import ArgumentParser
 
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.rewards.judge import Judge
-from rollout.tools.browse import BrowsingSearch
-from rollout.tools.web_search import BrightDataSearch
+from rollout.tools.web.browse import BrowsingSearch
+from rollout.tools.web.web_search import BrightDataSearch
 
 THINKING_OFF = "{chat_template_kwargs: {enable_thinking: false}}"
 SUMMARISER = f"{{urls: ['http://127.0.0.1:8004/v1'], model: Qwen3-8B, extra: {THINKING_OFF}}}"
@@ -15,11 +15,11 @@ environment:
   max_calls: 6
   tools:
     search:
-      class_path: rollout.tools.browse.BrowsingSearch
+      class_path: rollout.tools.web.browse.BrowsingSearch
       init_args:
         search:
-          class_path: rollout.tools.web_search.BrightDataSearch
-          init_args: {{requests_per_second: 32, cache: CACHE, needs_links: true}}
+          class_path: rollout.tools.web.web_search.BrightDataSearch
+          init_args: {{max_results: 5, cache: CACHE, needs_links: true}}
         summariser: {SUMMARISER}
         fetcher: {{timeout: 10}}
 judge:
@@ -52,7 +52,7 @@ def test_from_yaml(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [("requests_per_second", "per_second"), ("needs_links: true", "needs_links: perhaps"), ("urls", "url")],
+    [("max_results", "most_results"), ("needs_links: true", "needs_links: perhaps"), ("urls", "url")],
 )
 def test_wrong_configuration_is_an_error(right, wrong):
     assert right in CONFIG

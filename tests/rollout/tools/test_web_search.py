@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
-import time
+import sqlite3
 import traceback
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from rollout.tools.limits import LimitedTool, ToolLimits
-from rollout.tools.search_cache import SearchCache
-from rollout.tools.web_search import BrightDataSearch, bing_url, is_chinese, parse_organic
+from rollout.tools.web.search_cache import SearchCache
+from rollout.tools.web.web_search import BrightDataSearch, bing_url, is_chinese, parse_organic
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, PermanentFailure
 from tests.rollout.serving import free_port, raw_server, serving
 
@@ -263,18 +263,24 @@ def test_offline_the_cache_alone_answers(needs_links, monkeypatch, tmp_path):
         BrightDataSearch(offline=True)
 
 
-def test_what_was_paid_for_is_returned_when_the_cache_cannot_take_it(tmp_path, caplog):
-    """The file becomes read-only for this connection, as a full disk is: reading goes on, writing fails."""
+def test_what_was_paid_for_is_returned_when_the_cache_cannot_take_it(tmp_path, caplog, monkeypatch):
+    """The file becomes read-only, as on a full disk: reading goes on, writing fails."""
+    connect = sqlite3.connect
+
+    def read_only(*arguments, **options):
+        connection = connect(*arguments, **options)
+        connection.execute("PRAGMA query_only = ON")
+        return connection
 
     async def use(tool, served):
         assert (await tool.call({"query": "before"})).text == SHOWN
-        tool.cache._connection.execute("PRAGMA query_only = ON")
+        monkeypatch.setattr(sqlite3, "connect", read_only)
         limited = LimitedTool(tool, ToolLimits(retries=2, backoff_s=0))
         texts = [(await limited.call({"query": query})).text for query in ("a", "b", "before")]
         return texts, len(served.bodies), tool.cache.count()
 
     assert using([PAGE], use, cache=str(tmp_path / "cache.sqlite")) == ([SHOWN] * 3, 3, 1)
-    [told] = [record.getMessage() for record in caplog.records if record.name == "rollout.tools.web_search"]
+    [told] = [record.getMessage() for record in caplog.records if record.name == "rollout.tools.web.web_search"]
     assert "cache.sqlite: attempt to write a readonly database" in told and "not kept" in told
 
 
@@ -333,20 +339,6 @@ def test_equal_queries_at_once_share_one_request(cached, tmp_path):
     assert using(slow, use, cache=cache) == ([SHOWN] * 4, 2)
 
 
-def test_the_pace_is_kept_and_cached_results_do_not_wait(tmp_path):
-    async def use(tool, served):
-        began = time.monotonic()
-        await asyncio.gather(*(tool.call({"query": str(i)}) for i in range(5)))
-        assert time.monotonic() - began >= 4 / 20
-        tool._pace._gap_s = 3600.0
-        await tool.call({"query": "last before a long pause"})
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(tool.call({"query": str(i)}) for i in range(5)))
-        return len(served.bodies)
-
-    assert using([PAGE], use, requests_per_second=20, cache=str(tmp_path / "cache.sqlite")) == 6
-
-
 def test_one_loop_after_another():
     async def main(tool, url):
         tool.url = url
@@ -363,9 +355,7 @@ def test_one_loop_after_another():
     assert [asyncio.run(with_server(tool, close)) for close in (True, True)] == [SHOWN] * 2
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"url": "api"}, {"max_results": 0}, {"result_length": 0}, {"timeout": 0}, {"requests_per_second": 0}]
-)
+@pytest.mark.parametrize("wrong", [{"url": "api"}, {"max_results": 0}, {"result_length": 0}, {"timeout": 0}])
 def test_impossible_options(wrong):
     with pytest.raises(ValueError, match="expected"):
         BrightDataSearch(**wrong)

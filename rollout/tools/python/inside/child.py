@@ -1,4 +1,4 @@
-"""A program's process as the server sees it: what goes into it, what comes out, how it ended."""
+"""The server's record of one sandboxed process: its pipes, its deadline, its result."""
 
 import os
 import select
@@ -66,7 +66,7 @@ class Program:
             self.origin.stop(self.number)
 
     def result(self, code: int) -> dict:
-        """Once, after its end: what the trainer is told."""
+        """The result for the trainer; called once, after the process has ended."""
         while self.size <= FLOOD and self.read() and select.select([self.output], [], [], 0)[0]:
             pass
         for fd in (self.output, self.source):
@@ -76,9 +76,9 @@ class Program:
         started, head = self.head.startswith(marks), bytes(self.head).removeprefix(marks)
         if self.size > len(self.head) + len(self.tail):
             head += LEFT_OUT
-        word = self.why or "ended"
+        reason = self.why or "ended"
         return {
-            "status": word if started or self.why == "cancelled" else "broken",
+            "status": reason if started or self.why == "cancelled" else "broken",
             "code": code,
             "output": (head + self.tail).decode("utf-8", "replace"),
         }

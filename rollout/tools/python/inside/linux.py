@@ -1,4 +1,4 @@
-"""The system calls that confine a process, through ctypes: namespaces, mounts, capabilities, Landlock.
+"""System calls that confine a process, by ctypes: namespaces, mounts, capabilities, Landlock.
 
 Everything in this folder runs in a bare interpreter (no site-packages, no project), so it imports the standard library
 and its neighbours by their short names only. Numbers are those of Linux's headers for x86-64.

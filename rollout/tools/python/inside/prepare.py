@@ -1,4 +1,4 @@
-"""What the server does once, before it takes orders: leave the trainer's namespaces, load, enter the view."""
+"""Start-up of the sandbox's server: leaves the trainer's namespaces, imports libraries, restricts the file system."""
 
 import os
 import sys

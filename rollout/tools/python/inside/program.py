@@ -1,4 +1,4 @@
-"""Run one program as the tool promises: its last expression is printed, its errors are short.
+"""Runs one program: its last expression is printed, its tracebacks are short.
 
 Used by the local sandbox in the confined process, and sent in front of the program to SandboxFusion; so it needs
 nothing but the standard library, of Python 3.9 or newer. Programs are parsed here and not in the trainer: a parser can
@@ -26,10 +26,11 @@ def with_echo(source: str) -> ast.Module:
     tree = ast.parse(source, NAME)
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         last = tree.body[-1]
-        show = ast.parse("__import__('sys').displayhook(None)", mode="eval").body
-        show.args = [last.value]
-        for node in (show, show.func, show.func.value, show.func.value.func, *show.func.value.args):
+        show = ast.parse("__import__('sys').displayhook()", mode="eval").body
+        assert isinstance(show, ast.Call)
+        for node in ast.walk(show):
             ast.copy_location(node, last.value)
+        show.args = [last.value]
         last.value = show
     return tree
 
@@ -87,7 +88,7 @@ def execute(source: str) -> int:
 def _tell(error: BaseException) -> None:
     try:
         text = short_traceback(error)
-    except BaseException:  # no memory left, or an exception that breaks whoever looks at it
+    except BaseException:  # no memory left, or an exception that cannot be formatted
         text = type(error).__name__ + "\n"
     try:
         sys.stdout.flush()
@@ -107,7 +108,8 @@ def _exit_code(error: SystemExit) -> int:
 
 def _finish() -> int:
     """What the interpreter does at its end: wait for threads, call what was registered, flush."""
-    for step in (threading._shutdown, atexit._run_exitfuncs, lambda: sys.stdout.flush()):
+    wait = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]  # as CPython does at its own end
+    for step in (wait, atexit._run_exitfuncs, lambda: sys.stdout.flush()):
         try:
             step()
         except SystemExit:

@@ -1,4 +1,4 @@
-"""The system calls that a program may make: a list of what is allowed, in classic BPF; all others fail with EPERM.
+"""Seccomp filter: the list of allowed system calls, in classic BPF; all others fail with EPERM.
 
 Left out on purpose: starting processes and other programs, sockets other than a connected pair (asyncio's own wake-up),
 prctl, ptrace, namespaces, mounts, io_uring, bpf, keys, shared memory by System V or memfd, inotify, priorities, limits.

@@ -1,4 +1,4 @@
-"""The process that keeps warm interpreters and has one program run in each: a small, single-threaded fork server.
+"""Fork server of the sandbox: keeps warm interpreters, runs one program in each; single-threaded.
 
     python -s -S -B server.py '{"control": 7, ...}'
 

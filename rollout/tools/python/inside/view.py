@@ -1,4 +1,4 @@
-"""What a program can see of the file system: the standard library, and the packages that were asked for, read-only.
+"""File system of a sandboxed program: the standard library and the packages asked for, read-only.
 
 Two ways. ``mounts``: a new root with nothing else in it, and an empty folder of limited size at /tmp, different for
 every program and gone with it. ``landlock``, where mounting is not allowed: the old root stays, but opening anything

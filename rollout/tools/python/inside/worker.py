@@ -1,4 +1,4 @@
-"""One process for one program: it confines itself, says so, waits for the program, runs it, and is gone."""
+"""Process of one sandboxed program: confines itself, waits for the program, runs it, exits."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""The process that programs are forked from. A fork inherits all of its parent's memory, and the server's is full of
+"""Zygote: the process that programs are forked from. A fork inherits all of its parent's memory, and the server's has
 other trajectories' programs and outputs; so the server does not fork. This process is split off before the first order
 comes, learns of each program no more than a number, and holds its pipes only while it forks.
 

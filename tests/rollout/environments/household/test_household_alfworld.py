@@ -36,7 +36,7 @@ WON = ("go to countertop 1", "take apple 1 from countertop 1", "go to microwave 
 
 @pytest.fixture(scope="module")
 def pool(alfworld_python, loop):
-    pool = PddlPool(alfworld_python, 1, LONG, LONG)
+    pool = PddlPool(alfworld_python, 1, LONG)
     yield pool
     loop.run_until_complete(pool.close())
 

@@ -26,8 +26,8 @@ def test_a_game_goes_through_json_and_comes_back_equal():
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (["sentence"], KeyError, "game has the keys"),
-        (["size"], 3, "game has the keys"),
+        (["sentence"], KeyError, "game.sentence: Field required"),
+        (["size"], 3, "game.size is 3: Extra inputs"),
         (["sentence"], None, "game.sentence is None"),
         (["sentence"], 'say "#look#"', "plain punctuation"),
         (["sentence"], "put an apple; then wait", "plain punctuation"),  # ALFWorld's grammar ends there
@@ -48,8 +48,8 @@ def test_a_game_goes_through_json_and_comes_back_equal():
         (["objects", 0, "number"], 2, r"Apple have the numbers \[2, 2\]"),
         (["objects", 0, "place"], "countertop 2", "apple 1 is in 'countertop 2'"),
         (["objects", 0, "properties"], ["edible"], r"apple 1 has the properties \['edible'\]"),
-        (["objects", 0, "properties"], [1], r"objects\[0\].properties is \[1\]"),
-        (["objects", 0, "colour"], "red", r"objects\[0\] has the keys"),
+        (["objects", 0, "properties"], [1], r"objects\[0\].properties\[0\] is 1"),
+        (["objects", 0, "colour"], "red", r"objects\[0\].colour is 'red'"),
     ],
 )
 def test_what_is_no_game_is_refused_with_what_and_where(path, value, said):
@@ -59,7 +59,7 @@ def test_what_is_no_game_is_refused_with_what_and_where(path, value, said):
 
 @pytest.mark.parametrize("data", [None, [], "game", 3])
 def test_what_is_no_mapping_is_refused(data):
-    with pytest.raises(ValueError, match="expected a mapping"):
+    with pytest.raises(ValueError, match="^game is "):
         Game.from_json(data)
 
 

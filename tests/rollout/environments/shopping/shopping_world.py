@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 from retrieval.types import Document, RetrievalError
-from rollout.environments.shopping.catalogue import Catalogue, load_catalogue
+from rollout.environments.shopping.catalogue import Catalogue, write_catalogue
 from rollout.environments.shopping.goals import Goal
 from rollout.environments.shopping.search_index import passage
+from rollout.environments.shopping.webshop_files import load_webshop
 
 ITEMS = [
     {
@@ -55,26 +56,24 @@ ATTRIBUTES = {
         "attributes": ["tea tree"], "instruction": "Find me tea tree shampoo", "instruction_attributes": ["tea tree"],
     },
 }  # fmt: skip
-HUMAN = {
-    "B000000001": [
-        {"instruction": "i need a red slim shirt.", "instruction_attributes": ["slim fit"],
-         "instruction_options": ["red", "small"]},
-        {"instruction": "not scored", "instruction_attributes": [], "instruction_options": []},
-    ],
-}  # fmt: skip
 
 
 def write_files(folder: Path) -> dict[str, Path]:
-    """The three files as WebShop writes them: arguments of ``load_catalogue``."""
-    files = {"path": ("items_shuffle.json", ITEMS), "attributes": ("items_ins_v2.json", ATTRIBUTES),
-             "human": ("items_human_ins.json", HUMAN)}  # fmt: skip
+    """The two files as WebShop writes them: arguments of ``load_webshop``."""
+    files = {"items": ("items_shuffle.json", ITEMS), "attributes": ("items_ins_v2.json", ATTRIBUTES)}
     for name, content in files.values():
         (folder / name).write_text(json.dumps(content))
     return {key: folder / name for key, (name, _) in files.items()}
 
 
 def published_catalogue(folder: Path) -> Catalogue:
-    return load_catalogue(**write_files(folder))
+    return load_webshop(**write_files(folder))
+
+
+def catalogue_file(folder: Path) -> str:
+    """The published catalogue as the environment reads it."""
+    write_catalogue(published_catalogue(folder), folder / "catalogue.jsonl")
+    return str(folder / "catalogue.jsonl")
 
 
 def goal(**changes) -> Goal:

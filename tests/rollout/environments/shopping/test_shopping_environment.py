@@ -14,10 +14,9 @@ from rollout.environments.shopping.environment import Shopping
 from rollout.environments.shopping.expert import ShoppingExpert
 from rollout.environments.shopping.generate import generate_catalogue
 from rollout.environments.shopping.goals import as_task, make_goals
-from rollout.environments.shopping.remote import RemoteShopping
 from rollout.environments.shopping.search_index import ProductSearch, passage, write_corpus
 from rollout.trajectory import Action, ActionKind, CallOutcome, InfrastructureError, Task, ToolCall, ToolRequest
-from tests.rollout.environments.shopping.shopping_world import WordRetriever, goal, published_catalogue, write_files
+from tests.rollout.environments.shopping.shopping_world import WordRetriever, catalogue_file, goal, published_catalogue
 
 
 def act(*texts):
@@ -26,11 +25,11 @@ def act(*texts):
 
 def with_shop(folder, use, wanted=None, **options):
     """Open WebShop's small shop, hand an environment and the retriever to ``use``."""
-    files = write_files(folder)
+    file = catalogue_file(folder)
 
     async def main():
         retriever = WordRetriever(published_catalogue(folder))
-        shop = Shopping(str(files["path"]), retriever, attributes=str(files["attributes"]), **options)
+        shop = Shopping(file, retriever, **options)
         await shop.start()
         try:
             return await use(shop(as_task(wanted or goal(), 0, "train")), retriever)
@@ -82,15 +81,6 @@ def test_the_way_options_are_compared_is_an_option(tmp_path):
     assert with_shop(tmp_path, use, wanted) == pytest.approx(2 / 3)
 
 
-def test_attributes_are_shown_if_asked_for(tmp_path):
-    async def use(environment, retriever):
-        await environment.step(act("search[shirt]", "click[b000000001]"))
-        return (await environment.step(act("click[attributes]"))).results[0]
-
-    assert with_shop(tmp_path, use).outcome is CallOutcome.ERROR
-    assert "slim fit [SEP] machine wash" in with_shop(tmp_path, use, show_attributes=True).text
-
-
 @pytest.mark.parametrize("text", ["", "dance", "click[buy now]", "x" * 10_000, "click[\udcff\x00]"])
 def test_what_does_nothing_gives_the_page_again(tmp_path, text):
     async def use(environment, retriever):
@@ -121,17 +111,17 @@ def test_actions_that_are_none(tmp_path):
 
 
 def test_without_tools_the_shop_is_closed(tmp_path):
-    files = write_files(tmp_path)
+    file = catalogue_file(tmp_path)
 
     async def main():
-        shop = Shopping(str(files["path"]), WordRetriever(published_catalogue(tmp_path)))
+        shop = Shopping(file, WordRetriever(published_catalogue(tmp_path)))
         with pytest.raises(RuntimeError, match="await start"):
             shop(as_task(goal(), 0, "train"))
         await shop.start()
         closed = shop(as_task(goal(), 0, "train"), tools_enabled=False)
         with pytest.raises(ValueError, match="its metadata has no 'shopping'"):
             shop(Task("t", "", (), ""))
-        with pytest.raises(ValueError, match="its product B777 is not in the catalogue .*items_shuffle.json"):
+        with pytest.raises(ValueError, match="its product B777 is not in the catalogue .*catalogue.jsonl"):
             shop(as_task(goal(asin="B777"), 0, "train"))
         return (await closed.step(act("search[shirt]"))).results[0]
 
@@ -169,10 +159,10 @@ def test_a_branch_takes_up_where_its_parent_was(tmp_path):
 
 
 def test_an_index_of_other_texts_is_told_at_the_start(tmp_path):
-    files = write_files(tmp_path)
+    file = catalogue_file(tmp_path)
     other = generate_catalogue(30, seed=1)
     other_index = WordRetriever(other)
-    shop = Shopping(str(files["path"]), other_index)
+    shop = Shopping(file, other_index)
 
     async def search(queries, k):
         return [other_index._best({"with"}, k) for _ in queries]
@@ -183,8 +173,8 @@ def test_an_index_of_other_texts_is_told_at_the_start(tmp_path):
 
 
 def test_goals_that_cannot_be_shopped_for_are_found_before_training(tmp_path):
-    files = write_files(tmp_path)
-    shop = Shopping(str(files["path"]), WordRetriever(generate_catalogue(3)), attributes=str(files["attributes"]))
+    file = catalogue_file(tmp_path)
+    shop = Shopping(file, WordRetriever(generate_catalogue(3)))
     good, elsewhere = as_task(goal(), 0, "train"), as_task(goal(asin="B999999999"), 1, "train")
     shop.check([good])
     with pytest.raises(ValueError) as error:
@@ -203,23 +193,13 @@ def test_wrong_settings_are_told(tmp_path):
         Shopping("x.jsonl", retriever, topk=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "kind"),
-    [
-        (
-            "environment.Shopping",
-            "{catalogue: shop.jsonl, option_texts: values, search: {class_path: retrieval.client.RetrieverClient, "
-            "init_args: {urls: ['http://127.0.0.1:8000']}}}",
-            Shopping,
-        ),
-        ("remote.RemoteShopping", "{url: 'http://127.0.0.1:3000', reward: 1.0}", RemoteShopping),
-    ],
-)
-def test_from_yaml(name, arguments, kind):
+def test_from_yaml():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--environment", type=EnvironmentFactory)
-    text = f"environment: {{class_path: rollout.environments.shopping.{name}, init_args: {arguments}}}"
-    assert isinstance(parser.instantiate(parser.parse_string(text)).environment, kind)
+    search = "{class_path: retrieval.client.RetrieverClient, init_args: {urls: ['http://127.0.0.1:8000']}}"
+    shop = f"{{catalogue: shop.jsonl, option_texts: values, search: {search}}}"
+    text = f"environment: {{class_path: rollout.environments.shopping.environment.Shopping, init_args: {shop}}}"
+    assert isinstance(parser.instantiate(parser.parse_string(text)).environment, Shopping)
 
 
 def test_a_passage_holds_the_published_words(tmp_path):
@@ -247,6 +227,7 @@ async def episode(shop, task, expert, turns=15):
     return step.reward, past
 
 
+@pytest.mark.slow
 def test_the_expert_buys_what_is_wanted_in_a_shop_with_a_real_lucene_index(tmp_path):
     catalogue = generate_catalogue(150, seed=4)
     write_catalogue(catalogue, tmp_path / "catalogue.jsonl")

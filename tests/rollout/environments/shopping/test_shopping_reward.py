@@ -133,9 +133,6 @@ def test_published_pairs_and_values_differ_where_a_colour_is_a_part_of_a_word():
     nine = goal(options=(("size", "9"),))
     assert option_matches({"size": "9 wide"}, nine, "pairs") == 0
     assert option_matches({"size": "9 wide"}, nine, "values") == 1
-    # A person's goal has no names: the two are the same.
-    spoken = goal(options=(("", "lightblue"),))
-    assert option_matches({"color": "lightblue"}, spoken, "pairs") == 1
 
 
 def test_colours_are_taken_in_the_published_order():

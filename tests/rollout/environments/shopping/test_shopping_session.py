@@ -9,14 +9,14 @@ from rollout.environments.shopping.generate import generate_catalogue
 from rollout.environments.shopping.goals import make_goals
 from rollout.environments.shopping.products import Option, Product
 from rollout.environments.shopping.search_index import ProductSearch
-from rollout.environments.shopping.shop import Shelves, ShopSession
+from rollout.environments.shopping.shop import ShopData, ShopSession
 from rollout.trajectory import InfrastructureError
 from tests.rollout.environments.shopping.shopping_world import WordRetriever, goal, published_catalogue
 
 
 def visit(catalogue, wanted=None, **options):
     retriever = WordRetriever(catalogue)
-    return ShopSession(wanted or goal(), Shelves(catalogue, ProductSearch(retriever), **options)), retriever
+    return ShopSession(wanted or goal(), ShopData(catalogue, ProductSearch(retriever), **options)), retriever
 
 
 def play(session, *actions):
@@ -35,7 +35,7 @@ def shirts(tmp_path):
 
 def test_from_the_search_to_the_purchase(shirts):
     session, retriever = shirts
-    assert asyncio.run(session.open()).name == "search"
+    assert session.page.name == "search"
     assert play(session, "search[Slim SHIRT]") == [True]
     assert retriever.asked == ["slim shirt"] and session.page.clickables[2:] == ("b000000001",)
     assert play(session, "click[B000000001]", "click[Red]", "click[small]") == [True] * 3
@@ -129,7 +129,7 @@ def test_labels_of_buttons_come_before_options_and_later_options_before_earlier(
 def test_hits_that_the_catalogue_lacks_are_left_out(tmp_path):
     whole = published_catalogue(tmp_path)
     session, _ = visit(Catalogue(whole.products[1:]))
-    session._shelves.search.retriever = WordRetriever(whole)
+    session._shop.search.retriever = WordRetriever(whole)
     play(session, "search[shirt shampoo]")
     assert session.page.clickables[2:] == ("b000000002",)
 

@@ -1,0 +1,249 @@
+"""Metrics over several attempts at each question: average@k, pass@k, maj@k, and bootstrap forms as released. Pure.
+
+All metrics are means over questions, of a number per question; intervals resample questions. Rows that infrastructure
+spoiled must have been left out by the caller; attempts that could not be judged are left out here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from callbacks.evaluation.statistics import Interval, bootstrap_interval, bootstrap_strata, pass_at_k
+from callbacks.evaluation_rows import EvaluationRow
+
+DRAWS, DRAW_SEED = 1000, 42  # of the released bootstrap (docs/papers/sod.md 6)
+PROGRAMS = "code"  # the ability whose answers are programs: no two are alike, so that there is nothing to vote on
+OF_SETS = "average_of_sets"
+FIELDS = ("id", "data_source", "attempt", "answer", "accuracy", "ability")  # all that metrics here need of a row
+
+Vote = tuple[str, float]  # (answer, "" for none; whether it is right)
+Values = dict[str, float]  # question id -> number
+
+
+def attempts_of(rows: Iterable[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
+    """Rows by question, in order of first appearance; a question's attempts in theirs."""
+    questions: dict[str, list[EvaluationRow]] = {}
+    for row in rows:
+        questions.setdefault(row.id, []).append(row)
+    return {name: sorted(attempts, key=lambda row: row.attempt) for name, attempts in questions.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The judged attempts at one question, in their order. Answers are the same vote if they are the same string,
+    surrounding space aside; no answer is ""."""
+
+    id: str
+    data_source: str
+    ability: str | None
+    votes: tuple[Vote, ...]
+
+    @property
+    def right(self) -> list[bool]:
+        return [value == 1.0 for _, value in self.votes]
+
+
+def questions_of(records: Iterable[Sequence[Any]]) -> list[Question]:
+    """Questions in order of first appearance. ``records``: ``FIELDS`` of each row; those without accuracy are left
+    out."""
+    found: dict[str, list[Sequence[Any]]] = {}
+    for record in records:
+        if record[4] is not None:
+            found.setdefault(record[0], []).append(record)
+    return [
+        Question(name, part[0][1], part[0][5], tuple(((r[3] or "").strip(), r[4]) for r in sorted(part, key=_attempt)))
+        for name, part in found.items()
+    ]
+
+
+def _attempt(record: Sequence[Any]) -> int:
+    return record[2]
+
+
+def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
+    """Nothing but ``average_of_sets/1`` unless some question has two attempts or more that could be judged
+    (``row.accuracy``). The largest k is the largest number of judged attempts at any question.
+
+    - ``average/<k>``: share of right attempts, mean over all questions, at the largest k;
+      ``average_of_sets/<k>``: mean over the data sources of their averages, as SOD's tables have it (average@32); its
+      interval resamples each source's questions. Only with several data sources; with one attempt, too: tables of
+      search questions have it, whose sets are of very different sizes;
+    - ``pass/<k>``: one of k attempts is right, the unbiased estimator over all n attempts (``statistics.pass_at_k``);
+      ``pass_first/<k>``: one of the first k (the published definition); k in powers of two and the largest;
+    - ``maj/<k>``: the majority vote of k attempts is right (``majority``), the same k but 1;
+    - ``best_bootstrap/<k>``, ``maj_bootstrap/<k>``: what the released code calls best@k and maj@k (``best_bootstrap``,
+      ``maj_bootstrap``), k in powers of two from 2. best@k is biased: its expectation is ``1 - (1 - c / n)^k``.
+
+    A question with less than k judged attempts (infrastructure spoiled some, or the judge failed) stays in the metrics
+    of k with all the attempts it has: left out, it would change what is measured with k. With several data sources all
+    are also there by source, at the largest k: ``pass/32/<data source>``. Votes are taken on questions whose answers
+    are no programs, and not at all where no attempt has an answer.
+    """
+    questions = questions_of([getattr(row, name) for name in FIELDS] for row in rows)
+    largest = max((len(question.votes) for question in questions), default=0)
+    parts = {"": questions} | by_source(questions)
+    metrics: dict[str, Interval] = {}
+    if len(parts) > 1:
+        (values,) = question_values("average", questions, [largest]).values()
+        metrics[f"{OF_SETS}/{largest}"] = mean_of_sets(values, questions, resamples=resamples)
+    if largest < 2:
+        return metrics
+    for source, part in parts.items():
+        for family in PER_QUESTION:
+            sizes = [k for k in sizes_of(family, largest) if not source or k == largest]
+            for k, values in question_values(family, part, sizes).items():
+                if values:
+                    name = f"{family}/{k}/{source}" if source else f"{family}/{k}"
+                    metrics[name] = bootstrap_interval(list(values.values()), resamples=resamples)
+    return metrics
+
+
+def pooled_metric(name: str, runs: Sequence[Sequence[Question]]) -> Interval:
+    """A metric of ``sampling_metrics`` over several runs (seeds): each question's number is its mean over the runs, for
+    the questions that all of them have; intervals resample questions.
+
+    Args:
+        name: as ``sampling_metrics`` gives it.
+        runs: of each, its questions.
+    """
+    family, size, *sources = name.split("/", 2)
+    parts = [[q for q in questions if not sources or q.data_source == sources[0]] for questions in runs]
+    each = [question_values("average" if family == OF_SETS else family, p, [int(size)])[int(size)] for p in parts]
+    means = {q: float(np.mean([v[q] for v in each])) for q in sorted(set.intersection(*map(set, each)))}
+    return mean_of_sets(means, parts[0]) if family == OF_SETS and means else bootstrap_interval(list(means.values()))
+
+
+def by_source(questions: Sequence[Question]) -> dict[str, list[Question]]:
+    """Questions by data source, sorted by its name; nothing if there is only one."""
+    sources = sorted({question.data_source for question in questions})
+    parts = {source: [q for q in questions if q.data_source == source] for source in sources}
+    return parts if len(parts) > 1 else {}
+
+
+def mean_of_sets(values: Mapping[str, float], questions: Sequence[Question], *, resamples: int = 10_000) -> Interval:
+    """Mean over data sources of the means of their questions' values; questions without one are left out."""
+    sets: dict[str, list[float]] = {}
+    for question in questions:
+        if question.id in values:
+            sets.setdefault(question.data_source, []).append(values[question.id])
+    return bootstrap_strata(list(sets.values()), resamples=resamples)
+
+
+def sizes_of(family: str, largest: int) -> list[int]:
+    """The k of a family's metrics, ascending."""
+    powers = [2**i for i in range(largest.bit_length())]
+    if family.endswith("_bootstrap"):
+        return powers[1:]
+    if family == "average":
+        return [largest]
+    return sorted({*(powers if family.startswith("pass") else powers[1:]), largest})
+
+
+def question_values(family: str, questions: Sequence[Question], sizes: Sequence[int]) -> dict[int, Values]:
+    """By k, every question's number; of those that are voted on, if the family is a vote."""
+    if family.startswith("maj"):
+        questions = [question for question in questions if question.ability != PROGRAMS]
+        if not any(answer for question in questions for answer, _ in question.votes):
+            return {k: {} for k in sizes}
+    values: dict[int, Values] = {k: {} for k in sizes}
+    for question in questions:
+        has = len(question.votes)
+        by_k = PER_QUESTION[family](question, sorted({min(k, has) for k in sizes}))
+        for k in sizes:
+            values[k][question.id] = by_k[min(k, has)]
+    return values
+
+
+def majority(votes: Sequence[Vote], sizes: Sequence[int]) -> dict[int, float]:
+    """By k, the expected correctness of the most frequent answer among k of the votes, drawn without replacement.
+
+    "" abstains: it takes a place in the draw and never wins; nothing but abstentions is wrong. Of equally frequent
+    answers each wins with the same probability. An answer is as right as the mean over the attempts that gave it.
+    Computed exactly, for all k at once: for each answer j and each number t of its votes, the ways in which no other
+    answer gets more than t, by the number of those that get t as well (cost about n^2 small array operations a
+    question; counts of ways are float64, which holds them up to n = 1000).
+
+    >>> majority([("4", 1.0), ("4", 1.0), ("5", 0.0), ("", 0.0)], [1, 4])
+    {1: 0.5, 4: 1.0}
+    """
+    n, abstained = len(votes), sum(not answer for answer, _ in votes)
+    right: dict[str, list[float]] = {}
+    for answer, correct in votes:
+        if answer:
+            right.setdefault(answer, []).append(correct)
+    counts = Counter(len(values) for values in right.values())
+    totals = dict.fromkeys(sizes, 0.0)
+    for count in counts:  # answers with as many votes win with the same probability
+        value = sum(float(np.mean(values)) for values in right.values() if len(values) == count)
+        others = [c for c, number in (counts - Counter([count])).items() for _ in range(number)]
+        for t in range(1, count + 1):
+            ways_DS = _ways(others, abstained, t, n)
+            shares_D = ways_DS @ (1.0 / (1.0 + np.arange(ways_DS.shape[1])))
+            for k in sizes:
+                if k >= t:
+                    totals[k] += value * math.comb(count, t) * float(shares_D[k - t]) / math.comb(n, k)
+    return totals
+
+
+def _ways(others: Sequence[int], abstained: int, t: int, n: int) -> np.ndarray:
+    """[D, S]: in how many ways d of the others' votes and abstentions can be drawn so that no answer is drawn more than
+    t times, and s answers exactly t times. D = n + 1, S = answers that can be + 1."""
+    ways = np.zeros((n + 1, sum(c >= t for c in others) + 1))
+    ways[: abstained + 1, 0] = [math.comb(abstained, x) for x in range(abstained + 1)]
+    for count in others:
+        grown = ways.copy()  # none of this answer's votes is drawn
+        for x in range(1, min(count, t) + 1):
+            tied = int(x == t)
+            grown[x:, tied:] += math.comb(count, x) * ways[: n + 1 - x, : ways.shape[1] - tied]
+        ways = grown
+    return ways
+
+
+@lru_cache(maxsize=64)
+def _draws(n: int, k: int) -> np.ndarray:
+    """[1000, k] indices below n, with replacement; the released code seeds numpy with 42 at every call."""
+    return np.random.RandomState(DRAW_SEED).choice(n, size=(DRAWS, k), replace=True)
+
+
+def best_bootstrap(right: Sequence[float], k: int) -> float:
+    """Mean over 1000 draws of k attempts, with replacement, of the best one (``best@k/mean`` of the released code)."""
+    return float(np.asarray(right)[_draws(len(right), k)].max(axis=1).mean())
+
+
+def maj_bootstrap(votes: Sequence[Vote], k: int) -> float:
+    """Mean over 1000 draws of k votes, with replacement, of the correctness of the most frequent one (``maj@k/mean`` of
+    the released code). There "" is an answer like any other, the first drawn of equally frequent answers wins, and its
+    correctness is that of its first vote drawn."""
+    correct = np.asarray([value for _, value in votes])
+    codes = np.unique([answer for answer, _ in votes], return_inverse=True)[1]
+    drawn_DK = _draws(len(votes), k)
+    answers_DK = codes[drawn_DK]
+    frequency_DK = (answers_DK[:, :, None] == answers_DK[:, None, :]).sum(axis=2)
+    winner_D = frequency_DK.argmax(axis=1)  # the first place of the highest frequency: first seen, and its first vote
+    return float(correct[drawn_DK[np.arange(DRAWS), winner_D]].mean())
+
+
+def _average(question: Question, sizes: Sequence[int]) -> dict[int, float]:
+    return dict.fromkeys(sizes, float(np.mean([value for _, value in question.votes])))
+
+
+def _pass(question: Question, sizes: Sequence[int]) -> dict[int, float]:
+    return {k: pass_at_k(len(question.right), sum(question.right), k) for k in sizes}
+
+
+# By k, the number of a question that has k attempts or more.
+PER_QUESTION: dict[str, Callable[[Question, Sequence[int]], dict[int, float]]] = {
+    "average": _average,
+    "pass": _pass,
+    "pass_first": lambda question, sizes: {k: float(any(question.right[:k])) for k in sizes},
+    "best_bootstrap": lambda question, sizes: {k: best_bootstrap(question.right, k) for k in sizes},
+    "maj": lambda question, sizes: majority(question.votes, sizes),
+    "maj_bootstrap": lambda question, sizes: {k: maj_bootstrap(question.votes, k) for k in sizes},
+}

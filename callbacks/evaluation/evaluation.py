@@ -1,0 +1,114 @@
+"""Evaluates every validation and test: scores, calls and stop reasons with intervals, logged and on disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from callbacks.evaluation.collector import RowCollector
+from callbacks.evaluation.judging import JudgeProtocol, judge_rows
+from callbacks.evaluation.statistics import Interval
+from callbacks.evaluation.step_rows import STEPS_PREFIX
+from callbacks.evaluation.summary import summarize
+from callbacks.evaluation_rows import EvaluationRow, save_rows
+from callbacks.tracking.run_info import run_info
+from callbacks.trainer import stage_dir
+from retrieval.ranges import PositiveInt
+from rollout.files import write_atomically
+from rollout.trajectory import Task
+
+ARCAP_PREFIX = "arcap/"
+OTHERS = (ARCAP_PREFIX, STEPS_PREFIX)  # metrics that other callbacks write
+
+
+def log_metrics(
+    module: L.LightningModule, split: str, metrics: Mapping[str, Interval], *, intervals: Iterable[str] = ()
+) -> None:
+    """Log the means as ``<split>/<name>``, and for the names in ``intervals`` also ``_low``, ``_high`` and ``_n``.
+    Metrics without a single observation are not logged. Every rank holds the same values, so the mean over ranks
+    that ``sync_dist`` takes changes nothing; it only keeps Lightning's per-rank metrics equal by contract."""
+    logged: dict[str, float] = {}
+    for name, metric in metrics.items():
+        if metric.n == 0:
+            continue
+        logged[f"{split}/{name}"] = metric.mean
+        if name in intervals:
+            logged |= {
+                f"{split}/{name}_low": metric.low,
+                f"{split}/{name}_high": metric.high,
+                f"{split}/{name}_n": float(metric.n),
+            }
+    module.log_dict(logged, sync_dist=module.trainer.world_size > 1, batch_size=1)
+
+
+def update_evaluation_file(
+    path: Path, split: str, metrics: Mapping[str, Interval], owned: Callable[[str], bool], header: Mapping[str, Any]
+) -> None:
+    """Replace the metrics that the caller owns in ``evaluation.json`` and leave the others as they are, so that
+    several callbacks may write it in any order."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    kept = {name: value for name, value in content.get(split, {}).items() if not owned(name)}
+    content[split] = kept | {name: metric.as_json() for name, metric in metrics.items()}
+    content |= header
+    write_atomically(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+class Evaluation(RowCollector):
+    """Scores every validation and test; see ``summarize`` for the metrics.
+
+    Writes, in the stage folder, ``evaluation.json`` (metrics with n and 95 % bootstrap interval under "val" and
+    "test", and seconds, commit, command) and ``evaluation/<split>.parquet`` (one row per question and probe).
+    EM and F1 are scored here from the parsed answer, whatever reward the run trains on. With a judge, every rank puts
+    its own answers to it, all at once, after the last batch and before the rows are gathered; its prompt version
+    and model stand in ``evaluation.json`` under "judge".
+
+    Args:
+        resamples: of the bootstrap intervals.
+        judge: also asked whether an answer of the test is right (see ``judging.judge_rows``); null for none.
+    """
+
+    def __init__(self, resamples: PositiveInt = 10_000, judge: JudgeProtocol | None = None) -> None:
+        super().__init__()
+        if resamples < 100:
+            raise ValueError(f"Evaluation(resamples={resamples}): expected at least 100 for a 95 % interval")
+        self.resamples = resamples
+        self.judge = judge
+        self._started: float | None = None
+        self._earlier_seconds = 0.0  # of the runs this one resumes
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of this stage so far, earlier parts of a resumed run included."""
+        return self._earlier_seconds + (time.monotonic() - self._started if self._started is not None else 0.0)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self._started is None:
+            self._started = time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Trainer.test with a checkpoint of this very run also comes here: its seconds are already counted.
+        self._earlier_seconds = max(self._earlier_seconds, state_dict["seconds"] - self.seconds)
+
+    def complete(self, split: str, rows: list[EvaluationRow], tasks: Mapping[str, Task]) -> list[EvaluationRow]:
+        return rows if self.judge is None or split != "test" else judge_rows(self.judge, rows, tasks)
+
+    def report(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, rows: list[EvaluationRow]) -> None:
+        metrics = summarize(rows, resamples=self.resamples)
+        log_metrics(pl_module, split, metrics, intervals=("em", "f1", "acc"))
+        if trainer.is_global_zero:
+            folder = stage_dir(trainer)
+            save_rows(folder / "evaluation" / f"{split}.parquet", rows)
+            header = {"seconds": self.seconds, f"{split}_step": trainer.global_step, **run_info()}
+            if self.judge is not None and split == "test":
+                header["judge"] = {"prompt_version": self.judge.prompt_version, "model": self.judge.model}
+            update_evaluation_file(
+                folder / "evaluation.json", split, metrics, lambda name: not name.startswith(OTHERS), header
+            )

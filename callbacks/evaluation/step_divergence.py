@@ -1,0 +1,112 @@
+"""Scores a test's trajectories with a teacher: its divergence from the student at each step, and SOD's step weight."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+
+from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
+from callbacks.evaluation.step_rows import (
+    STEPS_FILE,
+    STEPS_PREFIX,
+    TRAJECTORIES_FILE,
+    by_trajectory,
+    save_steps,
+    step_metrics,
+    step_rows,
+    turns_with_tokens,
+)
+from callbacks.evaluation_hooks import EvaluationHooks
+from callbacks.evaluation_rows import AGENT
+from callbacks.ranks import gather_lists, gather_objects
+from callbacks.trainer import stage_dir
+from retrieval.ranges import PositiveInt
+from rollout.storage import save_trajectories
+from rollout.trajectory import Trajectory
+
+Key = tuple[int, bytes, str]
+
+
+def choice_key(trajectory: Trajectory) -> Key:
+    """Which trajectories come first: every question's first attempt, then every question's second, ...; questions in
+    an order of chance that depends on nothing but their ids, so that all methods are asked the same ones."""
+    task = trajectory.task.id
+    return trajectory.index, hashlib.sha256(task.encode()).digest(), task
+
+
+def has_steps(trajectory: Trajectory) -> bool:
+    return bool(turns_with_tokens(trajectory)) and not trajectory.failed_by_infrastructure
+
+
+class StepDivergence(EvaluationHooks):
+    """Scores the agent's trajectories of a test with a teacher, step by step (``pl_module.step_divergences``).
+
+    Writes, in the stage folder, ``evaluation/steps.parquet`` (a row per step, see ``step_rows.StepRow``) and the
+    trajectories themselves (``evaluation/steps_trajectories.parquet``, for ``rollout.storage.load_trajectories``);
+    logs ``step_metrics`` and adds them to ``evaluation.json``. Validations are not scored.
+
+    Args:
+        teacher: folder of the teacher, which must have the policy's vocabulary.
+        max_trajectories: how many are scored, over all ranks: as many of every question as possible, and the same
+            ones whatever the method. Those that infrastructure spoiled are left out of them, not replaced.
+    """
+
+    def __init__(self, teacher: str, max_trajectories: PositiveInt = 400) -> None:
+        if max_trajectories < 1:
+            raise ValueError(f"StepDivergence(max_trajectories={max_trajectories}): expected at least 1")
+        self.teacher = teacher
+        self.max_trajectories = max_trajectories
+        self._kept: list[Trajectory] = []  # of this rank; those that may be chosen
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Raises TypeError or FileNotFoundError, before any model is loaded, where nothing could be scored."""
+        if not callable(getattr(pl_module, "step_divergences", None)):
+            raise TypeError(
+                f"StepDivergence needs a module with step_divergences(trajectories, teacher), as PolicyModule has it; "
+                f"{type(pl_module).__name__} has none; leave the callback out"
+            )
+        owner, _, name = self.teacher.partition("/")
+        if not Path(self.teacher).is_dir() and (not owner or not name or "/" in name):
+            raise FileNotFoundError(
+                f"StepDivergence: no teacher at '{self.teacher}'; expected a Hugging Face folder or owner/name"
+            )
+
+    def begin(self, split: str) -> None:
+        self._kept = []
+
+    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
+        if probe == AGENT and split == "test":
+            self._kept = heapq.nsmallest(self.max_trajectories, [*self._kept, *trajectories], key=choice_key)
+
+    def _chosen(self, trainer: L.Trainer) -> list[Trajectory]:
+        """This rank's part of the trajectories to score; what was met twice (on two ranks) counts once."""
+        kept_at: dict[Key, tuple[int, int]] = {}
+        for rank, keys in enumerate(gather_objects([choice_key(t) for t in self._kept])):
+            for i, key in enumerate(keys):
+                kept_at.setdefault(key, (rank, i))
+        chosen = [kept_at[key] for key in sorted(kept_at)[: self.max_trajectories]]
+        mine = [self._kept[i] for rank, i in chosen if rank == trainer.global_rank]
+        return [t for t in mine if has_steps(t)]
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
+        if split != "test":
+            return
+        mine, self._kept = self._chosen(trainer), []
+        scored = cast(Any, pl_module).step_divergences(mine, self.teacher)  # a collective: every rank calls it
+        own = [row for t, metrics in zip(mine, scored, strict=True) for row in step_rows(t, metrics)]
+        steps = by_trajectory(gather_lists(own))
+        metrics = step_metrics(steps)
+        log_metrics(pl_module, split, metrics)
+        trajectories = gather_lists(mine)
+        if not trainer.is_global_zero:
+            return
+        folder = stage_dir(trainer)
+        save_steps(folder / STEPS_FILE, [row for rows in steps for row in rows])
+        save_trajectories(folder / TRAJECTORIES_FILE, sorted(trajectories, key=lambda t: (t.task.id, t.index)))
+        path = folder / "evaluation.json"
+        update_evaluation_file(path, split, metrics, lambda name: name.startswith(STEPS_PREFIX), {})

@@ -1,0 +1,108 @@
+"""Classifies trajectories by the weights and outcomes of their steps: stable, erroneous, recovering. Pure.
+
+The names are the paper's (SOD, arXiv 2605.07725, its cases A, B and C), which defines none of them: weights react to
+divergence alone (docs/papers/sod.md 1.2). The definitions below are ours.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from callbacks.evaluation.step_rows import ERRONEOUS, StepRow
+
+
+class Kind(StrEnum):
+    STABLE = "stable"
+    ERRONEOUS = "erroneous"
+    RECOVERING = "recovering"
+    OTHER = "other"
+
+
+NAMED = (Kind.STABLE, Kind.ERRONEOUS, Kind.RECOVERING)  # those with curves and examples
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which weights are low, and which are back up. The weight of the first step is 1 by definition.
+
+    Raises:
+        ValueError: not 0 < low <= recovered, without which a trajectory could be of two kinds.
+    """
+
+    low: float = 0.7  # a weight below it is low
+    recovered: float = 0.9  # a weight of at least that has risen back
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.recovered:
+            raise ValueError(f"{self}: expected 0 < low <= recovered")
+
+
+def kind_of(trajectory: Sequence[StepRow], bounds: Bounds = Bounds()) -> Kind:
+    """The kind of one trajectory, from all its steps 1..K in order. A step is erroneous if its outcome is error,
+    timeout, refused or invalid.
+
+    - stable: K >= 2, no step is erroneous, and no weight is low;
+    - erroneous: some step e < K is erroneous, and the weights of all steps after e, the last one included, are low;
+    - recovering: some weight is low; with l the last step whose weight is, some step at l or before is erroneous, no
+      step after l is, and the last weight has risen back (w_K >= recovered; so l < K);
+    - other: everything else, such as a single step, weights that sink without an error, errors that leave no trace.
+    """
+    count = len(trajectory)
+    wrong = [k for k, row in enumerate(trajectory) if row.outcome in ERRONEOUS]
+    low = [k for k, row in enumerate(trajectory) if row.weight < bounds.low]
+    if not wrong and not low:
+        return Kind.STABLE if count >= 2 else Kind.OTHER
+    followed = [k for k in wrong if k < count - 1]
+    if followed and all(k in low for k in range(followed[-1] + 1, count)):  # if for any error, then for the last
+        return Kind.ERRONEOUS
+    if low and wrong and wrong[-1] <= low[-1] and trajectory[-1].weight >= bounds.recovered:
+        return Kind.RECOVERING
+    return Kind.OTHER
+
+
+def sort_by_kind(
+    trajectories: Sequence[Sequence[StepRow]], bounds: Bounds = Bounds()
+) -> dict[Kind, list[Sequence[StepRow]]]:
+    """All kinds, those without a trajectory too."""
+    kinds: dict[Kind, list[Sequence[StepRow]]] = {kind: [] for kind in Kind}
+    for trajectory in trajectories:
+        kinds[kind_of(trajectory, bounds)].append(trajectory)
+    return kinds
+
+
+def medians(trajectories: Sequence[Sequence[StepRow]], measure: str) -> list[float]:
+    """Median over the trajectories that have step 1, 2, ..., for as long as there is one."""
+    longest = max(map(len, trajectories), default=0)
+    return [statistics.median(getattr(t[k], measure) for t in trajectories if len(t) > k) for k in range(longest)]
+
+
+def typical(trajectories: Sequence[Sequence[StepRow]]) -> Sequence[StepRow] | None:
+    """The trajectory nearest to its kind's median behaviour; None of none.
+
+    First by the number of steps (nearest to the median number), then by the mean distance, over the trajectory's
+    steps, of weight and divergence from the medians at that step, each as a share of the largest median; then by
+    question and attempt, so that the choice does not depend on any order.
+    """
+    if not trajectories:
+        return None
+    length = statistics.median(map(len, trajectories))
+    levels = {name: medians(trajectories, name) for name in ("weight", "divergence")}
+
+    def distance(trajectory: Sequence[StepRow]) -> float:
+        parts = [
+            abs(getattr(row, name) - level[k]) / (max(level) or 1.0)
+            for name, level in levels.items()
+            for k, row in enumerate(trajectory)
+        ]
+        return round(statistics.fmean(parts), 9)  # equal ones stay equal, whatever the rounding
+
+    return min(trajectories, key=lambda t: (abs(len(t) - length), distance(t), t[0].id, t[0].attempt))
+
+
+def examples(kinds: Mapping[Kind, Sequence[Sequence[StepRow]]]) -> dict[Kind, Sequence[StepRow]]:
+    """The typical trajectory of each named kind that has any."""
+    found = {kind: typical(kinds[kind]) for kind in NAMED}
+    return {kind: trajectory for kind, trajectory in found.items() if trajectory is not None}

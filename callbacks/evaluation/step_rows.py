@@ -1,0 +1,134 @@
+"""StepRow: divergence of teacher and student, weight and outcome of each step of a test's trajectories. A step
+is one turn of the model that holds a token (docs/papers/sod.md 1.2); one row each in ``evaluation/steps.parquet``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import polars as pl
+
+from callbacks.evaluation.statistics import Interval, bootstrap_function
+from rollout.files import replacing
+from rollout.trajectory import Trajectory
+from rollout.trajectory_metrics import ERRONEOUS, outcome_of
+
+STEPS_PREFIX = "steps/"  # of these metrics in evaluation.json
+STEPS_FILE = "evaluation/steps.parquet"  # in a stage's folder
+TRAJECTORIES_FILE = "evaluation/steps_trajectories.parquet"  # the trajectories behind them
+
+MEASURES = ("divergence", "weight", "signed", "teacher_entropy")  # what a module says of each step
+SHOWN_STEPS = 6  # as many steps have metrics of their own
+SHOWN = ("divergence", "weight", "teacher_entropy")  # the measures that have a metric for each step
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step of one trajectory. The columns of ``evaluation/steps.parquet``."""
+
+    id: str  # of the question
+    attempt: int
+    data_source: str
+    step: int  # k, from 1
+    steps: int  # K: how many the trajectory has
+    tokens: int  # sampled in the step
+    divergence: float  # d_k = mean |S - T| over the step's tokens: log-probs of student and teacher, nats (eq. 6)
+    weight: float  # w_k, 1 at the first step (eq. 7)
+    signed: float  # mean T - S, nats: above 0 where the teacher likes the tokens more
+    teacher_entropy: float  # mean entropy of the teacher's distributions at the step's tokens, nats
+    outcome: str  # see ``rollout.trajectory_metrics.outcome_of``
+    acc: float | None  # raw correctness of the trajectory; None: its reward has no such part
+
+
+def turns_with_tokens(trajectory: Trajectory) -> list[int]:
+    """Indices of the turns that are steps."""
+    return [i for i, turn in enumerate(trajectory.turns) if turn.end > turn.start]
+
+
+def step_rows(trajectory: Trajectory, metrics: Mapping[str, Sequence[float]]) -> list[StepRow]:
+    """Rows of one trajectory. ``metrics``: each of ``MEASURES`` with one value per step.
+
+    Raises:
+        ValueError: a measure is missing, has not one value per step, or is not a finite number.
+    """
+    turns = turns_with_tokens(trajectory)
+    where, count = f"trajectory {trajectory.group}/{trajectory.index}", len(turns)
+    for name in MEASURES:
+        found = metrics.get(name)
+        if found is None or len(found) != count or not all(map(math.isfinite, found)):
+            raise ValueError(
+                f"{where}: step_divergences gave {found!r} as '{name}', expected one finite number for each of the "
+                f"{count} turns that hold a token"
+            )
+    acc = None if trajectory.reward is None else trajectory.reward.parts.get("acc")
+    return [
+        StepRow(
+            id=trajectory.task.id,
+            attempt=trajectory.index,
+            data_source=trajectory.task.data_source,
+            step=k + 1,
+            steps=count,
+            tokens=trajectory.turns[turn].end - trajectory.turns[turn].start,
+            outcome=outcome_of(trajectory, turn),
+            acc=acc,
+            **{name: float(metrics[name][k]) for name in MEASURES},
+        )
+        for k, turn in enumerate(turns)
+    ]
+
+
+def by_trajectory(rows: Iterable[StepRow]) -> list[list[StepRow]]:
+    """The steps of each trajectory of one run, in their order; trajectories by question and attempt."""
+    of: dict[tuple[str, int], list[StepRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.id, row.attempt, row.step)):
+        of.setdefault((row.id, row.attempt), []).append(row)
+    return list(of.values())
+
+
+def after_error(trajectory: Sequence[StepRow]) -> list[StepRow]:
+    """The steps that follow an erroneous one."""
+    return [row for before, row in pairwise(trajectory) if before.outcome in ERRONEOUS]
+
+
+def step_metrics(trajectories: Sequence[Sequence[StepRow]], *, resamples: int = 10_000) -> dict[str, Interval]:
+    """Means with 95 % interval (resampling questions). ``steps/divergence/<k>``, ``steps/weight/<k>`` and
+    ``steps/teacher_entropy/<k>`` for the first ``SHOWN_STEPS`` steps, over the trajectories that have step k (n: how
+    many those are); ``steps/divergence/after_error`` and ``steps/weight/after_error`` over all steps that follow an
+    erroneous one (n: how many). A step that no trajectory has is absent.
+    """
+    metrics: dict[str, Interval] = {}
+    for k in range(1, SHOWN_STEPS + 1):
+        part = [row for steps in trajectories for row in steps if row.step == k]
+        metrics |= {f"{STEPS_PREFIX}{name}/{k}": _mean(part, name, resamples) for name in SHOWN if part}
+    part = [row for steps in trajectories for row in after_error(steps)]
+    for name in ("divergence", "weight"):
+        metrics |= {f"{STEPS_PREFIX}{name}/after_error": _mean(part, name, resamples)} if part else {}
+    return metrics
+
+
+def _mean(rows: Sequence[StepRow], name: str, resamples: int) -> Interval:
+    """Over rows; the interval takes whole questions, since trajectories of one are not independent."""
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        total = sums.setdefault(row.id, [0.0, 0.0])
+        total[0] += getattr(row, name)
+        total[1] += 1.0
+    interval = bootstrap_function(list(zip(*sums.values(), strict=True)), lambda m: m[0] / m[1], resamples=resamples)
+    return dataclasses.replace(interval, n=len(rows))
+
+
+def save_steps(path: Path, rows: Sequence[StepRow]) -> None:
+    types = {"str": pl.String, "int": pl.Int64, "float": pl.Float64, "float | None": pl.Float64}
+    schema = {field.name: types[str(field.type)] for field in dataclasses.fields(StepRow)}
+    with replacing(path) as temporary:
+        pl.DataFrame([asdict(row) for row in rows], schema=schema).write_parquet(temporary)
+
+
+def load_steps(folder: Path) -> list[StepRow] | None:
+    """The steps of a stage's test; None where none were looked at."""
+    path = Path(folder) / STEPS_FILE
+    return [StepRow(**row) for row in pl.read_parquet(path).iter_rows(named=True)] if path.is_file() else None

@@ -1,0 +1,158 @@
+"""Convert any checkpoint of a run to a Hugging Face folder, from its files alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callbacks.model_export import adapters
+from callbacks.model_export.exporter import Adapter, read_weights, write_folder
+
+SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files
+POLICY = "policy."  # what the policy's names begin with in the module that was trained
+WRAPPER = "_forward_module."  # what some strategies put before that
+# What torch.load raises on a file that it did not write, or wrote in part.
+UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
+
+
+def export_checkpoint(
+    checkpoint: Path, folder: Path, source: str, *, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"
+) -> None:
+    """Write the policy in ``checkpoint``, with the configuration and tokenizer of ``source``, to ``folder``. Adapters,
+    which are all that a checkpoint of LoRA holds, are merged into the weights of ``source``.
+
+    Args:
+        checkpoint: what ``checkpoint_weights`` reads.
+        folder: is replaced as a whole, once the new one is complete.
+        source: Hugging Face folder (or owner/name) that the policy was started from.
+        dtype: None: as in the checkpoint (DeepSpeed: float32).
+
+    Raises:
+        ValueError: no checkpoint, one with a missing shard, or one of another model than ``source``.
+        DiskFullError: no room.
+    """
+    found, adapter = checkpoint_weights(checkpoint), None
+    settings = checkpoint_lora(checkpoint)
+    if settings is not None:
+        adapter = Adapter(found, settings, source)
+        found = adapters.merge_into(source, found, settings)
+    policy = skeleton(source)
+    wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+    missing, extra = sorted(wanted.keys() - found), sorted(found.keys() - policy.state_dict().keys())
+    wrong = sorted(name for name in wanted if name in found and tuple(found[name].shape) != wanted[name])
+    if missing or extra or wrong:
+        first = (wrong or missing or extra)[0]
+        there, here = tuple(found[first].shape) if first in found else "nothing", wanted.get(first, "nothing")
+        raise ValueError(
+            f"{checkpoint} is not of the model at {source}: {len(missing)} parameters missing, {len(extra)} unknown, "
+            f"{len(wrong)} of another shape, first '{first}' ({there} in the checkpoint, {here} in the model); name "
+            "the experiment that it belongs to"
+        )
+    state = {name: found[name].to(dtype) if dtype else found[name] for name in wanted}
+    write_folder(policy, state, folder, source, max_shard_size, adapter)
+
+
+def skeleton(source: str) -> Any:
+    """The model at ``source`` without weights: its configuration, its parameters' names and shapes."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    with contextlib.suppress(OSError):  # a model need not have one
+        policy.generation_config = GenerationConfig.from_pretrained(source)
+    return policy
+
+
+def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Weights of the policy by Hugging Face name; frozen models, critics and optimisers are left out.
+
+    Read are: a Lightning ``.ckpt`` file; the folder that DeepSpeed (ZeRO-2 or 3) writes in its place, whose ranks'
+    float32 parts are put together; a Hugging Face folder. DeepSpeed's files are pickles that can run code: read only
+    your own.
+
+    Raises:
+        ValueError: none of these, a shard is missing, or there is no policy in it.
+    """
+    if (checkpoint / "config.json").is_file():
+        return dict(read_weights(checkpoint))
+    if (checkpoint / SHARDS).is_dir():
+        state = _sharded_state(checkpoint)
+    elif checkpoint.is_file():
+        state = _lightning_state(checkpoint)
+    else:
+        raise ValueError(
+            f"{checkpoint} is no checkpoint; expected a .ckpt file, a DeepSpeed folder (with a folder '{SHARDS}' in "
+            "it) or a Hugging Face folder (with config.json)"
+        )
+    names = {name: name.removeprefix(WRAPPER) for name in state}
+    weights = {short.removeprefix(POLICY): state[name] for name, short in names.items() if short.startswith(POLICY)}
+    if not weights:
+        raise ValueError(f"{checkpoint} holds no policy: none of its {len(state)} tensors is named {POLICY}<...>")
+    return weights
+
+
+def checkpoint_lora(checkpoint: Path) -> dict[str, Any] | None:
+    """LoRA's settings in a checkpoint that holds adapters alone; None for any other. As ``checkpoint_weights``."""
+    if (checkpoint / "config.json").is_file():
+        return None
+    if checkpoint.is_file():
+        return _content(checkpoint).get("lora")
+    model = min((checkpoint / SHARDS).glob("*_model_states.pt"))  # every rank's holds the same
+    return torch.load(model, map_location="cpu", weights_only=False, mmap=True).get("lora")
+
+
+def _lightning_state(path: Path) -> dict[str, torch.Tensor]:
+    return _content(path)["state_dict"]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UNREADABLE as error:
+        reason = str(error).strip().splitlines()
+        raise ValueError(f"{path} is no checkpoint, or an incomplete one: {reason[0] if reason else error!r}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise ValueError(f"{path} is no Lightning checkpoint: there is no state_dict in it")
+    return content
+
+
+def _sharded_state(folder: Path) -> dict[str, torch.Tensor]:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at deepspeed's first import
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    _require_models(folder / SHARDS)
+    try:
+        with _silence():
+            state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=SHARDS, exclude_frozen_parameters=True)
+            return dict(state or {})
+    except (ValueError, *UNREADABLE) as error:
+        raise ValueError(
+            f"the DeepSpeed checkpoint {folder} is not complete: {error}. Every rank writes a shard of its own; copy "
+            "those of all nodes into one folder, or take an earlier checkpoint"
+        ) from None
+
+
+def _require_models(shards: Path) -> None:
+    """Raises ValueError unless there is a file of names and shapes for every rank that wrote one of weights (stage 3),
+    or at least one (stage 2): DeepSpeed notices only missing weights."""
+    weights, models = (len(list(shards.glob(f"*_{kind}_states.pt"))) for kind in ("optim", "model"))
+    if not models or (any(shards.glob("zero_pp_rank_*_model_states.pt")) and models != weights):
+        raise ValueError(
+            f"the DeepSpeed checkpoint {shards.parent} is not complete: {weights} files *_optim_states.pt and {models} "
+            "*_model_states.pt, expected as many of each"
+        )
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """DeepSpeed's tool prints its progress."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,52 @@
+"""Commit and command of a run, the tracking URI, and durations as text. Imports without torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SQLITE = "sqlite:///"
+RUN_ID_FILE = "mlflow_run_id"  # in the folder of a run
+TRAINING_FILE = "training.json"  # what a training has cost; written by callbacks.training.training_totals
+
+
+class RunStopped(Exception):
+    """Somebody stopped the run, which is no failure."""
+
+
+def commit() -> str:
+    """Hash of HEAD, with ``+changes`` when tracked files differ from it; ``unknown`` outside a repository."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode != 0:
+        return "unknown"
+    status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+def run_info() -> dict[str, str]:
+    """The commit and the command a result was made with, for the files that hold results."""
+    command = os.environ.get("COMPACT_AGENTS_COMMAND") or shlex.join([Path(sys.executable).name, *sys.argv])
+    return {"commit": commit(), "command": command}
+
+
+def default_tracking_uri(outputs: Path | None = None) -> str:
+    """``MLFLOW_TRACKING_URI`` when it is set, else an SQLite file in the outputs folder (``COMPACT_AGENTS_OUTPUTS``, or
+    ``outputs`` in the project's root)."""
+    outputs = outputs or Path(os.environ.get("COMPACT_AGENTS_OUTPUTS", ROOT / "outputs")).absolute()
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{outputs / 'mlflow.db'}"
+
+
+def duration(seconds: float) -> str:
+    """``"3.2 s"``, ``"4 min 10 s"``, ``"2 h 05 min"``; ``"?"`` when not known."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,36 @@
+"""Per-turn metrics from per-token signals, for trajectory pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rollout.trajectory import Trajectory
+
+LOG_RATIO = "kl"  # student's log-prob minus teacher's, as ``OnPolicyModule.last_annotated`` gives it
+TOLERANCE = 1e-6  # relative
+
+
+def turn_metrics(trajectory: Trajectory, signals: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
+    """By turn and name: ``divergence`` (d_k, the mean over the turn's tokens of |kl|; docs/papers/sod.md eq. 6) where
+    there is a log-ratio to a teacher, and every signal that has one value within each of the trajectory's turns, such
+    as the weight of a step or a group's advantage. A turn without a token has no metrics.
+
+    Args:
+        signals: name -> one value per response token.
+    """
+    spans = [slice(turn.start, turn.end) for turn in trajectory.turns]
+    steady = [name for name, values in signals.items() if all(_is_constant(values[span]) for span in spans)]
+    metrics = []
+    for span in spans:
+        tokens = span.stop - span.start
+        of_turn: dict[str, float] = {}
+        if tokens and LOG_RATIO in signals:
+            of_turn["divergence"] = sum(map(abs, signals[LOG_RATIO][span])) / tokens
+        if tokens:
+            of_turn |= {name: signals[name][span.start] for name in steady}
+        metrics.append(of_turn)
+    return metrics
+
+
+def _is_constant(values: Sequence[float]) -> bool:
+    return not values or max(values) - min(values) <= TOLERANCE * max(map(abs, values))

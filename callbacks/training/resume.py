@@ -1,0 +1,249 @@
+"""Checkpoints after training iterations; a killed run continues exactly from the last one."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from callbacks.ranks import gather_objects
+from callbacks.trainer import is_better, stage_dir
+from callbacks.training.stop_request import StopRequested, is_asked
+from retrieval.ranges import PositiveInt
+from rollout.files import DiskFullError, is_no_room, link_atomically, no_room_message, remove
+
+logger = logging.getLogger(__name__)
+FOLDER = "checkpoints"
+
+
+def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Path | None:
+    """The checkpoint to continue a stage from (or its best one), None when there is none yet."""
+    link = Path(stage) / FOLDER / f"{which}.ckpt"
+    return link if link.exists() else None
+
+
+def rng_state() -> dict[str, Any]:
+    """State of every generator of this process, in types that ``torch.load(weights_only=True)`` reads."""
+    kind, keys, position, has_gauss, cached = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
+    state = {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def derived_seed(states: list[dict[str, Any]], rank: int, ranks: int) -> int:
+    """For a rank of a run with another number of ranks than wrote ``states``: from these, and other for each rank."""
+    digest = hashlib.blake2b(repr((rank, ranks)).encode(), digest_size=4)
+    for state in states:
+        digest.update(repr((state["python"], state["numpy"])).encode())
+        digest.update(state["torch"].cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def set_seeds(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # the GPUs' too
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files under a folder."""
+    path = path.resolve()
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
+
+
+class IterationCheckpoint(Checkpoint):
+    """Saves the whole training state after iterations, so that ``kill -9`` costs at most ``every_n_iterations``.
+
+    ``checkpoints/iteration-<n>.ckpt`` (a folder under DeepSpeed) is written under a temporary name, renamed, and only
+    then ``checkpoints/last.ckpt``, a symbolic link, is moved onto it in one step; the one before is deleted last.
+    ``best.ckpt`` links to the checkpoint with the best monitored value in the same way.
+
+    What makes the continuation exact: weights, optimiser, schedulers, loop progress (Lightning), the data module's
+    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank. On another
+    number of ranks than wrote it, and under another strategy, all of that but the generators continues as well. When a
+    validation follows the iteration, the checkpoint is written after it: Lightning would skip the validation on
+    resume otherwise.
+
+    A training that is asked to stop (``stop_request``) saves after the current iteration, whichever is due.
+
+    Args:
+        every_n_iterations: one iteration is one training batch (for on-policy stages one rollout batch).
+        keep_best: keep the checkpoint with the best ``monitor`` (looked up after each validation) as well.
+        monitor, mode: the metric and whether larger ("max") or smaller ("min") is better.
+
+    Raises (while training):
+        DiskFullError: no room; the previous checkpoint is intact.
+        StopRequested: on every rank, after the checkpoint.
+    """
+
+    phase = "checkpoint"
+
+    def __init__(
+        self,
+        every_n_iterations: PositiveInt = 1,
+        keep_best: bool = True,
+        monitor: str = "val/em",
+        mode: Literal["max", "min"] = "max",
+    ) -> None:
+        if every_n_iterations < 1:
+            raise ValueError(f"IterationCheckpoint(every_n_iterations={every_n_iterations}): expected at least 1")
+        self.every_n_iterations = every_n_iterations
+        self.keep_best = keep_best
+        self.monitor = monitor
+        self.mode = mode
+        self.best_score: float | None = None
+        self.seconds = 0.0  # spent saving so far; throughput.py reads it
+        self._saved: int | None = None  # iterations done at the last save
+        self._rng_states: list[dict[str, Any]] | None = None  # read from a checkpoint, by rank
+        self._to_stop = False
+
+    # --- when -------------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._to_stop = is_asked(trainer, stage_dir(trainer))
+        if self._due(trainer) and not self._validation_follows(trainer):
+            self._save(trainer)
+            self._stop_if_asked(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        value = trainer.callback_metrics.get(self.monitor)
+        improved = False
+        if self.keep_best and value is not None and is_better(float(value), self.best_score, self.mode):
+            improved, self.best_score = True, float(value)
+        if improved or self._due(trainer):
+            self._save(trainer, best=improved)
+        self._stop_if_asked(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._saved != self._iterations(trainer):
+            self._save(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._rng_states is None:
+            return
+        if len(self._rng_states) == trainer.world_size:
+            set_rng_state(self._rng_states[trainer.global_rank])
+        else:
+            set_seeds(derived_seed(self._rng_states, trainer.global_rank, trainer.world_size))
+            if trainer.is_global_zero:
+                logger.warning(
+                    "the checkpoint was written by %d ranks, this run has %d: weights, optimiser, schedules and the "
+                    "data's position go on exactly; the ranks' random generators (dropout) begin anew, with seeds made "
+                    "from the saved states, so that a second attempt draws the same",
+                    len(self._rng_states), trainer.world_size,
+                )  # fmt: skip
+        self._rng_states = None
+        self._saved = self._iterations(trainer)
+        epoch_loop = trainer.fit_loop.epoch_loop
+        epoch_is_over = epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
+        if epoch_is_over and epoch_loop.restarted_on_train_batch_end:
+            # The next epoch will use the iterator that Lightning built before the generators were restored (and will
+            # not build another, as it does after a save in validation). A shuffling loader draws its order there.
+            iter(cast(Any, trainer.fit_loop._data_fetcher))
+
+    def _iterations(self, trainer: L.Trainer) -> int:
+        return trainer.fit_loop.total_batch_idx + 1
+
+    def _due(self, trainer: L.Trainer) -> bool:
+        return self._to_stop or self._iterations(trainer) % self.every_n_iterations == 0
+
+    def _stop_if_asked(self, trainer: L.Trainer) -> None:
+        if self._to_stop:
+            raise StopRequested(f"stopped on request after iteration {self._iterations(trainer)}, with a checkpoint")
+
+    def _validation_follows(self, trainer: L.Trainer) -> bool:
+        fit_loop = trainer.fit_loop
+        return fit_loop.epoch_loop._should_check_val_fx(cast(Any, fit_loop._data_fetcher))
+
+    # --- what -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": gather_objects(rng_state()), "best_score": self.best_score}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._rng_states = state_dict["rng"]
+        self.best_score = state_dict["best_score"]
+
+    # --- how --------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: L.Trainer, best: bool = False) -> None:
+        start = time.perf_counter()
+        folder = stage_dir(trainer) / FOLDER
+        iteration = self._iterations(trainer)
+        target = folder / f"iteration-{iteration:08d}.ckpt"
+        temporary = folder / f".{target.name}.tmp"
+        if trainer.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove(temporary)
+            self._check_room(target)
+        trainer.strategy.barrier("checkpoint folder")
+        try:
+            trainer.save_checkpoint(temporary, weights_only=False)
+        except (OSError, RuntimeError) as error:
+            if not is_no_room(error):
+                raise
+            remove(temporary)
+            raise DiskFullError(no_room_message(target, self._intact(folder))) from error
+        if trainer.is_global_zero:
+            self._publish(temporary, target, best)
+        trainer.strategy.barrier("checkpoint written")
+        self._saved = iteration
+        self.seconds += time.perf_counter() - start
+
+    def _check_room(self, target: Path) -> None:
+        previous = find_checkpoint(target.parent.parent)
+        stat = os.statvfs(target.parent)
+        if previous is not None and stat.f_bavail * stat.f_frsize < size_of(previous):
+            raise DiskFullError(no_room_message(target, self._intact(target.parent)))
+
+    def _intact(self, folder: Path) -> str:
+        previous = find_checkpoint(folder.parent)
+        return (
+            f"The previous checkpoint, {previous.resolve().name}, is intact."
+            if previous
+            else "There is no earlier checkpoint of this stage."
+        )
+
+    def _publish(self, temporary: Path, target: Path, best: bool) -> None:
+        if temporary.is_file():
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+        remove(target)
+        os.rename(temporary, target)
+        folder = target.parent
+        if best:
+            link_atomically(folder / "best.ckpt", target.name)
+        link_atomically(folder / "last.ckpt", target.name)
+        kept = {link.resolve().name for link in (folder / "last.ckpt", folder / "best.ckpt") if link.exists()}
+        for path in folder.glob("iteration-*.ckpt"):
+            if path.name not in kept:
+                remove(path)

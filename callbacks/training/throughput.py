@@ -1,0 +1,123 @@
+"""Seconds of each phase of a training iteration, and tokens and trajectories per second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+
+from callbacks.ranks import gather_objects
+from callbacks.trainer import callbacks_of, data_module
+from rollout.trajectory import Trajectory
+
+
+class Throughput(L.Callback):
+    """Logs, per training iteration (mean over ranks for times, sum over ranks for rates, but the last):
+
+    - ``time/train``: seconds in the training step;
+    - ``time/rollout`` (``time/data`` when the batch was not just generated): seconds waiting for the batch;
+    - ``time/sync``, ``time/checkpoint``: seconds in WeightSync and IterationCheckpoint since the previous iteration;
+    - ``throughput/trajectories_per_s``, ``throughput/tokens_per_s`` (prompt and response) over the whole iteration;
+    - ``time/generation``: seconds in which the batch was generated, from its beginning to its end, waited for or not;
+      where the data module says (``generation_s``);
+    - ``throughput/hidden_generation``: 1 - time/rollout / time/generation, at least 0: what of the generation took
+      place while something else was done (``data.staleness``; without it about 0);
+    - ``throughput/rollout_tokens_per_s``: sampled tokens of the batch of all ranks over the seconds of generation of
+      the slowest one, before which no rank has its batch (of waiting for the batch, where the data module does not say
+      how long generation took). Ranks may exchange groups after the rollout (``data.balance_tokens``), so that a rank's
+      own tokens say nothing of its own engine. What dynamic sampling has thrown away is not counted.
+
+    With ``rollouts.in_flight: finish`` a push of weights may wait for rollouts; that counts as time/rollout.
+
+    Validation is not part of any of them.
+
+    Args:
+        on_policy: whether batches are generated while training; decides between time/rollout and time/data.
+    """
+
+    def __init__(self, on_policy: bool = True) -> None:
+        self.on_policy = on_policy
+        self._since = 0.0  # start of the batch before (of the training, before the first)
+        self._train = 0.0  # seconds of its training step
+        self._phases: dict[str, float] = {}  # cumulative seconds of the timed callbacks at that moment
+        self._waited: dict[str, float] = {}
+        self._validation: tuple[float, dict[str, float]] = (0.0, {})  # when it began, and the phases then
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since, self._train, self._phases = time.perf_counter(), 0.0, phase_seconds(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validation = time.perf_counter(), phase_seconds(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Move the clock forward by the validation, and forget what was pushed or saved inside it.
+        began, before = self._validation
+        self._since += time.perf_counter() - began
+        for phase, seconds in phase_seconds(trainer).items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + seconds - before.get(phase, 0.0)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        now, phases = time.perf_counter(), phase_seconds(trainer)
+        self._waited = {phase: phases[phase] - self._phases.get(phase, 0.0) for phase in phases}
+        waiting = now - self._since - self._train - sum(self._waited.values())
+        self._waited["rollout" if self.on_policy else "data"] = max(waiting, 1e-9)
+        self._since, self._phases = now, phases
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Timed callbacks may stand before or after this one: what they have spent since the start is not training.
+        already = sum(seconds - self._phases.get(phase, 0.0) for phase, seconds in phase_seconds(trainer).items())
+        self._train = time.perf_counter() - self._since - already
+        sync = trainer.world_size > 1
+        times = {f"time/{phase}": seconds for phase, seconds in self._waited.items()} | {"time/train": self._train}
+        pl_module.log_dict(times, sync_dist=sync, batch_size=1)
+        generated = getattr(data_module(trainer), "generation_s", None) if self.on_policy else None
+        if generated:
+            hidden = max(0.0, 1.0 - self._waited["rollout"] / generated)
+            metrics = {"time/generation": generated, "throughput/hidden_generation": hidden}
+            pl_module.log_dict(metrics, sync_dist=sync, batch_size=1)
+        if is_trajectories(batch):
+            pl_module.log_dict(_rates(batch, sum(times.values())), sync_dist=sync, reduce_fx="sum", batch_size=1)
+            if self.on_policy:
+                rate = rollout_rate(batch, generated or self._waited["rollout"])
+                pl_module.log("throughput/rollout_tokens_per_s", rate, sync_dist=sync, batch_size=1)
+
+
+def is_trajectories(batch: Any) -> bool:
+    """A list of trajectories; an empty one counts (a rank may get nothing), so that all ranks agree."""
+    return isinstance(batch, list) and all(isinstance(item, Trajectory) for item in batch)
+
+
+def phase_seconds(trainer: L.Trainer) -> dict[str, float]:
+    """Cumulative seconds of every callback that times itself (has ``phase`` and ``seconds``)."""
+    totals: dict[str, float] = {}
+    for callback in callbacks_of(trainer):
+        phase, seconds = getattr(callback, "phase", None), getattr(callback, "seconds", None)
+        if isinstance(phase, str) and isinstance(seconds, float):
+            totals[phase] = totals.get(phase, 0.0) + seconds
+    return totals
+
+
+def rollout_rate(batch: Sequence[Trajectory], rollout_s: float) -> float:
+    """Sampled tokens of all ranks per second of the rank that took longest. Every rank must call.
+
+    Args:
+        batch: this rank's, after the exchange between ranks.
+        rollout_s: seconds that this rank's own rollouts took.
+    """
+    own = (t.loss_mask[t.fork.at if t.fork else 0 :] for t in batch)  # a fork's prefix was sampled once, elsewhere
+    tokens, seconds = zip(*gather_objects((sum(map(sum, own)), rollout_s)), strict=True)
+    return sum(tokens) / max(seconds)
+
+
+def _rates(batch: Sequence[Trajectory], iteration_s: float) -> dict[str, float]:
+    tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in batch)
+    return {
+        "throughput/trajectories_per_s": len(batch) / iteration_s,
+        "throughput/tokens_per_s": tokens / iteration_s,
+    }

@@ -1,0 +1,167 @@
+"""Weight sync: pushes the policy's weights into the rollout engine, and can verify that the engine uses them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+
+from callbacks.ranks import gather_objects
+from callbacks.trainer import settle_parameters
+from retrieval.ranges import PositiveFloat, PositiveInt
+from rollout.engines.base import Generation
+from rollout.system import RolloutSystem
+from rollout.trajectory import InfrastructureError
+
+PROBE_TEXT = "Where is the old lighthouse?"
+
+
+class WeightSync(L.Callback):
+    """Calls ``datamodule.rollouts.load_weights(module.policy_weights(), version=global_step)`` when training starts,
+    after each training iteration, and before each validation and test, unless the engine already has that version.
+
+    Args:
+        during_training: False for supervised stages, whose engine is used for evaluation only: then weights are
+            pushed before validation and test alone.
+        probe: after each push, let the engine (each server, where there are several) continue a fixed text greedily
+            and log the largest difference between its log-probs and the trainer's as ``weight_sync/probe_gap``. A stale
+            or half-written engine shows at once; the difference also holds the numerical difference between the two
+            implementations.
+        probe_tokens: tokens to compare.
+        probe_tolerance: nats; a larger difference is an error that says whose it is. None: it is logged only.
+        checksum: let the engine compare every tensor that arrives with a checksum of the trainer's.
+
+    Where batches are generated ahead (``data.staleness``) a push may wait until rollouts in flight are done
+    (``rollouts.in_flight: finish``); ``seconds`` leaves that out.
+
+    Every rank's own engine gets them, or the servers that all share; ``policy_weights`` gathers collectively.
+    """
+
+    phase = "sync"
+
+    def __init__(
+        self,
+        during_training: bool = True,
+        probe: bool = False,
+        probe_tokens: PositiveInt = 8,
+        probe_tolerance: PositiveFloat | None = None,
+        checksum: bool = False,
+    ) -> None:
+        if probe_tokens < 1:
+            raise ValueError(f"WeightSync(probe_tokens={probe_tokens}): expected at least 1")
+        if probe_tolerance is not None and (not probe or probe_tolerance <= 0):
+            raise ValueError(
+                f"WeightSync(probe={probe}, probe_tolerance={probe_tolerance}): expected probe: true with a tolerance "
+                "above 0 nats, or no tolerance"
+            )
+        self.during_training = during_training
+        self.probe = probe
+        self.probe_tokens = probe_tokens
+        self.probe_tolerance = probe_tolerance
+        self.checksum = checksum
+        self.seconds = 0.0  # spent in pushes so far; throughput.py reads it
+        self.gap: float | None = None  # of the last probe
+        self._pushed: int | None = None
+
+    def accept_data(self, data: Any) -> None:
+        """Data modules ask before an engine loads a model (``EvaluationData.ask_module``). Raises ValueError."""
+        if getattr(data, "rollouts", None) is None:
+            raise ValueError(
+                f"WeightSync needs a data module with a rollout system, found {type(data).__name__}; "
+                "give it its `rollouts` option or remove WeightSync from trainer.callbacks"
+            )
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.accept_data(getattr(trainer, "datamodule", None))
+        self._pushed = None  # a checkpoint may be restored between two stages: the version alone proves nothing
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Not on_fit_start: DeepSpeed restores its checkpoint after that hook.
+        if self.during_training:
+            self.push(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.during_training:
+            self.push(trainer, pl_module)
+            if self.gap is not None:
+                pl_module.log("weight_sync/probe_gap", self.gap, batch_size=1)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.push(trainer, pl_module)
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.push(trainer, pl_module)
+
+    def push(self, trainer: L.Trainer, module: Any) -> None:
+        """Push now, if the engine does not hold this version yet. A collective over ranks."""
+        version = trainer.global_step
+        if self._pushed == version:
+            return
+        start = time.perf_counter()
+        settle_parameters(trainer)
+        options = {"checksum": True} if self.checksum else {}
+        rollouts = _rollouts(trainer)
+        waited = rollouts.waited_s
+        rollouts.load_weights(module.policy_weights(), version, **options)
+        start += rollouts.waited_s - waited  # for rollouts in flight: that is waiting for rollouts, not a push
+        self._pushed = version
+        if self.probe:
+            self.gap = self._probe(trainer, module, version)
+        self.seconds += time.perf_counter() - start
+
+    def _probe(self, trainer: L.Trainer, module: Any, version: int) -> float:
+        """Largest gap over all engines of all ranks. A collective."""
+        rollouts = _rollouts(trainer)
+        shared = rollouts.shares_engine
+        answer: tuple[list[int], dict[str, Generation], str | None] = ([], {}, None)
+        if not shared or trainer.is_global_zero:
+            try:
+                answer = (*rollouts.probe(PROBE_TEXT, self.probe_tokens), None)
+            except InfrastructureError as error:
+                answer = ([], {}, str(error))
+        everywhere = gather_objects(answer)
+        if failed := [failure for _, _, failure in everywhere if failure is not None]:
+            raise InfrastructureError(f"log-prob probe of version {version}: {failed[0]}")
+        # Under ZeRO-3 a forward pass is a collective: every rank must run as many.
+        ids, mine, _ = everywhere[0] if shared else answer
+        gaps = {who: generation_gap(module.policy, ids, generation) for who, generation in mine.items()}
+        return self._judge(gather_objects(gaps)[:1] if shared else gather_objects(gaps), version)
+
+    def _judge(self, gaps: list[dict[str, float]], version: int) -> float:
+        """The largest of all ranks' gaps. Raises ValueError if it is above the tolerance, or no number."""
+        suffix = " of rank {}" if len(gaps) > 1 else ""
+        named = {who + suffix.format(rank): gap for rank, own in enumerate(gaps) for who, gap in own.items()}
+        bound = float("inf") if self.probe_tolerance is None else self.probe_tolerance
+        off = {who: gap for who, gap in named.items() if not gap <= bound}
+        if off and self.probe_tolerance is not None:
+            listed = "; ".join(f"{who}: {gap:.3g}" for who, gap in off.items())
+            raise ValueError(
+                f"log-prob probe of version {version}: {len(off)} of {len(named)} engines differ from the trainer by "
+                f"more than probe_tolerance {bound:g} nats ({listed}). They hold other weights than were pushed, or "
+                "compute in another precision: compare with weight_sync/probe_gap of a run that is known to be sound"
+            )
+        return max(named.values())
+
+
+def _rollouts(trainer: L.Trainer) -> RolloutSystem:
+    data: Any = getattr(trainer, "datamodule", None)
+    return data.rollouts
+
+
+@torch.no_grad()
+def generation_gap(policy: torch.nn.Module, prompt_ids: list[int], generation: Generation) -> float:
+    """Largest absolute difference, in nats, between the sampler's log-probs of a continuation of ``prompt_ids`` and the
+    policy's."""
+    device = next(policy.parameters()).device
+    ids = torch.tensor([[*prompt_ids, *generation.token_ids]], device=device)
+    length = len(generation.token_ids)
+    was_training = policy.training
+    policy.eval()
+    logits = policy(input_ids=ids, logits_to_keep=length + 1).logits[0, :-1].float()
+    policy.train(was_training)
+    found = logits.log_softmax(-1).gather(1, ids[0, -length:, None]).squeeze(1)
+    return float((found - torch.tensor(generation.logprobs, device=device)).abs().max())

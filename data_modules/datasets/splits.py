@@ -1,0 +1,53 @@
+"""Shares one set of questions out among training, validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from data_modules.datasets.files import DatasetError
+from retrieval.ranges import BelowOne, NonNegativeInt
+from rollout.seeds import derive_seed
+from rollout.trajectory import Task
+
+Part = Literal["train", "val", "test"]
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Which question belongs to which part depends on its text and the seed, not on its place in the file; questions
+    that are asked twice stay together, so that none is trained on and tested.
+
+    Args:
+        val: share of the different questions, below 1; at least one question where it is above 0.
+        test: the same for the test; the rest is for training.
+        seed: draws them.
+
+    Raises:
+        ValueError: shares that are none, or leave nothing to train on.
+    """
+
+    val: BelowOne = 0.1
+    test: BelowOne = 0.1
+    seed: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        if min(self.val, self.test) < 0 or self.val + self.test >= 1:
+            raise ValueError(
+                f"splits: val is {self.val} and test {self.test}; expected shares that leave some to train"
+            )
+
+    def part(self, tasks: Sequence[Task], part: Part) -> list[Task]:
+        """The tasks of ``part``, in their order. Raises DatasetError for too few questions to share."""
+        # By text, so that of two whose derived seeds were alike none would be lost.
+        different = sorted({t.question for t in tasks}, key=lambda text: (derive_seed(self.seed, "split", text), text))
+        test, val = (max(1, round(share * len(different))) if share else 0 for share in (self.test, self.val))
+        if test + val >= len(different):
+            raise DatasetError(
+                f"{len(different)} different questions are too few to share: {test} to test, {val} to validate, none "
+                "to train on; give more, or files of their own and splits: null"
+            )
+        chosen = {"test": different[:test], "val": different[test : test + val], "train": different[test + val :]}
+        wanted = set(chosen[part])
+        return [task for task in tasks if task.question in wanted]

@@ -1,0 +1,236 @@
+"""Stage: rolls a model out over questions and keeps the correct trajectories as demonstrations for a student.
+
+Teacher-generated outputs, docs/papers/dgpo.md 1.1: only trajectories whose final answer is correct are kept, since
+wrong ones teach wrong retrieval decisions. How many samples per question and which temperature the paper used is not
+known.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from data_modules.datasets.files import DatasetError, spread
+from data_modules.datasets.questions import load_tasks
+from data_modules.datasets.splits import Splits
+from data_modules.evaluation_data import as_list, check_tasks
+from data_modules.loading.decoding import UNCHANGED, Decoding
+from data_modules.loading.failure_guard import FailureGuard
+from data_modules.loading.loaders import run_seed
+from retrieval.ranges import NonNegativeInt, PositiveInt, UnitInterval
+from rollout.files import write_atomically
+from rollout.protocols.base import PromptMode
+from rollout.rewards.scoring import exact_match
+from rollout.samplers.independent import IndependentSampler
+from rollout.seeds import derive_seed
+from rollout.storage import save_trajectories
+from rollout.system import RolloutSystem
+from rollout.trajectory import Task, Trajectory
+from rollout.validation import check_at_least_one
+
+logger = logging.getLogger(__name__)
+
+RETRIES = 2  # of the questions that infrastructure failed, before they count as failed
+COUNTS = ("questions", "generated", "failed", "correct", "kept", "tokens_generated", "tokens_kept")
+
+
+class GenerateTrajectories:
+    """Rolls questions out chunk by chunk; a finished chunk is on disk, and a run after a kill goes on behind it.
+
+    Writes in the output folder ``trajectories/chunk-<n>.parquet`` (rollout.storage; none for a chunk of which nothing
+    was kept) and ``progress/chunk-<n>.json`` (written after it: the chunk is done). Give every generation a folder of
+    its own, as stages have.
+
+    Args:
+        rollouts: the teacher.
+        files: question files (see datasets/questions.py).
+        limit: at most so many questions, evenly spaced over the files; where kinds of question take turns, a stride
+            that shares a factor with their number leaves kinds out.
+        samples_per_question: trajectories per question.
+        sampling: decoding.
+        gold_think: share of the questions that are asked with their gold passages shown, search off (ARCap's probe
+            "thinking"); for a teacher of models that have never read a passage they did not search for.
+        gold_direct: share that must be answered from the gold passages at once (probe "source referencing").
+        keep: "correct" keeps trajectories with exact match 1, or the success that an environment says; "all" keeps
+            every one that infrastructure did not fail.
+        seed: of the sampling; None is the run's seed_everything.
+        chunk_questions: questions per chunk: at most so much is lost by a kill.
+        max_infrastructure_failures: share of a chunk that may fail for reasons that are not the model's ...
+        failure_patience: ... before the stage stops, after so many such chunks in a row.
+        columns: of question files of your own shape, see ``load_tasks``.
+        splits: only the questions of ``files`` that are trained on, where validation and test have the same files.
+    """
+
+    def __init__(
+        self,
+        rollouts: RolloutSystem,
+        files: Sequence[str],
+        limit: PositiveInt | None = None,
+        samples_per_question: PositiveInt = 1,
+        sampling: Decoding = UNCHANGED,
+        gold_think: UnitInterval = 0.0,
+        gold_direct: UnitInterval = 0.0,
+        keep: Literal["correct", "all"] = "correct",
+        seed: NonNegativeInt | None = None,
+        chunk_questions: PositiveInt = 512,
+        max_infrastructure_failures: UnitInterval = 0.2,
+        failure_patience: PositiveInt = 1,
+        columns: dict[str, str] | None = None,
+        splits: Splits | None = None,
+    ) -> None:
+        check_at_least_one(limit=limit, samples_per_question=samples_per_question, chunk_questions=chunk_questions)
+        if min(gold_think, gold_direct) < 0 or gold_think + gold_direct > 1:
+            raise ValueError(f"gold_think {gold_think} and gold_direct {gold_direct} are shares of one whole")
+        self.rollouts = rollouts
+        self.files = as_list("files", files)
+        self.limit = limit
+        self.samples_per_question = samples_per_question
+        self.sampling = sampling
+        self.gold_shares = {PromptMode.GOLD_THINK: gold_think, PromptMode.GOLD_DIRECT: gold_direct}
+        self.keep = keep
+        self._seed = seed
+        self.columns, self.splits = columns, splits
+        self.chunk_questions = chunk_questions
+        self._guard = FailureGuard(max_infrastructure_failures, failure_patience)
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        """Generate what is not there yet. Returns the summary: counts over all chunks, ``lost`` (ids of the questions
+        with trajectories that infrastructure failed in every attempt; their number is ``failed``), ``correct_share``,
+        ``mean_response_tokens`` (sampled tokens, of all and of the kept), ``kept/<data source>``, ``seconds``.
+
+        Raises:
+            DatasetError: a question file is wrong, or not one trajectory was kept.
+            TooManyFailuresError: see max_infrastructure_failures; finished chunks stay.
+        """
+        output_dir = Path(output_dir)
+        tasks = load_tasks(self.files, answers=self.rollouts.needs_answers, columns=self.columns)
+        tasks = spread(tasks if self.splits is None else self.splits.part(tasks, "train"), self.limit)
+        check_tasks(self.rollouts, tasks)
+        starts = range(0, len(tasks), self.chunk_questions)
+        chunks = [tasks[i : i + self.chunk_questions] for i in starts]
+        done = [self._done(output_dir, number) for number in range(len(chunks))]
+        if all(done):
+            return self._summary(done)
+        try:
+            self.rollouts.start()
+            with tqdm(desc="generate", total=len(tasks) * self.samples_per_question, mininterval=10) as bar:
+                for number, chunk in enumerate(chunks):
+                    before = bar.n
+                    done[number] = done[number] or self._chunk(output_dir, number, chunk, bar)
+                    bar.set_postfix_str(self._shares(done), refresh=False)
+                    bar.update(before + done[number]["generated"] - bar.n)
+        finally:
+            self.rollouts.close()
+        return self._summary(done)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _done(self, output_dir: Path, number: int) -> dict[str, Any]:
+        """The counts of a finished chunk, {} of one that is not."""
+        path = output_dir / "progress" / f"chunk-{number:05d}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _chunk(self, output_dir: Path, number: int, tasks: list[Task], bar: tqdm) -> dict[str, Any]:
+        start = time.monotonic()
+        # Not the chunk's number: requests derive theirs from the question's id.
+        seed = derive_seed(run_seed(self._seed), "generate")
+        trajectories: list[Trajectory] = []
+        for mode, asked in self._by_mode(tasks, seed).items():
+            trajectories += self._roll_out(asked, seed, mode, bar)
+        self._guard.check(trajectories, f"generation, chunk {number + 1}", self.rollouts.failures)
+        usable = [t for t in trajectories if not t.failed_by_infrastructure]
+        correct = [t for t in usable if is_right(t)]
+        kept = correct if self.keep == "correct" else usable
+        if kept:
+            save_trajectories(output_dir / "trajectories" / f"chunk-{number:05d}.parquet", kept)
+        counts = (len(tasks), len(trajectories), len(trajectories) - len(usable), len(correct), len(kept))
+        record: dict[str, Any] = dict(zip(COUNTS, (*counts, _sampled(usable), _sampled(kept)), strict=True))
+        record["lost"] = sorted({t.group for t in trajectories if t.failed_by_infrastructure})
+        if record["lost"]:
+            logger.warning(
+                "chunk %d: infrastructure failed %d trajectories in all of %d attempts; lost of the questions %s",
+                number + 1, record["failed"], 1 + RETRIES, ", ".join(record["lost"]),
+            )  # fmt: skip
+        record["by_source"] = Counter(t.task.data_source for t in kept)
+        record["seconds"] = time.monotonic() - start
+        write_atomically(output_dir / "progress" / f"chunk-{number:05d}.json", json.dumps(record, indent=2) + "\n")
+        return record
+
+    def _roll_out(self, tasks: list[Task], seed: int, mode: PromptMode, bar: tqdm) -> list[Trajectory]:
+        """What infrastructure failed is tried again, with the seeds that it had."""
+
+        def attempt(asked: list[Task], on_progress: Callable[[int, int], None] | None = None) -> list[Trajectory]:
+            return self.rollouts.rollout(
+                asked, n=self.samples_per_question, sampling=self.sampling.params, seed=seed, mode=mode,
+                on_progress=on_progress, sampler=IndependentSampler(),  # a retry replaces single trajectories
+            )  # fmt: skip
+
+        before = bar.n
+
+        def show(finished: int, _: int) -> None:
+            bar.update(before + finished - bar.n)
+
+        trajectories = attempt(tasks, show)
+        for _ in range(RETRIES):
+            failed = {t.task.id for t in trajectories if t.failed_by_infrastructure}
+            if not failed:
+                break
+            logger.warning("infrastructure failed trajectories of %d questions; trying them again", len(failed))
+            again = {(t.group, t.index): t for t in attempt([task for task in tasks if task.id in failed])}
+            trajectories = [again[t.group, t.index] if t.failed_by_infrastructure else t for t in trajectories]
+        return trajectories
+
+    def _by_mode(self, tasks: list[Task], seed: int) -> dict[PromptMode, list[Task]]:
+        """How each question is put, drawn from its id; questions without gold passages are always searched for."""
+        parts: dict[PromptMode, list[Task]] = {PromptMode.AGENT: []}
+        for task in tasks:
+            draw = derive_seed(seed, "mode", task.id) % 10_000 / 10_000
+            mode = PromptMode.AGENT
+            for gold, share in self.gold_shares.items():
+                if task.gold_passages and mode is PromptMode.AGENT:
+                    mode = gold if draw < share else mode
+                    draw -= share
+            parts.setdefault(mode, []).append(task)
+        return {mode: asked for mode, asked in parts.items() if asked}
+
+    def _shares(self, done: Sequence[dict[str, Any]]) -> str:
+        total = {name: sum(record.get(name, 0) for record in done) for name in COUNTS}
+        usable = max(total["generated"] - total["failed"], 1)
+        return f"correct {total['correct'] / usable:.3f} · kept {total['kept']:,}"
+
+    def _summary(self, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        summary: dict[str, Any] = {name: sum(record[name] for record in done) for name in COUNTS}
+        usable = summary["generated"] - summary["failed"]
+        summary["correct_share"] = summary["correct"] / usable if usable else None
+        summary["mean_response_tokens"] = summary["tokens_generated"] / usable if usable else None
+        summary["mean_response_tokens_kept"] = summary["tokens_kept"] / summary["kept"] if summary["kept"] else None
+        summary["lost"] = [question for record in done for question in record.get("lost", [])]
+        by_source = sum((Counter(record["by_source"]) for record in done), Counter())
+        summary |= {f"kept/{source}": count for source, count in sorted(by_source.items())}
+        summary["seconds"] = sum(record["seconds"] for record in done)
+        logger.info("generated trajectories: %s", summary)
+        if not summary["kept"]:
+            raise DatasetError(
+                f"none of {usable} trajectories over {summary['questions']} questions was kept (keep: {self.keep}): "
+                "the model answered none of them correctly. Train it further, or give it other questions"
+            )
+        return summary
+
+
+def _sampled(trajectories: Sequence[Trajectory]) -> int:
+    return sum(sum(t.loss_mask) for t in trajectories)
+
+
+def is_right(trajectory: Trajectory) -> bool:
+    """Success where the environment scores itself, else exact match of the answer."""
+    success = None if trajectory.reward is None else trajectory.reward.parts.get("success")
+    return (
+        success == 1.0 if success is not None else bool(exact_match(trajectory.answer, trajectory.task.golden_answers))
+    )

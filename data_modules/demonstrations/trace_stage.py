@@ -1,0 +1,118 @@
+"""Base of the stages that turn published traces into trajectories for supervised training."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from tqdm import tqdm
+
+from data_modules.datasets.files import DatasetError, spread
+from data_modules.datasets.traces import MalformedTrace
+from data_modules.evaluation_data import as_list
+from retrieval.ranges import PositiveInt
+from rollout.storage import save_trajectories
+from rollout.trajectory import Trajectory
+from rollout.validation import check_at_least_one
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 1000  # traces per file
+
+Trace = TypeVar("Trace")
+
+
+class TraceStage(ABC, Generic[Trace]):
+    """Reads traces, turns each into a trajectory, writes chunks, counts.
+
+    Args:
+        files: of traces.
+        max_tokens: of a trajectory, prompt included.
+        limit: at most so many traces, evenly spaced over the files.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    label: ClassVar[str]
+    expected: ClassVar[str]  # what a trace should hold, for the message that none could be kept
+    counted: ClassVar[tuple[str, ...]] = ()  # what ``note`` and ``shorten`` count
+
+    def __init__(self, files: Sequence[str], max_tokens: PositiveInt | None, limit: PositiveInt | None) -> None:
+        check_at_least_one(max_tokens=max_tokens, limit=limit)
+        self.files = as_list("files", files)
+        self.max_tokens, self.limit = max_tokens, limit
+
+    @abstractmethod
+    def read(self) -> list[Trace]:
+        """All traces of the files."""
+
+    @abstractmethod
+    def trajectory(self, trace: Trace) -> Trajectory:
+        """One trace, tokenised. Raises MalformedTrace."""
+
+    @abstractmethod
+    def note(self, trace: Trace, trajectory: Trajectory, counts: Counter[str]) -> None:
+        """Count whatever else is worth knowing about a kept trace."""
+
+    def shorten(self, trajectory: Trajectory, max_tokens: int) -> Trajectory | None:
+        """What to keep of a trajectory that is too long; None: nothing."""
+        return None
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        """Write all trajectories. Returns ``found``, ``kept``, ``too_long`` (left out), ``malformed`` and
+        ``malformed/<reason>``, ``tokens`` and ``loss_tokens`` (of the kept), the stage's own ``counted`` and
+        ``seconds``.
+
+        Raises:
+            DatasetError: no such file, a row in no known shape, or not one trace that can be kept.
+        """
+        start = time.monotonic()
+        traces = spread(self.read(), self.limit)
+        counts: Counter[str] = Counter()
+        for number, first in enumerate(tqdm(range(0, len(traces), CHUNK), self.label, mininterval=10, unit="chunk")):
+            chunk = traces[first : first + CHUNK]
+            made = [self._count(trace, counts) for trace in chunk]
+            kept = [trajectory for trajectory in made if trajectory is not None]
+            if kept:
+                save_trajectories(Path(output_dir) / "trajectories" / f"chunk-{number:05d}.parquet", kept)
+        malformed = {name: count for name, count in sorted(counts.items()) if name.startswith("malformed/")}
+        summary: dict[str, Any] = {"found": len(traces), "malformed": sum(malformed.values()), **malformed}
+        summary |= {name: counts[name] for name in ("kept", "too_long", "tokens", "loss_tokens", *self.counted)}
+        summary["seconds"] = time.monotonic() - start
+        logger.info("%s: %s", self.label, summary)
+        if not summary["kept"]:
+            raise DatasetError(
+                f"{', '.join(self.files)}: none of {len(traces)} traces can be trained on ("
+                + ", ".join(f"{name} {count}" for name, count in summary.items() if count and name != "seconds")
+                + f"); expected {self.expected}, and at most {self.max_tokens} tokens"
+            )
+        return summary
+
+    def _count(self, trace: Trace, counts: Counter[str]) -> Trajectory | None:
+        try:
+            trajectory = self.trajectory(trace)
+        except MalformedTrace as fault:
+            counts[f"malformed/{fault.reason}"] += 1
+            return None
+        if self.max_tokens is not None and _length(trajectory) > self.max_tokens:
+            shorter = self.shorten(trajectory, self.max_tokens)
+            if shorter is None:
+                counts["too_long"] += 1
+                return None
+            counts["cut"] += 1
+            trajectory = shorter
+        counts["kept"] += 1
+        counts["tokens"] += _length(trajectory)
+        counts["loss_tokens"] += sum(trajectory.loss_mask)
+        self.note(trace, trajectory, counts)
+        return trajectory
+
+
+def _length(trajectory: Trajectory) -> int:
+    return len(trajectory.prompt_ids) + len(trajectory.response_ids)

@@ -1,0 +1,95 @@
+"""Generates batches in the background while earlier ones train (``staleness``)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.system import RolloutSystem
+from rollout.trajectory import Trajectory
+
+
+@dataclass(slots=True)
+class RolledOut:
+    """What one iteration's rollouts on this rank came to."""
+
+    kept: list[list[Trajectory]]  # by prompt
+    everything: list[list[Trajectory]]  # with the groups that dynamic sampling threw away
+    seconds: float = 0.0  # from the beginning of the generation to its end
+
+
+class StalenessError(RuntimeError):
+    """A token is older than ``staleness`` allows: a bug, or weights that are not pushed once an iteration."""
+
+
+@dataclass(slots=True)
+class RolloutsAhead:
+    """Up to ``staleness`` batches ahead of the one that trains, in the event loop of the rollout system.
+
+    Args:
+        rollouts: rolls out.
+        make: the coroutine that makes a batch; runs in the system's event loop.
+        staleness: batches ahead.
+    """
+
+    rollouts: RolloutSystem
+    make: Callable[[int], Coroutine[Any, Any, RolledOut]]
+    staleness: int
+    _pending: dict[int, concurrent.futures.Future[RolledOut]] = field(default_factory=dict)
+
+    def take(self, iteration: int, end: int | None) -> RolledOut:
+        """The batch of ``iteration``, waited for; those after it, before ``end``, are begun with the weights that the
+        engine has now. Raises what its generation has raised, whenever that was."""
+        for other in [i for i in self._pending if not iteration <= i <= iteration + self.staleness]:
+            self._drop(other)  # of a position that is no more: a checkpoint was loaded
+        self._begin(iteration)
+        try:
+            made = self._pending[iteration].result()
+        except concurrent.futures.CancelledError:
+            raise RuntimeError("the rollout system was closed while trajectories were in flight") from None
+        except BaseException:
+            self.cancel()  # Ctrl-C, or an error after which nothing else is wanted
+            raise
+        del self._pending[iteration]
+        last = iteration + self.staleness
+        for following in range(iteration + 1, (last if end is None else min(last, end - 1)) + 1):
+            self._begin(following)
+        return made
+
+    def settle(self) -> None:
+        """Wait until nothing is being generated. Errors are kept for ``take``."""
+        concurrent.futures.wait(self._pending.values())
+
+    def cancel(self) -> None:
+        """End what is in flight, and forget what was made."""
+        for iteration in list(self._pending):
+            self._drop(iteration)
+
+    def _begin(self, iteration: int) -> None:
+        if iteration not in self._pending:
+            self._pending[iteration] = self.rollouts.background(self._timed(iteration))
+
+    def _drop(self, iteration: int) -> None:
+        self._pending.pop(iteration).cancel()
+
+    async def _timed(self, iteration: int) -> RolledOut:
+        began = time.perf_counter()
+        made = await self.make(iteration)
+        made.seconds = time.perf_counter() - began
+        return made
+
+
+def check_staleness(trajectories: Sequence[Trajectory], version: int, staleness: int) -> None:
+    """Raises StalenessError if a sampled token is of weights before ``version - staleness``. Trajectories that failed
+    by infrastructure are not trained on, and not looked at."""
+    for t in trajectories:
+        versions = [] if t.failed_by_infrastructure else [v for turn in t.turns for v, _ in turn.versions]
+        if versions and min(versions) < version - staleness:
+            raise StalenessError(
+                f"trajectory {t.group}/{t.index} holds tokens of weights {min(versions)}, but the engine has weights "
+                f"{version} and staleness is {staleness}: expected {version - staleness} or later. Weights must be "
+                "pushed once after each iteration (callbacks.training.weight_sync.WeightSync), as versions one apart"
+            )

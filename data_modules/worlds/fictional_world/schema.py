@@ -1,0 +1,58 @@
+"""Word pools, kinds of entities, relations and quantities of the fictional world. The words are in ``schema.json``.
+
+Every name is put together from a small pool of reusable words that the tokenizer holds whole, shared between
+entities, so that retrieval has to tell entities apart and a tiny model still has to copy two or three tokens only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+
+class Kind(StrEnum):
+    PERSON = "person"
+    TOWN = "town"
+    COMPANY = "company"
+    BOOK = "book"
+    FESTIVAL = "festival"
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A functional relation ``subject -> object``.
+
+    ``keyword`` is the only word by which passages name it; none of ``phrases`` contains it, so a query that repeats
+    the question finds the wrong passage: the query has to be rewritten.
+    """
+
+    keyword: str
+    subject: Kind
+    object: Kind
+    phrases: tuple[str, ...]  # noun phrases with {x} for the subject
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number that every entity of a kind has. As with relations, no phrase contains the keyword."""
+
+    keyword: str
+    kind: Kind
+    phrases: tuple[str, ...]  # noun phrases with {x} for the entity
+
+
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+WORDS: dict[str, list[str]] = _TABLES["words"]  # parts of names
+RELATIONS = TypeAdapter(tuple[Relation, ...]).validate_python(_TABLES["relations"])
+RELATIONS_OF: dict[Kind, tuple[Relation, ...]] = {
+    kind: tuple(r for r in RELATIONS if r.subject is kind) for kind in Kind
+}
+QUANTITIES = TypeAdapter(tuple[Quantity, ...]).validate_python(_TABLES["quantities"])
+QUANTITIES_OF: dict[Kind, tuple[Quantity, ...]] = {
+    kind: tuple(q for q in QUANTITIES if q.kind is kind) for kind in Kind
+}

@@ -1,0 +1,141 @@
+"""``make ask``: put a question to a trained model and watch it search."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.commands.command import command, make_graph, option
+from experiments.commands.models import find_model, plays_episodes, rollouts_of
+from experiments.registry.errors import ExperimentError
+from experiments.registry.files import Config
+from experiments.stages.context import RunContext
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollout.engines.base import Generation
+    from rollout.samplers.base import GroupRunner, RunningView
+    from rollout.trajectory import Task, Trajectory, TrajectoryPrefix
+
+
+@command(
+    "ask",
+    "put a question to a trained model and watch it search",
+    option("--question", help="without it, questions are read from the terminal"),
+    option("--temperature", type=float, default=0.0, help="0 is greedy"),
+)
+def ask(args: argparse.Namespace, context: RunContext) -> None:
+    """Roll out questions with the experiment's model, each turn printed as soon as it is there."""
+    from rich.console import Console
+
+    from experiments.stages.validate import instantiate
+    from rollout.protocols.text import shows_task_prompts
+
+    question, temperature = args.question, args.temperature
+    config = copy.deepcopy(make_graph(context).target().config)
+    if plays_episodes(config):
+        raise ExperimentError(
+            f"the world of '{context.target}' takes tasks, not questions; its episodes lie in the "
+            "stage's trajectories/, make evaluate plays new ones"
+        )
+    model = find_model(context, None)
+    rollouts = rollouts_of(config)
+    rollouts["init_args"]["engine"]["init_args"]["model"] = str(model)
+    console = Console(highlight=False)
+    console.print(f"[dim]loading {context.project.relative(model)} and its search engine ...[/dim]")
+    system = instantiate(rollouts, "rollouts")
+    system.sampler = WatchedSampler(console, system.protocol)
+    example = example_task(config) if shows_task_prompts(system.protocol) else None
+    try:
+        system.start()
+        if question is not None:
+            answer(system, console, asked_task(question, example), temperature, context.seed or 0)
+            return
+        while text := console.input("\n[bold]question[/bold] (empty to end): ").strip():
+            answer(system, console, asked_task(text, example), temperature, context.seed or 0)
+    except EOFError:
+        pass  # the end of a piped list of questions
+    finally:
+        system.close()
+
+
+def example_task(config: Config) -> Task:
+    """The first question of the experiment's files, whose prompt shows how a question is put."""
+    from data_modules.datasets.questions import load_tasks
+    from data_modules.loading.question_loading import QuestionLoading
+
+    arguments = (config.get("data") or config["task"])["init_args"]
+    files = [path for key in ("test_files", "val_files", "train_files", "files") for path in arguments.get(key) or ()]
+    if not files:
+        raise ExperimentError("the prompt template is 'dataset', and the experiment names no question file to show one")
+    wording = {key: arguments[key] for key in ("prompts", "lcb_examples") if key in arguments}
+    return QuestionLoading(None, **wording).worded(load_tasks(files[0], answers=False)[:1])[0]
+
+
+def asked_task(question: str, example: Task | None) -> Task:
+    """The question as a task; where the data set words the prompts, in the prompt of ``example``."""
+    from rollout.trajectory import Task
+
+    text = question.strip()
+    if not text:
+        raise ExperimentError('the question is empty: make ask Q="Who wrote ...?"')
+    prompt = ()
+    if example is not None:
+        text += "" if text.endswith("?") else "?"
+        prompt = tuple((role, content.replace(example.question, text)) for role, content in example.prompt)
+        if prompt == example.prompt and text != example.question:
+            raise ExperimentError(f"the prompt of task {example.id} does not hold its question; no place for another")
+    return Task(id="asked", question=text, golden_answers=(), data_source="asked", prompt=prompt)
+
+
+def answer(system: Any, console: Console, task: Task, temperature: float, seed: int) -> None:
+    from rich.markup import escape
+
+    from data_modules.loading.decoding import Decoding
+
+    [trajectory] = system.rollout([task], n=1, sampling=Decoding(temperature=temperature).params, seed=seed)
+    if trajectory.failed_by_infrastructure:
+        raise ExperimentError(f"the search engine or the model failed: {'; '.join(system.failures)}")
+    found = trajectory.answer if trajectory.answer is not None else "(none)"
+    calls = Counter(call.request.name for call in trajectory.executed_calls)
+    made = ", ".join(f"{count} x {tool}" for tool, count in calls.items()) or "no call"
+    console.print(f"\n[bold green]answer:[/bold green] {escape(found)}", markup=True)
+    console.print(
+        f"[dim]{len(trajectory.turns)} turns, {made}, {len(trajectory.response_ids)} tokens, "
+        f"{trajectory.seconds:.1f} s, ended by {trajectory.stop_reason}[/dim]"
+    )
+
+
+@dataclass
+class WatchedSampler:
+    """One trajectory, shown as it grows: the model's text in colour, what it reads dimmed."""
+
+    console: Console
+    protocol: Any
+
+    async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:
+        from rollout.samplers.base import Hooks
+
+        shown = 0
+
+        def show(trajectory: TrajectoryPrefix) -> None:
+            nonlocal shown
+            new = zip(trajectory.loss_mask[shown:], trajectory.response_ids[shown:], strict=True)
+            for role, tokens in itertools.groupby(new, key=operator.itemgetter(0)):
+                text = self.protocol.decode([token for _, token in tokens])
+                self.console.print(text, style="cyan" if role else "dim", markup=False, end="")
+            shown = len(trajectory.response_ids)
+
+        async def on_turn(running: RunningView, generation: Generation) -> None:
+            show(running)
+
+        trajectory = await group.run(0, hooks=Hooks(on_turn=on_turn))
+        show(trajectory)
+        self.console.print()
+        return [trajectory]

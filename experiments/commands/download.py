@@ -1,0 +1,73 @@
+"""Fetching the weights and data that an experiment needs and that can be fetched."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.commands.command import COMPARE, command, make_graph, unique_needs
+from experiments.registry.errors import ExperimentError
+from experiments.stages.context import RunContext
+from experiments.stages.graph import Need
+
+
+@command(
+    "download",
+    "fetch the weights and data an experiment needs from the Hugging Face hub",
+    COMPARE,
+)
+def download(args: argparse.Namespace, context: RunContext) -> None:
+    """Fetch what can be fetched; say how to get the rest."""
+    needs = unique_needs(make_graph(context).plan(compare=context.compare))
+    if not needs:
+        print(f"'{context.target}' needs no download")
+        return
+    failed = []
+    for need in needs:
+        size = f"about {need.size_gb:g} GB" if need.size_gb else "size unknown"
+        if need.present:
+            print(f"  there   {need.path}")
+        elif need.hub is None:
+            print(f"  by hand {need.path}: {need.how}")
+        else:
+            print(f"  fetch   {need.path} from huggingface.co/{need.hub} ({size})", flush=True)
+            problem = _fetch(need, need.hub, context.project.root)
+            if problem:
+                failed.append(f"{need.hub} -> {need.path}: {problem}")
+    if failed:
+        raise ExperimentError(
+            "\n  ".join(["these could not be fetched:", *failed])
+            + "\nCheck the network (behind a proxy: HTTPS_PROXY; a mirror: HF_ENDPOINT; gated models: HF_TOKEN) and "
+            "run the command again, it continues where it stopped. Or put the files at the paths named above by hand."
+        )
+
+
+def _fetch(need: Need, hub: str, root: Path) -> str | None:
+    """Returns what went wrong, or None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    target = root / need.path
+    folder = target if not need.files else target.parent
+    try:
+        snapshot_download(hub, repo_type=need.repo_type, local_dir=folder, allow_patterns=list(need.files) or None)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return str(error).splitlines()[0]
+    if need.assemble:
+        parts = sorted(p for pattern in need.files for p in folder.glob(pattern))
+        print(f"          joining {len(parts)} files into {need.path}", flush=True)
+        assemble(parts, target)
+    return None if target.exists() else f"fetched, but {need.path} is not there: {need.how}"
+
+
+def assemble(parts: Sequence[Path], target: Path) -> None:
+    """Write the parts, unpacked where they are ``.gz``, one after the other; the target appears when it is whole."""
+    temporary = target.with_name(f".{target.name}.part")
+    with temporary.open("wb") as out:
+        for part in parts:
+            with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as source:
+                shutil.copyfileobj(source, out, 16 << 20)
+    temporary.replace(target)

@@ -1,0 +1,75 @@
+"""``make experiments``: a line per family, or with a filter a line per experiment, on a screen of 80 columns."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from experiments.commands.command import command, option
+from experiments.registry import listing
+from experiments.registry.errors import ExperimentError, nearest
+from experiments.registry.listing import Summary
+from experiments.stages.context import RunContext
+
+WIDTH = 80
+
+
+@command(
+    "list",
+    "list the experiments, all or some",
+    option("--like", help="part of a name"),
+    option("--algorithm", help="as GRPO; upper or lower case"),
+    option("--hardware", help="part of what is needed, as cpu"),
+    experiment=False,
+    overrides=False,
+)
+def list_experiments(args: argparse.Namespace, context: RunContext) -> None:
+    """Raises ExperimentError where the filter leaves nothing."""
+    every, wrong = listing.summaries(context.project)
+    for fault in wrong:
+        print(f"left out: {fault}", file=sys.stderr)
+    if args.like is None and args.algorithm is None and args.hardware is None:
+        print_table([("family", "number", "hardware", "algorithms"), *families(every)])
+        print("\nOne by one: make experiments LIKE=sod, ALGORITHM=GRPO or HARDWARE=cpu")
+        print("Run one:    make train EXP=NAME      What it would do: make dry-run EXP=NAME")
+        return
+    found = [entry for entry in every if fits(entry, args)]
+    if not found:
+        hint = ""
+        if args.algorithm is not None:
+            hint = nearest(args.algorithm, {entry.algorithm for entry in every})
+        elif args.like is not None:
+            hint = f"; no name holds '{args.like}'{nearest(args.like, {entry.name for entry in every}, show=6)}"
+        raise ExperimentError(f"none of the {len(every)} experiments fits{hint}")
+    rows = [(entry.name, entry.algorithm, entry.reproduces or entry.summary) for entry in found]
+    print_table([("experiment", "algorithm", "reproduces, or what it is"), *rows])
+    print(f"\n{len(found)} of {len(every)} experiments. Run one: make train EXP=NAME")
+
+
+def fits(entry: Summary, args: argparse.Namespace) -> bool:
+    return (
+        (args.like is None or args.like.lower() in entry.name.lower())
+        and (args.algorithm is None or args.algorithm.lower() == entry.algorithm.lower())
+        and (args.hardware is None or args.hardware.lower() in entry.hardware.lower())
+    )
+
+
+def families(every: Sequence[Summary]) -> list[tuple[str, ...]]:
+    """(family, number of experiments, hardware, algorithms) for each, in the order of their names."""
+    rows = []
+    for family in sorted({entry.family for entry in every}):
+        members = [entry for entry in every if entry.family == family]
+        trained_first = sorted(members, key=lambda entry: entry.kind != "fit")
+        algorithms = dict.fromkeys(entry.algorithm for entry in trained_first if entry.algorithm not in ("", "-"))
+        largest = max((entry.hardware for entry in members), key=lambda hardware: ("GPU" in hardware, hardware))
+        rows.append((family, str(len(members)), largest, ", ".join(algorithms) or "what the others depend on"))
+    return rows
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need to be; the last one is cut where the screen ends."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    for row in rows:
+        line = "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3].rstrip()}...")

@@ -1,0 +1,116 @@
+"""``make export``: a model out of outputs/ as a Hugging Face folder, of a finished experiment or from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.commands.command import command, make_graph, option
+from experiments.commands.models import find_model, is_model_folder
+from experiments.launch import runner
+from experiments.registry.errors import ExperimentError
+from experiments.stages.context import RunContext
+from experiments.stages.graph import Stage
+from experiments.stages.store import StageFolder
+from rollout.files import write_atomically
+
+OWN = ("last", "best")  # checkpoints of the experiment's own stage
+WHICH = "last or best (the experiment's own, done or not), a .ckpt (file or DeepSpeed folder) or a model folder"
+
+
+@command(
+    "export",
+    "an experiment's model, or any checkpoint of it, as a Hugging Face folder",
+    option("--checkpoint", help=f"{WHICH}; default: its result"),
+    option("--to", help="target folder; default: exports/NAME"),
+    option("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as the weights are"),
+)
+def export(args: argparse.Namespace, context: RunContext) -> None:
+    """Copy the exported model of a finished experiment, or merge a checkpoint; beside it a model card
+    (``README.md``) and ``provenance.yaml``.
+
+    Raises:
+        ExperimentError: nothing to export, a target that is in the way, or what was named is no (whole) checkpoint of
+            this experiment.
+    """
+    stage = make_graph(context).target()
+    path = find_weights(stage, context, args.checkpoint)
+    target = Path(args.to) if args.to else context.project.root / "exports" / context.target
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder with --to")
+    if is_model_folder(path) and args.dtype is None:
+        shutil.copytree(path, target, dirs_exist_ok=True)
+    else:
+        merge(path, target, str(path) if is_model_folder(path) else source_of(path, stage, context), args.dtype)
+    folder = stage_folder_of(path)
+    result = (StageFolder(folder).result() or {}) if folder else {}
+    origin = {"experiment": context.target, "weights": str(path.resolve()), "folder": str(folder or "")}
+    origin |= {"dtype": args.dtype} | result
+    write_atomically(target / "provenance.yaml", yaml.safe_dump(origin, sort_keys=False))
+    write_atomically(target / "README.md", card_of(path, folder, stage, result, args.dtype))
+    print(f"exported {context.project.relative(path.absolute())} to {target}: transformers and vLLM load it as it is")
+
+
+def find_weights(stage: Stage, context: RunContext, checkpoint: str | None) -> Path:
+    """The model folder or checkpoint that is asked for. Raises ExperimentError if there is none."""
+    store = StageFolder(stage.folder)
+    if checkpoint in OWN:
+        path = stage.folder / "checkpoints" / f"{checkpoint}.ckpt"
+        if not path.exists():
+            raise ExperimentError(f"'{stage.name}' has no {checkpoint} checkpoint ({context.project.relative(path)})")
+        return path
+    if checkpoint is not None:
+        return find_model(context, checkpoint)
+    if store.result() is None and store.checkpoint.exists():
+        raise ExperimentError(
+            f"'{stage.name}' is not done; its last checkpoint can be exported: make export EXP={stage.name} CKPT=last"
+        )
+    path = runner.folder_of(context.project, stage) / "model"
+    if not path.is_dir():
+        raise ExperimentError(f"'{context.target}' makes no model ({context.project.relative(path)} does not exist)")
+    return path
+
+
+def merge(path: Path, target: Path, source: str, dtype: str | None) -> None:
+    import torch
+
+    from callbacks.model_export.checkpoints import export_checkpoint
+
+    try:
+        export_checkpoint(path, target, source, dtype=getattr(torch, dtype) if dtype else None)
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
+
+
+def card_of(path: Path, folder: Path | None, stage: Stage, result: dict[str, Any], dtype: str | None) -> str:
+    """The model card. Scores are those of the stage's own model: another checkpoint of it was not tested."""
+    from experiments.reports.model_card import model_card
+
+    config = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
+    if folder is None or not is_model_folder(path) or not result:
+        return model_card(config, result, None, f"These weights ({path.resolve().name}) were not tested.")
+    return model_card(config, result, folder, f"Tested before the weights were rounded to {dtype}." if dtype else "")
+
+
+def stage_folder_of(path: Path) -> Path | None:
+    """Of ``STAGE/model`` or ``STAGE/checkpoints/x.ckpt``; None for what lies elsewhere."""
+    for parent in list(path.absolute().parents)[:2]:
+        if (parent / "config.yaml").is_file() and (parent / "stage.json").is_file():
+            return parent
+    return None
+
+
+def source_of(checkpoint: Path, stage: Stage, context: RunContext) -> str:
+    """The folder (or owner/name) that the checkpoint's policy was started from, by the configuration of the stage that
+    wrote it, or by the experiment's where it lies elsewhere."""
+    folder = stage_folder_of(checkpoint)
+    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
+    policy = ((config.get("model") or {}).get("init_args") or {}).get("policy")
+    if not policy:
+        raise ExperimentError(f"'{config['experiment']['name']}' has no model.policy: nothing says what its model is")
+    local = context.project.root / policy
+    return str(local) if local.exists() else policy

@@ -1,0 +1,131 @@
+"""The models that experiments have made: finding one, and testing it (``make evaluate``). Imports without torch."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.commands.command import command, make_graph, option
+from experiments.launch import runner
+from experiments.registry.errors import ExperimentError
+from experiments.registry.files import Config
+from experiments.registry.overrides import Overrides
+from experiments.stages.context import RunContext
+from experiments.stages.graph import Graph, Stage, require_files
+from experiments.stages.store import StageFolder
+
+EVALUATE_ONLY = "lightning_modules.training.policy_module.EvaluateOnly"
+
+
+def trained_stage(context: RunContext) -> Stage:
+    """Where the experiment's model lies: the stage as overridden if it was trained so, else the one without overrides,
+    which are then about how the model is used."""
+    overridden = make_graph(context).target()
+    if StageFolder(overridden.folder).result() is not None:
+        return overridden
+    return Graph(context.project, context.target, Overrides(), context.seed).target()
+
+
+def find_model(context: RunContext, checkpoint: str | None) -> Path:
+    """The file or folder named, or else the experiment's own model.
+
+    Raises:
+        ExperimentError: it is not there, or is neither a checkpoint nor a model folder.
+    """
+    if checkpoint is None:
+        return runner.folder_of(context.project, trained_stage(context)) / "model"
+    path = Path(checkpoint)
+    if not path.exists():
+        raise ExperimentError(f"no checkpoint at {checkpoint}")
+    if path.is_dir() and (path / "model" / "config.json").is_file():
+        return path / "model"  # a stage's folder
+    if not is_model_folder(path) and path.suffix != ".ckpt":
+        raise ExperimentError(f"{checkpoint} is neither a .ckpt nor a Hugging Face folder (no config.json in it)")
+    return path
+
+
+def is_model_folder(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
+    """A stage of kind test over ``path``: a model folder is loaded instead of the experiment's policy, a .ckpt
+    into the experiment's own module."""
+    digest = hashlib.sha256(f"{target.key} {graph.hasher(path)}".encode()).hexdigest()[:12]
+    graph.hasher.save()
+    folder = target.folder.parent / f"evaluate-{digest}"
+    config = copy.deepcopy(target.config)
+    config["experiment"] |= {"kind": "test", "folder": graph.project.relative(folder)}
+    config["trainer"].pop("num_nodes", None)  # a test takes one node, and no launcher
+    logger = (config["trainer"].get("logger") or {}).get("init_args")
+    if logger is not None:
+        logger |= {"run_name": f"{target.name}-{path.name}", "save_dir": str(folder)}
+    if is_model_folder(path):
+        config["model"] = {"class_path": EVALUATE_ONLY, "init_args": {"policy": str(path)}}
+        rollouts_of(config)["init_args"]["engine"]["init_args"]["model"] = str(path)
+    return replace(target, kind="test", key=digest, folder=folder, config=config)
+
+
+def rollouts_of(config: Config) -> Config:
+    """The rollout system's part of a configuration. Raises ExperimentError if there is none."""
+    section = config.get("data") or config.get("task") or {}
+    rollouts = (section.get("init_args") or {}).get("rollouts")
+    if not rollouts:
+        raise ExperimentError(f"'{config['experiment']['name']}' has no rollout system, so it cannot search or answer")
+    return rollouts
+
+
+def plays_episodes(config: Config) -> bool:
+    """Whether the experiment's environment is a world that scores itself, whose tasks are no questions."""
+    from experiments.stages.validate import import_class
+
+    block = (config.get("data") or config.get("task") or {}).get("init_args") or {}
+    environment = ((block.get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
+    path = environment.get("class_path")
+    return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
+
+
+@command(
+    "evaluate",
+    "test a checkpoint or model folder as the experiment does",
+    option("--checkpoint", help="a .ckpt of this experiment or a model folder; default: its result"),
+)
+def evaluate(args: argparse.Namespace, context: RunContext) -> None:
+    """Run Trainer.test for a checkpoint as a stage of its own, and print its line of the table.
+
+    Raises:
+        ExperimentError: no such checkpoint, or one whose tokenizer is not the experiment's.
+    """
+    graph, checkpoint = make_graph(context), args.checkpoint
+    target = graph.target()
+    if target.kind == "task":
+        raise ExperimentError(f"'{target.name}' is of kind task: there is no model to evaluate")
+    path = find_model(context, checkpoint)
+    context = replace(context, verb="evaluate", variables=(f"CKPT={checkpoint}",) if checkpoint else ())
+    stage = evaluation_stage(target, path, graph)
+    for upstream in target.upstream:
+        runner.folder_of(context.project, upstream)  # the world, the index: made by train
+    require_files([stage], context.project.root)
+    if is_model_folder(path):
+        require_same_tokenizer(path, rollouts_of(stage.config)["init_args"]["protocol"]["init_args"]["tokenizer"])
+    print(f"{target.name}: testing {context.project.relative(path.absolute())}", flush=True)
+    runner.make_stage(stage, context, fresh=context.fresh, checkpoint=None if is_model_folder(path) else path)
+    from experiments.reports.report import closing_table
+
+    print(closing_table([(path.name, stage.folder)], target.config["experiment"].get("columns")))
+    print(f"  metrics: {context.project.relative(stage.folder / 'evaluation.json')}")
+
+
+def require_same_tokenizer(model: Path, tokenizer: str) -> None:
+    """Raises ExperimentError when the model reads other ids than the experiment writes."""
+    from transformers import AutoTokenizer
+
+    theirs, ours = (AutoTokenizer.from_pretrained(str(p)).get_vocab() for p in (model, tokenizer))
+    if theirs != ours:
+        raise ExperimentError(
+            f"{model} has another tokenizer ({len(theirs)} entries) than this experiment ({tokenizer}, {len(ours)} "
+            "entries): it is a checkpoint of another model. Name the experiment that it belongs to: EXP=..."
+        )

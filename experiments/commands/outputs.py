@@ -1,0 +1,103 @@
+"""What lies in the outputs: a table of runs (``make compare``), MLflow over them (``make ui``), and ``make clean``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from callbacks.tracking.run_info import SQLITE, default_tracking_uri
+from experiments.commands.command import command, option, require_free_port, serve
+from experiments.registry import listing
+from experiments.registry.columns import columns_of
+from experiments.registry.errors import ExperimentError
+from experiments.stages.context import RunContext
+from experiments.stages.store import StageFolder
+
+BOOKKEEPING = ("config.yaml", "stage.json", "log", "traceback.txt")
+
+
+@command(
+    "compare",
+    "a table of runs; curves: make ui",
+    option("names", nargs="*", help="only these experiments"),
+    experiment=False,
+    overrides=False,
+)
+def compare(args: argparse.Namespace, context: RunContext) -> None:
+    from experiments.reports.compare import CURVES, NoRunsError
+    from experiments.reports.report import compare as compare_runs
+
+    metrics = dict.fromkeys((*CURVES, *chosen_metrics(args.names, context)))
+    try:
+        print(compare_runs(context.project.outputs, args.names, metrics=tuple(metrics)))
+    except (NoRunsError, FileNotFoundError) as error:
+        raise ExperimentError(str(error)) from None
+
+
+def chosen_metrics(names: Sequence[str], context: RunContext) -> list[str]:
+    """Metrics behind the columns that the named experiments have chosen for their tables. Names of runs that are no
+    experiment (patterns, files since removed) have none."""
+    known = [name for name in names if name in listing.names(context.project)]
+    blocks = [listing.load(name, context.project)["experiment"] for name in known]
+    columns = [column for block in blocks for column in columns_of(block.get("columns") or []).values()]
+    return [metric for column in columns for metric in column.metrics]
+
+
+@command("ui", "open the runs in MLflow", option("--port", type=int, default=5000), experiment=False, overrides=False)
+def ui(args: argparse.Namespace, context: RunContext) -> None:
+    """MLflow's own interface over the embedded store, in the foreground."""
+    store = default_tracking_uri(context.project.outputs)
+    database = Path(store.removeprefix(SQLITE))
+    if store.startswith(SQLITE) and not database.is_file():
+        raise ExperimentError(f"there are no runs yet ({database} does not exist): make train first")
+    require_free_port(args.port, "make ui PORT=5001")
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    print(f"MLflow over {store}: http://127.0.0.1:{args.port} (Ctrl-C ends it)", flush=True)
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store, "--port", str(args.port)]
+    serve(command, "MLflow server", context, environment)
+
+
+@command(
+    "clean",
+    "remove unfinished stages, but for those that can be resumed",
+    option("--all", action="store_true", help="list all stages; with --force remove them"),
+    option("--force", action="store_true", help="remove what can be resumed, too, and with --all what is done"),
+    experiment=False,
+    overrides=False,
+)
+def clean(args: argparse.Namespace, context: RunContext) -> None:
+    """Remove stage folders that nobody is working in: those that are neither done nor can be resumed, with ``--force``
+    also those that can be resumed, with ``--all --force`` all. What would need ``--force`` is listed."""
+    removed = kept = 0
+    for folder in sorted(context.project.outputs.glob("*/*/")):
+        state = StageFolder(folder).state() if (folder / "stage.json").is_file() else "done"
+        if state == "running":
+            print(f"  left alone: {context.project.relative(folder)} (a process is working in it)")
+            continue
+        if state == "done" and not (args.all and (folder / "stage.json").is_file()):
+            continue
+        what = "can be resumed" if state != "done" and can_be_resumed(folder) else state
+        if what != "unfinished" and not args.force:
+            print(f"  kept    {context.project.relative(folder)} ({what})")
+            kept += 1
+            continue
+        print(f"  removed {context.project.relative(folder)} ({what})", flush=True)
+        shutil.rmtree(folder)
+        removed += 1
+    words = f"; {kept} kept, which FORCE=1 would remove, too" if kept else ""
+    print(f"{removed} stage folders removed{words}")
+
+
+def can_be_resumed(folder: Path) -> bool:
+    """Whether an unfinished stage has left a checkpoint, or as a task anything that another attempt may find."""
+    store = StageFolder(folder)
+    if store.checkpoint.exists() or not store.config_path.is_file():
+        return store.checkpoint.exists()
+    task = yaml.safe_load(store.config_path.read_text())["experiment"]["kind"] == "task"
+    return task and any(path.name not in BOOKKEEPING for path in folder.iterdir())

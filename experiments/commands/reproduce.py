@@ -1,0 +1,107 @@
+"""``make reproduce``: seeds of an experiment and of its ablations, tested (in two ways unless the experiment says
+``sampled: false``), and a page about them."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from experiments.commands.command import command, make_graph, numbers, option
+from experiments.commands.models import evaluation_stage
+from experiments.launch import runner
+from experiments.stages.context import RunContext
+from experiments.stages.graph import Graph, Stage
+from experiments.stages.store import StageFolder
+
+# The released code of DGPO validates at temperature 1 although greedy decoding is configured (docs/papers/dgpo.md 2.4),
+# so its tables hold sampled answers; every model is tested in this way, too, unless the experiment says
+# `sampled: false` because its own test samples already.
+SAMPLED = {"temperature": 1.0}
+
+
+@command(
+    "reproduce",
+    "several seeds of an experiment and its ablations, then a report",
+    option("--seeds", default="0,1,2", help="comma-separated"),
+    option("--ablation-seeds", help="seeds of the ablations, some of --seeds; default: all of them"),
+)
+def reproduce(args: argparse.Namespace, context: RunContext) -> None:
+    """Several seeds of the experiment and of its ablations (of those in ``ablations_once`` the first seed alone), then
+    docs/results/NAME.{md,json}. What is done is reused.
+
+    Raises:
+        ExperimentError: seeds that are no numbers.
+        StageFailed: a stage did not end well; the next call continues from there.
+    """
+    context = dataclasses.replace(context, compare=True)
+    seeds = numbers("--seeds", args.seeds, "0,1,2")
+    ablation_seeds = numbers("--ablation-seeds", args.ablation_seeds, "0,1,2") if args.ablation_seeds else seeds
+    rows: list[dict[str, Any]] = []
+    about = make_graph(context).target().config["experiment"]
+    sampled = about.get("sampled", True)
+    for seed in seeds:
+        seeded = dataclasses.replace(context, seed=seed)
+        rows += make_rows(seeded, sampled)
+        block = make_graph(seeded).target().config["experiment"]
+        ablations = (block.get("ablations") or []) if seed in ablation_seeds else []
+        once = (block.get("ablations_once") or []) if seed == seeds[0] else []
+        for name in [*ablations, *once]:
+            rows += make_rows(dataclasses.replace(seeded, target=name), sampled)
+    from experiments.reports.report import write_results  # late: it imports torch, which would sit here for hours
+
+    variables = [f"SEEDS={args.seeds}"]
+    if args.ablation_seeds:
+        variables.append(f"ABLATION_SEEDS={args.ablation_seeds}")
+    command = dataclasses.replace(context, verb="reproduce", variables=tuple(variables)).command()
+    results = context.project.root / "docs" / "results"
+    notes = results / f"{context.target}_notes.md"  # what a person has to say about the results
+    text = notes.read_text() if notes.is_file() else ""
+    chosen = {"columns": about.get("columns"), "score": about.get("score")}
+    for path in write_results(context.target, rows, results, command, **chosen, notes=text):
+        print(f"  written {context.project.relative(path)}")
+
+
+def make_rows(context: RunContext, sampled: bool) -> list[dict[str, Any]]:
+    """Make the experiment and what it is compared with; a row for each that was tested, if ``sampled`` also with
+    sampled answers."""
+    graph = make_graph(context)
+    target, compared = runner.make(graph, context)
+    tested = [stage for stage in (*compared, target) if StageFolder(stage.folder).evaluation.is_file()]
+    return [
+        result_row(stage) | ({"sampled": make_sampled(stage, graph, context)} if sampled else {}) for stage in tested
+    ]
+
+
+def make_sampled(stage: Stage, graph: Graph, context: RunContext) -> Path:
+    """Folder of the test of a finished stage's model with sampled answers; made unless it is there."""
+    config = copy.deepcopy(stage.config)
+    data = config["data"]["init_args"]
+    data["eval_sampling"], data["probes"] = SAMPLED, []
+    changed = dataclasses.replace(stage, config=config, key=f"{stage.key}, sampled")
+    evaluation = evaluation_stage(changed, model_of(stage), graph)
+    if StageFolder(evaluation.folder).result() is None:
+        print(f"  {stage.name}, seed {stage.config['seed_everything']}: testing with sampled answers", flush=True)
+        runner.make_stage(evaluation, context, fresh=False)
+    return evaluation.folder
+
+
+def model_of(stage: Stage) -> Path:
+    """Folder of the model that a finished stage has tested."""
+    return stage.folder / "model" if stage.kind == "fit" else Path(stage.config["model"]["init_args"]["policy"])
+
+
+def result_row(stage: Stage) -> dict[str, Any]:
+    """What the results page needs to know about a stage that is done."""
+    result = StageFolder(stage.folder).result() or {}
+    return {
+        "name": stage.name,
+        "label": stage.label,
+        "seed": stage.config["seed_everything"],
+        "fixed_seed": bool(stage.config["experiment"].get("fixed_seed")),
+        "folder": stage.folder,
+        "model": model_of(stage),
+        **{key: result[key] for key in ("seconds", "command", "commit")},
+    }

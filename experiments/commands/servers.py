@@ -1,0 +1,71 @@
+"""Servers over what an experiment configures: its search index (``make retriever``), its engine (``make engine``)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from experiments.commands.command import command, make_graph, option, require_free_port, serve
+from experiments.commands.models import rollouts_of
+from experiments.launch import runner
+from experiments.registry.errors import ExperimentError
+from experiments.stages.context import RunContext
+from experiments.stages.graph import closure
+
+INDEX_TASK = "retrieval.index.BuildIndex"
+# Handed through to the server.
+SERVER_OPTIONS = ("topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce")
+
+
+@command(
+    "retriever",
+    "serve the search index that an experiment depends on",
+    option("--index", help="index folder; default: the one the experiment has built"),
+    option("--port", type=int, default=8000),
+    *(option(f"--{name}", help="as `python -m retrieval.server` takes it") for name in SERVER_OPTIONS),
+    option("--gpu", action="store_true", help="exact vectors on all GPUs, as 16-bit floats"),
+)
+def retriever(args: argparse.Namespace, context: RunContext) -> None:
+    """The search server over the index that an experiment depends on, in the foreground."""
+    require_free_port(args.port, "make retriever PORT=8001")
+    index = args.index
+    if index is None:
+        graph = make_graph(context)
+        stages = [s for s in closure([graph.target()]) if (s.config.get("task") or {}).get("class_path") == INDEX_TASK]
+        if not stages:
+            raise ExperimentError(f"'{context.target}' builds no index of its own: name one with --index DIR")
+        index = str(runner.folder_of(context.project, stages[0]) / "index")
+    command = [sys.executable, "-m", "retrieval.server", "--index", index, "--port", str(args.port)]
+    where = f"http://{args.host or '127.0.0.1'}:{args.port}"
+    print(f"search over {index}: POST {where}/retrieve (Ctrl-C ends it)", flush=True)
+    serve([*command, *server_options(args)], "search server", context)
+
+
+def server_options(args: argparse.Namespace) -> list[str]:
+    """What was given of the server's own options, as its arguments; the server checks them."""
+    given = {name: getattr(args, name.replace("-", "_")) for name in SERVER_OPTIONS}
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
+    return [*words, "--gpu"] if args.gpu else words
+
+
+@command(
+    "engine-server",
+    "serve the engine that an experiment configures, over HTTP",
+    option("--checkpoint", help="folder of a model of the same shapes; default: the one the YAML names"),
+    option("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines (there is no password)"),
+    option("--port", type=int, default=8100),
+)
+def engine_server(args: argparse.Namespace, context: RunContext) -> None:
+    """The engine that an experiment configures, over HTTP, in the foreground."""
+    require_free_port(args.port, "make engine PORT=8101")
+    target = make_graph(context).target()
+    engine = rollouts_of(target.config)["init_args"]["engine"]
+    if args.checkpoint is not None:
+        engine["init_args"]["model"] = args.checkpoint
+    for upstream in target.upstream if args.checkpoint is None else ():
+        runner.folder_of(context.project, upstream)  # the model's stage: made by train
+    words = ["--port", str(args.port), "--host", args.host]
+    command = [sys.executable, "-m", "rollout.engines.server.server", "--engine", json.dumps(engine), *words]
+    print(f"loading {engine['init_args'].get('model')} into {engine['class_path']} (Ctrl-C ends it)", flush=True)
+    serve(command, "engine server", context)

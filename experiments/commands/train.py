@@ -1,0 +1,140 @@
+"""``make train``: an experiment and everything it depends on; the plan alone (``dry-run``, ``validate``, ``status``); a
+single prepared stage (``stage``)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from experiments.commands.command import COMPARE, command, make_graph, option, unique_needs
+from experiments.commands.models import plays_episodes
+from experiments.launch import runner
+from experiments.registry.errors import ExperimentError
+from experiments.stages.context import RunContext
+from experiments.stages.graph import Stage
+from experiments.stages.store import StageFolder
+
+RESUME = "continue an interrupted stage: the default, but with a word when there is none"
+LAUNCH = "torchrun: start the ranks with it, on every node that runs this command; slurm: write a job and submit it"
+
+
+@command(
+    "train",
+    "make an experiment and all its stages, then show the results",
+    COMPARE,
+    option("--resume", choices=["last"], help=RESUME),
+    option("--fresh", action="store_true", help="make the experiment's own stage anew, even if it is done"),
+    option("--launch", choices=["torchrun", "slurm"], help=LAUNCH),
+    option("--nodes", type=int, metavar="N", help="as --trainer.num_nodes N"),
+    option("--processes", type=int, metavar="N", help="ranks per node; as --trainer.devices N"),
+    option("--node-rank", type=int, metavar="R", help="this node's number; default: NODE_RANK, or 0"),
+    option("--master-addr", metavar="HOST", help="node 0; default: MASTER_ADDR"),
+    option("--master-port", type=int, metavar="P", help="of node 0; default: MASTER_PORT, or 29400"),
+    option("--sbatch", help="further options of the job, as '--partition=gpu --time=24:00:00'"),
+)
+def train(args: argparse.Namespace, context: RunContext) -> None:
+    """Make everything, then the table and where things lie. With LAUNCH, see ``launch/nodes.py`` and ``slurm.py``."""
+    from experiments.launch import nodes, slurm
+
+    graph = make_graph(context)
+    target = graph.target()
+    ranks = nodes.require_launchable(args, os.environ, target.config)
+    if args.launch is not None:
+        context = dataclasses.replace(context, variables=(f"LAUNCH={args.launch}",))
+    if args.launch == "slurm":
+        slurm.submit(graph, context, args, ranks)
+        return
+    if args.launch == "torchrun":
+        context = dataclasses.replace(context, node=nodes.this_node(args, os.environ, ranks.nodes))
+    context.stop.install()
+    target, compared = runner.make(graph, context)
+    if not context.is_main_node:
+        print(f"{target.name} is done: {context.project.relative(target.folder)}")
+        return
+    closing_table([*compared, target], target.config["experiment"].get("columns"))
+    print_closing_words(target, context)
+
+
+def closing_table(stages: Sequence[Stage], columns: Sequence[str] | None) -> None:
+    """One line per stage that was tested (tasks, and stages that only prepare a model, are not)."""
+    rows = [(s.label, s.folder) for s in stages if StageFolder(s.folder).evaluation.is_file()]
+    if rows:
+        from experiments.reports.report import closing_table as table_of
+
+        print(f"\n{table_of(rows, columns)}")
+
+
+def print_closing_words(target: Stage, context: RunContext) -> None:
+    folder = StageFolder(target.folder)
+    places = {
+        "folder": folder.path,
+        "configuration": folder.config_path,
+        "model": folder.path / "model",
+        "evaluation": folder.evaluation,
+        "trajectories": folder.path / "trajectories",
+        "log": folder.log_path,
+    }
+    print()
+    for name, path in places.items():
+        if path.exists():
+            print(f"  {name:<14} {context.project.relative(path)}")
+    if target.kind != "task":
+        print("\nSee the runs in MLflow:   make ui")
+        if not plays_episodes(target.config):
+            print(f'Ask the model something:  make ask EXP={target.name} Q="..."')
+
+
+@command("dry-run", "print the resolved configuration and validate it; loads no model", COMPARE)
+def dry_run(args: argparse.Namespace, context: RunContext) -> None:
+    """The resolved configuration, validated, and what the experiment depends on. `train` validates the stages under it
+    in the same way before it runs the first."""
+    graph = make_graph(context)
+    target = graph.target()
+    from experiments.stages.validate import check
+
+    notes = check(target, context.project.root)
+    print(yaml.safe_dump(target.config, sort_keys=False, allow_unicode=True, width=110))
+    stages = graph.plan(compare=context.compare)
+    runner.print_plan(graph, runner.to_make(stages), context)
+    for need in unique_needs(stages):
+        print(f"  needs: {need.path}{'' if need.present else ' -- not there yet'} ({need.how})")
+    for note in notes:
+        print(f"  note: {note}")
+    print(f"the configuration of {target.name} is valid")
+
+
+@command(
+    "validate",
+    "validate the stages that `train` would run, quietly",
+    COMPARE,
+    option("--fresh", action="store_true"),
+    option("--elsewhere", action="store_true", help="for another machine: this one's devices do not matter"),
+)
+def validate(args: argparse.Namespace, context: RunContext) -> None:
+    """Check all stages that `train` would run, quietly, and that this machine has what they ask for."""
+    graph = make_graph(context)
+    target = graph.target()
+    from experiments.stages.validate import check
+
+    for stage in runner.to_make(graph.plan(compare=context.compare), fresh=target if args.fresh else None):
+        if (notes := check(stage, context.project.root)) and not args.elsewhere:
+            raise ExperimentError(notes[0])
+
+
+@command("status", "which stages of an experiment are done, and where they are", COMPARE)
+def status(args: argparse.Namespace, context: RunContext) -> None:
+    graph = make_graph(context)
+    runner.print_plan(graph, runner.to_make(graph.plan(compare=context.compare)), context)
+
+
+@command("stage", "run one prepared stage folder", option("folder", type=Path), experiment=False, overrides=False)
+def stage(args: argparse.Namespace, context: RunContext) -> int:
+    """The process of one stage, which the runner starts."""
+    from experiments.stages.stage import run
+
+    return run(args.folder)

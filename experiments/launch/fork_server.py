@@ -1,0 +1,105 @@
+"""The processes of a chain as forks of one that has imported the large libraries.
+
+Importing torch, Lightning and transformers takes 5 to 10 s of processor time, and a chain has up to 15 stages. The fork
+server is multiprocessing's. It imports and does nothing else, so that it holds no thread, no GPU and no random state
+when it forks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from experiments.stages.stage import PARENT_VARIABLE, set_environment
+
+LIBRARIES = ("torch", "lightning.pytorch.cli", "transformers.models.auto.modeling_auto", "mlflow")
+
+
+class ForkServer:
+    """Starts importing when it is made; ends with this process."""
+
+    def __init__(self) -> None:
+        # Some variables of a stage count only when an interpreter or a library starts, and the server has ours.
+        os.environ.update(set_environment(dict(os.environ)))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["experiments.launch.forked", *LIBRARIES])
+        forkserver.ensure_running()
+        del os.environ[PARENT_VARIABLE]  # of the server alone
+
+    def start(
+        self, command: Sequence[str], *, cwd: Path, env: dict[str, str], outputs: tuple[int, int] | None = None
+    ) -> ForkedProcess:
+        """As ``Popen(command, start_new_session=True)`` with no stdin, for a ``command`` of this interpreter
+        (``python FILE ...`` or ``python -m MODULE ...``).
+
+        Args:
+            outputs: file descriptors that become its stdout and stderr; default: one pipe, ``ForkedProcess.stdout``.
+        """
+        read = None
+        if outputs is None:
+            read, write = os.pipe()
+            ends = [Connection(write, readable=False), Connection(os.dup(write), readable=False)]
+        else:
+            ends = [Connection(os.dup(fd), readable=False) for fd in outputs]
+        process = self._context.Process(target=_run, args=(list(command[1:]), str(cwd), env, *ends))
+        process.start()
+        for end in ends:
+            end.close()
+        return ForkedProcess(process, read)
+
+
+class ForkedProcess:
+    """The part of ``subprocess.Popen`` that is used here."""
+
+    def __init__(self, process: BaseProcess, output: int | None) -> None:
+        self._process = process
+        self.stdout = None if output is None else os.fdopen(output, "rb", buffering=0)
+        assert process.pid is not None  # started
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _run(arguments: list[str], cwd: str, env: dict[str, str], stdout: Connection, stderr: Connection) -> None:
+    """In the fork: become what a fresh interpreter would be."""
+    os.setsid()
+    for target, source in ((1, stdout), (2, stderr)):
+        os.dup2(source.fileno(), target)
+        source.close()
+    os.environ.clear()
+    os.environ.update(env)
+    if PARENT_VARIABLE in env:
+        os.environ[PARENT_VARIABLE] = str(os.getppid())  # the server, which ends when our starter does
+    os.chdir(cwd)
+    sys.argv = arguments
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its children without

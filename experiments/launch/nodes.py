@@ -1,0 +1,191 @@
+"""Several nodes that make one experiment (``LAUNCH=torchrun``): every node runs the same command.
+
+Node 0 makes the stages in their order. A stage with ranks on all nodes is one torchrun launch, which every node joins;
+of the others, the nodes wait for the end. They meet in the shared outputs folder: the process that makes a stage
+holds a lock beside its folder, which the kernel releases when the process ends, however it ends. A stage whose lock is
+free and that is not done has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from callbacks.tracking.run_info import commit, duration
+from callbacks.training.stop_request import STOPPED as STOPPED_FILE
+from experiments.launch.stage_process import run_stage
+from experiments.registry.errors import ExperimentError
+from experiments.registry.hardware import Ranks, ranks_of, require_counted
+from experiments.stages.context import DEFAULT_PORT, STOPPED, Node, RunContext, StageFailed
+from experiments.stages.graph import Stage
+from experiments.stages.store import Lock, StageFolder
+
+RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")  # what only the process of a rank has
+LAUNCHER_OPTIONS = {
+    "nodes": "NNODES", "processes": "NPROC", "sbatch": "SBATCH", "node_rank": "NODE_RANK",
+    "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
+}  # fmt: skip
+POLL_S = 1.0
+VISIBLE_S = 20.0  # network file systems show a new file late
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """NNODES and NPROC are short for two overrides of the trainer, so that the experiment is the same (and has the
+    same key) whichever way it was asked for."""
+    pairs = (("num_nodes", args.nodes), ("devices", args.processes))
+    return [f"--trainer.{key}={value}" for key, value in pairs if value is not None]
+
+
+def require_launchable(args: argparse.Namespace, environment: Mapping[str, str], config: Mapping[str, Any]) -> Ranks:
+    """The ranks of the experiment, whose resolved configuration is ``config``.
+
+    Raises:
+        ExperimentError: this process is a rank of torchrun's itself (its ranks would wait for one another's stages);
+            options without a launcher; options that say one thing while overrides say another; a launcher that cannot
+            know how many ranks to start.
+    """
+    if found := [name for name in RANK_VARIABLES if name in environment]:
+        raise ExperimentError(
+            f"this process is one of several ranks already ({found[0]} is set). The project starts the ranks of each "
+            "stage itself: run make train once per node, with LAUNCH=torchrun"
+        )
+    ranks = ranks_of(config)
+    if args.launch is None:
+        if given := [name for option, name in LAUNCHER_OPTIONS.items() if getattr(args, option) is not None]:
+            raise ExperimentError(f"{given[0]} was given, but nothing to launch by: LAUNCH=torchrun or LAUNCH=slurm")
+        return ranks
+    for option, value, key, found in (
+        ("NNODES", args.nodes, "num_nodes", ranks.nodes), ("NPROC", args.processes, "devices", ranks.processes),
+    ):  # fmt: skip
+        if value is not None and value != found:
+            raise ExperimentError(
+                f"{option}={value}, but trainer.{key} of '{config['experiment']['name']}' is {found}: leave {option} "
+                "or the override away"
+            )
+    require_counted(f"'{config['experiment']['name']}'", config)
+    return ranks
+
+
+def this_node(args: argparse.Namespace, environment: Mapping[str, str], count: int) -> Node:
+    """This node among ``count``: options first, then torchrun's usual variables.
+
+    Raises:
+        ExperimentError: a number that is none, a node rank outside 0..count-1, no address of node 0.
+    """
+
+    def number(name: str, given: int | None, default: int) -> int:
+        text = environment.get(name) or str(default)
+        if given is None and not text.isdigit():
+            raise ExperimentError(f"{name} is '{text}'; expected a number")
+        return int(text) if given is None else given
+
+    rank = number("NODE_RANK", args.node_rank, 0)
+    port, timeout = number("MASTER_PORT", args.master_port, DEFAULT_PORT), number("LAUNCH_TIMEOUT", None, 600)
+    address = args.master_addr or environment.get("MASTER_ADDR") or ("127.0.0.1" if count == 1 else None)
+    if not 0 <= rank < count:
+        raise ExperimentError(f"NODE_RANK is {rank}, but there are {count} nodes: expected 0 to {count - 1}")
+    if address is None:
+        raise ExperimentError(
+            f"LAUNCH=torchrun with {count} nodes needs the address of node 0: MASTER_ADDR=host (and, on the others, "
+            "NODE_RANK=1, 2, ...), the same MASTER_PORT everywhere"
+        )
+    return Node(count, rank, address, port, timeout)
+
+
+# -- node 0 -----------------------------------------------------------------------------------------------------------
+
+
+def watch_nodes(store: StageFolder, nodes: int) -> Callable[[], str | None]:
+    """For node 0: a function that tells which other node began its part of the stage and is gone; None if none is."""
+    begun: dict[int, dict[str, Any]] = {}
+
+    def failure() -> str | None:
+        for rank in range(1, nodes):
+            owner = _node_lock(store, rank).owner()
+            if owner is not None:
+                begun[rank] = owner
+            elif rank in begun:
+                return f"node {rank} ({begun[rank]['host']}) has failed, or is gone: see log-node{rank}"
+        return None
+
+    return failure
+
+
+def _node_lock(store: StageFolder, rank: int) -> Lock:
+    return Lock(store.path.with_name(f"{store.path.name}.node{rank}.lock"))
+
+
+# -- the other nodes --------------------------------------------------------------------------------------------------
+
+
+def run_other_node(plan: Sequence[Stage], context: RunContext, fresh: Stage | None) -> None:
+    """What a node other than the first does: its ranks of the stages that run on all nodes.
+
+    Raises:
+        ExperimentError: node 0 cannot be found, or runs other code.
+        StageFailed: a stage did not end well, here or on node 0.
+    """
+    assert context.node is not None
+    for number, stage in enumerate(plan, 1):
+        store = StageFolder(stage.folder)
+        if store.result() is not None and stage is not fresh:
+            continue
+        print(f"\n[{number}/{len(plan)}] {stage.name}: waiting for node 0", flush=True)
+        if not _wait_until_begun(stage, store, context, stage is fresh):
+            continue
+        if ranks_of(stage.config).nodes == 1:
+            print(f"  node 0 makes {stage.name}", flush=True)
+            _wait_until_made(stage, store, context)
+            continue
+        print(f"  {stage.name}: node {context.node.rank} of {context.node.count}", flush=True)
+        with _node_lock(store, context.node.rank).held():
+            run_stage(stage, context, functools.partial(_node_0_gone, stage))
+            _wait_until_made(stage, store, context)
+
+
+def _wait_until_begun(stage: Stage, store: StageFolder, context: RunContext, fresh: bool) -> bool:
+    """Until node 0 has prepared the stage's folder; False if the stage is done instead."""
+    assert context.node is not None
+    deadline = time.monotonic() + context.node.timeout_s
+    while time.monotonic() < deadline:
+        if store.result() is not None and not fresh:
+            return False
+        owner = store.lock.owner()
+        if owner is not None and owner.get("prepared"):
+            if owner["commit"] != (here := commit()):
+                there = owner["commit"][:9]
+                raise ExperimentError(f"this node runs commit {here[:9]}, node 0 {there}: take one commit on all")
+            return True
+        time.sleep(POLL_S / 2)
+    raise ExperimentError(
+        f"node 0 has not begun {stage.name} within {duration(context.node.timeout_s)} (LAUNCH_TIMEOUT, in seconds): is "
+        "the command running there (NODE_RANK=0), and do all nodes share the folder of the outputs "
+        f"({context.project.outputs}, COMPACT_AGENTS_OUTPUTS), under one path?"
+    )
+
+
+def _wait_until_made(stage: Stage, store: StageFolder, context: RunContext) -> None:
+    """Raises StageFailed if node 0 works at the stage no more and it is not done."""
+    with context.stop.working_in(stage.folder):
+        while store.lock.owner() is not None:
+            time.sleep(POLL_S / 2)
+    stopped, deadline = store.path / STOPPED_FILE, time.monotonic() + VISIBLE_S
+    while store.result() is None and not stopped.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S / 2)
+    if store.result() is None:
+        if stopped.exists():
+            raise StageFailed(f"{stage.name} was stopped after a checkpoint", STOPPED)
+        raise StageFailed(_node_0_gone(stage) or f"{stage.name} has failed", 1)
+
+
+def _node_0_gone(stage: Stage) -> str | None:
+    store = StageFolder(stage.folder)
+    if store.lock.owner() is not None or store.result() is not None or (store.path / STOPPED_FILE).exists():
+        return None
+    return f"node 0 works at {stage.name} no more, and it is not done: its own output says why"

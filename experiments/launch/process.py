@@ -1,0 +1,114 @@
+"""Runs one stage in a child process: its output on the terminal and in a log, and what Ctrl-C means.
+
+The child leads a process group of its own, so that Ctrl-C reaches it only through us: the first asks it to stop
+cleanly (SIGINT to the child alone, not to its engines and servers), the second ends the whole group at once.
+If *we* are killed, the kernel ends the child (`stages.stage.die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from experiments.launch.fork_server import ForkedProcess, ForkServer
+
+WATCH_S = 1.0  # between two calls of the watch
+GRACE_S = 10.0  # for the child to notice itself, and say better, what the watch has reported
+
+
+@dataclass(frozen=True, slots=True)
+class ChildResult:
+    returncode: int
+    interrupted: bool  # by Ctrl-C or SIGTERM
+    trouble: str | None = None  # what the watch reported
+
+
+def run_child(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    log: Path,
+    watch: Callable[[], str | None] = lambda: None,
+    fork_server: ForkServer | None = None,
+) -> ChildResult:
+    """Run to the end. ``watch`` is asked every second; when it reports trouble (another node is gone), the
+    child is killed ``GRACE_S`` later, unless it has ended by itself. ``fork_server``: start it there."""
+    if fork_server is not None:
+        child = fork_server.start(command, cwd=cwd, env=env)
+    else:
+        child = subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    presses, trouble, looked, deadline = 0, None, 0.0, math.inf
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += 1
+        if presses == 1:
+            print("\nstopping cleanly; Ctrl-C again ends it at once", flush=True)
+            child.send_signal(signal.SIGINT)
+        else:
+            print("\nended at once", flush=True)
+            os.killpg(child.pid, signal.SIGKILL)
+
+    def check_watch() -> None:
+        nonlocal trouble, looked, deadline
+        if trouble is None and time.monotonic() > looked + WATCH_S:
+            trouble, looked = watch(), time.monotonic()
+            if trouble is not None:
+                print(f"\n{trouble}; what runs here ends in {GRACE_S:.0f} s", flush=True)
+                deadline = looked + GRACE_S
+        if time.monotonic() > deadline:
+            os.killpg(child.pid, signal.SIGKILL)
+
+    try:
+        with _handlers(interrupt), log.open("ab") as stream:
+            _copy_output(child, stream, check_watch)
+            while child.poll() is None:  # it has closed its output and lives on
+                check_watch()
+                time.sleep(0.05)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        returncode = child.wait()
+    return ChildResult(returncode, presses > 0, trouble)
+
+
+@contextmanager
+def _handlers(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {s: signal.signal(s, interrupt) for s in signals}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def _copy_output(
+    child: subprocess.Popen[bytes] | ForkedProcess, log: IO[bytes], check_watch: Callable[[], None]
+) -> None:
+    """Until the child is gone and has said everything (a grandchild may keep the other end open for longer)."""
+    assert child.stdout is not None
+    while True:
+        check_watch()
+        ready, _, _ = select.select([child.stdout], [], [], 0.2)
+        data = os.read(child.stdout.fileno(), 65536) if ready else b""
+        if not data and (ready or child.poll() is not None):
+            return
+        for target in (sys.stdout.buffer, log):
+            target.write(data)
+            target.flush()

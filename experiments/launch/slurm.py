@@ -1,0 +1,94 @@
+"""``LAUNCH=slurm``: a job file (``job.sh``, filled in) in the outputs of the experiment, submitted with sbatch.
+
+One task per node runs ``train --launch torchrun`` (``nodes.py``). Some minutes before the time limit Slurm signals the
+batch shell, which passes the signal on: the training saves after its iteration and ends, and the job is queued again
+and continues from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from experiments.launch import runner
+from experiments.launch.fork_server import ForkServer
+from experiments.registry.errors import ExperimentError
+from experiments.registry.hardware import GPU_NAMES, Ranks
+from experiments.stages.context import RunContext, StageFailed
+from experiments.stages.graph import Graph, Stage
+from rollout.files import write_atomically
+
+WARNING_S = 600  # before the time limit; an iteration should end within it
+TEMPLATE = Path(__file__).with_name("job.sh")
+
+
+def submit(graph: Graph, context: RunContext, args: argparse.Namespace, ranks: Ranks) -> None:
+    """Write the job file and hand it to sbatch; print the job's id, and how to watch and to cancel it.
+
+    Raises:
+        ExperimentError: something the user has to fix first, or there is no sbatch (the file is written all the same).
+        StageFailed: sbatch has refused the job.
+    """
+    target = graph.target()
+    plan = graph.plan(compare=context.compare)
+    todo = runner.to_make(plan, fresh=target if context.fresh else None)
+    runner.print_plan(graph, todo, context)
+    if not todo:
+        print("  nothing to make, no job submitted (FRESH=1 makes the experiment's own stage anew)")
+        return
+    runner.require_needs(todo)
+    runner.require_valid(context, ForkServer(), elsewhere=True)
+    folder = target.folder.with_name(f"{target.key}.slurm")
+    folder.mkdir(parents=True, exist_ok=True)
+    path, log = folder / "job.sh", folder / "%j.log"
+    write_atomically(path, job_file(target, context, ranks, log, args.sbatch))
+    print(f"  written {context.project.relative(path)}")
+    by_hand = f"sbatch {shlex.quote(str(path))}"
+    if shutil.which("sbatch") is None:
+        raise ExperimentError(f"there is no sbatch on the PATH: submit it on a machine of the cluster, with: {by_hand}")
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise StageFailed(f"sbatch has refused the job: {done.stderr.strip() or done.stdout.strip()}", 1)
+    job = done.stdout.strip().partition(";")[0]  # ";cluster" where there are several
+    print(f"  submitted as job {job}: {ranks.nodes} x {ranks.processes} ranks")
+    print(f"  watch:   squeue -j {job}; tail -F {shlex.quote(str(folder / f'{job}.log'))}")
+    print(f"  cancel:  scancel {job}")
+
+
+def job_file(target: Stage, context: RunContext, ranks: Ranks, log: Path, extra: str | None) -> str:
+    """The text of the job. Options in ``extra`` come last, so that they win over those written here."""
+    options = [
+        f"--job-name={target.name}",
+        f"--nodes={ranks.nodes}",
+        "--ntasks-per-node=1",
+        f"--output={log}",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{WARNING_S}",
+    ]
+    if (target.config.get("trainer") or {}).get("accelerator") in GPU_NAMES:
+        options.append(f"--gpus-per-node={ranks.processes}")
+    try:
+        options += shlex.split(extra or "")
+    except ValueError as error:
+        raise ExperimentError(f"SBATCH: {error} in {extra}") from None
+    if wrong := [option for option in options if not option.startswith("-")]:
+        raise ExperimentError(f"SBATCH: '{wrong[0]}' is no option; write them as --partition=gpu --time=24:00:00")
+    words = [sys.executable, "-m", "experiments", "train", *context.flags(), "--launch", "torchrun"]
+    sbatch = (f"SBATCH={shlex.quote(extra)}",) if extra else ()
+    values = {
+        "ROOT": str(context.project.root),
+        "OUTPUTS": str(context.project.outputs),
+        "EXPERIMENTS": ":".join(str(folder) for folder in context.project.experiment_dirs[:-1]),
+        "AGAIN": dataclasses.replace(context, variables=(*context.variables, *sbatch)).resume_command(),
+        "FRESH": "--fresh" if context.fresh else "",
+        "TASK": f'exec {shlex.join(words)} $FRESH --node-rank "$SLURM_NODEID"',
+    }
+    text = TEMPLATE.read_text().replace("@DIRECTIVES@", "\n".join(f"#SBATCH {option}" for option in options))
+    return re.sub("@([A-Z]+)@", lambda match: shlex.quote(values[match[1]]), text)

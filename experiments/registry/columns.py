@@ -1,0 +1,171 @@
+"""Columns of results tables (``experiment.columns``), and the score by which methods are compared
+(``experiment.score``). Imports without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT = ("em", "f1", "source_referencing", "thinking", "hit_first", "hit_any", "closed_book", "searches")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One metric of a finished stage."""
+
+    title: str
+    key: str  # in evaluation.json under "test"; with ``training`` in training.json
+    interval: bool = False  # shown with its interval
+    training: bool = False
+    # Columns of evaluation/test.parquet that the metric is the mean of (one) or ``per`` times the ratio of sums of
+    # (two): over several seeds its interval is computed anew from them. Empty: over seeds the mean of the means, but
+    # that metrics of several attempts (``OVER_ATTEMPTS``) are computed anew as well.
+    rows: tuple[str, ...] = ()
+    per: float = 1000.0
+    curve: str | None = None  # metric that tells how it came about in training
+
+    def value(self, test: Mapping[str, Any], training: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """The metric as an ``Interval.as_json`` (training: one number, no interval); None where it was not measured."""
+        if not self.training:
+            return test.get(self.key)
+        mean = (training or {}).get(self.key)
+        return None if mean is None else {"mean": mean, "n": 1}
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics of a run that show it: in its test and validations, or in training."""
+        return (self.curve,) if self.curve else () if self.training else (f"val/{self.key}", f"test/{self.key}")
+
+
+def _training(title: str, key: str, curve: str = "") -> Column:
+    return Column(title, key, training=True, curve=f"train/{curve}" if curve else None)
+
+
+# Means that are titled by their key.
+PLAIN = (
+    "searches", "tool_calls", "failed_calls", "empty_calls", "tool_productivity", "entropy_after_tools",
+    "valid_actions",
+)  # fmt: skip
+COLUMNS = {
+    "em": Column("EM", "em", interval=True, rows=("em",)),
+    "f1": Column("F1", "f1", interval=True, rows=("f1",)),
+    "acc": Column("accuracy", "acc", interval=True, rows=("accuracy",)),
+    "judge": Column("judge", "judge", interval=True, rows=("judged",)),
+    "judge_failures": Column("judge failed", "judge_failures"),
+    "math": Column("math equality", "reward/math", interval=True, rows=("reward/math",)),
+    "source_referencing": Column("source ref.", "arcap/source_referencing"),
+    "thinking": Column("thinking", "arcap/thinking"),
+    "hit_first": Column("hit first", "arcap/hit_first"),
+    "hit_any": Column("hit any", "arcap/hit_any"),
+    "closed_book": Column("closed book", "arcap/closed_book"),
+    **{name: Column(name.replace("_", " "), name) for name in PLAIN},
+    "tool_success": Column(
+        "tool success", "tool_success", interval=True, rows=("succeeded_calls", "attempted_calls"), per=1.0
+    ),
+    "tool_success_as_released": Column("tool success, as released", "tool_success_as_released"),
+    **{
+        f"{score}_per_1000_calls": Column(
+            f"{title} per 1000 calls", f"{score}_per_1000_calls", interval=True, rows=(score, "tool_calls")
+        )
+        for score, title in {"em": "EM", "f1": "F1", "accuracy": "accuracy"}.items()
+    },
+    "entropy_first": Column("entropy, first turn", "entropy_first"),
+    "response_tokens": Column("tokens", "response_tokens"),
+    "infrastructure_failures": Column("failed", "infrastructure_failures"),
+    # over the whole training; see callbacks.training.training_totals
+    "train_trajectories": _training("trajectories in training", "trajectories"),
+    "train_tool_calls": _training("tool calls in training", "tool_calls", "tool_calls"),
+    "train_distinct": _training("distinct", "distinct", "distinct"),
+    "train_forked": _training("forked", "forked", "forked"),
+    "train_branch_probability": _training("branch probability", "branch_probability", "branch_probability"),
+    "train_tokens_computed": _training("tokens computed / trajectory", "tokens_computed", "tokens_computed"),
+    "train_inherited_tokens": _training("inherited tokens", "inherited_tokens", "inherited_tokens"),
+    "train_reward": _training("reward, last 10 iterations", "last_reward", "reward"),
+    "train_entropy_after_tools": _training(
+        "entropy after tools, last 10 iterations", "last_entropy_after_tools", "entropy_after_tools"
+    ),
+}
+# of callbacks.evaluation.attempts: <k>, or <k>/<data source>
+OVER_ATTEMPTS = (
+    "average/", "average_of_sets/", "pass/", "pass_first/", "maj/", "best_bootstrap/", "maj_bootstrap/",
+)  # fmt: skip
+SHORT = {"average": "avg", "pass": "pass", "maj": "maj"}  # of those with an agreed name
+FAMILIES = ("em/", "f1/", "acc/", "calls/", "reward/", "stop/", "steps/", *OVER_ATTEMPTS)  # whatever follows is data
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What says how good a method is: results pages show it for every seed and by kind of question, and their paired
+    comparisons are differences in it."""
+
+    title: str
+    column: str  # of COLUMNS; in evaluation.json also by data source, as <column>/<data source>
+    part: str  # of the reward, which training and validation log as train/<part>, val/<column>
+    meaning: str = ""  # for a page whose readers have to be told
+
+    @property
+    def rows(self) -> str:
+        """Its column of evaluation/test.parquet."""
+        return COLUMNS[self.column].rows[0]
+
+    @property
+    def curves(self) -> tuple[str, str]:
+        return f"train/{self.part}", f"val/{self.column}"
+
+
+SCORES = {
+    "em": Score("EM", "em", "em"),
+    "average": Score(
+        "accuracy", "acc", "acc",
+        "Accuracy: the share of right attempts at a problem, mean over problems (average@k, where k attempts were "
+        "made); right by the judge if there is one, else by the reward.",
+    ),
+    "success": Score(
+        "success", "acc", "success",
+        "Success: the share of episodes that reached their goal, as the environment says, k of n over all episodes "
+        "(every task has as many attempts as any other).",
+    ),
+}  # fmt: skip
+
+
+def score_of(name: str | None) -> Score:
+    """The score of that name; EM for None.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name is not None and not (isinstance(name, str) and name in SCORES):
+        raise ValueError(f"no score {name!r}; there are: {', '.join(SCORES)}")
+    return SCORES[name or "em"]
+
+
+def is_column(name: object) -> bool:
+    return isinstance(name, str) and (name in COLUMNS or any(name.startswith(f) and name != f for f in FAMILIES))
+
+
+def known_columns() -> list[str]:
+    """All names, for a message; a family ends in <...>."""
+    return [*COLUMNS, *(f"{family}<...>" for family in FAMILIES)]
+
+
+def columns_of(names: Sequence[str] | None) -> dict[str, Column]:
+    """The columns by name, in the order chosen; the default ones for None.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    chosen = DEFAULT if names is None else tuple(names)
+    unknown = [name for name in chosen if not is_column(name)]
+    if unknown:
+        raise ValueError(f"no column {unknown[0]!r}; there are: {', '.join(known_columns())}")
+    return {name: COLUMNS.get(name) or Column(_title(name), name, name.startswith(OVER_ATTEMPTS)) for name in chosen}
+
+
+def _title(name: str) -> str:
+    """Of a family's column: as papers write it, pass@8, and before it the data source, if it is of one."""
+    metric, _, rest = name.partition("/")
+    attempts, _, source = rest.partition("/")
+    if metric not in SHORT:
+        return name
+    return " ".join([*filter(None, [source]), f"{SHORT[metric]}@{attempts}"])

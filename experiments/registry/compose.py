@@ -1,0 +1,179 @@
+"""Composition of experiment files: ``inherits:``, merging, command-line overrides, interpolation.
+
+Works on plain dictionaries whose strings may still hold ``${...}``; OmegaConf resolves at the end, over the whole
+configuration, so that an override reaches every place that refers to it. Imports without torch.
+
+What a file inherits is merged from left to right, the file itself last, by the rules of ``files.merge``.
+``trainer.callbacks`` is a mapping from a name of your choice to ``{class_path, init_args}``, so that a file can add one
+callback, change one argument of another, or drop a third with ``null``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.registry.columns import columns_of, score_of
+from experiments.registry.errors import ExperimentError, require_keys
+from experiments.registry.files import Config, find, merge, short
+
+FREE_BLOCKS = ("paths", "values")  # only there to be referred to
+SECTIONS = ("experiment", "seed_everything", "trainer", "model", "data", "task", *FREE_BLOCKS)
+EXPERIMENT_KEYS = {
+    "kind",
+    "label",
+    "summary",
+    "algorithm",
+    "models",
+    "data",
+    "hardware",
+    "reproduces",
+    "fixed_seed",
+    "compare",
+    "ablations",
+    "ablations_once",
+    "columns",
+    "score",
+    "sampled",
+    "needs",
+}
+KINDS = ("fit", "test", "task")
+
+_stage_reference: ContextVar[Callable[[str], str]] = ContextVar("stage_reference")
+
+
+def _resolve_stage(name: str) -> str:
+    return _stage_reference.get()(name)
+
+
+def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = ()) -> Config:
+    """The merged, uninterpolated configuration of an experiment or of a base; it shares parts with others: copy it
+    before you change it.
+
+    Raises:
+        ExperimentError: a missing file, an inheritance cycle, an unknown top-level or ``experiment:`` key or column.
+    """
+    if name in _chain:
+        raise ExperimentError(f"'inherits' runs in a circle: {' -> '.join((*_chain, name))}")
+    try:
+        definition = find(name, directories)
+    except ExperimentError as error:
+        raise ExperimentError(f"{error} (inherited by '{_chain[-1]}')" if _chain else str(error)) from None
+    own, where = dict(definition.config), str(definition.path)
+    parents = own.pop("inherits", None) or []
+    if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
+        raise ExperimentError(
+            f"{where}: 'inherits' must be a list of names such as [tiny/bases/dgpo], found {parents!r}"
+        )
+    check_keys(own, where)
+    config: Config = {}
+    for parent in parents:
+        config = merge(config, compose(parent, directories, (*_chain, name)))
+    return merge(config, own)
+
+
+def check_keys(config: Config, where: str) -> None:
+    """Raises ExperimentError for a key at the top, or under ``experiment:``, that means nothing, or such a column."""
+    require_keys(config, SECTIONS, where)
+    about = config.get("experiment") or {}
+    require_keys(about, EXPERIMENT_KEYS, where, "experiment.")
+    check_columns(about.get("columns"), where)
+    check_score(about, where)
+
+
+def check_score(about: Config, where: str) -> None:
+    """Raises ExperimentError for a score that there is not, or a ``sampled`` that is neither true nor false."""
+    try:
+        score_of(about.get("score"))
+    except ValueError as error:
+        raise ExperimentError(f"{where}: experiment.score: {error}") from None
+    if not isinstance(about.get("sampled", True), bool):
+        raise ExperimentError(f"{where}: experiment.sampled must be true or false, found {about['sampled']!r}")
+
+
+def check_columns(names: Any, where: str) -> None:
+    """Raises ExperimentError unless ``names`` is null or a list of columns that a table can show."""
+    if names is None:
+        return
+    if not isinstance(names, list) or not names or len(set(map(str, names))) < len(names):
+        raise ExperimentError(
+            f"{where}: experiment.columns must be a list of different names such as [em, tool_calls], found {names!r}"
+        )
+    try:
+        columns_of(names)
+    except ValueError as error:
+        raise ExperimentError(f"{where}: experiment.columns: {error}") from None
+
+
+def check_experiment(config: Config, name: str) -> str:
+    """The kind of a composed experiment, once it is sure that its sections fit that kind.
+
+    Raises:
+        ExperimentError: no or unknown kind, a section missing or without ``class_path``, a section of another kind.
+    """
+    kind = (config.get("experiment") or {}).get("kind")
+    if kind not in KINDS:
+        raise ExperimentError(f"experiment '{name}': experiment.kind is {kind!r}, expected one of {', '.join(KINDS)}")
+    wanted = ("task",) if kind == "task" else ("model", "data")
+    for section in wanted:
+        block = config.get(section)
+        if not isinstance(block, dict) or not isinstance(block.get("class_path"), str):
+            raise ExperimentError(f"experiment '{name}' is of kind {kind}: '{section}.class_path' is missing")
+    for section in {"task", "model", "data"} - set(wanted):
+        if config.get(section):
+            raise ExperimentError(f"experiment '{name}' is of kind {kind}: it cannot have a '{section}' section")
+    return kind
+
+
+def resolve(config: Config, stage: Callable[[str], str]) -> Config:
+    """Interpolate everything except ``paths``/``values`` (which are dropped) and make the callbacks a list.
+
+    Args:
+        config: composed configuration.
+        stage: what ``${stage:NAME}`` stands for.
+
+    Raises:
+        ExperimentError: an interpolation to nowhere, an unset environment variable, a value left at ``???``.
+    """
+    OmegaConf.register_resolver("stage", _resolve_stage, replace=True, use_cache=False)
+    token = _stage_reference.set(stage)
+    try:
+        tree = OmegaConf.create(config)
+        resolved: Config = {}
+        for key in config:
+            if key in FREE_BLOCKS:
+                continue
+            value = tree[key]
+            is_tree = OmegaConf.is_config(value)
+            resolved[key] = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if is_tree else value
+    except OmegaConfBaseException as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ExperimentError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:  # raised inside a resolver: `stage` found something wrong further up
+            raise cause from None
+        raise ExperimentError(
+            f"{_named(config)}cannot resolve the configuration: {short(error)}{_where(error)}"
+        ) from None
+    finally:
+        _stage_reference.reset(token)
+    callbacks = (resolved.get("trainer") or {}).get("callbacks")
+    if isinstance(callbacks, dict):
+        resolved["trainer"]["callbacks"] = [c for c in callbacks.values() if c is not None]
+    return resolved
+
+
+def _named(config: Config) -> str:
+    name = (config.get("experiment") or {}).get("name")
+    return f"experiment '{name}': " if name else ""
+
+
+def _where(error: OmegaConfBaseException) -> str:
+    key = getattr(error, "full_key", None)
+    lost = ".init_args." in short(error)  # most often an argument that a file further down has dropped
+    return (" (another class_path starts with empty init_args)" if lost else "") + (f" (at '{key}')" if key else "")

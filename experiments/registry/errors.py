@@ -1,0 +1,37 @@
+"""The one exception a user of the command line is meant to see: printed as a single message, exit code 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+
+class ExperimentError(ValueError):
+    """Something the user wrote (a name, a key, a value, a path) does not fit. The message says what was found, what
+    was expected and what to do."""
+
+
+def nearest(found: str, valid: Iterable[str], *, show: int = 12) -> str:
+    """``"; did you mean 'x'?"``, or the valid names when nothing is close.
+
+    >>> nearest("dgpo_tniy", ["dgpo_tiny", "sft_tiny"])
+    "; did you mean 'dgpo_tiny'?"
+    """
+    names = sorted(set(valid))
+    close = difflib.get_close_matches(found, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    if not names:
+        return ""
+    rest = f", ... ({len(names)} in all)" if len(names) > show else ""
+    return f"; valid: {', '.join(names[:show])}{rest}"
+
+
+def require_keys(block: Any, valid: Collection[str] | None, at: str, prefix: str = "") -> None:
+    """Raises ExperimentError unless ``block`` is a mapping whose keys are ``valid`` (None: any are)."""
+    if not isinstance(block, dict):
+        raise ExperimentError(f"{at}: expected a mapping, found {block!r}")
+    for key in block:
+        if valid is not None and key not in valid:
+            raise ExperimentError(f"{at}: unknown key '{prefix}{key}'{nearest(str(key), valid)}")

@@ -1,0 +1,73 @@
+"""The registry: which experiments there are and what they say about themselves. Imports without torch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, fields
+
+from experiments.registry.compose import check_experiment, compose
+from experiments.registry.errors import ExperimentError
+from experiments.registry.files import Config, definitions, faults, find
+from experiments.registry.project import Project
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One line of ``make experiments``."""
+
+    name: str
+    family: str  # the outermost folder of its file, and the table's name if it has several
+    kind: str
+    summary: str
+    algorithm: str
+    models: str
+    data: str
+    hardware: str
+    reproduces: str
+
+
+def names(project: Project) -> list[str]:
+    """Every experiment's name, sorted; shared parts under ``bases/`` are none."""
+    return list(definitions(project.experiment_dirs))
+
+
+def load(name: str, project: Project) -> Config:
+    """The composed configuration of an experiment, with what files may refer to filled in:
+    ``${experiment.name}``, ``${experiment.family}``, ``${experiment.folder}`` (the stage's own folder, known once the
+    key is) and ``${paths.outputs}``.
+
+    Raises:
+        ExperimentError: unknown name (the nearest one is given), a malformed file, sections that do not fit the kind.
+    """
+    config = copy.deepcopy(compose(name, project.experiment_dirs))
+    check_experiment(config, name)
+    config["experiment"] |= {"name": name, "family": _family(name, project), "folder": "@this"}
+    config["paths"] = {"outputs": str(project.outputs), **(config.get("paths") or {})}
+    config.setdefault("seed_everything", 0)
+    return config
+
+
+def summary(name: str, project: Project) -> Summary:
+    """What the experiment's file says of itself."""
+    block = load(name, project)["experiment"]
+    texts = {field.name: str(block.get(field.name) or "") for field in fields(Summary)}
+    return Summary(**texts)
+
+
+def _family(name: str, project: Project) -> str:
+    path = find(name, project.experiment_dirs).path
+    [root] = [folder for folder in project.experiment_dirs if path.is_relative_to(folder)][:1]
+    folder = "" if path.parent == root else path.relative_to(root).parts[0]
+    table = "" if path.stem in (name, "tables") else path.stem
+    return "/".join(filter(None, (folder, table))) or "own"
+
+
+def summaries(project: Project) -> tuple[list[Summary], list[str]]:
+    """What the experiments say of themselves, and what is wrong with those whose files cannot be used."""
+    found, wrong = [], faults(project.experiment_dirs)
+    for name in names(project):
+        try:
+            found.append(summary(name, project))
+        except ExperimentError as error:
+            wrong.append(str(error))
+    return found, wrong

@@ -1,0 +1,147 @@
+"""Command-line overrides, as Lightning CLI takes them: ``--model.kl_coef 0.01 --trainer.max_steps=20``.
+
+The simple ones (a dotted path to a leaf) are put into the composed configuration *before* interpolation, so that
+``${model.init_args.kl_coef}`` follows and the stage's key changes. What only the parser can do (``+=``, exchanging a
+class while keeping the arguments that fit, editing a list) is handed to it untouched and enters the key as text.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.registry.compose import SECTIONS, check_keys
+from experiments.registry.errors import ExperimentError, nearest
+from experiments.registry.files import Config, Loader, load_yaml, merge
+
+STAGE_PREFIX = "stages"
+NAMED = "trainer.strategy"  # takes a name (zero3) as well as a class, whose arguments then go with it
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Parsed ``ARGS``. ``own`` is for the experiment itself, except that ``--paths.NAME`` holds for all stages;
+    ``stages[NAME]`` is for a stage it depends on (``--stages.kd_tiny.trainer.max_steps 5``)."""
+
+    own: tuple[tuple[str, str], ...] = ()
+    stages: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+
+    def for_stage(self, name: str, *, is_target: bool) -> tuple[tuple[str, str], ...]:
+        shared = tuple(pair for pair in self.own if is_target or pair[0].startswith("paths."))
+        return (*shared, *self.stages.get(name, ()))
+
+
+def parse(arguments: Sequence[str]) -> Overrides:
+    """Split ``--path value`` and ``--path=value``.
+
+    Raises:
+        ExperimentError: something that is not an option, an option without a value, an unknown first part.
+    """
+    own: list[tuple[str, str]] = []
+    stages: dict[str, list[tuple[str, str]]] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        match = re.fullmatch(r"--([A-Za-z_][\w.\-]*\+?)(?:=(.*))?", word, flags=re.DOTALL)
+        if not match:
+            raise ExperimentError(f"override '{word}': expected --section.name VALUE, as in --model.kl_coef 0.01")
+        path, value = match.groups()
+        if value is None:
+            if not rest or rest[0].startswith("--"):
+                raise ExperimentError(f"override '--{path}' needs a value, as in --{path} true")
+            value = rest.pop(0)
+        head, _, tail = path.partition(".")
+        if head == STAGE_PREFIX:
+            stage, _, inner = tail.partition(".")
+            if not inner:
+                raise ExperimentError(f"override '--{path}': expected --stages.NAME.section.name VALUE")
+            _check_head(inner)
+            if inner == "paths.outputs":
+                raise ExperimentError(f"override '--{path}': the outputs lie in one folder, --paths.outputs")
+            stages.setdefault(stage, []).append((inner, value))
+        else:
+            _check_head(path)
+            own.append((path, value))
+    return Overrides(tuple(own), {name: tuple(pairs) for name, pairs in stages.items()})
+
+
+def _check_head(path: str) -> None:
+    valid = [s for s in SECTIONS if s != "experiment"] + ["config", STAGE_PREFIX]
+    head = path.partition(".")[0].rstrip("+")
+    if head not in valid:
+        raise ExperimentError(f"override '--{path}': unknown section '{head}'{nearest(head, valid)}")
+
+
+def apply(config: Config, pairs: Sequence[tuple[str, str]]) -> tuple[Config, tuple[str, ...]]:
+    """Returns the configuration with the simple overrides in it, and the arguments left for the parser, in order."""
+    config = copy.deepcopy(config)
+    for_parser: list[str] = []
+    touched: list[str] = []  # what the parser will have changed: later edits below it are the parser's, too
+    for path, value in pairs:
+        if path == "config":
+            extra = load_yaml(Path(value))
+            check_keys(extra, value)
+            config = merge(config, extra)
+        elif any(path == t or path.startswith(t + ".") for t in touched) or not _put(config, path, value):
+            for_parser.append(f"--{path}={value}")
+            touched.append(path.rstrip("+").removesuffix(".class_path"))
+    return config, tuple(for_parser)
+
+
+def _put(config: Config, path: str, text: str) -> bool:
+    """Set a leaf in place; False when this is not a simple override."""
+    if path.endswith("+"):
+        return False
+    *parents, leaf = path.split(".")
+    node: Any = config
+    for part in parents:
+        node = _step(config, node, part)
+        if not isinstance(node, dict):
+            return False
+    if leaf == "class_path" and "class_path" in node:
+        return False
+    if "class_path" in node and leaf not in ("class_path", "init_args"):  # the short form --model.x
+        node = _step(config, node, "init_args")
+    value = _read_value(text, node.get(leaf))
+    old = _follow(config, node.get(leaf))
+    if isinstance(old, dict) and isinstance(value, str) and (path != NAMED or "." in value):
+        return False  # '--model lightning_modules.algorithms.ppo.PPO': a class name
+    node[leaf] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return True
+
+
+def _step(config: Config, node: Config, part: str) -> Any:
+    if "class_path" in node and part not in ("class_path", "init_args"):
+        node = _step(config, node, "init_args")
+    if node.get(part) is None:
+        node[part] = {}
+    return _follow(config, node[part])
+
+
+def _follow(config: Config, value: Any) -> Any:
+    """The mapping that a bare reference such as ``${values.rollouts}`` stands for; any other value as it is."""
+    match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    if not match:
+        return value
+    node: Any = config
+    for part in match.group(1).split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return _follow(config, node) if isinstance(node, (dict, str)) else value
+
+
+def _read_value(text: str, old: Any) -> Any:
+    """YAML as OmegaConf reads it (``1e-3`` is a number); text stays text where text stood before."""
+    if isinstance(old, str) and not old.startswith("${") and text.lower() not in ("null", "none"):
+        return text
+    if "${" in text or not text:
+        return text
+    try:
+        return yaml.load(f"value: {text}", Loader)["value"]
+    except yaml.YAMLError:
+        return text

@@ -1,0 +1,126 @@
+"""Which class paths fit a Protocol: its methods exist, and take every call that the Protocol declares.
+
+jsonargparse compares the signatures of a class and of a Protocol with their annotations, and refuses a class whose
+annotations are written another way (postponed, narrower, none at all). Here names, order, defaults and ``async`` count,
+and annotations do not; a type checker is the one to compare those.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+_refused: dict[str, tuple[str, str]] = {}  # by a Protocol's name: the class path that was refused last, and why
+
+
+def compare_by_calls() -> None:
+    """Make jsonargparse judge class paths by ``mismatch`` from now on. Idempotent."""
+    from jsonargparse import _typehints
+
+    of_jsonargparse = _typehints.implements_protocol
+    if of_jsonargparse.__module__ == __name__:
+        return
+
+    def implements_protocol(value: Any, protocol: Any) -> bool:
+        if not inspect.isclass(value) or not _typehints.is_protocol(protocol):  # an imported object or function
+            return of_jsonargparse(value, protocol)
+        declared: Any = _typehints.get_protocol_origin(protocol)  # without the types that it is subscripted with
+        members = _typehints.get_protocol_members(declared)
+        reason = mismatch(value, declared, members)
+        if reason is not None:
+            _refused[declared.__name__] = (f"{value.__module__}.{value.__qualname__}", reason)
+        return bool(members) and reason is None
+
+    _typehints.implements_protocol = implements_protocol
+
+
+def explain(message: str) -> str:
+    """The parser's message (one line), with the difference wherever it says no more than that a class does not fit.
+
+    Within a Union the message names no class path; the refusal that ended the parsing is the last one.
+    """
+
+    def reason(found: re.Match[str]) -> str:
+        named, protocol = found.groups()
+        path, difference = _refused.get(protocol, (None, None))
+        return found.group() if path is None or named not in (None, path) else f"{path} is no {protocol}: {difference};"
+
+    of_a_string = r"(?:Expected a path but \S+ either not accessible or invalid )?"  # it could have been a file's name
+    pattern = of_a_string + r"Import path(?: (\S+))? does not implement protocol (\w+)"
+    return re.sub(pattern, reason, message).rstrip(";")
+
+
+def mismatch(value: type, protocol: type, members: list[str]) -> str | None:
+    """Why ``value`` cannot stand where ``protocol`` is expected: methods that it lacks, or the first one that does not
+    take what the Protocol's takes. None: it can."""
+    if missing := [name for name in members if not callable(_method(value, name))]:
+        return f"it has no method {' and no method '.join(missing)}"
+    for name in members:
+        declared = _parameters(protocol, name)
+        try:
+            given = _parameters(value, name)
+        except (TypeError, ValueError):  # written in C: no signature
+            continue
+        if (refusal := _refusal(given, declared)) is not None:
+            wanted = f"{protocol.__name__}.{name}{_parameters_text(declared)}"
+            return f"{name}{_parameters_text(given)} does not take the calls of {wanted}: {refusal}"
+        if _is_async(protocol, name) and not (_is_async(value, name) or _may_be_awaited(given)):
+            return f"{name} must be 'async def'"
+        if _is_async(value, name) and not (_is_async(protocol, name) or _may_be_awaited(declared)):
+            return f"{name} must not be 'async def'"
+    return None
+
+
+def _method(owner: type, name: str) -> Any:
+    """None where there is none: every class has ``__call__``, its metaclass's, which is no method of its objects."""
+    return getattr(owner, name) if any(name in vars(base) for base in owner.__mro__) else None
+
+
+def _parameters(owner: type, name: str) -> inspect.Signature:
+    """The signature of a method as it is called on an instance, without what it is bound to."""
+    signature = inspect.signature(_method(owner, name))
+    if isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _refusal(given: inspect.Signature, declared: inspect.Signature) -> str | None:
+    """What Python says to the calls that ``declared`` allows: each argument by place or by name, those with a default
+    left out or not. None: nothing."""
+    parameters = list(declared.parameters.values())
+    for chosen in (parameters, [p for p in parameters if p.default is p.empty]):
+        positional = [p.name for p in chosen if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        named = {p.name: p.name for p in chosen if p.kind is p.KEYWORD_ONLY}
+        positional_only = [p.name for p in chosen if p.kind is p.POSITIONAL_ONLY]
+        both = {p.name: p.name for p in chosen if p.kind is p.POSITIONAL_OR_KEYWORD}
+        try:
+            bound = given.bind(*positional, **named)
+            given.bind(*positional_only, **both, **named)
+        except TypeError as error:
+            return str(error)
+        for name, argument in bound.arguments.items():
+            if given.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and argument != name:
+                return f"{name!r} is passed as {argument!r}"
+    return None
+
+
+def _parameters_text(signature: inspect.Signature) -> str:
+    """The parameters without annotations.
+
+    >>> _parameters_text(inspect.signature(lambda arguments, *, limit=3: None))
+    '(arguments, *, limit=3)'
+    """
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+def _is_async(owner: type, name: str) -> bool:
+    return inspect.iscoroutinefunction(inspect.unwrap(_method(owner, name)))
+
+
+def _may_be_awaited(signature: inspect.Signature) -> bool:
+    """Whether a method that is no ``async def`` may return something to be awaited: it says so, or nothing."""
+    if signature.return_annotation is signature.empty:
+        return True
+    return any(word in str(signature.return_annotation) for word in ("Any", "Awaitable", "Coroutine"))

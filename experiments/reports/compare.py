@@ -1,0 +1,180 @@
+"""Reads runs recorded in MLflow: one table of what they ended with, and curves."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from callbacks.tracking.run_info import SQLITE, default_tracking_uri
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from mlflow import MlflowClient
+
+CURVES = (
+    "val/em", "test/em", "train/em", "train/reward", "train/loss", "train/kl", "train/entropy",
+    "train/response_tokens", "train/grad_norm", "train/logprob_gap", "throughput/tokens_per_s",
+)  # fmt: skip
+HISTORY_SCHEMA = {"run_id": pl.String, "run": pl.String, "metric": pl.String, "step": pl.Int64, "value": pl.Float64}
+MANY_POINTS = 30  # from here on a curve is smoothed
+
+
+class NoRunsError(LookupError):
+    """The store holds no run that fits the filters."""
+
+
+def open_store(tracking_uri: str) -> MlflowClient:
+    """Raises FileNotFoundError for an SQLite store that does not exist (MLflow would create an empty one)."""
+    path = Path(tracking_uri.removeprefix(SQLITE))
+    if tracking_uri.startswith(SQLITE) and not path.exists():
+        raise FileNotFoundError(f"no MLflow store at {path}; train something first (make train), or give another URI")
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri)
+
+
+def runs_frame(client: MlflowClient, experiment: str | None = None, names: Sequence[str] = ()) -> pl.DataFrame:
+    """One row per run, oldest first: run_id, run, status, seconds, ``metrics.*`` (last values).
+
+    Args:
+        experiment: MLflow experiment; None: all of them.
+        names: experiments or shell patterns: "dgpo_tiny" keeps "dgpo_tiny" and "dgpo_tiny-seed0", not "dgpo_tiny_x";
+            "dgpo*" keeps all of them. Empty: all runs.
+
+    Raises:
+        NoRunsError: no such experiment, or no run fits one of the names; says which exist.
+    """
+    stored = {e.name: e.experiment_id for e in client.search_experiments()}
+    if experiment is not None and experiment not in stored:
+        raise NoRunsError(f"no MLflow experiment '{experiment}'; there are: {', '.join(sorted(stored)) or 'none'}")
+    searched = list(stored.values()) if experiment is None else [stored[experiment]]
+    found_runs = client.search_runs(searched, max_results=50_000, order_by=["attributes.start_time ASC"])
+    rows = [_row(run) for run in found_runs]
+    kept = [row for row in rows if not names or any(_fits(row["run"], name) for name in names)]
+    if (lost := [name for name in names if not any(_fits(row["run"], name) for row in rows)]) or not kept:
+        known = ", ".join(sorted({row["run"] for row in rows})) or "none"
+        where = f" in experiment '{experiment}'" if experiment is not None else ""
+        raise NoRunsError(f"no run fits {lost}{where}; there are: {known}")
+    return pl.from_dicts(kept, infer_schema_length=None)  # all rows: a column may appear late
+
+
+def _fits(run: str, name: str) -> bool:
+    return any(fnmatch.fnmatch(run, pattern) for pattern in (name, f"{name}-*", f"{name} *"))
+
+
+def _row(run: Any) -> dict[str, Any]:
+    end = run.info.end_time
+    return {
+        "run_id": run.info.run_id,
+        "run": run.info.run_name,
+        "status": run.info.status,
+        "seconds": (end - run.info.start_time) / 1000 if end else None,
+        **{f"metrics.{k}": v for k, v in run.data.metrics.items()},
+    }
+
+
+def history_frame(client: MlflowClient, runs: Mapping[str, str], metrics: Sequence[str]) -> pl.DataFrame:
+    """Long table of ``run_id, run, metric, step, value``. A step logged twice (an iteration repeated after a kill)
+    counts once, with its last value.
+
+    Args:
+        runs: run id -> name.
+    """
+    rows = [
+        {"run_id": run_id, "run": name, "metric": metric, "step": m.step, "value": m.value, "at": m.timestamp}
+        for run_id, name in runs.items()
+        for metric in metrics
+        for m in client.get_metric_history(run_id, metric)
+    ]
+    frame = pl.DataFrame(rows, schema=HISTORY_SCHEMA | {"at": pl.Int64}).sort("at", maintain_order=True)
+    last = frame.unique(["run_id", "metric", "step"], keep="last", maintain_order=True)
+    return last.select(list(HISTORY_SCHEMA)).sort("run", "run_id", "metric", "step", maintain_order=True)
+
+
+def curves_figure(history: pl.DataFrame, metrics: Sequence[str] | None = None, columns: int = 2) -> Figure:
+    """One panel a metric, one line a run. Metrics without a single point have no panel.
+
+    Raises:
+        ValueError: nothing to draw.
+    """
+    from matplotlib.figure import Figure
+
+    present = history["metric"].unique().to_list()
+    shown = [m for m in (metrics or sorted(present)) if m in present]
+    if not shown:
+        raise ValueError(f"no points for any of {list(metrics or [])}; these have some: {sorted(present)}")
+    columns = min(columns, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained", facecolor="white")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    runs = history["run_id"].unique(maintain_order=True).to_list()  # two runs may have one name
+    lines: dict[str, Any] = {}  # run -> one line of it, for the legend
+    for axis, metric in zip(axes, shown, strict=False):
+        of_metric = history.filter(pl.col("metric") == metric)
+        for (run_id, run), points in of_metric.group_by(["run_id", "run"], maintain_order=True):
+            place = runs.index(run_id)
+            style = {"color": f"C{place % 10}", "linestyle": ("-", "--", ":")[place // 10 % 3]}
+            values = points["value"]
+            if len(points) >= MANY_POINTS:  # a line through a mean of neighbours, and faintly what it is the mean of
+                axis.plot(points["step"], values, lw=0.6, alpha=0.2, color=style["color"])
+                values = values.rolling_mean(MANY_POINTS // 3, min_samples=1, center=True)
+            marker = "o" if len(points) < MANY_POINTS else None
+            (lines[run_id],) = axis.plot(points["step"], values, marker=marker, ms=3, lw=1.4, label=run, **style)
+        axis.set_title(metric, fontsize=10)
+        axis.set_xlabel("iteration", fontsize=9)
+        axis.grid(alpha=0.3)
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=4, fontsize=8)
+    for axis in axes[len(shown) :]:
+        axis.set_visible(False)
+    return figure
+
+
+def compare(
+    outputs: Path,
+    names: Sequence[str] = (),
+    *,
+    tracking_uri: str | None = None,
+    experiment: str | None = None,
+    metrics: Sequence[str] = CURVES,
+) -> str:
+    """A table of the runs as text for a terminal: status, seconds, and the last value of each metric that any has.
+
+    Args:
+        outputs: folder with the embedded store.
+        names, experiment: see ``runs_frame``.
+        tracking_uri: default: ``MLFLOW_TRACKING_URI``, else the SQLite file in ``outputs``.
+
+    Raises:
+        FileNotFoundError: no store. NoRunsError: nothing fits.
+    """
+    from rich.table import Table
+
+    frame = runs_frame(open_store(tracking_uri or default_tracking_uri(Path(outputs))), experiment, names)
+    measured = {f"metrics.{m}": m for m in metrics if f"metrics.{m}" in frame.columns}
+    rows = frame.select("run", "status", "seconds", *measured).rename(measured)
+    table = Table(title="runs")
+    for name in ("", *rows["run"]):
+        table.add_column(name, overflow="fold", no_wrap=not name)
+    for name in rows.columns[1:]:
+        table.add_row(name, *(_cell(value) for value in rows[name]))
+    return table_text(table)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def table_text(table: Any) -> str:
+    """A rich table as text: coloured and folded for a terminal, wide and plain for a pipe or a log file."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 160))
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()

@@ -1,0 +1,117 @@
+"""The closing table of ``make train`` and the results page of ``make reproduce``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from callbacks.tracking.run_info import RUN_ID_FILE, default_tracking_uri
+from experiments.registry.columns import columns_of, score_of
+from experiments.reports.compare import compare, curves_figure, history_frame, open_store, table_text
+from experiments.reports.gate_report import write_gates
+from experiments.reports.results import Run, read_evaluation, read_training, results_json
+from experiments.reports.results_page import metric_text, results_page
+from experiments.reports.step_report import write_steps
+from rollout.files import write_atomically
+
+__all__ = ["Run", "closing_table", "compare", "write_results"]
+
+RESULT_CURVES = (  # beside those of the score; drawn where a run has them
+    "train/kl", "train/entropy", "train/tool_calls_per_trajectory", "train/opd_log_ratio",
+    "train/divergence/last", "train/weight/last",
+)  # fmt: skip
+
+
+def closing_table(rows: Sequence[tuple[str, Path]], columns: Sequence[str] | None = None) -> str:
+    """One line per stage as text: n and the chosen columns, scores with 95 % bootstrap intervals.
+
+    Args:
+        rows: (label, stage folder or its evaluation.json), in the order to show.
+        columns: names of ``experiments.registry.columns``; None: the default ones.
+
+    Raises:
+        FileNotFoundError, ValueError: a stage has no test (see ``read_evaluation``), or no such column.
+    """
+    from rich.table import Table
+
+    chosen = columns_of(columns).values()
+    table = Table(title="test set (scores with 95 % bootstrap interval; searches and calls: executed, per question)")
+    table.add_column("")
+    for name in ("n", *(column.title for column in chosen)):
+        table.add_column(name, justify="right", overflow="fold")
+    for label, path in rows:
+        folder = Path(path).parent if Path(path).suffix == ".json" else Path(path)
+        test, training = read_evaluation(path)["test"], read_training(folder)
+        cells = [metric_text(column.value(test, training), column.interval) for column in chosen]
+        table.add_row(label, str(test["em"]["n"]), *cells)
+    return table_text(table)
+
+
+def write_results(
+    experiment: str,
+    rows: Sequence[Mapping[str, Any]],
+    out_dir: Path,
+    command: str,
+    *,
+    columns: Sequence[str] | None = None,
+    score: str | None = None,
+    tracking_uri: str | None = None,
+    notes: str = "",
+) -> list[Path]:
+    """Write ``<experiment>.md`` (table, the score of every seed, paired bootstrap of ``experiment`` against every other
+    method, curves, command, time, and where steps were looked at or gates logged what ``write_steps`` and
+    ``write_gates`` say of them), ``<experiment>.json`` (``results_json``) and, when the runs have them,
+    ``<experiment>_curves.png``, ``_steps.png``, ``_gates.png``; return their paths.
+
+    Args:
+        experiment: the experiment that the others are compared with; also the name of the files.
+        rows: finished stages as ``Run.of`` reads them; a stage named twice (a teacher shared by all seeds) counts once.
+        out_dir: normally docs/results.
+        command: what makes the page again.
+        columns: names of ``experiments.registry.columns`` for the tables; None: the default ones.
+        score: name of ``experiments.registry.columns.SCORES`` by which methods are compared; None: EM.
+        tracking_uri: MLflow store with the curves (found by the run id kept in each stage folder); default:
+            ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the folder that holds the stages.
+        notes: Markdown that goes under the title.
+
+    Raises:
+        ValueError: no row belongs to ``experiment``, or no such column or score.
+    """
+    chosen, main = columns_of(columns), score_of(score)
+    runs = list({Path(row["folder"]): Run.of(row) for row in rows}.values())
+    mine = [run for run in runs if run.experiment == experiment]
+    if not mine:
+        raise ValueError(f"none of the rows is a run of '{experiment}', only {sorted({r.experiment for r in runs})}")
+    out_dir = Path(out_dir)
+    curves = out_dir / f"{experiment}_curves.png"
+    uri = tracking_uri or default_tracking_uri(mine[0].folder.resolve().parent.parent)
+    metrics = dict.fromkeys((*main.curves, *RESULT_CURVES, *(c.curve for c in chosen.values() if c.curve)))
+    has_curves = _write_curves(curves, runs, uri, tuple(metrics))
+    objects = results_json(runs, chosen, score or "em")
+    steps, pictures = write_steps(mine[0].method, runs, out_dir / f"{experiment}_steps.png")
+    gates, drawn = write_gates(runs, uri, out_dir / f"{experiment}_gates.png") if has_curves else ("", [])
+    data, page = out_dir / f"{experiment}.json", out_dir / f"{experiment}.md"
+    write_atomically(data, json.dumps(objects, indent=2, allow_nan=False) + "\n")
+    text = results_page(mine[0], runs, chosen, main, objects, command, notes, has_curves)
+    write_atomically(page, text + steps + gates)
+    return [page, data, *([curves] if has_curves else []), *pictures, *drawn]
+
+
+def _write_curves(path: Path, runs: Sequence[Run], tracking_uri: str, metrics: Sequence[str]) -> bool:
+    """Draw the runs that were logged; False (and no file) when none was or none has any of the metrics. ``metrics[0]``
+    is what runs that learn by reinforcement log."""
+    files = {run: run.folder / RUN_ID_FILE for run in runs}
+    ids = {f.read_text().strip(): f"{run.method}, seed {run.seed}" for run, f in files.items() if f.exists()}
+    history = history_frame(open_store(tracking_uri), ids, metrics) if ids else pl.DataFrame()
+    if not len(history):
+        return False
+    learning = history.filter(pl.col("metric") == metrics[0])["run_id"].unique()
+    if len(learning):  # iterations of supervised learning are another measure of time
+        history = history.filter(pl.col("run_id").is_in(learning.implode()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    curves_figure(history, metrics).savefig(path, dpi=110)
+    return True

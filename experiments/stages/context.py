@@ -1,0 +1,86 @@
+"""The run's context: what the user asked for and on which nodes; how a stage fails. Imports without torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from experiments.registry.project import Project
+from experiments.stages.stop import StopSignal
+
+DEFAULT_PORT = 29400  # torchrun's own default for a rendezvous
+RESUBMIT_VARIABLE = "COMPACT_AGENTS_AGAIN"  # in a Slurm job: the command that submits another which goes on
+STOPPED = 75  # EX_TEMPFAIL: stopped on request with a checkpoint; the same command goes on
+
+
+class StageFailed(Exception):
+    """A stage's process ended badly; it has said why."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This machine among those that make the stages together, each by the same command (``LAUNCH=torchrun``)."""
+
+    count: int
+    rank: int
+    address: str  # of node 0
+    port: int  # of node 0, for torchrun
+    timeout_s: int  # for the nodes to find one another
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What the user asked for: kept to name the command in results and in hints."""
+
+    project: Project
+    target: str
+    arguments: tuple[str, ...]  # overrides as typed
+    seed: int | None
+    fresh: bool = False
+    resume: bool = False  # asked for; what can be continued always is
+    compare: bool = False  # make what the experiment is compared with, too
+    verb: str = "train"  # the make target
+    variables: tuple[str, ...] = ()  # further make variables, as CKPT=path
+    node: Node | None = None  # with LAUNCH=torchrun; None: this machine alone
+    stop: StopSignal = field(default_factory=StopSignal)
+
+    @property
+    def is_main_node(self) -> bool:
+        """Whether this is node 0 (or the only one), which makes the stages; the others join in."""
+        return self.node is None or self.node.rank == 0
+
+    def command(self, *extra: str) -> str:
+        """The make command that does this."""
+        words = ["make", self.verb, f"EXP={self.target}", *self.variables]
+        if self.seed is not None:
+            words.append(f"SEED={self.seed}")
+        if self.compare and self.verb == "train":
+            words.append("COMPARE=1")
+        if self.arguments:
+            words.append(f'ARGS="{" ".join(self.arguments)}"')
+        return " ".join([*words, *extra])
+
+    def resume_command(self, resume: bool = True) -> str:
+        """The make command that goes on after a failure; only training has anything to continue from, and only where
+        something was saved (``resume``). On several nodes with the address of node 0, which may have stood in the
+        environment, and with what the others add."""
+        if self.verb != "train":
+            return self.command()
+        if job := os.environ.get(RESUBMIT_VARIABLE):
+            return job
+        last = ["RESUME=last"] if resume else []
+        if self.node is None or self.node.count == 1:
+            return self.command(*last)
+        port = [] if self.node.port == DEFAULT_PORT else [f"MASTER_PORT={self.node.port}"]
+        count = self.node.count - 1
+        others = "NODE_RANK=1 on the other node" if count == 1 else f"NODE_RANK=1 to {count} on the other nodes"
+        return f"{self.command(f'MASTER_ADDR={self.node.address}', *port, *last)} (and with {others})"
+
+    def flags(self) -> list[str]:
+        """The same as arguments of ``python -m experiments``."""
+        seed = ["--seed", str(self.seed)] if self.seed is not None else []
+        return [self.target, *seed, *(["--compare"] if self.compare else []), *self.arguments]

@@ -1,0 +1,211 @@
+"""An experiment as a graph of stages. The references ``${stage:NAME}`` found in a configuration *are* its edges."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_modules.datasets.benchmark_names import split_reference
+from experiments.registry import overrides as cli_overrides
+from experiments.registry.compose import Config, resolve
+from experiments.registry.errors import ExperimentError, nearest, require_keys
+from experiments.registry.files import unreadable
+from experiments.registry.keys import FILE_SUFFIXES, HASHES, PathHasher, stage_key
+from experiments.registry.listing import load, names
+from experiments.registry.overrides import Overrides
+from experiments.registry.project import Project
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Something the user has to bring: a folder of weights, a data set, an index."""
+
+    path: str
+    how: str
+    present: bool
+    hub: str | None = None  # Hugging Face repository that `make download` takes it from
+    repo_type: str = "model"
+    files: tuple[str, ...] = ()  # glob patterns of what to fetch; empty: the whole repository
+    assemble: bool = False  # the fetched files, unpacked if they end in .gz, one after the other make up ``path``
+    size_gb: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One experiment with everything settled: what to run, where it lies, what it depends on."""
+
+    name: str
+    kind: str
+    key: str
+    folder: Path
+    config: Config  # resolved; ``${stage:X}`` has become X's folder
+    arguments: tuple[str, ...]  # overrides left for the parser
+    upstream: tuple[Stage, ...]
+    needs: tuple[Need, ...]
+
+    @property
+    def label(self) -> str:
+        return str(self.config["experiment"].get("label") or self.name)
+
+
+class Graph:
+    """Resolves experiments into stages; one stage per name, shared by all that refer to it.
+
+    Args:
+        project: where files and outputs lie.
+        overrides: command-line overrides; ``own`` belongs to ``target`` alone.
+        target: the experiment the command names.
+        seed: replaces ``seed_everything`` in every stage without ``experiment.fixed_seed``.
+    """
+
+    def __init__(
+        self,
+        project: Project,
+        target: str,
+        overrides: Overrides | None = None,
+        seed: int | None = None,
+        hasher: PathHasher | None = None,
+    ) -> None:
+        self.project = project
+        self.target_name = target
+        self.overrides = overrides or Overrides()
+        self.seed = seed
+        self.hasher = hasher or PathHasher(project.outputs / HASHES)
+        self._stages: dict[str, Stage] = {}
+
+    def target(self) -> Stage:
+        stage = self.stage(self.target_name)
+        unused = set(self.overrides.stages) - {s.name for s in closure([stage, *self.compared(stage)])}
+        if unused:
+            found = sorted(unused)[0]
+            raise ExperimentError(
+                f"override '--stages.{found}...': '{self.target_name}' does not depend on a stage '{found}'"
+                + nearest(found, self._stages)
+            )
+        self.hasher.save()
+        return stage
+
+    def plan(self, *, compare: bool) -> list[Stage]:
+        """The target with all that it depends on, with ``compare`` also what it is compared with, in an order in which
+        they can be made."""
+        target = self.target()
+        return closure([target, *(self.compared(target) if compare else [])])
+
+    def compared(self, stage: Stage) -> list[Stage]:
+        """Stages that the closing table shows beside ``stage``, in the file's order."""
+        return [self.stage(name) for name in stage.config["experiment"].get("compare") or []]
+
+    def stage(self, name: str, _chain: tuple[str, ...] = ()) -> Stage:
+        """Raises ExperimentError for an unknown stage or a circle of stages."""
+        if name in _chain:
+            raise ExperimentError(f"the stages run in a circle: {' -> '.join((*_chain, name))}")
+        if name not in self._stages:
+            self._stages[name] = self._build(name, _chain)
+        return self._stages[name]
+
+    def _build(self, name: str, chain: tuple[str, ...]) -> Stage:
+        if chain and name not in names(self.project):
+            known = names(self.project)
+            there = nearest(name, known) + unreadable(self.project.experiment_dirs)
+            raise ExperimentError(f"'{chain[-1]}' refers to an unknown stage '{name}'{there}")
+        config = load(name, self.project)
+        if self.seed is not None and not config["experiment"].get("fixed_seed"):
+            config["seed_everything"] = self.seed
+        pairs = self.overrides.for_stage(name, is_target=name == self.target_name)
+        config, arguments = cli_overrides.apply(config, pairs)
+        upstream: dict[str, Stage] = {}
+
+        def key_of(reference: str) -> str:
+            upstream[reference] = self.stage(reference, (*chain, name))
+            return f"@stage/{upstream[reference].key}"
+
+        keyed = resolve(config, key_of)
+        key = stage_key(keyed, arguments, self.project.root, self.hasher)
+        folder = self.project.outputs / name / key
+        config["experiment"]["folder"] = self.project.relative(folder)
+        resolved = resolve(config, lambda reference: self.project.relative(upstream[reference].folder))
+        return Stage(
+            name=name,
+            kind=resolved["experiment"]["kind"],
+            key=key,
+            folder=folder,
+            config=resolved,
+            arguments=arguments,
+            upstream=tuple(upstream.values()),
+            needs=_needs(resolved, name, self.project.root),
+        )
+
+
+def _needs(config: Config, name: str, root: Path) -> tuple[Need, ...]:
+    """``experiment.needs``: a mapping from a name of your choice to the fields of ``Need``."""
+    needs = []
+    for title, entry in (config["experiment"].get("needs") or {}).items():
+        if entry is None:
+            continue
+        valid = {f.name for f in dataclasses.fields(Need)} - {"present"}
+        where = f"experiment '{name}', needs.{title}"
+        require_keys(entry, valid, where)
+        if not {"path", "how"} <= set(entry):
+            raise ExperimentError(f"{where}: 'path' and 'how' must be given")
+        present = (root / entry["path"]).exists()
+        needs.append(Need(**{**entry, "present": present, "files": tuple(entry.get("files", ()))}))
+    return tuple(needs)
+
+
+def closure(stages: Sequence[Stage]) -> list[Stage]:
+    """The given stages and everything they depend on, each once, in an order in which they can be run."""
+    ordered: dict[str, Stage] = {}
+
+    def visit(stage: Stage) -> None:
+        if stage.name in ordered:
+            return
+        for parent in stage.upstream:
+            visit(parent)
+        ordered[stage.name] = stage
+
+    for stage in stages:
+        visit(stage)
+    return list(ordered.values())
+
+
+def strings(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """All strings of a nested configuration with their dotted paths."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from strings(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            yield from strings(inner, f"{path}[{i}]")
+    elif isinstance(value, str):
+        yield path, value
+
+
+def require_files(stages: Sequence[Stage], root: Path) -> None:
+    """Raises ExperimentError for the first stage that names files which are not there (see ``missing_files``)."""
+    for stage in stages:
+        if missing := missing_files(stage, root):
+            raise ExperimentError(f"experiment '{stage.name}': {'; '.join(missing)}")
+
+
+def missing_files(stage: Stage, root: Path) -> list[str]:
+    """One line per input file that is not there and that no stage will make; files listed under
+    ``experiment.needs`` are reported by ``needs`` instead."""
+    made = [s.folder for s in closure(stage.upstream)] + [stage.folder]
+    listed = [root / need.path for need in stage.needs]
+    lines = []
+    for section in ("model", "data", "task"):
+        for where, text in strings(stage.config.get(section), section):
+            path = root / split_reference(text)[1]  # "gsm8k:data/gsm8k.jsonl" names a file too
+            if not text.endswith(FILE_SUFFIXES) or path.exists() or any(path.is_relative_to(m) for m in made):
+                continue
+            if any(path.is_relative_to(need) for need in listed):
+                continue
+            if path.parent == root:  # whatever else lies there is no help
+                lines.append(f"{where}: no file '{text}' in {root}")
+                continue
+            prefix = text[: len(text) - len(path.name)]
+            siblings = [prefix + p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            lines.append(f"{where}: no file '{text}'{nearest(text, siblings)}")
+    return lines

@@ -1,0 +1,76 @@
+"""The data files of a stage, as MLflow lists them under "Datasets used": name, digest, count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_modules.datasets.benchmark_names import split_reference
+from experiments.registry.keys import HASHES, KEY_LENGTH, PathHasher
+
+if TYPE_CHECKING:
+    from mlflow.entities import DatasetInput
+
+CONTEXTS = {
+    "train_files": "training",
+    "trajectories": "training",
+    "val_files": "validation",
+    "test_files": "testing",
+}
+
+
+def dataset_inputs(config: Mapping[str, Any], outputs: Path) -> Iterator[DatasetInput]:
+    """The files that ``data`` names, and those in the folders that it names. The digest is the beginning of the file's
+    SHA-256, as in the stage's key. What is no such file is left out: the data module says what is wrong with it.
+
+    Args:
+        config: resolved configuration of a fit or a test.
+        outputs: folder of the stages, whose names stand in the names of the files that they made.
+    """
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    from data_modules.datasets.files import DatasetError, expand
+
+    hasher = PathHasher(outputs / HASHES)
+    arguments = (config.get("data") or {}).get("init_args") or {}
+    for argument, context in CONTEXTS.items():
+        for reference in arguments.get(argument) or []:
+            benchmark, path = split_reference(reference)
+            try:
+                counted = [(file, _rows(file)) for file in expand([path])]
+            except DatasetError:
+                continue
+            for file, rows in counted:
+                yield DatasetInput(
+                    Dataset(
+                        name=benchmark or _name(file.absolute(), outputs.absolute()),
+                        digest=hasher(file)[:KEY_LENGTH],
+                        source_type="local",
+                        source=json.dumps({"uri": str(file)}),
+                        profile=json.dumps({"num_rows": rows}),
+                    ),
+                    [InputTag("mlflow.data.context", context)],
+                )
+
+
+def _rows(path: Path) -> int:
+    from data_modules.datasets.files import DatasetError, read_rows
+
+    if path.suffix != ".parquet":
+        return len(read_rows(path))
+    import polars as pl
+
+    try:
+        return pl.scan_parquet(path).select(pl.len()).collect().item()
+    except pl.exceptions.PolarsError as error:
+        raise DatasetError(f"{path} cannot be read as parquet") from error
+
+
+def _name(path: Path, outputs: Path) -> str:
+    """``world_tiny/test.parquet`` of a stage's file, else the file with its folder."""
+    if path.is_relative_to(outputs):
+        stage, _, *rest = path.relative_to(outputs).parts
+        return "/".join([stage, *rest])
+    return "/".join(path.parts[-2:])

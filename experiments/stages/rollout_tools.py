@@ -1,0 +1,53 @@
+"""The tools that a stage's protocol calls against those that its environment has, as far as class paths and arguments
+tell; ``RolloutSystem`` compares the objects themselves once they are built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from experiments.registry.errors import ExperimentError
+from experiments.stages.validate import import_class
+
+
+def check_rollout_tools(parsed: Any, where: str) -> None:
+    """Raises ExperimentError where the environment is known to lack a tool that the protocol is known to call."""
+    from rollout.environments.base import check_tools
+
+    for section in ("data", "task"):
+        rollouts = parsed.config.get(f"{section}.init_args.rollouts.init_args")
+        if rollouts is None or not (rollouts.get("protocol.class_path") and rollouts.get("environment.class_path")):
+            continue
+        protocol = import_class(rollouts.protocol.class_path, where)
+        called = called_tools(protocol, rollouts.get("protocol.init_args.tools"))
+        environment = environment_tools(rollouts.environment.class_path, rollouts.get("environment.init_args.tools"))
+        if called and environment is not None:
+            try:
+                check_tools(environment, called, protocol.__name__)
+            except ValueError as error:
+                raise ExperimentError(f"{where}: {error}") from None
+
+
+def called_tools(protocol: type, option: Any) -> tuple[str, ...]:
+    """Names of the tools that a protocol of this class and with this option ``tools`` calls; () if that is unknown."""
+    from rollout.protocols.arpo_tags import ARPOProtocol
+    from rollout.protocols.hermes import HermesProtocol
+    from rollout.tools.schemas import read_schemas, tool_names
+
+    if option and issubclass(protocol, ARPOProtocol):
+        return tuple(option)
+    if option and issubclass(protocol, HermesProtocol):
+        return tool_names(read_schemas(option))
+    named = getattr(protocol, "tools", ())
+    return tuple(named) if isinstance(named, tuple | list) else ()
+
+
+def environment_tools(class_path: str, option: Any) -> Any:
+    """What ``check_tools`` asks for its ``tools``: the class of a world that names them, the option ``tools`` of
+    question answering; None if they are unknown."""
+    from rollout.environments.question_answering import QuestionAnswering
+
+    environment = import_class(class_path, "environment")
+    if isinstance(environment, type) and issubclass(environment, QuestionAnswering):
+        return SimpleNamespace(tools=option)
+    return environment if isinstance(getattr(environment, "tools", None), tuple | list) else None

@@ -1,0 +1,228 @@
+"""The body of one stage, run in a process of its own: ``python -m experiments stage FOLDER``.
+
+Everything it needs is in the folder (config.yaml, stage.json). It writes everything except result.json, which the
+parent process writes once this one has ended well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import operator
+import os
+import random
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from callbacks.training import stop_request
+from callbacks.training.stop_request import StopRequested
+from experiments.registry import hardware
+from experiments.registry.errors import ExperimentError
+from experiments.stages.store import StageFolder
+from rollout.files import write_atomically
+
+SUMMARY = "summary.json"  # what a task returned
+INTERRUPTED = 130
+REFUSED = 2  # the configuration is wrong; nothing has been done
+PACKAGES = ("callbacks", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
+PARENT_VARIABLE = "COMPACT_AGENTS_PARENT"
+PR_SET_PDEATHSIG = 1
+# By these Lightning takes a process for a task of srun, one per rank. The tasks of our jobs are nodes.
+SRUN_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
+
+
+def run(folder: Path) -> int:
+    """Make the stage, from its checkpoint on if there is one; returns the exit code.
+
+    Errors meant for the user become one message, defects a traceback."""
+    from experiments.stages.validate import check_classes
+
+    quieten()
+    store = StageFolder(folder)
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent:
+        die_with_parent(int(parent))
+        os.environ[PARENT_VARIABLE] = str(os.getpid())  # ranks that the strategy launches are our children
+    try:
+        config = yaml.safe_load(store.config_path.read_text())
+        arguments = store.metadata()["arguments"]
+        check_classes(config, _where(config))
+        if config["experiment"]["kind"] == "task":
+            run_task(config, arguments, folder)
+        else:
+            run_lightning(config, arguments, store)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except StopRequested as stop:
+        if rank() == 0:
+            print(stop, flush=True)
+            (folder / stop_request.STOPPED).touch()
+        return 0  # of a rank: torchrun would call anything else a failure
+    except ExperimentError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED
+    except Exception as error:
+        return _report(error, folder)
+    return 0
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the process that started us dies; at once if it already has (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_task(config: dict[str, Any], arguments: list[str], folder: Path) -> None:
+    from experiments.stages.validate import cli
+
+    parsed = cli(config, arguments, _where(config), instantiate=True)
+    seed_task(parsed.config.seed_everything)
+    summary = parsed.task.run(folder)
+    write_atomically(folder / SUMMARY, json.dumps(summary, indent=2, default=str))
+
+
+def seed_task(seed: int) -> None:
+    """As Lightning's ``seed_everything``, which leaves the seed in PL_GLOBAL_SEED, without importing what the task
+    has not imported."""
+    os.environ["PL_GLOBAL_SEED"] = str(seed)
+    random.seed(seed)
+    for module, function in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if module in sys.modules:
+            operator.attrgetter(function)(sys.modules[module])(seed)
+
+
+def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFolder) -> None:
+    """Trainer.fit (kind fit), then Trainer.test with the weights that fit ended with."""
+    from callbacks.training.rank_watch import watch_from_the_start
+    from experiments.stages.validate import cli
+
+    config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
+    hardware.check_shares(config, _where(config))
+    hardware.check_indices(config, _where(config))
+    if notes := hardware.missing_devices(config, _where(config)):
+        raise ExperimentError(notes[0])
+    parsed = cli(config, arguments, _where(config), instantiate=True)
+    trainer, model, data = parsed.trainer, parsed.model, parsed.datamodule
+    watch_from_the_start(trainer)
+    log_configuration(trainer, store)
+    if config["experiment"]["kind"] == "fit":
+        checkpoint = str(store.checkpoint) if store.checkpoint.exists() else None
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        if has_test(data):
+            trainer.test(model, datamodule=data, verbose=False)
+    else:
+        trainer.test(model, datamodule=data, ckpt_path=store.metadata()["checkpoint"], verbose=False)
+
+
+def has_test(data: Any) -> bool:
+    """Whether there is anything to test on: a stage that only prepares a model has no test files."""
+    files = getattr(data, "files", None)  # of data_modules.evaluation_data.EvaluationData
+    return files is None or bool(files["test"])
+
+
+def log_configuration(trainer: Any, store: StageFolder) -> None:
+    """The resolved configuration and the data files, to every logger that takes them."""
+    from experiments.stages.inputs import dataset_inputs
+
+    text = store.config_path.read_text()
+    for logger in trainer.loggers:
+        if not trainer.is_global_zero:
+            return
+        if hasattr(logger, "log_config"):
+            logger.log_config(text)
+        if hasattr(logger, "log_datasets"):
+            logger.log_datasets(dataset_inputs(yaml.safe_load(text), store.path.parents[1]))
+
+
+def quieten() -> None:
+    """Libraries' hints about things that are decided here."""
+    connector = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+    lightning = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
+    for name in (*(f"lightning.{part}" for part in lightning), connector, "mlflow.store.db.utils", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # that it makes the experiment
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    for message in (
+        ".*does not have many workers.*",
+        ".*LeafSpec.*is deprecated.*",
+        ".*You have overridden `transfer_batch_to_device`.*",  # batches are lists of trajectories, moved when collated
+        ".*module\\(s\\) in eval mode.*",  # the frozen teacher
+        ".*`torch.distributed.*is deprecated.*",  # DeepSpeed's calls, once per rank
+        ".*each worker will save a shard of the checkpoint.*",
+        ".*`srun` command is available.*",  # the ranks are torchrun's
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def _where(config: dict[str, Any]) -> str:
+    return f"experiment '{config['experiment']['name']}'"
+
+
+def rank() -> int:
+    """Of this process among those of the stage, as their launcher has told it."""
+    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+
+
+def _report(error: Exception, folder: Path) -> int:
+    which = f"rank {rank()}, " if rank() else ""
+    print(f"\n{which}error: {explain(error)}", file=sys.stderr)
+    if not is_for_user(error):
+        traceback.print_exc()
+    elif not _is_full_disk(error):
+        path = folder / (f"traceback-rank{rank()}.txt" if rank() else "traceback.txt")
+        write_atomically(path, traceback.format_exc())
+        print(f"(where it arose: {path})", file=sys.stderr)
+    sys.stderr.flush()
+    return 1
+
+
+def is_for_user(error: BaseException) -> bool:
+    """Whether the message alone is enough: wrong input, the machine's state, or an error class of the project's own
+    (a service that is down, a collapsed run)."""
+    own = type(error).__module__.partition(".")[0] in PACKAGES
+    return own or isinstance(error, (ValueError, OSError, MemoryError)) or _is_full_disk(error)
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def explain(error: BaseException) -> str:
+    """One message: what was found, and for the machine's own troubles what to do."""
+    text = str(error) or type(error).__name__
+    if _is_full_disk(error):
+        return f"no space left on the disk ({text}). Free some space; what was made so far is kept."
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"a port is in use ({text}). End the other process, or choose another port (0 takes a free one)."
+    if isinstance(error, MemoryError):
+        return "out of memory."
+    return f"{type(error).__name__}: {text}"
+
+
+def set_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The variables a stage's process starts with; what the user has set stays."""
+    defaults = {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some virtual machines advertise AMX and cannot run it
+        "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine share the cores: spinning threads starve each other
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one for each model that is loaded or saved, in a moment
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    environment = {name: value for name, value in environment.items() if name not in SRUN_VARIABLES}
+    return {**defaults, **environment, PARENT_VARIABLE: str(os.getpid())}

@@ -1,0 +1,158 @@
+"""The folder of a stage on disk: what lies in it, its lock, its done marker. Imports without torch.
+
+outputs/NAME/KEY/
+    config.yaml       resolved configuration      stage.json   arguments, upstream keys, sessions
+    checkpoints/      for resuming                model/       exported Hugging Face folder
+    evaluation.json   evaluation/*.parquet        trajectories/   log
+    result.json       written last, atomically: the stage is done
+outputs/NAME/KEY.lock   held while a process works in the folder
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from callbacks.training import stop_request
+from experiments.stages.graph import Stage
+from rollout.files import write_atomically
+
+
+class Lock:
+    """A file that one process holds at a time, on this machine or on another that shares the file system.
+
+    The kernel gives the lock of a dead process back, so that nothing has to be guessed from process ids.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def owner(self) -> dict[str, Any] | None:
+        """Fields that the holder has written (pid, host, ...); None if nobody holds it."""
+        if not self.path.is_file():
+            return None
+        with self.path.open("r+") as stream:
+            if _try_lock(stream.fileno(), fcntl.LOCK_SH):  # shared: others who ask are no owners
+                return None
+            text = stream.read()
+        return json.loads(text) if text else {"pid": None}
+
+    @contextmanager
+    def held(self, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None, poll: float = 0.5) -> Iterator[None]:
+        """Hold the lock; waits for another living process, after calling ``on_wait`` once."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+") as stream:
+            waited = False
+            while not _try_lock(stream.fileno()):
+                if not waited:
+                    on_wait(self.owner() or {"pid": None})
+                    waited = True
+                time.sleep(poll)
+            stream.truncate(0)  # what a killed process has left
+            self.update(pid=os.getpid(), host=os.uname().nodename, since=time.time())
+            try:
+                yield
+            finally:
+                stream.truncate(0)
+
+    def update(self, **fields: Any) -> None:
+        """Change what ``owner`` returns. Written through to the disk: they may be on another node."""
+        with self.path.open("r+") as stream:
+            text = json.dumps({**json.loads(stream.read() or "{}"), **fields})
+            stream.seek(0)
+            stream.write(text)
+            stream.truncate()
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+class StageFolder:
+    """One stage's folder on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def lock(self) -> Lock:
+        return Lock(self.path.with_name(self.path.name + ".lock"))
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoints" / "last.ckpt"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation.json"
+
+    def result(self) -> dict[str, Any] | None:
+        """What result.json says, or None: the stage is not done."""
+        try:
+            return json.loads((self.path / "result.json").read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def state(self) -> str:
+        """``done``, ``running``, ``interrupted`` (can be resumed), ``unfinished`` (will start anew) or ``missing``."""
+        if self.result() is not None:
+            return "done"
+        if not self.path.is_dir():
+            return "missing"
+        if self.lock.owner() is not None:
+            return "running"
+        return "interrupted" if self.checkpoint.exists() else "unfinished"
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    def metadata(self) -> dict[str, Any]:
+        path = self.path / "stage.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def prepare(self, stage: Stage, metadata: dict[str, Any], *, keep: bool) -> None:
+        """Write config.yaml and stage.json and open a session. ``keep=False`` empties the folder first."""
+        if not keep and self.path.exists():
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        sessions = self.metadata().get("sessions", [])
+        if sessions and sessions[-1]["ended"] is None:  # killed: it lived at least until its last checkpoint
+            end = self.checkpoint.stat().st_mtime if self.checkpoint.exists() else sessions[-1]["started"]
+            sessions[-1]["ended"] = max(end, sessions[-1]["started"])
+        sessions.append({"started": time.time(), "ended": None})
+        stop_request.forget(self.path)
+        write_atomically(self.config_path, yaml.safe_dump(stage.config, sort_keys=False, allow_unicode=True))
+        write_atomically(self.path / "stage.json", json.dumps({**metadata, "sessions": sessions}, indent=2))
+
+    def end_session(self) -> float:
+        """Close the session; returns the seconds of all sessions together."""
+        metadata = self.metadata()
+        metadata["sessions"][-1]["ended"] = time.time()
+        write_atomically(self.path / "stage.json", json.dumps(metadata, indent=2))
+        return sum(s["ended"] - s["started"] for s in metadata["sessions"])
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """The done marker."""
+        write_atomically(self.path / "result.json", json.dumps(result, indent=2))
+
+
+def _try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

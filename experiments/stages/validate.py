@@ -1,0 +1,314 @@
+"""Typing and validation by the Lightning CLI's parser, before anything is built: no model is loaded here.
+
+Class paths and argument names are checked first, one by one, so that a message can name the nearest valid name; types
+and everything else are the parser's (jsonargparse).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import tempfile
+import warnings
+from argparse import ArgumentError
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.registry import hardware, protocols
+from experiments.registry.compose import Config
+from experiments.registry.errors import ExperimentError, nearest, require_keys
+from experiments.stages.graph import Stage, require_files
+
+CLI_KEYS = ("seed_everything", "trainer", "model", "data")
+
+
+def check(stage: Stage, root: Path) -> list[str]:
+    """Everything that can be known about a stage without running it.
+
+    Returns:
+        what this machine lacks for it: it may be meant for another.
+
+    Raises:
+        ExperimentError: unknown class, unknown argument, wrong type, missing argument, a file that is not there, an
+            argument of the module that it refuses, a strategy that is none, ranks that cannot share the prompts, a
+            tool that is called and that the environment has not.
+    """
+    from experiments.stages.rollout_tools import check_rollout_tools
+
+    require_files([stage], root)
+    where = f"experiment '{stage.name}'"
+    check_classes(stage.config, where)
+    parsed = cli(stage.config, stage.arguments, where, instantiate=False)
+    if stage.kind != "task":
+        hardware.check_strategy(parsed.config.get("trainer.strategy"), where)
+        hardware.check_shares(stage.config, where)
+        hardware.check_indices(stage.config, where)
+    check_validation_interval(parsed.config, where)
+    check_rollout_tools(parsed, where)
+    check_samples(check_module(parsed, where), parsed, where)
+    return hardware.missing_devices(stage.config, where)
+
+
+def check_validation_interval(parsed: Any, where: str) -> None:
+    """A run that ends before its first validation is refused here; Lightning would do so once the models are loaded."""
+    interval = parsed.get("trainer.val_check_interval")
+    iterations = parsed.get("data.init_args.iterations")
+    epoch_wise = parsed.get("trainer.check_val_every_n_epoch", 1) is not None
+    if isinstance(interval, int) and isinstance(iterations, int) and epoch_wise and interval > iterations:
+        raise ExperimentError(
+            f"{where}: trainer.val_check_interval is {interval}, but the run has only {iterations} iterations "
+            f"(data.iterations); add --trainer.val_check_interval {iterations} or less"
+        )
+
+
+def instantiate(config: Config, name: str) -> Any:
+    """One part of a configuration by itself, built from its class path and arguments; ``name`` is for messages."""
+    from jsonargparse import ArgumentParser
+
+    protocols.compare_by_calls()
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(import_class(config["class_path"], name), name, required=True)
+    return parser.instantiate_classes(parser.parse_object({name: config}))[name]
+
+
+def check_module(parsed: Any, where: str) -> Any:
+    """Construct and return the module, if the stage has one (else None), and what it is given (skills with their bank):
+    a module loads its models later, but its constructor knows which numbers, names and banks do not go together.
+
+    Raises:
+        ExperimentError: with what the constructor says.
+    """
+    if "model" not in parsed.config:
+        return None
+    from jsonargparse import Namespace
+
+    try:
+        return parsed.parser.instantiate_classes(Namespace(model=parsed.config.model)).model
+    except (ValueError, TypeError, OSError) as error:
+        raise ExperimentError(f"{where}: model: {_constructor_message(error)}") from error
+
+
+def check_samples(module: Any, parsed: Any, where: str) -> None:
+    """A group too small for what the module compares is refused here; ``fit`` would do so before its first rollout."""
+    if not hasattr(module, "check_samples"):
+        return
+    try:
+        module.check_samples(parsed.config.get("data.init_args.samples_per_prompt"))
+    except ValueError as error:
+        raise ExperimentError(f"{where}: {error}") from None
+
+
+def check_classes(config: Config, where: str) -> None:
+    """Every class named exists and takes the arguments given. Raises ExperimentError."""
+    for section in ("trainer", "model", "data", "task"):
+        check_names(config.get(section), section, where)
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def import_class(class_path: str, where: str) -> Any:
+    """The class (or function) a ``class_path`` names.
+
+    Raises:
+        ExperimentError: no such module, no such name in it, or the module fails to import.
+    """
+    module_name, _, name = class_path.rpartition(".")
+    if not module_name:
+        raise ExperimentError(f"{where}: '{class_path}' must be a full path, as rollout.system.RolloutSystem")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            siblings = _modules_beside(module_name)
+            raise ExperimentError(f"{where}: no module '{module_name}'{nearest(module_name, siblings)}") from None
+        raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}': not installed") from None
+    if not hasattr(module, name):
+        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
+        raise ExperimentError(f"{where}: no class '{name}' in {module_name}{nearest(name, classes)}")
+    return getattr(module, name)
+
+
+def _modules_beside(module_name: str) -> list[str]:
+    """All modules of the same top-level package, in whatever folder."""
+    package = module_name.partition(".")[0]
+    try:
+        folders = [Path(folder) for folder in importlib.import_module(package).__path__]
+    except (ImportError, AttributeError):
+        return []
+    found = [(folder, path) for folder in folders for path in folder.rglob("*.py") if path.stem != "__init__"]
+    return [".".join((package, *path.relative_to(folder).with_suffix("").parts)) for folder, path in found]
+
+
+def check_names(value: Any, path: str, where: str) -> None:
+    """Walk a section: every ``class_path`` must exist and every ``init_args`` key be one of its arguments."""
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            check_names(item, f"{path}[{i}]", where)
+    if not isinstance(value, dict):
+        return
+    if isinstance(value.get("class_path"), str):
+        target = import_class(value["class_path"], f"{where}, {path}")
+        if missing := unwritten(target):
+            raise ExperimentError(f"{where}, {path}: {value['class_path']} lacks {' and '.join(missing)}; write it")
+        valid = argument_names(target)
+        extra = set(value) - {"class_path", "init_args", "dict_kwargs"}
+        if extra:
+            raise ExperimentError(f"{where}: '{path}.{sorted(extra)[0]}' belongs under '{path}.init_args'")
+        for key in value.get("init_args") or {}:
+            if valid is not None and key not in valid:
+                raise ExperimentError(
+                    f"{where}: unknown key '{path}.{key}': {value['class_path']} has no such argument"
+                    + nearest(key, valid)
+                )
+        check_names(value.get("init_args"), path, where)
+        return
+    if path == "trainer":
+        from lightning.pytorch import Trainer
+
+        require_keys(value, argument_names(Trainer) or (), where, "trainer.")
+    for key, item in value.items():
+        check_names(item, f"{path}.{key}", where)
+
+
+def unwritten(target: Any) -> list[str]:
+    """Abstract methods that a class has left as they are. Modules have no ABCMeta, so that Python does not refuse."""
+    if not inspect.isclass(target):
+        return []
+    static = ((name, inspect.getattr_static(target, name, None)) for name in dir(target))
+    return [f"the method '{name}'" for name, member in static if getattr(member, "__isabstractmethod__", False)]
+
+
+def argument_names(target: Any) -> list[str] | None:
+    """Names a class accepts, ``**kwargs`` followed up through its bases; None when that cannot be told."""
+    names: list[str] = []
+    owners = [c for c in inspect.getmro(target) if "__init__" in vars(c)] if inspect.isclass(target) else [target]
+    for owner in owners:
+        function = vars(owner)["__init__"] if inspect.isclass(owner) else owner
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # builtins have no signature
+            return None
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names += [name for name in named if name != "self"]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return names
+    return None if not inspect.isclass(target) else names
+
+
+# -- types ----------------------------------------------------------------------------------------------------------
+
+
+def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bool) -> Any:
+    """A parsed command line: a LightningCLI for kinds fit and test, a parser of one class for kind task.
+
+    With ``instantiate`` the result has ``trainer``, ``model`` and ``datamodule`` (or ``task``).
+    """
+    protocols.compare_by_calls()
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            task = config["experiment"]["kind"] == "task"
+            keys = ("seed_everything", "task") if task else CLI_KEYS
+            yaml.safe_dump({k: config[k] for k in keys if config.get(k) is not None}, file, allow_unicode=True)
+            file.flush()
+            words = ["--config", file.name, *arguments]
+            if task:
+                return _TaskCLI(config["task"]["class_path"], words, where, instantiate)
+            return _lightning_cli(words, instantiate)
+    except ArgumentError as error:
+        raise ExperimentError(f"{where}: {condense(str(error))}") from None
+    except ValueError as error:
+        if not str(error).startswith(OF_A_UNION):
+            raise
+        raise ExperimentError(f"{where}: {_constructor_message(error)}") from error
+
+
+def _constructor_message(error: Exception) -> str:
+    """What the constructor of a class said, without the parser's words around it: that the argument fits no type."""
+    inner: BaseException | None = error
+    while inner is not None and str(inner).startswith(OF_A_UNION):
+        inner = inner.__cause__
+    fits_another = inner is None or "does not implement protocol" in str(inner)  # the first of several in a Union
+    return condense(str(error if fits_another else inner))
+
+
+def _lightning_cli(words: list[str], instantiate: bool) -> Any:
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    import lightning_modules.sharding.strategies  # noqa: F401  # registers the names zero2 and zero3
+
+    class ParsedOnly(LightningCLI):
+        def instantiate_classes(self) -> None:
+            pass
+
+        def _set_seed(self) -> None:
+            pass
+
+    # It warns when `args` is given and the process has arguments of its own, as ours have.
+    warnings.filterwarnings("ignore", ".*LightningCLI's args parameter is intended.*")
+    return (LightningCLI if instantiate else ParsedOnly)(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        auto_configure_optimizers=False,
+        parser_kwargs={"exit_on_error": False},
+        seed_everything_default=0,
+        run=False,
+        args=words,
+    )
+
+
+class _TaskCLI:
+    """The same, for a class with ``run(output_dir: Path) -> dict``."""
+
+    def __init__(self, class_path: str, words: list[str], where: str, instantiate: bool) -> None:
+        from jsonargparse import ArgumentParser
+
+        target = import_class(class_path, where)
+        if not callable(getattr(target, "run", None)):
+            raise ExperimentError(f"{where}: {class_path} is no task: it has no method run(output_dir)")
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--config", action="config")
+        parser.add_argument("--seed_everything", type=int, default=0)
+        parser.add_subclass_arguments(target, "task", required=True)
+        self.config = parser.parse_args(words)
+        self.parser = parser
+        self.task: Any = parser.instantiate_classes(self.config)["task"] if instantiate else None
+
+
+OF_A_UNION = "Does not validate against any of the Union subtypes"
+NOISE = re.compile(
+    rf"^\s*(-\s*)?({OF_A_UNION}|Subtypes: .*|Errors:|Given value type: .*|Subclass types expect one of:"
+    r"|a class path \(str\)|a dict (with|without) .*|\d+ validation errors? for .*|For further information .*"
+    r"|Expected a <class 'NoneType'>.*|Given value: .*)$"
+)
+OF_A_RANGE = re.compile(r"Input should be (.*?) \[type=\w+, input_value=(.*), input_type=\w+\](?:\. Got value: .*)?")
+
+# The parser's words and ours, in the order in which they are put.
+REWORDED = (
+    (r"': Problem with given class_path '[^']+': '", "."),  # 'model': ... 'lr': becomes 'model.lr':
+    (r"Expected a path but (\S+) either not accessible or invalid Expected a dot import path string: \1",
+     r"Expected a class path, as package.module.Class. Got value: \1"),
+    (r"(?:Does not implement protocol|Not a valid subclass of) (\w+)", r"Expected class_path and init_args of a \1"),
+    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
+    (r"a typing\.Literal\[([^]]*)\]", r"one of \1"),
+    (r"(?<=[^.:;]) Expected", "; expected"),
+)  # fmt: skip
+
+
+def condense(message: str) -> str:
+    """The parser's message without what it repeats for every member of a Union, and a range's (``retrieval.ranges``)
+    without what it says of pydantic: one line."""
+    lines = [re.sub(r"^-\s*", "", line.strip()) for line in message.splitlines() if not NOISE.match(line)]
+    text = OF_A_RANGE.sub(r"found \2; expected \1", " ".join(line for line in lines if line))
+    text = protocols.explain(re.sub(r"Parser key \"([^\"]+)\":", r"'\1':", text) or message.strip())
+    for pattern, words in REWORDED:
+        text = re.sub(pattern, words, text)
+    return text

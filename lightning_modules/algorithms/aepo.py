@@ -1,0 +1,36 @@
+"""AEPO, agentic entropy-balanced policy optimisation (arXiv 2510.14545; docs/papers/arpo.md 3)."""
+
+from __future__ import annotations
+
+from lightning_modules.algorithms.arpo import Attribution, attributed
+from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.annotations.attribution import EntropyScaling
+from retrieval.ranges import FiniteFloat
+
+
+class AEPO(GRPO):
+    """ARPO that keeps learning from tokens it was uncertain about. Its rollout half is the sampler's business::
+
+        A~_t = A_t (1 + entropy_weight z_t)        z: entropy of pi_old at t, standardised, see ``EntropyScaling``
+        clip_balanced: a token above 1 + clip_high with A > 0 keeps the gradient factor 1 + clip_high, instead of none
+
+    ``train/clip_fraction`` counts what the ordinary clip would drop.
+
+    Args:
+        policy: Hugging Face folder to start from.
+        clip_balanced: whether the clip keeps a gradient above its range; false for the ordinary one.
+        entropy_weight: a, how strongly entropy scales an advantage; 0 for not at all.
+        attribution: soft or hard, see ``ARPO``.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        clip_balanced: bool = True,
+        entropy_weight: FiniteFloat = 0.2,
+        attribution: Attribution = "soft",
+        **kwargs,
+    ) -> None:
+        scaling = [EntropyScaling(entropy_weight)] if entropy_weight else []
+        annotations = [*attributed(attribution), *scaling]
+        super().__init__(policy=policy, clip_balanced=clip_balanced, annotations=annotations, **kwargs)

@@ -1,0 +1,181 @@
+"""Cold-start knowledge distillation: the student learns from the teacher's own correct trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.algorithms.sft import ce_columns
+from lightning_modules.batch import TokenBatch
+from lightning_modules.maths.divergences import (
+    Divergence,
+    DivergenceName,
+    TAIDSchedule,
+    finite_log_softmax,
+    forward_kl,
+    make_divergence,
+    shared_vocabulary,
+    taid,
+)
+from lightning_modules.models.policy import (
+    DType,
+    gathered,
+    hidden_before,
+    load_frozen_lm,
+    output_head,
+    partitioned,
+    positions,
+    require_same_tokenizer,
+)
+from lightning_modules.training.supervised import SupervisedModule
+from retrieval.ranges import BelowOne, NonNegativeFloat, PositiveFloat, UnitInterval
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ColdStartKD(SupervisedModule):
+    """DGPO's phase 1 (arXiv 2508.20324 eq. 1, as quoted in docs/papers/dgpo.md 1.2)::
+
+        L = 1/N sum_t m_t [ ce_coef * (-log pi_S(y_t | h_t)) + kl_coef * D(pi_T(. | h_t), pi_S(. | h_t)) ]
+
+    D over the full vocabulary, in float32, computed for ``logits_chunk`` tokens at a time; both vocabularies are cut to
+    the smaller one before the softmax.  The true KL is logged, not the cross-entropy form.  The coefficients (1, 1)
+    are the paper's; (0, 1) is the default of TAID's code, on which it builds.  No T^2 factor, as there.
+
+    TAID replaces D by the cross-entropy to a target that moves from the student to the teacher
+    (docs/papers/dgpo.md 1.6): its own code, and DGPO's baseline, have ``ce_coef: 0``. Its t is logged as
+    ``train/taid_t``, and is checkpointed.
+
+    Args:
+        policy: Hugging Face folder of the student.
+        teacher: Hugging Face folder of the teacher; it must share the student's tokenizer.
+        ce_coef: weight of the cross-entropy on the teacher's sampled tokens.
+        kl_coef: weight of the divergence.
+        divergence: forward_kl (KD), reverse_kl, jsd (GKD), skew_forward and skew_reverse (DistiLLM), tvd, or taid.
+        jsd_beta: interpolation of jsd: 0 is forward KL, 1 is reverse KL.
+        skew_alpha: skew of the DistiLLM divergences.
+        taid_t_start: t of the first step; the least t rises from here to 1 linearly over the training.
+        taid_alpha: how much a step may add to t.
+        taid_beta: momentum of the relative fall of the loss.
+        temperature: divides both logits before the softmax.
+        teacher_dtype: type the teacher's parameters are kept in.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        teacher: str,
+        ce_coef: NonNegativeFloat = 1.0,
+        kl_coef: NonNegativeFloat = 1.0,
+        divergence: DivergenceName | Literal["taid"] = "forward_kl",
+        jsd_beta: UnitInterval = 0.5,
+        skew_alpha: BelowOne = 0.1,
+        taid_t_start: UnitInterval = 0.4,
+        taid_alpha: NonNegativeFloat = 5e-4,
+        taid_beta: UnitInterval = 0.99,
+        temperature: PositiveFloat = 1.0,
+        teacher_dtype: DType = "float32",
+        **kwargs,
+    ) -> None:
+        super().__init__(policy, **kwargs)
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}; expected a positive number")
+        self.teacher_path = teacher
+        self.ce_coef, self.kl_coef, self.temperature = ce_coef, kl_coef, temperature
+        self.taid: TAIDSchedule | None = None
+        if divergence == "taid":  # the number of steps is known once training starts
+            self.taid = TAIDSchedule(1, t_start=taid_t_start, alpha=taid_alpha, beta=taid_beta)
+        else:
+            self.divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
+        self.teacher_dtype: DType = teacher_dtype
+        self.teacher: PreTrainedModel = cast("Any", None)  # built in build_models
+
+    def frozen_models(self) -> dict[str, tuple[str, DType]]:
+        return {"teacher": (self.teacher_path, self.teacher_dtype)}
+
+    def build_models(self) -> None:
+        super().build_models()
+        require_same_tokenizer(self.policy_path, self.teacher_path)
+        self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
+
+    def on_train_start(self) -> None:
+        if self.taid is not None:
+            self.taid.total_steps = self.trainer.estimated_stepping_batches
+
+    def after_step(self, metrics: dict[str, float]) -> None:
+        if self.taid is None:
+            return
+        used = self.taid.t
+        if "train/divergence" in metrics:  # not of a step without loss tokens
+            self.taid.update(metrics["train/divergence"], self.trainer.global_step - 1)  # of all ranks
+        metrics["train/taid_t"] = used
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self.taid is not None:
+            checkpoint["taid"] = {name: getattr(self.taid, name) for name in self.taid.STATE}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ValueError if it is of another model, or lacks TAID's state where that is needed."""
+        super().on_load_checkpoint(checkpoint)
+        if self.taid is None:
+            return
+        if "taid" not in checkpoint:
+            raise ValueError("the checkpoint holds no state of TAID: it is of another divergence; start anew")
+        vars(self.taid).update(checkpoint["taid"])
+
+    def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        at = positions(batch.mask)
+        with torch.no_grad():
+            teacher_hidden = hidden_before(self.teacher, batch, at)
+        hidden = hidden_before(self.policy, batch, at)
+        teacher_head = output_head(self.teacher)
+        columns = output_head(self.policy)(
+            hidden,
+            function=partial(
+                kd_columns,
+                teacher_head=teacher_head,
+                divergence=self.divergence if self.taid is None else partial(taid, t=self.taid.t),
+                temperature=self.temperature,
+            ),
+            rows=(batch.input_ids[at], teacher_hidden),
+            chunk=self.logits_chunk,
+            context=partial(gathered, list(teacher_head.parameters()))
+            if partitioned(teacher_head.parameters())
+            else None,
+        )
+        ce, kd, kl, accuracy = columns.unbind(-1)
+        return {
+            "loss": self.ce_coef * ce + self.kl_coef * kd,
+            "ce": ce.detach(),
+            "divergence": kd.detach(),
+            "kl": kl.detach(),
+            "token_accuracy": accuracy.detach(),
+        }
+
+
+def kd_columns(
+    logits: Tensor,
+    targets: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: nn.Linear,
+    divergence: Divergence,
+    temperature: float,
+) -> Tensor:
+    """[n, 4]: cross-entropy, the divergence, the forward KL (for the log, no gradient), token accuracy."""
+    with torch.no_grad():
+        teacher_logits = torch.nn.functional.linear(teacher_hidden, teacher_head.weight, teacher_head.bias)
+    student, teacher = shared_vocabulary(logits.float() / temperature, teacher_logits.float() / temperature)
+    log_p, log_q = finite_log_softmax(student), finite_log_softmax(teacher)  # once, for the loss and for the log
+    distance = divergence(log_p, log_q, normalised=True)
+    if divergence is forward_kl:
+        kl = distance.detach()
+    else:
+        kl = forward_kl(log_p.detach(), log_q, normalised=True)
+    ce, accuracy = ce_columns(logits, targets).unbind(-1)
+    return torch.stack([ce, distance, kl, accuracy], dim=-1)

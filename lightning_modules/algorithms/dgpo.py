@@ -1,0 +1,54 @@
+"""DGPO, distillation-guided policy optimisation (Kotoge, Nishimura, Ma; arXiv 2508.20324; docs/papers/dgpo.md 2.2)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning_modules.algorithms.ppo import PPO
+from lightning_modules.annotations.signal_weights import WrongOnly
+from lightning_modules.maths.divergences import Estimator
+from retrieval.ranges import FiniteFloat, NonNegativeFloat
+
+
+class DGPO(PPO):
+    """PPO whose reference is the teacher, and whose KL is paid by wrong trajectories only (eq. 4)::
+
+        r_t = [t last] EM(y)  -  kl_coef * k_t * m_t * w        k_t = log pi_old(y_t | h_t) - log pi_T(y_t | h_t)
+        w   = 1 if EM(y) < correct_from else 0
+
+    The KL is student || teacher on the sampled tokens (k1), a token reward inside GAE: no gradient flows through it,
+    and it stays fixed during the update.  Source: the authors' ray_trainer.py:92-134; the project page prints the
+    opposite order, the code decides.  A trajectory is right by its reward part ``em`` (its total, if it has none).
+
+    The paper's ablations are ``selective: false`` (uniform KL), ``kl_coef: 0`` (no teacher is loaded), ``kl_in: loss``.
+
+    Args:
+        policy: Hugging Face folder of the cold-started student; the critic starts from its body too.
+        teacher: Hugging Face folder of the frozen teacher; it must share the student's tokenizer.
+        kl_coef: beta, weight of the KL.
+        kl_in: whether the KL is a token reward (the paper) or a loss term (then ``kl_estimator`` k2 or k3).
+        selective: whether only wrong trajectories pay the KL.
+        kl_estimator: k1 (the paper), k2 or k3.
+        correct_from: exact-match score from which a trajectory counts as right.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        teacher: str,
+        kl_coef: NonNegativeFloat = 0.001,
+        kl_in: Literal["reward", "loss"] = "reward",
+        selective: bool = True,
+        kl_estimator: Estimator = "k1",
+        correct_from: FiniteFloat = 0.1,
+        **kwargs,
+    ) -> None:
+        super().__init__(
+            policy=policy,
+            reference=teacher,
+            kl_coef=kl_coef,
+            kl_in=kl_in,
+            kl_estimator=kl_estimator,
+            kl_weights=[WrongOnly(correct_from)] if selective and kl_coef > 0 else None,
+            **kwargs,
+        )

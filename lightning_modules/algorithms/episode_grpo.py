@@ -1,0 +1,49 @@
+"""EpisodeGRPO and GiGPO: GRPO as verl-agent runs it on episodes, with advantages by turn (docs/papers/sdar.md 1.6)."""
+
+from __future__ import annotations
+
+from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.annotations.turns import StateAdvantages, TurnAdvantages
+from lightning_modules.maths.turn_advantages import Statistics, StepNorm
+from retrieval.ranges import NonNegativeFloat, UnitInterval
+
+
+class EpisodeGRPO(GRPO):
+    """GRPO whose advantages belong to turns, see ``TurnAdvantages``.
+
+    Args:
+        policy: Hugging Face folder to start from.
+        group_statistics: mean and std over rows or trajectories of a group, see ``TurnAdvantages``.
+        invalid_coef: what an invalid action costs its turn, in units of the reward.
+    """
+
+    def __init__(
+        self, policy: str, group_statistics: Statistics = "rows", invalid_coef: NonNegativeFloat = 0.0, **kwargs
+    ) -> None:
+        super().__init__(policy=policy, annotations=[TurnAdvantages(group_statistics, invalid_coef)], **kwargs)
+
+
+class GiGPO(GRPO):
+    """EpisodeGRPO that also compares turns taken in the same state, see ``StateAdvantages``.
+
+    Args:
+        policy: Hugging Face folder to start from.
+        group_statistics: mean and std over rows or trajectories of a group, see ``TurnAdvantages``.
+        invalid_coef: what an invalid action costs its turn, in units of the reward.
+        step_weight: of the comparison by state (published: 1).
+        gamma: discount per turn of what a turn led to (published: 0.95).
+        step_norm: mean_norm (no std) or mean_std_norm.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        group_statistics: Statistics = "rows",
+        invalid_coef: NonNegativeFloat = 0.0,
+        step_weight: NonNegativeFloat = 1.0,
+        gamma: UnitInterval = 0.95,
+        step_norm: StepNorm = "mean_norm",
+        **kwargs,
+    ) -> None:
+        turns = StateAdvantages(group_statistics, invalid_coef, step_weight, gamma, step_norm)
+        super().__init__(policy=policy, annotations=[turns], **kwargs)

@@ -1,0 +1,34 @@
+"""Supervised fine-tuning: cross-entropy on the model's own tokens of given trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_modules.batch import TokenBatch
+from lightning_modules.models.policy import hidden_before, output_head, positions
+from lightning_modules.training.supervised import SupervisedModule
+
+
+class SFT(SupervisedModule):
+    """``L = -1/N sum_t m_t log pi(y_t | h_t)``, N the number of model tokens in the global batch.
+
+    On a teacher's trajectories this is SeqKD (docs/papers/dgpo.md 1.6). Prompt and observation tokens are context only.
+    Whether a final EOS is learnt is up to the data: it is, where the trajectories hold one with mask 1.
+    """
+
+    def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        at = positions(batch.mask)
+        hidden = hidden_before(self.policy, batch, at)
+        columns = output_head(self.policy)(
+            hidden, function=ce_columns, rows=(batch.input_ids[at],), chunk=self.logits_chunk
+        )
+        return {"loss": columns[:, 0], "ce": columns[:, 0].detach(), "token_accuracy": columns[:, 1].detach()}
+
+
+def ce_columns(logits: Tensor, targets: Tensor) -> Tensor:
+    """[n, 2]: negative log-likelihood of the target in nats, and whether the target is the likeliest token."""
+    ce = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    return torch.stack([ce, (logits.detach().argmax(-1) == targets).float()], dim=-1)

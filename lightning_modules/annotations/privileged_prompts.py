@@ -1,0 +1,110 @@
+"""OPSD's teacher prompts: the question with the answer or a hint in it (docs/papers/sod.md 3 and 9)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_modules.annotations.base import Algorithm, one_of, windowed
+from lightning_modules.annotations.distillation import TeacherPrompts
+
+if TYPE_CHECKING:
+    from rollout.trajectory import Task, Trajectory
+
+Privilege = Literal["answer", "hint"]
+
+TEMPLATES: dict[str, str] = {
+    "answer": (
+        "{question}\n\nOnly you are told that the correct final answer is: {answer}\nSolve it all the same as if you "
+        "had to find it: reason in steps, use the tools where they help, and end with this answer."
+    ),
+    "hint": (
+        "{question}\n\nOnly you are told this about the way to the solution: {hint}\nSolve it in your own words, use "
+        "the tools where they help, and do not mention what you were told."
+    ),
+}
+
+
+class PrivilegedPrompts(TeacherPrompts):
+    """The student's prompt, rendered again by the rollout system's protocol from a question that says more.
+
+    Args:
+        privilege: what the teacher is told: answer (the task's first golden answer) or hint (``metadata["hint"]``).
+        template: the teacher's question: a text with {question} and {answer} or {hint}; null for one of ours.
+    """
+
+    def __init__(self, privilege: Privilege = "answer", template: str | None = None) -> None:
+        self.privilege: Privilege = one_of("privilege", privilege, Privilege)
+        self.template = TEMPLATES[privilege] if template is None else template
+        for name in ("question", privilege):
+            if f"{{{name}}}" not in self.template:
+                raise ValueError(f"template: expected {{{name}}} where the task's {name} goes; found {self.template!r}")
+
+    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        """Refuse turns with prompts of their own, and questions about which there is nothing to tell the teacher, or
+        whose prompt with it cannot be rendered (a hint that quotes a control token)."""
+        if windowed(data):
+            raise ValueError(
+                "every turn has a prompt of its own, which OPSD does not render; take window: null, or SDAR with "
+                "signal: reverse_kl and gate: none, which tells the teacher skills"
+            )
+        protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
+        questions = getattr(data, "training_questions", None)
+        if protocol is None or questions is None:
+            raise ValueError(
+                f"OPSD renders the teacher's prompts as the rollout system does, but {type(data).__name__} has none; "
+                "train with a RolloutDataModule"
+            )
+        for task in questions:
+            privileged = self.privileged(task)
+            try:
+                protocol.prompt_ids(privileged)
+            except ValueError as error:
+                raise ValueError(f"task {task.id} of {task.data_source}, told the {self.privilege}: {error}") from error
+
+    def privileged(self, task: Task) -> Task:
+        """The task as the teacher reads it: its question, and the last user message of its own prompt if it has one,
+        put into the template.
+
+        Raises:
+            ValueError: the task has no such answer or hint.
+        """
+        text = self._answer_or_hint(task)
+
+        def fill(question: str) -> str:  # in one pass: what stands in braces in a question stays as it is
+            values = {"question": question, self.privilege: text}
+            return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), self.template)
+
+        messages = list(task.prompt)
+        users = [i for i, (role, _) in enumerate(messages) if role == "user"]
+        if users:
+            messages[users[-1]] = ("user", fill(messages[users[-1]][1]))
+        return dataclasses.replace(task, question=fill(task.question), prompt=tuple(messages))
+
+    def _answer_or_hint(self, task: Task) -> str:
+        found: Any = task.metadata.get("hint") if self.privilege == "hint" else next(iter(task.golden_answers), None)
+        if not isinstance(found, str) or not found.strip():
+            hint = self.privilege == "hint"
+            where = 'metadata["hint"]' if hint else "a golden answer"
+            way = "take files that have one" if hint else "leave programs out by data option abilities: [math, choice]"
+            raise ValueError(
+                f"privilege is {self.privilege}, but task {task.id} of {task.data_source} has none: expected a text as "
+                f"{where}, found {found!r}; {way}, or tell the teacher something else"
+            )
+        return found
+
+    def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> list[list[int]]:
+        protocol = algorithm.data.rollouts.protocol
+        prompts: dict[str, list[int]] = {}  # by group: one question each
+        for t in trajectories:
+            if t.group in prompts:
+                continue
+            if tuple(protocol.prompt_ids(t.task)) != t.prompt_ids:
+                raise ValueError(
+                    f"task {t.task.id} was read by the policy otherwise than the protocol renders it (an environment "
+                    "that opens with an observation?); the teacher's prompt could not be made like it"
+                )
+            prompts[t.group] = protocol.prompt_ids(self.privileged(t.task))
+        return [prompts[t.group] for t in trajectories]

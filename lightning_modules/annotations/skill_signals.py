@@ -1,0 +1,201 @@
+"""Signals of the skill self-teacher: SDAR's gated loss, Skill-SD's k3, RLSD's shares (docs/papers/sdar.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_modules import ranks
+from lightning_modules.annotations.base import Algorithm, MicroBatch, RolloutBatch, one_of
+from lightning_modules.annotations.skill_teacher import SkillNotes, SkillTeacher, TeacherWeights
+from lightning_modules.batch import RowTensors
+from lightning_modules.maths.advantages import rlsd_advantages
+from lightning_modules.maths.gates import GateKind, gate, gate_mean, gate_metrics, token_gap
+from lightning_modules.maths.schedules import linear_decay
+from lightning_modules.maths.self_distillation import (
+    FORWARD_KL_CAP,
+    SampledDivergence,
+    divergence_weights,
+    sdar_loss,
+    signal_loss,
+    skill_sd_loss,
+)
+from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from rollout.skills.injection import Skills
+
+Signal = Literal["gate", "reverse_kl", "forward_kl", "jsd"]
+Gate = Literal["gap", "entropy", "soft_or", "none"]
+
+
+class SkillLoss(SkillTeacher):
+    """An auxiliary loss from the self-teacher, ``skills_coef`` times its mean over the tokens like the policy's loss.
+
+    The correction for what sampled (``importance_cap``, ``mask_ratio``) weighs GRPO's loss alone, not this one.
+    """
+
+    def check(self, algorithm: Algorithm) -> None:
+        super().check(algorithm)
+        if not algorithm.use_grpo and algorithm.correction.active:
+            raise ValueError(
+                "importance_cap and mask_ratio weigh the loss of GRPO, which use_grpo: false leaves out; the loss from "
+                "the self-teacher is not weighted: leave them out as well"
+            )
+
+    def loss(self, micro: MicroBatch, notes: RowTensors | None) -> Tensor | None:
+        if not isinstance(notes, SkillNotes):
+            return None
+        aux = self.auxiliary(micro, notes)
+        micro.algorithm.metrics.mean("train/loss_skills", aux.detach(), micro.weights.aggregation.sum())
+        return self.skills_coef * aux
+
+    def auxiliary(self, micro: MicroBatch, notes: SkillNotes) -> Tensor:
+        """The loss summed over a micro-batch's tokens times ``weights.aggregation`` [B, T], with gradient."""
+        raise NotImplementedError
+
+
+class GatedSkills(SkillLoss):
+    """SDAR: on every sampled token, a loss from the self-teacher T that has read skills::
+
+        Delta = sg(T - S)                          S: the student of this very forward pass
+        g     = sigmoid(beta Delta)                gate: gap; see ``gates.gate`` for entropy and soft_or
+        l     = + g (sg(T) - S), minimised         mean over the tokens, like the policy's loss; times skills_coef
+
+    Every sampled token is pushed up, those that the teacher likes more than others; in expectation the push that all
+    have in common vanishes. With ``beta: 0`` nothing of the teacher is left: the baseline released as GRPO+OPSD.
+
+    ``signal`` replaces the gate alone as a token's reward by the weight whose expected gradient is that of a divergence
+    between student and teacher, times the gate: ``signal: reverse_kl, gate: none`` is true on-policy self-distillation,
+    ``-sg(Delta) S`` (see self_distillation.py for what a gate does to a divergence).
+
+    Logged: ``train/gap``, ``train/gate``, ``train/gate_active`` (share of tokens with g > 0.5: the endorsed ones),
+    each also by third of a turn (``/part1`` to ``/part3``) and by number of the turn (``/turn1`` ...).
+
+    Args:
+        skills: see ``SkillTeacher``, as the next three.
+        teacher_weights: current, ema or fixed.
+        ema_decay: of the moving average, per iteration.
+        skills_coef: weight of the loss.
+        gate: gap, entropy, soft_or, or none (1).
+        beta: sharpness of the gate.
+        signal: gate, reverse_kl, forward_kl or jsd, see above.
+        jsd_beta: the teacher's share of the JSD's mixture, between 0 and 1.
+        centred: subtract the gate's mean over the iteration's batch, by which nothing is pushed for being sampled.
+        gap_clamp: bound on |Delta| in nats; null for none.
+        clip_signal: importance ratio and clip (``clip_low``, ``clip_high``) on this loss too, for later mini-batches.
+    """
+
+    def __init__(
+        self,
+        skills: Skills | None = None,
+        teacher_weights: TeacherWeights = "current",
+        ema_decay: UnitInterval = 0.99,
+        skills_coef: NonNegativeFloat = 0.01,
+        gate: Gate = "gap",
+        beta: NonNegativeFloat = 5.0,
+        signal: Signal = "gate",
+        jsd_beta: UnitInterval = 0.5,
+        centred: bool = False,
+        gap_clamp: PositiveFloat | None = None,
+        clip_signal: bool = False,
+    ) -> None:
+        super().__init__(skills, teacher_weights, ema_decay, skills_coef)
+        self.gate: Gate = one_of("gate", gate, Gate)
+        self.signal: Signal = one_of("signal", signal, Signal)
+        if beta < 0:
+            raise ValueError(f"beta is {beta}; expected 0 or more (SDAR takes 5)")
+        if signal == "gate" and gate == "none":
+            raise ValueError("signal is gate and gate is none: the teacher says nothing; take a gate or another signal")
+        if centred and signal != "gate":
+            raise ValueError(f"centred concerns the signal gate, but signal is {signal}; leave one of them out")
+        if gap_clamp is not None and gap_clamp <= 0:
+            raise ValueError(f"gap_clamp is {gap_clamp}; expected a number above 0 (nats) or null")
+        if gap_clamp is not None and signal == "gate" and gate == "entropy":
+            raise ValueError(f"gap_clamp is {gap_clamp}, but gate entropy with signal gate reads no gap; leave it out")
+        if signal == "jsd" and not 0 < jsd_beta < 1:
+            raise ValueError(f"jsd_beta is {jsd_beta}; expected above 0 (signal: forward_kl) and below 1 (reverse_kl)")
+        self.beta, self.jsd_beta, self.centred = beta, jsd_beta, centred
+        self.gap_clamp, self.clip_signal = gap_clamp, clip_signal
+
+    def with_teacher(self, rollout: RolloutBatch, advantages: Tensor, notes: SkillNotes) -> tuple[Tensor, SkillNotes]:
+        if not self.centred:
+            return advantages, notes
+        gates = self._gate(rollout.scores.old_logprobs, notes.skill_teacher_logprobs, rollout.scores.entropy)
+        mean = gate_mean(gates, rollout.batch.mask, ranks.sum_over_ranks)
+        return advantages, dataclasses.replace(notes, gate_mean=mean.expand(len(rollout.trajectories)))
+
+    def auxiliary(self, micro: MicroBatch, notes: SkillNotes) -> Tensor:
+        algorithm, student, teacher = micro.algorithm, micro.outputs.logprobs, notes.skill_teacher_logprobs
+        weights = micro.weights.aggregation
+        gates = self._gate(student, teacher, micro.outputs.entropy)
+        gap = token_gap(student, teacher)  # logged as it is, clamped or not
+        for name, (total, count) in gate_metrics(gap, gates, notes.turns).items():
+            algorithm.metrics.mean(f"train/{name}", total, count)
+        if self.signal == "gate":
+            reward = gates if notes.gate_mean is None else gates - notes.gate_mean[:, None]
+            if not self.clip_signal:
+                return sdar_loss(student, teacher, reward, weights)[0]
+        else:
+            kind: SampledDivergence = self.signal
+            gap = token_gap(student, teacher, self.gap_clamp)
+            reward = gates * divergence_weights(kind, gap, self.jsd_beta, FORWARD_KL_CAP)
+        old = micro.old_logprobs if self.clip_signal else None
+        clip = (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip)
+        return signal_loss(student, reward, weights, old, *clip)[0]
+
+    def _gate(self, logprobs: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
+        if self.gate == "none":
+            return torch.ones_like(logprobs)
+        kind: GateKind = self.gate
+        return gate(kind, token_gap(logprobs, teacher, self.gap_clamp), entropy, self.beta)
+
+
+class SkillImportanceKL(SkillLoss):
+    """Skill-SD (arXiv 2604.10674) as SDAR runs it: the importance-weighted k3 to the self-teacher, whose ratio, to the
+    trainer's old log-probs, keeps its gradient (``self_distillation.skill_sd_loss``). Its warm-down is only logged by
+    the released code, and is not here.
+    """
+
+    def auxiliary(self, micro: MicroBatch, notes: SkillNotes) -> Tensor:
+        logprobs = (micro.outputs.logprobs, micro.old_logprobs, notes.skill_teacher_logprobs)
+        return skill_sd_loss(*logprobs, micro.weights.aggregation)[0]
+
+
+class SkillShares(SkillTeacher):
+    """RLSD (arXiv 2604.03128) as SDAR runs it: the teacher shares out the advantage among the tokens of a turn, never
+    against its sign (``advantages.rlsd_advantages``). No loss of its own.
+
+    Args:
+        skills: see ``SkillTeacher``, as the next two.
+        teacher_weights: current, ema or fixed.
+        ema_decay: of the moving average, per iteration.
+        skills_coef: how much of an advantage the teacher shares out (lambda) at the start; published 0.5.
+        decay_steps: iterations over which that falls to 0.
+        rlsd_clip: how far from 1 a token's factor may be (published script: 0.2).
+    """
+
+    needs_outcome = True
+
+    def __init__(
+        self,
+        skills: Skills | None = None,
+        teacher_weights: TeacherWeights = "current",
+        ema_decay: UnitInterval = 0.99,
+        skills_coef: UnitInterval = 0.5,
+        decay_steps: PositiveInt = 100,
+        rlsd_clip: UnitInterval = 0.2,
+    ) -> None:
+        super().__init__(skills, teacher_weights, ema_decay, skills_coef)
+        if skills_coef > 1:
+            raise ValueError(f"skills_coef is {skills_coef}; expected at most 1: it is a share of the advantage")
+        if decay_steps < 1 or not 0 <= rlsd_clip <= 1:
+            raise ValueError(f"decay_steps is {decay_steps}, rlsd_clip {rlsd_clip}; expected 1 or more, and 0 to 1")
+        self.decay_steps, self.rlsd_clip = decay_steps, rlsd_clip
+
+    def with_teacher(self, rollout: RolloutBatch, advantages: Tensor, notes: SkillNotes) -> tuple[Tensor, SkillNotes]:
+        share = linear_decay(self.skills_coef, self.decay_steps, rollout.algorithm.trainer.global_step)
+        gap = token_gap(rollout.scores.old_logprobs, notes.skill_teacher_logprobs)
+        rollout.algorithm.metrics.maximum("train/rlsd_share", share)
+        return rlsd_advantages(advantages, gap, share, self.rlsd_clip), notes

@@ -1,0 +1,232 @@
+"""Self-teacher: the policy reads its responses after a prompt that also holds skills (docs/papers/sdar.md 1.1, 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+
+from lightning_modules import ranks
+from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, one_of
+from lightning_modules.annotations.distillation import after_prompts
+from lightning_modules.annotations.turns import turn_numbers
+from lightning_modules.batch import RowTensors
+from lightning_modules.models.policy import DType, load_frozen_lm
+from retrieval.ranges import NonNegativeFloat, UnitInterval
+from rollout.protocols.base import WindowedProtocol
+from rollout.protocols.text import control_tokens
+from rollout.skills.injection import Injection, Skills
+from rollout.skills.render import token_counter
+from rollout.trajectory import Task, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rollout.skills.render import CountTokens
+
+TeacherWeights = Literal["current", "ema", "fixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SkillNotes(RowTensors):
+    """The self-teacher's part of the notes; [B, T], 0 where the mask is 0."""
+
+    skill_teacher_logprobs: Tensor  # of the sampled tokens after the prompt with skills
+    turns: Tensor  # int64, the number of the token's turn from 1
+    gate_mean: Tensor | None = None  # [B], the same number in every row: what is subtracted from a centred gate
+
+
+class SkillTeacher(Annotation):
+    """Log-probs of the self-teacher; subclasses say what they are for (``skill_signals.py``).
+
+    The teacher never generates. It reads the student's own response ids after the student's prompt with skills in the
+    user's turn; the prompt is rendered again by the rollout system's protocol, from the same task and steps, with as
+    much history as the student was shown. Skills are retrieved once for each episode, by its first observation.
+
+    Logged: ``train/skills_tokens`` (of a teacher's prompt, more than the student's).
+
+    Args:
+        skills: what the teacher is told, and the rule by which.
+        teacher_weights: current (the policy as it is at the start of the iteration: as published), ema (their moving
+            average) or fixed (the initial policy).
+        ema_decay: of the moving average, per iteration.
+        skills_coef: weight of what the teacher adds; 0: it is never asked.
+    """
+
+    def __init__(
+        self,
+        skills: Skills | None = None,
+        teacher_weights: TeacherWeights = "current",
+        ema_decay: UnitInterval = 0.99,
+        skills_coef: NonNegativeFloat = 0.01,
+    ) -> None:
+        if not 0 < ema_decay < 1:
+            raise ValueError(f"ema_decay is {ema_decay}; expected a number between 0 and 1")
+        if skills_coef < 0:
+            raise ValueError(f"skills_coef is {skills_coef}; expected 0 or more")
+        if skills is None and skills_coef > 0:
+            raise ValueError("skills is null, but skills_coef is above 0; say what the teacher is told, or set it to 0")
+        self._skills, self.skills_coef = skills, skills_coef
+        self.teacher_weights: TeacherWeights = one_of("teacher_weights", teacher_weights, TeacherWeights)
+        self.ema_decay = ema_decay
+        self._count: CountTokens | None = None
+
+    @property
+    def skills(self) -> Skills:
+        if self._skills is None:
+            raise ValueError("skills is null; say what the teacher is told")
+        return self._skills
+
+    @property
+    def learns(self) -> bool:
+        return self.skills_coef > 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({vars(self)})"
+
+    # ------------------------------------------------------------------ models
+    def check(self, algorithm: Algorithm) -> None:
+        self.check_single(algorithm, SkillTeacher, "take the signal of one self-teacher")
+
+    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        """Refuse skills that do not fit, tasks that the retriever does not know, and a data module that does not render
+        prompts."""
+        if not self.learns:
+            return
+        protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
+        if protocol is None:
+            raise ValueError(
+                f"{type(algorithm).__name__} renders the teacher's prompts as the rollout system does, but "
+                f"{type(data).__name__} has none; train with a RolloutDataModule"
+            )
+        if self.teacher_weights == "ema" and isinstance(algorithm.trainer.strategy, DeepSpeedStrategy):
+            raise ValueError(
+                "teacher_weights: ema keeps a whole float32 average, which DeepSpeed would cast to its own type and "
+                "leave out of its checkpoints; take current or fixed, or a strategy without DeepSpeed"
+            )
+        self._count = token_counter(protocol.tokenizer)
+        self.skills.check(self._count, control_tokens(protocol.tokenizer))
+        self.skills.check_tasks(getattr(data, "training_questions", ()))
+
+    def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
+        if self.learns and self.teacher_weights == "ema":
+            return {"average": (algorithm.policy_path, "float32")}
+        if self.learns and self.teacher_weights == "fixed" and algorithm.reference_path != algorithm.policy_path:
+            return {"self_teacher": (algorithm.policy_path, algorithm.teacher_dtype)}
+        return {}
+
+    def build(self, algorithm: Algorithm) -> None:
+        if "average" not in self.frozen_models(algorithm):
+            super().build(algorithm)
+        else:  # whole, where load_frozen gives an adapted policy's own base
+            algorithm.average = load_frozen_lm(algorithm.policy_path, "float32", algorithm.attention)
+
+    def _model(self, algorithm: Algorithm) -> PreTrainedModel:
+        # One copy serves as the initial policy and as the reference of the KL.
+        fixed = algorithm.reference if algorithm.self_teacher is None else algorithm.self_teacher
+        found = {"current": algorithm.policy, "ema": algorithm.average, "fixed": fixed}[self.teacher_weights]
+        if found is None:
+            raise RuntimeError("the self-teacher is not loaded; build_models comes first")
+        return found
+
+    # ------------------------------------------------------------------ what the teacher says
+    def annotate(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, SkillNotes | None]:
+        if not self.learns:
+            return advantages, None
+        algorithm, trajectories, batch = rollout.algorithm, rollout.trajectories, rollout.batch
+        with ranks.stop_together():
+            injections, prompts = self._prompts(algorithm, trajectories)
+        score = partial(algorithm.logprobs_of, self._model(algorithm))
+        teacher = after_prompts(score, prompts, trajectories, batch)
+        longer = sum(len(ids) - len(t.prompt_ids) for ids, t in zip(prompts, trajectories, strict=True))
+        algorithm.metrics.mean("train/skills_tokens", longer, len(trajectories))
+        self._update_retriever(trajectories, injections)
+        return self.with_teacher(rollout, advantages, SkillNotes(teacher, turn_numbers(trajectories, batch)))
+
+    def _prompts(
+        self, algorithm: Algorithm, trajectories: Sequence[Trajectory]
+    ) -> tuple[dict[str, Injection], list[Sequence[int]]]:
+        """The skills that the teacher reads, by group, and its prompts, by row."""
+        injections: dict[str, Injection] = {}
+        for t in trajectories:
+            if t.group not in injections:
+                injections[t.group] = self._injection(t.task)
+        prompts = [self.prompt_with_skills(algorithm, t, injections[t.group].text) for t in trajectories]
+        _check_lengths(algorithm, prompts, trajectories)
+        return injections, prompts
+
+    def with_teacher(self, rollout: RolloutBatch, advantages: Tensor, notes: SkillNotes) -> tuple[Tensor, SkillNotes]:
+        """The advantages and notes, given the teacher's log-probs. No gradient. Every rank must call."""
+        return advantages, notes
+
+    def prompt_with_skills(self, algorithm: Algorithm, trajectory: Trajectory, skills: str) -> Sequence[int]:
+        """Ids of the prompt that the teacher reads before the response of a row or trajectory.
+
+        Raises:
+            ValueError: the student has read a prompt that the protocol does not render.
+        """
+        protocol = algorithm.data.rollouts.protocol
+        task = dataclasses.replace(trajectory.task, skills=skills)
+        if trajectory.episode is None or trajectory.row is None:
+            plain = protocol.prompt_ids(trajectory.task)
+            with_skills = protocol.prompt_ids(task)
+        else:
+            assert isinstance(protocol, WindowedProtocol)  # rows come from prompts that it has written
+            turns = trajectory.episode.turns[: trajectory.row]
+            calls = [call for call in trajectory.episode.calls if call.turn < trajectory.row]
+            limit = algorithm.data.rollouts.budgets.max_prompt_tokens
+            read = protocol.turn_prompt(trajectory.task, turns, calls, limit)
+            plain, with_skills = read.ids, protocol.turn_prompt(task, turns, calls, shown=read.shown).ids
+        if tuple(plain) != trajectory.prompt_ids:
+            raise ValueError(
+                f"task {trajectory.task.id} was read by the policy otherwise than the protocol renders it, so that the "
+                "teacher's prompt could not be made like it; train on trajectories of this experiment's own protocol"
+            )
+        return with_skills
+
+    def _injection(self, task: Task) -> Injection:
+        if self._count is None:
+            raise RuntimeError("check_data, which finds how tokens are counted, comes first")
+        return self.skills.inject(task, task.question, self._count)
+
+    def _update_retriever(self, trajectories: Sequence[Trajectory], injections: dict[str, Injection]) -> None:
+        """Give the retriever the outcome of the episodes, over all ranks: success where the environment says so, else
+        the reward."""
+        episodes = {(t.group, t.index): t for t in trajectories}
+        pairs = []
+        for t in episodes.values():
+            if t.reward is not None:
+                pairs.append((injections[t.group].selection, t.reward.parts.get("success", t.reward.total)))
+        retriever = self.skills.retriever
+        retriever.update([pair for part in ranks.gather_objects(pairs) for pair in part])
+
+    # ------------------------------------------------------------------ what moves and what is kept
+    def after_update(self, algorithm: Algorithm) -> None:
+        if algorithm.average is not None:
+            with torch.no_grad():
+                for name, now in algorithm.policy_weights():  # merged under LoRA: the product of two means is no mean
+                    algorithm.average.get_parameter(name).lerp_(now.float(), 1.0 - self.ema_decay)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._skills is not None:
+            checkpoint["skills"] = self._skills.retriever.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._skills is not None and "skills" in checkpoint:
+            self._skills.retriever.load_state_dict(checkpoint["skills"])
+
+
+def _check_lengths(algorithm: Algorithm, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]) -> None:
+    known = getattr(getattr(algorithm.policy, "config", None), "max_position_embeddings", None)
+    longest = max((len(p) + len(t.response_ids) for p, t in zip(prompts, trajectories, strict=True)), default=0)
+    if known is not None and longest > known:
+        raise ValueError(
+            f"with skills the teacher reads {longest} tokens, but the model has positions for {known}; lower "
+            "skills.max_tokens, or the rollouts' max_length"
+        )

@@ -1,0 +1,167 @@
+"""Advantages by turn, as verl-agent computes them on episodes: EpisodeGRPO's and GiGPO's (docs/papers/sdar.md 1.6)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, one_of
+from lightning_modules.batch import TokenBatch, turn_starts
+from lightning_modules.maths.stepwise import spread, step_index
+from lightning_modules.maths.turn_advantages import Statistics, StepNorm, gigpo_advantages, turn_advantages
+from retrieval.ranges import NonNegativeFloat, UnitInterval
+from rollout.trajectory import ActionKind, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRow:
+    """A turn that holds a sampled token, with its row and its numbers in row and episode."""
+
+    row: int  # of the batch
+    step: int  # among the row's turns that hold a token, from 0
+    number: int  # among all turns of its episode, from 0
+    turn: Turn
+    episode: Trajectory
+
+    @property
+    def invalid(self) -> bool:
+        """Not what the protocol asks for, acted upon or not. Admissible or not is no question here, as released."""
+        return self.turn.action.kind is ActionKind.INVALID or not self.turn.action.well_formed
+
+    @property
+    def reward(self) -> float:
+        """What this turn brought: the environment's reward, and with the last turn all that came afterwards."""
+        if self.number < len(self.episode.turns) - 1 or self.episode.reward is None:
+            return self.turn.reward
+        return self.episode.reward.total - sum(turn.reward for turn in self.episode.turns[:-1])
+
+    @property
+    def anchor(self) -> str:
+        """What the environment showed before this turn, without history: the state that GiGPO compares."""
+        if self.number == 0:
+            return self.episode.task.question
+        before = [call.result.text for call in self.episode.calls if call.turn == self.number - 1]
+        if not before:  # no call: what was seen last, and the correction, are no state of the world
+            return f"{self.episode.index}: after invalid turn {self.number}"
+        return "\n".join(before)
+
+
+def turns_by_row(trajectories: Sequence[Trajectory]) -> Iterator[TurnRow]:
+    """Turns by row, whether a row is a whole trajectory or one turn of it."""
+    for row, t in enumerate(trajectories):
+        kept = [(k, turn) for k, turn in enumerate(t.turns) if turn.end > turn.start]
+        for step, (k, turn) in enumerate(kept):
+            yield TurnRow(row, step, k if t.row is None else t.row, turn, t.episode or t)
+
+
+def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
+    """By token, the number of its turn in its episode, from 1 [B, T] int64; 0 where the mask is 0."""
+    steps = step_index(batch.mask, turn_starts(trajectories, batch))
+    numbers = torch.zeros((len(trajectories), int(steps.max()) + 1 if steps.numel() else 1), dtype=torch.int64)
+    for turn in turns_by_row(trajectories):
+        numbers[turn.row, turn.step + 1] = turn.number + 1
+    return numbers.to(steps.device).gather(1, steps)
+
+
+class TurnAdvantages(Annotation):
+    """Advantages that belong to turns, in place of the group's::
+
+        score = return of the episode - invalid_coef [the turn's action was invalid]
+        A     = (score - mean) / (unbiased std + 1e-6)        of its group; the same on every token of the turn
+
+    The same whether the turns have prompts of their own (a row each, as published) or are one conversation.
+
+    Logged: ``train/invalid_actions`` (share of turns).
+
+    Args:
+        group_statistics: whose mean and std: ``rows`` (all turns of the group, so that long trajectories weigh more: as
+            released) or ``trajectories`` (each weighs 1).
+        invalid_coef: what an invalid action costs its turn, in units of the reward (published: 0.1 household and
+            shopping, 0.01 search).
+    """
+
+    needs_groups = True
+    replaces_credit = True
+
+    def __init__(self, group_statistics: Statistics = "rows", invalid_coef: NonNegativeFloat = 0.0) -> None:
+        if invalid_coef < 0:
+            raise ValueError(f"invalid_coef is {invalid_coef}; expected 0 or more: it is subtracted")
+        self.group_statistics: Statistics = one_of("group_statistics", group_statistics, Statistics)
+        self.invalid_coef = invalid_coef
+
+    def check(self, algorithm: Algorithm) -> None:
+        if algorithm.advantage != "std":
+            raise ValueError(f"advantage is {algorithm.advantage!r}; turns are compared by std, see group_statistics")
+
+    def credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
+        trajectories, batch = rollout.trajectories, rollout.batch
+        turns = list(turns_by_row(trajectories))
+        invalid = torch.tensor([float(turn.invalid) for turn in turns])
+        rollout.algorithm.metrics.mean("train/invalid_actions", invalid.sum(), len(turns))
+        values = self.turn_values(rollout.algorithm, turns, self.invalid_coef * invalid)
+        steps = step_index(batch.mask, turn_starts(trajectories, batch))
+        table = torch.zeros((len(trajectories), int(steps.max()) if steps.numel() else 0))
+        rows = torch.tensor([turn.row for turn in turns], dtype=torch.int64)
+        table[rows, torch.tensor([turn.step for turn in turns], dtype=torch.int64)] = values.float()
+        return spread(table.to(batch.mask.device), steps) * batch.mask
+
+    def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
+        """The advantage of each turn [R]; override for another comparison."""
+        rewards = [turn.episode.reward.total for turn in turns if turn.episode.reward is not None]
+        returns = torch.tensor(rewards, dtype=torch.float64)  # of whole numbers torch would make integers
+        groups = [turn.episode.group for turn in turns]
+        members = [turn.episode.index for turn in turns]
+        return turn_advantages(returns, penalties, groups, members, self.group_statistics, lone=algorithm.lone)
+
+
+class StateAdvantages(TurnAdvantages):
+    """GiGPO (arXiv 2505.10978): beside its episode, a turn is compared with the turns of its group that were taken in
+    the same state. See ``turn_advantages.gigpo_advantages``.
+
+    Logged besides: ``train/states_met_again`` (share of turns whose state another turn of the group was taken in).
+
+    Args:
+        group_statistics: see ``TurnAdvantages``.
+        invalid_coef: see ``TurnAdvantages``.
+        step_weight: of the comparison by state (published: 1).
+        gamma: discount per turn of what a turn led to (published: 0.95).
+        step_norm: mean_norm (no std) or mean_std_norm.
+    """
+
+    def __init__(
+        self,
+        group_statistics: Statistics = "rows",
+        invalid_coef: NonNegativeFloat = 0.0,
+        step_weight: NonNegativeFloat = 1.0,
+        gamma: UnitInterval = 0.95,
+        step_norm: StepNorm = "mean_norm",
+    ) -> None:
+        super().__init__(group_statistics, invalid_coef)
+        if step_weight < 0 or not 0 <= gamma <= 1:
+            raise ValueError(f"step_weight is {step_weight}, gamma {gamma}; expected 0 or more, and from 0 to 1")
+        self.step_weight, self.gamma = step_weight, gamma
+        self.step_norm: StepNorm = one_of("step_norm", step_norm, StepNorm)
+
+    def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
+        anchors = [turn.anchor for turn in turns]
+        groups = [turn.episode.group for turn in turns]
+        states = list(zip(groups, anchors, strict=True))
+        met = Counter(states)
+        algorithm.metrics.mean("train/states_met_again", sum(met[s] > 1 for s in states), len(states))
+        return gigpo_advantages(
+            torch.tensor([turn.reward for turn in turns], dtype=torch.float64),
+            penalties,
+            groups,
+            [turn.episode.index for turn in turns],
+            [turn.number for turn in turns],
+            anchors,
+            self.step_weight,
+            self.gamma,
+            self.step_norm,
+            self.group_statistics,
+            lone=algorithm.lone,
+        )

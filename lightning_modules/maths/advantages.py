@@ -1,0 +1,122 @@
+"""Returns and advantages: torch only, no gradient flows through any of them.
+
+Shapes as in losses.py: ``_BT`` is [B, T], entry t belongs to token t, mask 0/1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def last_token(mask_BT: Tensor) -> Tensor:
+    """One-hot [B, T] of the last position whose mask is not 0; all zero for a row without one.
+
+    >>> last_token(torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0]])).tolist()
+    [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    """
+    on = mask_BT != 0
+    after = on.flip(1).cumsum(1).flip(1)  # how many counted positions there are from t on
+    return (on & (after == 1)).to(torch.float32)
+
+
+def compress(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Move the masked-in entries of each row to the left, keeping their order.
+
+    Returns:
+        values_BL, valid_BL (bool) and order_BL (the column each entry came from), L = largest count of a row.
+    """
+    on = mask_BT != 0
+    order = torch.argsort((~on).to(torch.int8), dim=1, stable=True)
+    counts = on.sum(1)
+    length = int(counts.max()) if counts.numel() else 0
+    order = order[:, :length]
+    valid = torch.arange(length, device=mask_BT.device)[None] < counts[:, None]
+    return values_BT.gather(1, order) * valid, valid, order
+
+
+def gae(
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438) over the masked-in tokens only::
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
+
+    where t+1 is the next *masked-in* token and V after the last one is 0.  With the mask of the model's own tokens
+    this is the compressed form: retrieved text is no step of the decision process, so it neither discounts nor
+    bootstraps (verl#2337, radixark/miles#1827).  With the mask of all response tokens it is the uncompressed form
+    that DGPO released.  At gamma = lam = 1 both give A_t = sum_{u>=t} r_u - V_t on the model's tokens.
+
+    Rewards on masked-out tokens are lost; put them where the mask is 1 (see ``last_token``).
+
+    Returns:
+        advantages_BT, returns_BT: 0 where the mask is 0; float32, no gradient.
+    """
+    rewards_BT, values_BT = rewards_BT.detach().float(), values_BT.detach().float()
+    rewards, valid, order = compress(rewards_BT, mask_BT)
+    values, _, _ = compress(values_BT, mask_BT)
+    advantages = torch.zeros_like(rewards)
+    following = next_value = rewards.new_zeros(rewards.shape[0])
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        following = (delta + gamma * lam * following) * valid[:, t]
+        advantages[:, t], next_value = following, values[:, t]
+    scattered = torch.zeros_like(rewards_BT).scatter(1, order, advantages)
+    return scattered, torch.zeros_like(rewards_BT).scatter(1, order, (advantages + values) * valid)
+
+
+def whiten(
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Mean 0, standard deviation 1 over the mask. Convention: verl's ``masked_whiten``.
+
+    ``(x - mean) * rsqrt(var + 1e-8)`` with the unbiased variance (n - 1); [1, 0, 0, 1] becomes +-0.866.  Two passes,
+    so that a large common offset does not eat the digits.  A single token, or equal values, give 0.
+
+    Args:
+        values_BT: values to whiten; entries with mask 0 come back as 0.
+        mask_BT: which tokens make the statistics (and are returned).
+        reduce: adds a small tensor of sums over ranks; the default is one rank.
+        eps: added to the variance.
+    """
+    weights = (mask_BT != 0).to(values_BT.dtype)
+    values = torch.where(weights != 0, values_BT, torch.zeros_like(values_BT))
+    total, count = reduce(torch.stack([values.sum(), weights.sum()]).double())
+    centred = (values - (total / count.clamp(min=1)).to(values.dtype)) * weights
+    squares = reduce(centred.double().square().sum()[None])[0]
+    variance = squares / (count - 1).clamp(min=1)
+    return centred * torch.rsqrt(variance + eps).to(values.dtype)
+
+
+def rlsd_advantages(advantages_BT: Tensor, gap_BT: Tensor, lam: float, eps: float = 0.2) -> Tensor:
+    """RLSD's token advantages [B, T], without gradient, for the clipped policy loss (arXiv 2604.03128;
+    docs/papers/sdar.md 1.7)::
+
+        A_t = A [(1 - lam) + lam clip(exp(sign(A) Delta_t), 1 - eps, 1 + eps)]
+
+    A token never changes the sign of its advantage: a token that the teacher likes gets more of a good trajectory's
+    credit and less of a bad one's blame, within a factor 1 +- lam eps. lam 0 is A.
+
+    Args:
+        advantages_BT: A, of the trajectory or turn, 0 where the mask is 0.
+        gap_BT: Delta = T - S with both at the weights before the update; may be anything where A is 0.
+        lam: from 0 to 1; see ``schedules.linear_decay``.
+        eps: half width of the clip, from 0 to 1.
+
+    Raises:
+        ValueError: lam or eps out of range.
+    """
+    if not 0.0 <= lam <= 1.0 or not 0.0 <= eps <= 1.0:
+        raise ValueError(f"RLSD's lam is {lam} and eps {eps}; expected both from 0 to 1 (0.5 and 0.2 are usual)")
+    advantages = advantages_BT.detach()
+    weight = (advantages.sign() * gap_BT.detach()).exp().clamp(1.0 - eps, 1.0 + eps)
+    return torch.where(advantages != 0, advantages * ((1.0 - lam) + lam * weight), torch.zeros_like(advantages))

@@ -1,0 +1,204 @@
+"""How far two token distributions are apart: torch only.
+
+Two families.  *Sampled-token estimators* take log-probs [...] of tokens drawn from the student and estimate
+KL(student || teacher).  *Full-vocabulary divergences* take logits [N, V] of both and return [N] values in nats; they
+are meant to be called on a chunk of tokens at a time (see ``projection.py``), and do the softmax in float32. With
+``normalised=True`` they take what ``finite_log_softmax`` has made of the logits, so that two of them share it.
+
+Notation of docs/papers/dgpo.md 1.6: p student, q teacher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "tvd"]
+Divergence = Callable[..., Tensor]  # (student logits [N, V], teacher logits [N, V], normalised=False) -> [N]
+
+K3_LIMIT = 10.0  # verl clamps k3 to +-10: one token that the teacher finds impossible must not own the batch
+LOGIT_FLOOR = -1e4
+
+
+def sampled_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, estimator: Estimator = "k1") -> Tensor:
+    """Estimate KL(student || teacher) per token, for tokens sampled from the student.
+
+    With d = log p - log q: ``k1 = d`` (unbiased, can be negative), ``k2 = d^2 / 2`` (biased, its gradient is that of
+    the KL), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative; clamped to 10 as in verl's ``low_var_kl``).
+    Source: joschu.net/blog/kl-approx.html; names as in docs/papers/dgpo.md 2.2.  The fork's ``rkl`` is minus k1 and its
+    ``low_var_rkl`` estimates no KL, so neither exists here.
+
+    Raises:
+        ValueError: unknown estimator.
+    """
+    difference = student_logprobs - teacher_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    if estimator == "k3":
+        difference = difference.clamp(-20.0, 20.0)
+        return ((-difference).exp() - 1.0 + difference).clamp(-K3_LIMIT, K3_LIMIT)
+    raise ValueError(f"unknown KL estimator '{estimator}'; expected k1, k2 or k3")
+
+
+def shared_vocabulary(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut both logits to the smaller vocabulary, before any softmax.
+
+    Qwen2.5 has 151,936 output rows up to 3B and 152,064 above; the rows in excess are padding
+    (docs/papers/dgpo.md 1.5).
+    """
+    size = min(student_NV.shape[-1], teacher_NV.shape[-1])
+    return student_NV[..., :size], teacher_NV[..., :size]
+
+
+def finite_log_softmax(logits: Tensor) -> Tensor:
+    """log_softmax in float32; a logit of -inf becomes -1e4: probability 0 all the same, but no NaN from 0 * inf in a
+    product or its gradient."""
+    return logits.float().clamp(min=LOGIT_FLOOR).log_softmax(-1)
+
+
+def _log_distributions(student_NV: Tensor, teacher_NV: Tensor, normalised: bool) -> tuple[Tensor, Tensor]:
+    """log p, log q."""
+    return (student_NV, teacher_NV) if normalised else (finite_log_softmax(student_NV), finite_log_softmax(teacher_NV))
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b) of log-distributions [N, V] -> [N]."""
+    return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+
+def _log_mix(log_a: Tensor, log_b: Tensor, weight_a: float) -> Tensor:
+    """log(weight_a a + (1 - weight_a) b) without leaving log space; weight strictly between 0 and 1."""
+    return torch.logaddexp(log_a + math.log(weight_a), log_b + math.log1p(-weight_a))
+
+
+def forward_kl(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
+    """KL(q || p) = sum_v q (log q - log p): mass covering; Hinton's KD. Same gradient as the soft cross-entropy."""
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    return _kl(log_q, log_p)
+
+
+def reverse_kl(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
+    """KL(p || q) = sum_v p (log p - log q): mode seeking; MiniLLM, on-policy distillation."""
+    return _kl(*_log_distributions(student_NV, teacher_NV, normalised))
+
+
+def jsd(student_NV: Tensor, teacher_NV: Tensor, beta: float = 0.5, normalised: bool = False) -> Tensor:
+    """GKD's generalised JSD (arXiv 2306.13649 eq. 1; trl gkd_trainer.generalized_jsd_loss)::
+
+        M = beta q + (1 - beta) p        beta KL(q || M) + (1 - beta) KL(p || M)
+
+    By TRL's convention beta 0 *is* KL(q || p) and beta 1 *is* KL(p || q), not their (zero) limits.
+
+    Raises:
+        ValueError: beta outside [0, 1].
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta is {beta}; expected a number from 0 (forward KL) to 1 (reverse KL)")
+    if beta == 0.0:
+        return forward_kl(student_NV, teacher_NV, normalised)
+    if beta == 1.0:
+        return reverse_kl(student_NV, teacher_NV, normalised)
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    mix = _log_mix(log_q, log_p, beta)
+    return beta * _kl(log_q, mix) + (1.0 - beta) * _kl(log_p, mix)
+
+
+def skew_forward(student_NV: Tensor, teacher_NV: Tensor, alpha: float = 0.1, normalised: bool = False) -> Tensor:
+    """DistiLLM's skewed forward KL (arXiv 2402.03898): KL(q || alpha q + (1 - alpha) p); alpha 0 is the forward KL."""
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    return _kl(log_q, log_p if alpha == 0.0 else _log_mix(log_q, log_p, alpha))
+
+
+def skew_reverse(student_NV: Tensor, teacher_NV: Tensor, alpha: float = 0.1, normalised: bool = False) -> Tensor:
+    """DistiLLM's skewed reverse KL: KL(p || (1 - alpha) q + alpha p); alpha 0 is the reverse KL."""
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    return _kl(log_p, log_q if alpha == 0.0 else _log_mix(log_p, log_q, alpha))
+
+
+def tvd(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
+    """Total variation distance 0.5 sum_v |q - p|, between 0 and 1."""
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
+
+
+def taid(student_NV: Tensor, teacher_NV: Tensor, t: float, normalised: bool = False) -> Tensor:
+    """TAID (arXiv 2501.16937; taid.py): ``-sum_v p_t log p`` with ``p_t = softmax((1 - t) stopgrad(z_S) + t z_T)``.
+
+    The cross-entropy form, unlike the other divergences: ``TAIDSchedule`` is defined by how it falls. It exceeds the
+    KL by the entropy of p_t, which has no gradient; t = 1 has the gradient of ``forward_kl``.
+    """
+    log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
+    # Log-probs instead of the logits z: what they differ by is the same for all tokens, and no softmax sees it.
+    target = ((1.0 - t) * log_p.detach() + t * log_q.detach()).softmax(-1)
+    return -(target * log_p).sum(-1)
+
+
+def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0.1) -> Divergence:
+    """Look a full-vocabulary divergence up by name; ``beta`` goes to jsd, ``alpha`` to the skewed KLs.
+
+    Raises:
+        ValueError: unknown name, beta outside [0, 1], or alpha outside [0, 1).
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta is {beta}; expected a number from 0 to 1")
+    if not 0.0 <= alpha < 1.0:
+        raise ValueError(f"alpha is {alpha}; expected a number from 0 to below 1 (DistiLLM uses 0.1)")
+    known: dict[str, Divergence] = {
+        "forward_kl": forward_kl,
+        "reverse_kl": reverse_kl,
+        "jsd": partial(jsd, beta=beta),
+        "skew_forward": partial(skew_forward, alpha=alpha),
+        "skew_reverse": partial(skew_reverse, alpha=alpha),
+        "tvd": tvd,
+    }
+    if name not in known:
+        raise ValueError(f"unknown divergence '{name}'; expected one of {', '.join(known)}")
+    return known[name]
+
+
+@dataclass
+class TAIDSchedule:
+    """TAID's interpolation coefficient t, as in taid.py (docs/papers/dgpo.md 1.6). ``STATE``: fields that change::
+
+    rel = (L_prev - L) / (L_prev + 1e-15)          m = beta m + (1 - beta) rel
+    t   = min(t_end, max(t_start + (t_end - t_start) step / total, t + alpha sigmoid(m) (1 - t)))
+    """
+
+    STATE: ClassVar = ("t", "momentum", "previous_loss")
+
+    total_steps: float
+    t_start: float = 0.4
+    t_end: float = 1.0
+    alpha: float = 5e-4
+    beta: float = 0.99
+    t: float = -1.0  # negative: take t_start
+    momentum: float = 0.0
+    previous_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.t_start <= self.t_end <= 1.0:
+            raise ValueError(f"t_start {self.t_start}, t_end {self.t_end}; expected 0 <= t_start <= t_end <= 1")
+        self.t = self.t_start if self.t < 0 else self.t
+
+    def update(self, loss: float, step: int) -> float:
+        """Take the loss of the optimiser step that has just ended, the ``step``-th from 0; the first call only
+        remembers it."""
+        if self.previous_loss is None:
+            self.previous_loss = loss
+            return self.t
+        relative = (self.previous_loss - loss) / (self.previous_loss + 1e-15)
+        self.momentum = self.beta * self.momentum + (1.0 - self.beta) * relative
+        delta = self.alpha / (1.0 + math.exp(-self.momentum)) * (1.0 - self.t)
+        linear = self.t_start + (self.t_end - self.t_start) * step / self.total_steps
+        self.t = min(self.t_end, max(linear, self.t + delta))
+        self.previous_loss = loss
+        return self.t

@@ -1,0 +1,193 @@
+"""Advantages of the turns of an episode: torch only, float64 inside, no gradient.
+
+A row is one turn of one trajectory, with its own prompt; [R] is rows. A trajectory is named by (group, member), a group
+is all trajectories of one task and never spans ranks. The order of the rows does not matter.
+
+Source: verl-agent's GRPO (docs/papers/sdar.md 1.6) and GiGPO (arXiv 2505.10978, eq. 3 and 5 to 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_modules.maths.group_advantages import STD_EPS, Lone
+
+Statistics = Literal["rows", "trajectories"]
+StepNorm = Literal["mean_norm", "mean_std_norm"]
+
+
+def turn_advantages(
+    returns_R: Tensor,
+    penalties_R: Tensor,
+    groups: Sequence[str],
+    members: Sequence[int],
+    statistics: Statistics = "rows",
+    eps: float = STD_EPS,
+    lone: Lone = "zero",
+) -> Tensor:
+    """How much better each turn did than its group [R] (GRPO as verl-agent runs it, docs/papers/sdar.md 1.6)::
+
+        score = return - penalty        A = (score - mean) / (std + eps)        on every token of the turn
+
+    ============  ================================================  ==========================================
+    statistics    mean                                              variance
+    ============  ================================================  ==========================================
+    rows          of all rows of the group                          unbiased over rows (as released)
+    trajectories  of the trajectories' mean scores                  n / (n - 1) times the mean over n trajectories
+                                                                    of their mean (score - mean)^2
+    ============  ================================================  ==========================================
+
+    By rows a trajectory weighs by its turns: failures that ran to the limit make the mean. By trajectories each weighs
+    1 whatever its length; without penalties that is mean and unbiased std of the returns. The variance holds what
+    turns differ within a trajectory, too: between trajectories alone it can be 0 while one turn was penalised, and
+    that turn would get -penalty / eps. (The released switch for it takes the first row's score of each trajectory.)
+
+    A group whose scores are all equal gets exactly 0.
+
+    Args:
+        returns_R: return of the row's whole episode.
+        penalties_R: what this turn is charged: coefficient times whether its action was invalid.
+        groups: of each row.
+        members: index in the group of each row's trajectory.
+        statistics: see above.
+        eps: added to the standard deviation.
+        lone: advantage of what has no other to be compared with (one row; by trajectories, one trajectory): zero, or
+            reward, its score, as in verl (mean 0, std 1).
+
+    Raises:
+        ValueError: unknown statistics or lone.
+    """
+    _check(statistics, lone)
+    device = returns_R.device
+    ids, trajectories = _numbered(groups, device), _numbered(list(zip(groups, members, strict=True)), device)
+    scores = returns_R.detach().double() - penalties_R.detach().double()
+    return _relative(scores, ids, _weights(trajectories, statistics), True, eps, lone).to(returns_R.dtype)
+
+
+def gigpo_advantages(
+    rewards_R: Tensor,
+    penalties_R: Tensor,
+    groups: Sequence[str],
+    members: Sequence[int],
+    turns: Sequence[int],
+    anchors: Sequence[Hashable],
+    step_weight: float = 1.0,
+    gamma: float = 0.95,
+    norm: StepNorm = "mean_norm",
+    statistics: Statistics = "rows",
+    eps: float = STD_EPS,
+    lone: Lone = "zero",
+) -> Tensor:
+    """GiGPO's advantages [R]: the episode's among those of its task, and the turn's among those from the same state::
+
+        A = A_episode + step_weight A_step                                   eq. 8
+        A_episode   return - penalty against its group, return: sum of the trajectory's rewards          eq. 3
+        A_step      G_k - penalty against the rows of its group with the same anchor                     eq. 6, 7
+        G_k = r_k + gamma G_{k+1}                                            eq. 5; no penalties of later turns
+
+    ``mean_norm`` subtracts the mean of the set, ``mean_std_norm`` divides by its unbiased std + eps, too. A set of
+    equal scores gives exactly 0, and so does a state that was met once (as released, ``lone`` or not). A trajectory
+    that comes back to a state counts there each time.
+
+    Args:
+        rewards_R: the environment's reward of each turn.
+        penalties_R: what each turn is charged (see ``turn_advantages``).
+        groups: of each row.
+        members: index in the group of each row's trajectory.
+        turns: number of each row in its trajectory, from 0; a turn that is not among the rows counts as reward 0.
+        anchors: the state in which the turn was taken: what the environment showed, without history.
+        step_weight: of A_step; 0 leaves A_episode.
+        gamma: discount per turn.
+        norm: see above.
+        statistics: of A_episode, see ``turn_advantages``; states are compared by rows.
+        eps: added to the standard deviation.
+        lone: of A_episode, see ``turn_advantages``.
+
+    Raises:
+        ValueError: unknown norm, statistics or lone; a negative turn, or two rows for a turn of a trajectory.
+    """
+    _check(statistics, lone)
+    if norm not in ("mean_norm", "mean_std_norm"):
+        raise ValueError(f"unknown norm '{norm}'; expected mean_norm or mean_std_norm")
+    divide, device = norm == "mean_std_norm", rewards_R.device
+    ids, trajectories = _numbered(groups, device), _numbered(list(zip(groups, members, strict=True)), device)
+    rewards, penalties = rewards_R.detach().double(), penalties_R.detach().double()
+    episodes = rewards.new_zeros(len(rewards)).index_add(0, trajectories, rewards)[trajectories]
+    episode = _relative(episodes - penalties, ids, _weights(trajectories, statistics), divide, eps, lone)
+    states = _numbered(list(zip(groups, anchors, strict=True)), device)
+    steps = discounted_returns(rewards, trajectories, turns, gamma) - penalties
+    step = _relative(steps, states, torch.ones_like(steps), divide, eps, "zero")
+    return (episode + step_weight * step).to(rewards_R.dtype)
+
+
+def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequence[int], gamma: float) -> Tensor:
+    """G_k = sum_{j >= k} gamma^(j - k) r_j [R] in float64, by trajectory.
+
+    Args:
+        rewards_R: of each turn.
+        trajectories_R: number of each row's trajectory, from 0; int64.
+        turns: of each row in its trajectory, from 0. A turn that is not among the rows counts as reward 0.
+        gamma: discount per turn.
+
+    Raises:
+        ValueError: a negative turn, or two rows for a turn of a trajectory.
+    """
+    if len(rewards_R) == 0:
+        return rewards_R.double()
+    turn = torch.as_tensor(turns, dtype=torch.int64, device=rewards_R.device)
+    if int(turn.min()) < 0:
+        raise ValueError(f"turn {int(turn.min())}; expected turns counted from 0")
+    length, count = int(turn.max()) + 1, int(trajectories_R.max()) + 1
+    cell = trajectories_R * length + turn
+    if int(torch.bincount(cell).max()) > 1:
+        raise ValueError("two rows are the same turn of the same trajectory; expected one row per turn")
+    table = torch.zeros(count * length, dtype=torch.float64, device=turn.device)
+    table = table.index_add(0, cell, rewards_R.double()).view(count, length)
+    later = torch.arange(length, device=turn.device)
+    later = later[:, None] - later[None]  # [j, k]: j - k
+    discounts = torch.where(later >= 0, gamma ** later.clamp(min=0).double(), 0.0)
+    return (table @ discounts).flatten()[cell]
+
+
+# ---------------------------------------------------------------------- sets of rows
+def _relative(scores: Tensor, sets: Tensor, weights: Tensor, divide: bool, eps: float, lone: Lone) -> Tensor:
+    """Scores [R] (float64) less the weighted mean of their set, over its std if ``divide``; weights sum to the set's
+    size n, by which the unbiased variance has n - 1."""
+
+    def total(values: Tensor) -> Tensor:
+        return values.new_zeros(len(values)).index_add(0, sets, values)[sets]
+
+    n = total(weights).round()
+    centred = scores - total(weights * scores) / n
+    std = (total(weights * centred.square()) / (n - 1).clamp(min=1.0)).sqrt()
+    highest, lowest = (
+        scores.new_zeros(len(scores)).scatter_reduce(0, sets, scores, how, include_self=False)[sets]
+        for how in ("amax", "amin")
+    )
+    relative = centred / (std + eps) if divide else centred
+    relative = torch.where(highest > lowest, relative, torch.zeros_like(relative))
+    return torch.where(n > 1, relative, scores if lone == "reward" else torch.zeros_like(scores))
+
+
+def _weights(trajectories: Tensor, statistics: Statistics) -> Tensor:
+    """What each row weighs in its group's mean [R]: 1, or 1 / rows of its trajectory."""
+    if statistics == "rows":
+        return torch.ones(len(trajectories), dtype=torch.float64, device=trajectories.device)
+    return 1.0 / torch.bincount(trajectories).double()[trajectories]
+
+
+def _numbered(names: Sequence[Hashable], device: torch.device) -> Tensor:
+    """Equal names get equal numbers [R] int64, from 0 in order of first appearance."""
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([numbers[name] for name in names], dtype=torch.int64, device=device)
+
+
+def _check(statistics: str, lone: str) -> None:
+    if statistics not in ("rows", "trajectories"):
+        raise ValueError(f"unknown statistics '{statistics}'; expected rows or trajectories")
+    if lone not in ("zero", "reward"):
+        raise ValueError(f"lone is '{lone}'; expected zero or reward")

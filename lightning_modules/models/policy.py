@@ -1,0 +1,310 @@
+"""Hugging Face models as the learning side sees them: token log-probs, entropies, values.
+
+All results follow the convention of batch.py: [B, T], entry t belongs to token t given the tokens before it.
+No attention mask is passed: rows are padded on the right and attention is causal, so no real token can see padding,
+and SDPA takes its fast path. Models loaded for packing (packing.py) read rows without padding, to the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.batch import TokenBatch
+from lightning_modules.models import packing
+from lightning_modules.models.precision import keep_rotary_exact
+from lightning_modules.models.projection import LMHead, token_statistics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Combine = Callable[..., Tensor]  # of whole parameters
+DType = Literal["float32", "bfloat16", "float16"]
+# Configuration entries that bend the logits after the output matrix; LMHead would leave them out.
+UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Log-probs and entropies of a batch's tokens; 0 where the mask is 0."""
+
+    logprobs: Tensor  # [B, T] float32
+    entropy: Tensor  # [B, T] float32, nats
+
+
+class _Zero3Config:
+    """The duck type of transformers' HfDeepSpeedConfig, which needs accelerate."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def zero3_notice(config: dict[str, Any]) -> Iterator[None]:
+    """Tells transformers that the parameters of models built in this block are partitioned; without it they are
+    silently initialised wrong. Models that are built later belong to no engine, and are whole.
+
+    Args:
+        config: DeepSpeed's.
+    """
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    notice = _Zero3Config(config)  # transformers keeps a weak reference only
+    set_hf_deepspeed_config(notice)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+
+
+def _check_folder(path: str) -> None:
+    if not Path(path).is_dir() and path.count("/") != 1:
+        raise FileNotFoundError(
+            f"no model folder at '{path}'; expected a Hugging Face folder (config.json, *.safetensors) or owner/name"
+        )
+
+
+def require_same_tokenizer(student: str, teacher: str) -> None:
+    """A teacher can judge a student's tokens only if both read the same ids.
+
+    Raises:
+        ValueError: the vocabularies differ, with the first token that does.
+    """
+    from transformers import AutoTokenizer
+
+    ours, theirs = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (student, teacher))
+    if ours == theirs:
+        return
+    token = min(ours.keys() ^ theirs.keys() or {t for t in ours if ours[t] != theirs[t]})
+    raise ValueError(
+        f"the teacher at '{teacher}' has another tokenizer than the student at '{student}' ({len(theirs)} and "
+        f"{len(ours)} tokens; {token!r} is {theirs.get(token, 'missing')} there, {ours.get(token, 'missing')} here); "
+        "take a teacher of the same family"
+    )
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """A ratio of probabilities means nothing if both were computed with other units dropped (spec: dropout 0)."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        attention: Any = module
+        if isinstance(getattr(attention, "attention_dropout", None), float):
+            attention.attention_dropout = 0.0
+
+
+def load_causal_lm(
+    path: str,
+    dtype: DType = "float32",
+    attention: str = "sdpa",
+    gradient_checkpointing: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model in training mode, with an output layer that works in chunks.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: the model bends its logits after the output matrix, which the chunked log-probs would miss, or
+            cannot be packed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _check_folder(path)
+    packing.register(attention)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+    keep_rotary_exact(model)
+    if packing.is_packed(model):
+        packing.check_body(model, path)
+    for name in UNSUPPORTED:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"the model at '{path}' sets {name}, which the chunked log-probs do not apply")
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ValueError(f"the output layer of '{path}' is {type(head).__name__}; expected torch.nn.Linear")
+    head.__class__ = LMHead
+    disable_dropout(model)
+    model.train()  # from_pretrained leaves evaluation mode, in which gradient checkpointing does nothing
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def load_frozen_lm(path: str, dtype: DType = "float32", attention: str = "sdpa") -> PreTrainedModel:
+    """A teacher or reference: evaluation mode, no gradient."""
+    return load_causal_lm(path, dtype, attention).eval().requires_grad_(False)
+
+
+class ValueModel(nn.Module):
+    """The critic: a transformer body and a linear head that reads V_t at the token before t.
+
+    The body starts from the policy's folder (DGPO: from the cold-started student). The head starts at 0 rather than
+    random, so that the first advantages are plain returns.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: DType = "float32",
+        attention: str = "sdpa",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        from transformers import AutoModel
+
+        super().__init__()
+        _check_folder(path)
+        packing.register(attention)
+        self.body = AutoModel.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        keep_rotary_exact(self.body)
+        if packing.is_packed(self.body):
+            packing.check_body(self.body, path)
+        disable_dropout(self.body)
+        self.body.train()
+        if gradient_checkpointing:
+            self.body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.head = nn.Linear(self.body.config.hidden_size, 1, dtype=getattr(torch, dtype))
+        with gathered(self.head.parameters(), modifier_rank=0):
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Values [B, T] float32; entry t is read before token t is known, entry 0 is 0. Behind the end of a row they
+        mean nothing (packed: 0)."""
+        if packing.is_packed(self.body):
+            hidden, rows, columns = packing.packed_states(self.body, batch)
+            values = self._read(hidden)[:, 0]
+            read = columns + 1 < batch.lengths[rows]  # nothing is predicted from a row's last token
+            tied = scatter(values[read], (rows[read], columns[read] + 1), batch.mask)
+            return tied + 0.0 * values[-1]  # ties 1-token rows to the graph
+        hidden = self.body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        values = self._read(hidden)[..., 0]
+        return torch.nn.functional.pad(values[:, :-1], (1, 0)) + 0.0 * values[:, -1:]  # ties a 1-token row to the graph
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden.to(self.head.weight.dtype)).float()  # with LoRA the body may be in half precision
+
+
+def hidden_before(model: PreTrainedModel, batch: TokenBatch, at: tuple[Tensor, Tensor]) -> Tensor:
+    """Hidden states [N, H] from which the tokens at (rows [N], columns [N]) are predicted."""
+    if packing.is_packed(model):
+        hidden, _, _ = packing.packed_states(model.base_model, batch)
+        starts = batch.lengths.cumsum(0) - batch.lengths
+        return hidden[starts[at[0]] + at[1] - 1]
+    hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    return hidden[at[0], at[1] - 1]
+
+
+def output_head(model: PreTrainedModel) -> LMHead:
+    """The output layer that ``load_causal_lm`` has given the model."""
+    return cast("LMHead", model.get_output_embeddings())
+
+
+def positions(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows [N], columns [N]) where the mask is not 0. Raises ValueError if column 0 is among them."""
+    rows, columns = mask.nonzero(as_tuple=True)
+    if columns.numel() and int(columns.min()) == 0:
+        raise ValueError("the mask counts the first token of a row, which nothing predicts; put a prompt before it")
+    return rows, columns
+
+
+def scatter(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+    """Values [N] -> [B, T] float32 shaped as ``like``, 0 elsewhere; differentiable."""
+    return torch.zeros(like.shape, device=values.device, dtype=torch.float32).index_put(at, values.float())
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+) -> TokenStats:
+    """Log-probs and entropies of the tokens where the mask is 1 (default: the policy's own tokens).
+
+    One pass through the body; the vocabulary is only touched at those positions, ``chunk`` tokens at a time, forward
+    and backward.  Prompts and observations cost no logits.
+
+    Args:
+        model: from ``load_causal_lm`` or ``load_frozen_lm``.
+        batch: the tokens.
+        chunk: tokens whose logits exist at once; peak memory is a few times chunk * V * 4 bytes.
+        temperature: divides the logits, as in the sampler.
+        mask: [B, T], which tokens are wanted.
+    """
+    mask = batch.mask if mask is None else mask
+    at = positions(mask)
+    hidden = hidden_before(model, batch, at)
+    function = partial(token_statistics, temperature=temperature)
+    columns = output_head(model)(hidden, function=function, rows=(batch.input_ids[at],), chunk=chunk)
+    return TokenStats(scatter(columns[:, 0], at, mask), scatter(columns[:, 1], at, mask))
+
+
+def partitioned(parameters: Iterable[nn.Parameter]) -> bool:
+    """True if ZeRO-3 holds (some of) these in pieces."""
+    return any(hasattr(p, "ds_id") for p in parameters)
+
+
+def gathered(
+    parameters: Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
+) -> AbstractContextManager[Any]:
+    """Whole parameters inside the block (a collective: all ranks must enter); nothing to do outside ZeRO-3."""
+    parameters = list(parameters)
+    if not partitioned(parameters):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank)
+
+
+def named_weights(model: nn.Module, bucket_elements: int = 50_000_000) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, whole tensor) for every parameter; a tied output matrix comes once.
+
+    Under ZeRO-3 parameters are gathered bucket by bucket, so all ranks must iterate to the end; the tensors are then
+    copies. Otherwise they are the parameters themselves: copy what must survive the next step.
+    """
+    return in_buckets(((name, [parameter], None) for name, parameter in model.named_parameters()), bucket_elements)
+
+
+def in_buckets(
+    weights: Iterable[tuple[str, list[nn.Parameter], Combine | None]], bucket_elements: int
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``named_weights``, of tensors that are one parameter, or are combined from several by a function of these."""
+    bucket: list[tuple[str, list[nn.Parameter], Combine | None]] = []
+    size = 0
+    for entry in weights:
+        bucket.append(entry)
+        size += sum(getattr(p, "ds_numel", p.numel()) for p in entry[1])
+        if size >= bucket_elements:
+            yield from _gather_bucket(bucket)
+            bucket, size = [], 0
+    if bucket:
+        yield from _gather_bucket(bucket)
+
+
+@torch.no_grad()
+def _gather_bucket(bucket: list[tuple[str, list[nn.Parameter], Combine | None]]) -> list[tuple[str, Tensor]]:
+    parameters = [p for _, parts, _ in bucket for p in parts]
+    copy = partitioned(parameters)  # the gathered storage is freed on leaving the block
+    found = []
+    with gathered(parameters):
+        for name, parts, combine in bucket:
+            first, *others = (_unsharded(p).detach() for p in parts)
+            if combine is not None:
+                found.append((name, combine(first, *others)))
+            else:
+                found.append((name, first.clone() if copy else first))
+    return found
+
+
+def _unsharded(parameter: Any) -> Tensor:
+    """The whole of a DTensor (FSDP); any other parameter as it is."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

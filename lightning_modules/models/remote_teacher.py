@@ -1,0 +1,219 @@
+"""A teacher behind HTTP: log-probs of given tokens from vLLM servers, where it does not fit beside the student."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_modules.batch import TokenBatch, micro_batches
+from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from rollout.services.equal_servers import EqualServers
+from rollout.services.http_client import ApiKey
+from rollout.trajectory import InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+# vLLM says -9999 for -inf; this is a probability of the size of float32's least. One token must not drown a batch.
+LEAST_LOGPROB = -100.0
+PROBE_TOKENS = 2000  # of the student's vocabulary, evenly spread, from whose text the tokenizers are compared
+
+
+class RemoteTeacher:
+    """Asks OpenAI-compatible ``/completions`` of vLLM (``prompt_logprobs``) what a model thinks of sampled tokens.
+
+    The ids go as they were sampled, tool results among them; nothing is tokenised again. What is sent ends with the
+    last sampled token, and the one token that the server has to generate is thrown away. A trajectory is never cut: the
+    server must take prompt and response in one request (``--max-model-len``, one more than the longest), and splits
+    the computation itself. Log-probs of a prompt are those of temperature 1. The servers must serve the same model.
+
+    Args:
+        urls: base addresses such as ``["http://127.0.0.1:8001/v1"]``; asked in turn.
+        model: the name under which the servers know it.
+        api_key_variable: name of the environment variable that holds the key; null: no key is sent.
+        max_tokens_per_request: trajectories that go together in a request have at most so many tokens; a longer one
+            goes alone.
+        concurrency: requests in flight at once, of each rank.
+        timeout_s: seconds for one attempt.
+        patience_s: seconds after its first failure for which a request is sent again while no server answers or all
+            are busy (see ``EqualServers.post``), as when a server is started anew. Ranks that have their log-probs
+            wait for the others: keep it below the timeout of the process group (Lightning: 1800).
+        backoff_s: seconds before the first retry; the pauses double up to a minute.
+
+    Raises:
+        ValueError: an impossible option, or the key is not set.
+    """
+
+    def __init__(
+        self,
+        urls: list[str],
+        model: str,
+        api_key_variable: str | None = None,
+        max_tokens_per_request: PositiveInt = 32768,
+        concurrency: PositiveInt = 16,
+        timeout_s: PositiveFloat = 600.0,
+        patience_s: NonNegativeFloat = 1500.0,
+        backoff_s: NonNegativeFloat = 1.0,
+    ) -> None:
+        if max_tokens_per_request < 1:
+            raise ValueError(f"max_tokens_per_request is {max_tokens_per_request}; expected at least 1")
+        if patience_s < 0:
+            raise ValueError(f"patience_s is {patience_s}; expected 0 or more")
+        self.model, self.max_tokens_per_request, self.patience_s = model, max_tokens_per_request, patience_s
+        self.urls = [url.rstrip("/").removesuffix("/completions") + "/completions" for url in urls]
+        key = ApiKey(api_key_variable, f"the teacher {model}")
+        options = (timeout_s, 0, backoff_s, concurrency)  # patience instead of retries
+        self._servers = EqualServers("RemoteTeacher", f"the teacher {model}", self.urls, key, *options)
+
+    def __repr__(self) -> str:
+        return f"RemoteTeacher({self.model} at {', '.join(self.urls)})"
+
+    # ------------------------------------------------------------------ log-probs
+    def score(self, batch: TokenBatch) -> Tensor:
+        """Log-probs [B, T] float32 where the mask is 1, else 0. Blocks until all are there; each rank asks for its own.
+        Values below ``LEAST_LOGPROB`` become it, and the log says how many.
+
+        Raises:
+            InfrastructureError: no server answered in ``patience_s``, one refused the request (a trajectory longer than
+                it takes, an id that it does not know), or left out a position; with what it said.
+        """
+        out = torch.zeros(batch.mask.shape)
+        wanted = [row.nonzero()[:, 0].tolist() for row in batch.mask.cpu()]
+        ids = [
+            row[: columns[-1] + 1] if columns else []
+            for row, columns in zip(batch.input_ids.tolist(), wanted, strict=True)
+        ]
+        lengths = [len(row) for row in ids]
+        asked = [row for row, length in enumerate(lengths) if length]
+        groups = micro_batches(lengths, asked, self.max_tokens_per_request, packed=True)
+        answers = asyncio.run(self._run_all(self._ask(g, ids, wanted) for g in groups)) if groups else []
+        for group, rows in zip(groups, answers, strict=True):
+            for row, values in zip(group, rows, strict=True):
+                out[row, wanted[row]] = torch.tensor(values)
+        if bounded := int((out == LEAST_LOGPROB).sum()):
+            logger.warning("%s: %d tokens are impossible to it, counted as log-prob %g", self, bounded, LEAST_LOGPROB)
+        return out.to(batch.mask.device)
+
+    async def _ask(
+        self, group: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """For each row of the group the log-probs of its wanted positions."""
+        prompts = [ids[row] for row in group]
+        answer, url = await self._servers.post(self._request(prompts), self.patience_s)
+        choices = _choices(answer.body, len(prompts))
+        if choices is None:
+            raise InfrastructureError(f"{url}: expected {len(prompts)} choices; found {answer.excerpt}")
+        return [
+            [_logprob(choice, prompt, position, url) for position in wanted[row]]
+            for row, prompt, choice in zip(group, prompts, choices, strict=True)
+        ]
+
+    def _request(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        return {"model": self.model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+    async def _run_all(self, requests: Any) -> list[Any]:
+        """All requests at once (at most ``concurrency`` in flight), in an event loop of their own."""
+        tasks = [asyncio.ensure_future(request) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # the first failure ends the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._servers.close()
+
+    # ------------------------------------------------------------------ before a training
+    def check(self, student: str, longest: int | None = None) -> None:
+        """Ask every server for log-probs once, whether it reads text as the student's tokenizer does, and whether it
+        takes the longest trajectory. No patience here: who starts a training is there to start a server.
+
+        Args:
+            student: Hugging Face folder with the student's tokenizer.
+            longest: tokens that a prompt and its response may have together, where that is known.
+
+        Raises:
+            InfrastructureError: a server cannot be reached, does not know the model, or gives no prompt log-probs.
+            ValueError: a server's tokenizer is another, or its --max-model-len is less than ``longest`` and one.
+        """
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(student)
+        vocabulary = sorted(tokenizer.get_vocab().values())
+        spread = vocabulary[:: max(len(vocabulary) // PROBE_TOKENS, 1)]
+        text = tokenizer.decode(spread) + "".join(tokenizer.all_special_tokens)
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        asyncio.run(self._run_all(self._check_one(url, text, expected, student, longest) for url in self.urls))
+
+    async def _check_one(self, url: str, text: str, expected: list[int], student: str, longest: int | None) -> None:
+        probe = expected[:4]
+        answer = await self._servers.post_once(url, self._request([probe]))
+        choices = _choices(answer.body, 1) if answer.status == 200 else None
+        if choices is None:
+            found = f"{answer.status}: {answer.excerpt}"
+            raise InfrastructureError(f"{url}: expected log-probs of a prompt; found {found}")
+        for position in range(1, len(probe)):
+            _logprob(choices[0], probe, position, url)
+        address = url.removesuffix("/completions").removesuffix("/v1") + "/tokenize"
+        request = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        answer = await self._servers.post_once(address, request)
+        found, most = _tokens(answer.body) if answer.status == 200 else (None, None)
+        if found is None:
+            details = (address, answer.status, answer.excerpt, student)
+            logger.warning("%s: status %d, %s; cannot compare the teacher's tokenizer with that of %s", *details)
+            return
+        if longest is not None and most is not None and most < longest + 1:
+            raise ValueError(
+                f"the teacher at {url} takes {most} tokens, but a prompt and its response may have {longest} together, "
+                f"and one is generated; start it with --max-model-len {longest + 1} or more"
+            )
+        for position, (there, here) in enumerate(itertools.zip_longest(found, expected)):
+            if there != here:
+                raise ValueError(
+                    f"the teacher at {url} has another tokenizer than the student at '{student}': of a text of "
+                    f"{len(expected)} tokens, number {position} is {there} there and {here} here; take a teacher of "
+                    "the same family"
+                )
+
+
+def _tokens(body: str) -> tuple[list[int] | None, int | None]:
+    """Of an answer of ``/tokenize`` the ids and the server's limit of tokens; None for what is not there."""
+    try:
+        content = json.loads(body)
+        tokens, most = content["tokens"], content.get("max_model_len")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, None
+    return (tokens if isinstance(tokens, list) else None), (most if isinstance(most, int) else None)
+
+
+def _choices(body: str, count: int) -> list[dict[str, Any]] | None:
+    """The choices of an answer in the order of the prompts; None for another shape."""
+    try:
+        choices = sorted(json.loads(body)["choices"], key=lambda choice: choice["index"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return choices if len(choices) == count else None
+
+
+def _logprob(choice: dict[str, Any], prompt: Sequence[int], position: int, url: str) -> float:
+    """Log-prob of ``prompt[position]`` given the tokens before it. Raises InfrastructureError where it is missing."""
+    token = prompt[position]
+    try:
+        entries = choice["prompt_logprobs"]
+        value = entries[position][str(token)]["logprob"] if len(entries) == len(prompt) else None
+    except (KeyError, IndexError, TypeError):
+        value = None
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        entries = choice.get("prompt_logprobs")
+        found = f"{len(entries)} positions, there {str(entries[position : position + 1])[:200]}" if entries else "none"
+        raise InfrastructureError(
+            f"{url}: expected prompt_logprobs of {len(prompt)} positions with token {token} at {position}; "
+            f"found {found}"
+        )
+    return max(float(value), LEAST_LOGPROB)

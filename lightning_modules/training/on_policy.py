@@ -1,0 +1,413 @@
+"""Training step of on-policy algorithms: score a rollout batch, annotate it, take several optimiser steps on it.
+
+One Lightning step is one rollout batch. An algorithm never sees micro-batches, optimisers or ranks. It says:
+
+* which models it needs (``critic``, ``reference`` given to ``__init__``),
+* ``annotate``: advantages, targets and whatever else ``loss`` needs of each token; no gradient,
+* ``loss``: sums over tokens, one per stream, and ``streams``: what each stream is divided by.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules import ranks
+from lightning_modules.batch import RowTensors, TokenBatch, collate, tensors_BT
+from lightning_modules.maths.losses import Aggregation, aggregation_weights
+from lightning_modules.maths.schedules import warmup_constant
+from lightning_modules.metrics import StepMetrics
+from lightning_modules.models.lora import InitialPolicy
+from lightning_modules.models.policy import (
+    DType,
+    TokenStats,
+    ValueModel,
+    load_frozen_lm,
+    partitioned,
+    require_same_tokenizer,
+    token_logprobs,
+)
+from lightning_modules.training import optimisation, scoring
+from lightning_modules.training.policy_module import PolicyModule
+from lightning_modules.training.rollout_metrics import log_rollout
+from lightning_modules.training.scoring import Outputs, Scores, values_by_token
+from lightning_modules.training.token_weights import Correction, Level, MaskRatio, TokenWeights, log_mismatch
+from retrieval.ranges import (
+    AtLeastOne,
+    BelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+)
+from rollout.trajectory import turn_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rollout.trajectory import Trajectory
+
+
+class OnPolicyModule(PolicyModule):
+    """Scores, annotates and learns from ``list[Trajectory]``; see the module docstring for what an algorithm adds.
+
+    Trajectories whose turns have prompts of their own are learnt from turn by turn: an algorithm then sees the rows of
+    ``turn_rows``, each with its trajectory's reward, group and index.
+
+    Every loss stream is divided by its own count over the whole mini-batch, all micro-batches and all ranks, so that
+    neither ``micro_batch_tokens`` nor the number of ranks changes the gradient.  Policy and critic are clipped
+    separately (DeepSpeed: jointly, inside its engine).
+
+    The correction for what sampled (``importance_cap``, ``mask_ratio``) reaches the algorithm's ``loss`` in its
+    ``TokenWeights``, and the loss applies it to the policy's term: not to KL, entropy, value or distillation losses.
+    What divides counts all tokens. An algorithm that applies it says so by ``applies_correction``.
+
+    Args:
+        policy: Hugging Face folder (or owner/name) to start from.
+        reference: folder of the frozen model of the KL; null for none.
+        critic: folder a critic is started from; null for none.
+        lr: learning rate of the policy, constant after the warmup.
+        warmup_steps: iterations of linear warmup of the policy's learning rate.
+        critic_lr: learning rate of the critic.
+        critic_warmup_steps: iterations of linear warmup of the critic's learning rate.
+        weight_decay: AdamW's decoupled weight decay.
+        betas: AdamW's betas.
+        max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
+        mini_batches: optimiser steps per pass over the rollout batch (trajectory i goes to step i mod mini_batches).
+        epochs: passes over the rollout batch.
+        temperature: sampling temperature the log-probs are computed at; must be the sampler's.
+        micro_batch_tokens: tokens (without packing: padding included) that go through the models at once.
+        logits_chunk: tokens whose logits exist at once.
+        reference_dtype: type the reference's parameters are kept in.
+        importance_cap: bound C of the importance weights min(r, C), r = pi_old / pi_sampler, by which the policy's loss
+            of a token is multiplied, without gradient: they correct for an engine whose probabilities differ from the
+            trainer's, and for weights that were older (``data.staleness``). "TIS", Yao et al. 2025,
+            fengyao.notion.site/off-policy-rl; verl's tis_imp_ratio_cap; 2.0 is usual. Null for no correction.
+        importance_level: whether r is each token's own, or the geometric mean over the tokens of its sequence (a
+            trajectory; a turn, where turns have prompts of their own).
+        mask_ratio: bounds (low, high) outside of which r leaves a token out of the policy's loss; null for none.
+        mask_level: whether that is each token's r, or the sequence's, which is then left out as a whole.
+    """
+
+    PROGRESS: ClassVar[tuple[str, ...]] = ("train/reward", "train/em", "train/response_tokens")
+    applies_correction: ClassVar[bool] = False  # whether ``loss`` multiplies the policy's term by weights.correction
+    aggregation: Aggregation = "token_mean"  # mean of the policy's loss, see ``aggregation_weights``
+
+    def __init__(
+        self,
+        policy: str,
+        reference: str | None = None,
+        critic: str | None = None,
+        lr: UnitInterval = 1e-6,
+        warmup_steps: NonNegativeInt = 0,
+        critic_lr: UnitInterval = 1e-5,
+        critic_warmup_steps: NonNegativeInt = 0,
+        weight_decay: NonNegativeFloat = 0.01,
+        betas: tuple[BelowOne, BelowOne] = (0.9, 0.999),
+        max_grad_norm: NonNegativeFloat = 1.0,
+        mini_batches: PositiveInt = 2,
+        epochs: PositiveInt = 1,
+        temperature: PositiveFloat = 1.0,
+        micro_batch_tokens: PositiveInt = 16384,
+        logits_chunk: PositiveInt = 1024,
+        reference_dtype: DType = "float32",
+        importance_cap: AtLeastOne | None = None,
+        importance_level: Level = "token",
+        mask_ratio: MaskRatio | None = None,
+        mask_level: Level = "token",
+        **kwargs,
+    ) -> None:
+        super().__init__(policy=policy, **kwargs)
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}; expected a positive number (training needs sampling)")
+        if mini_batches < 1 or epochs < 1:
+            raise ValueError(f"mini_batches is {mini_batches}, epochs is {epochs}; expected both to be at least 1")
+        self.reference_path, self.critic_path = reference, critic
+        self.reference_dtype: DType = reference_dtype
+        self.reference: PreTrainedModel | None = None  # built in build_models
+        self.critic: ValueModel | None = None
+        self.annotations: list[Any] = []  # of the algorithms that take some, see annotations/base.py
+        # Models of annotations, each of one kind's alone; built in build_models.
+        self.teacher_path: str | None = None
+        self.teacher_dtype: DType = reference_dtype
+        self.teacher: PreTrainedModel | None = None  # of Distillation
+        self.self_teacher: PreTrainedModel | None = None  # of SkillTeacher, fixed
+        self.average: PreTrainedModel | None = None  # of SkillTeacher, moving with the policy
+        self.temperature = temperature
+        self.micro_batch_tokens, self.logits_chunk = micro_batch_tokens, logits_chunk
+        self.lr, self.warmup_steps = lr, warmup_steps
+        self.critic_lr, self.critic_warmup_steps = critic_lr, critic_warmup_steps
+        self.weight_decay, self.betas, self.max_grad_norm = weight_decay, betas, max_grad_norm
+        self.mini_batches, self.epochs = mini_batches, epochs
+        self.importance_cap = importance_cap
+        self.correction = Correction(importance_cap, importance_level, mask_ratio, mask_level)
+        if self.correction.active and not self.applies_correction:
+            raise ValueError(
+                f"importance_cap and mask_ratio correct the policy's loss, but {type(self).__name__} does not say that "
+                "its loss applies them; multiply the policy's term by weights.product and set applies_correction = "
+                "True in the class, or leave the options out"
+            )
+        self.metrics = StepMetrics()  # of the current training step; algorithms add to it
+        self.rolled_out: Sequence[Trajectory] = ()  # the current rollout batch, infrastructure failures included
+        self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
+        self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors, TokenWeights] | None = None
+
+    # ------------------------------------------------------------------ what an algorithm says
+    @abstractmethod
+    def annotate(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> Any:
+        """``RowTensors`` with advantages and whatever else ``loss`` needs, one row per trajectory. No gradient is
+        recorded. Every rank calls."""
+
+    @abstractmethod
+    def loss(self, outputs: Outputs, batch: TokenBatch, notes: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
+        """Sums over a micro-batch's tokens, by stream; each is divided by the stream's global count. The policy's term
+        of each token is weighted by ``weights.product``; what clips logs its own ``train/clip_fraction``."""
+
+    def streams(self, batch: TokenBatch, notes: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
+        """By stream, the weights [B, T] whose sum over the mini-batch and all ranks divides it."""
+        return {"policy": weights.aggregation}
+
+    # ------------------------------------------------------------------ what it can be trained on
+    @property
+    def data(self) -> Any:
+        """The data module; None where the Trainer was given loaders."""
+        return getattr(self.trainer, "datamodule", None)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self.accept_data(self.data)
+
+    def accept_data(self, data: Any) -> None:
+        """``check_data``, once for a data module: one that rolls out asks before its engine loads a model, ``setup``
+        asks for any other."""
+        if self._accepted != id(data):
+            self.check_data(data)
+            self._accepted = id(data)
+
+    def check_data(self, data: Any) -> None:
+        """Refuse a data module that cannot be learnt from; no model is loaded yet, and its questions are read. Override
+        for what an algorithm needs besides, calling this first. Here: a sampler whose distribution is not the one that
+        log-probs are computed for, and what annotations refuse.
+
+        Args:
+            data: null where the Trainer was given loaders.
+        """
+        sampling = getattr(data, "train_sampling", None)
+        if sampling is not None and sampling.temperature != self.temperature:
+            raise ValueError(
+                f"trajectories are sampled at temperature {sampling.temperature} (data.train_sampling.temperature), "
+                f"but log-probs are computed at {self.temperature} (model.temperature); set both to the same value"
+            )
+        if sampling is not None and (sampling.top_p < 1.0 or sampling.top_k > 0):
+            raise ValueError(
+                f"train_sampling cuts the distribution (top_p {sampling.top_p}, top_k {sampling.top_k}), but log-probs "
+                "are those of the whole one; train with top_p 1.0 and top_k -1"
+            )
+        for annotation in self.annotations:
+            annotation.check_data(self, data)
+
+    # ------------------------------------------------------------------ models and optimiser
+    def frozen_models(self) -> dict[str, tuple[str, DType]]:
+        found: dict[str, tuple[str, DType]] = {}
+        if self.reference_path is not None:
+            found["reference"] = (self.reference_path, self.reference_dtype)
+        for annotation in self.annotations:
+            found |= annotation.frozen_models(self)
+        return found
+
+    def build_models(self) -> None:
+        super().build_models()
+        if self.reference_path is not None:
+            self.reference = self.load_frozen(self.reference_path, self.reference_dtype)
+        if self.critic_path is not None:
+            self.critic = ValueModel(self.critic_path, self.dtype_name, self.attention, self.gradient_checkpointing)
+            if self.lora is not None:
+                self.lora.attach(self.critic.body)
+                if not partitioned(self.critic.head.parameters()):
+                    self.critic.head.float()  # trained, and so float32 beside a base in half precision
+        for annotation in self.annotations:
+            annotation.build(self)
+        optimisation.set_clipping(self, self.max_grad_norm)
+
+    def load_frozen(self, folder: str, dtype: DType) -> PreTrainedModel:
+        """The frozen model of a folder; the adapted policy's own base where it is that one.
+
+        Raises:
+            ValueError: it has another tokenizer than the policy.
+        """
+        require_same_tokenizer(self.policy_path, folder)
+        if self.lora is not None and folder == self.policy_path:
+            return cast("PreTrainedModel", InitialPolicy(self.policy))  # answers what token_logprobs asks
+        return load_frozen_lm(folder, dtype, self.attention)
+
+    def trained_parts(self) -> dict[str, nn.Module]:
+        parts: dict[str, nn.Module] = {"policy": self.policy}
+        return parts if self.critic is None else parts | {"critic": self.critic}
+
+    def configure_optimizers(self) -> Any:
+        rates = {"policy": (self.lr, self.warmup_steps), "critic": (self.critic_lr, self.critic_warmup_steps)}
+        parts = self.trained_parts()
+        trained = {name: [p for p in part.parameters() if p.requires_grad] for name, part in parts.items()}
+        groups = [{"params": parameters, "lr": rates[name][0]} for name, parameters in trained.items()]
+        factors = [warmup_constant(rates[name][1]) for name in parts]
+        return optimisation.adamw(groups, factors, betas=self.betas, weight_decay=self.weight_decay)
+
+    # ------------------------------------------------------------------ forward passes without gradient
+    def score(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Scores:
+        """Run the declared models over the batch without gradient, micro-batch by micro-batch."""
+
+        def policy_stats(micro: TokenBatch) -> Tensor:
+            stats = self._token_stats(self.policy, micro)
+            return torch.stack([stats.logprobs, stats.entropy])
+
+        old, entropy = self._scored(batch, policy_stats, leading=(2,))
+        teacher = self.teacher_logprobs(trajectories, batch)
+        reference = None if self.reference is None else self.logprobs_of(self.reference, batch)
+        values = self._scored(batch, self.critic) if self.critic is not None else None
+        return Scores(old, teacher, reference, values, entropy)
+
+    def teacher_logprobs(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
+        """A distillation teacher's log-probs [B, T] of the sampled tokens; None without one. Every rank must call."""
+        found = (annotation.teacher_logprobs(self, trajectories, batch) for annotation in self.annotations)
+        return next((logprobs for logprobs in found if logprobs is not None), None)
+
+    def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+        """Log-probs [B, T] of the sampled tokens under any model, without gradient. Every rank must call."""
+        return self._scored(batch, lambda micro: self._token_stats(model, micro).logprobs)
+
+    def _scored(
+        self, batch: TokenBatch, function: Callable[[TokenBatch], Tensor], leading: tuple[int, ...] = ()
+    ) -> Tensor:
+        return scoring.score(batch, function, self.micro_batch_tokens, leading, self.packing)
+
+    def _token_stats(self, model: PreTrainedModel, micro: TokenBatch) -> TokenStats:
+        return token_logprobs(model, micro, self.logits_chunk, self.temperature)
+
+    # ------------------------------------------------------------------ one iteration
+    def token_weights(self, batch: TokenBatch, scores: Scores) -> TokenWeights:
+        """What each token weighs in the policy's loss; whole rows only."""
+        aggregation = aggregation_weights(batch.mask, self.aggregation)
+        return TokenWeights(batch.mask, aggregation, self.correction.weights(scores.old_logprobs, batch))
+
+    def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
+        usable, positions = [], []
+        for i, t in enumerate(trajectories):
+            if t.failed_by_infrastructure:
+                continue
+            if t.reward is None:
+                raise ValueError(f"trajectory {t.group}/{t.index} has no reward; score it before training on it")
+            rows = turn_rows(t)  # itself, unless every turn has a prompt of its own
+            usable += rows
+            position = i if t.batch_index is None else t.batch_index  # it may come from another rank
+            positions += [position + (row.row or 0) for row in rows]
+        self.rolled_out = trajectories
+        self.metrics = StepMetrics()
+        batch = collate(usable, self.device)
+        with torch.no_grad():
+            scores = self.score(usable, batch)
+            notes = self.annotate(usable, batch, scores)
+            weights = self.token_weights(batch, scores)
+        self._last = (usable, batch, scores, notes, weights)
+        log_mismatch(self.metrics, usable, batch, scores.old_logprobs, self.correction, self.trainer.global_step)
+        self.update(batch, notes, weights, positions)
+        for annotation in self.annotations:
+            annotation.after_update(self)
+        log_rollout(self.metrics, trajectories)
+        self.log_batch(usable, batch, scores)
+        metrics = self.metrics.reduce()
+        shown = {k: v for k, v in metrics.items() if k in self.PROGRESS}
+        self.log_dict(shown, prog_bar=True, batch_size=1)
+        self.log_dict({k: v for k, v in metrics.items() if k not in shown}, batch_size=1)
+
+    @property
+    def last_annotated(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:
+        """The last batch for people to read: with each trajectory, whole where its turns were learnt from one by one,
+        by name, one value per response token (all of ``score`` and ``annotate``, the log-ratio of student to teacher,
+        or else to the reference, as ``kl``, and the correction as ``importance``)."""
+        if self._last is None:
+            return []
+        trajectories, batch, scores, notes, weights = self._last
+        tensors = tensors_BT(notes) | tensors_BT(scores)  # the page underlines by the first: PPO's advantages
+        frozen = scores.reference_logprobs if scores.teacher_logprobs is None else scores.teacher_logprobs
+        if frozen is not None:
+            tensors["kl"] = (scores.old_logprobs - frozen) * batch.mask
+        if self.correction.active:
+            tensors["importance"] = weights.correction
+        return values_by_token(trajectories, batch, tensors)
+
+    # ------------------------------------------------------------------ optimiser steps
+    def update(self, batch: TokenBatch, notes: RowTensors, weights: TokenWeights, positions: Sequence[int]) -> None:
+        """All optimiser steps of the iteration; only the last one raises ``trainer.global_step``.
+
+        ``positions``: where each row stood in the rollout batch before failed trajectories were left out; the
+        trajectory at position i belongs to step i mod ``mini_batches``, so that a failure moves no other trajectory to
+        another step. Turn k of one that is learnt from turn by turn has position i + k.
+        """
+        optimizer, scheduler = optimisation.only(self)
+        n = self.mini_batches
+        plan = [[row for row, i in enumerate(positions) if i % n == k] for k in range(n)] * self.epochs
+        learnt = False
+        for k, index in enumerate(plan):
+            with optimisation.counted(optimizer, k == len(plan) - 1):
+                learnt = self._mini_batch(batch, notes, weights, index, optimizer) or learnt
+        for group, name in zip(optimizer.param_groups, self.trained_parts(), strict=True):
+            self.metrics.maximum("train/lr" if name == "policy" else f"train/lr_{name}", group["lr"])
+        if learnt:
+            scheduler.step()
+
+    def _mini_batch(
+        self, batch: TokenBatch, notes: RowTensors, weights: TokenWeights, index: Sequence[int], optimizer: Any
+    ) -> bool:
+        """One optimiser step. Returns whether there was anything to learn from, on any rank."""
+        whole = {name: divisor[list(index)].sum() for name, divisor in self.streams(batch, notes, weights).items()}
+        counts = dict(zip(whole, ranks.sum_over_ranks(torch.stack(list(whole.values()))), strict=True))
+        for group, length in scoring.plan(batch, index, self.micro_batch_tokens, self.packing):
+            micro = batch.rows(group, length)
+            stats = self._token_stats(self.policy, micro)
+            values = self.critic(micro) if self.critic is not None else None
+            outputs = Outputs(stats.logprobs, stats.entropy, values)
+            sums = self.loss(outputs, micro, notes.rows(group, length), weights.rows(group, length))
+            if sums.keys() != counts.keys():
+                raise ValueError(
+                    f"loss sums {sorted(sums)}, but streams divides {sorted(counts)}; name the same in both"
+                )
+            means = {name: sums[name] / count.clamp(min=1e-8) for name, count in counts.items()}
+            optimisation.backward(self, cast("Tensor", sum(means.values())))
+            self.metrics.mean("train/entropy", (stats.entropy * micro.mask).sum(), micro.mask.sum())
+            for name, mean in means.items():  # the mean over ranks and mini-batches of a sum over micro-batches
+                self.metrics.mean(f"train/loss_{name}", mean, 0.0)
+        for name in counts:
+            self.metrics.mean(f"train/loss_{name}", 0.0, 1.0 / ranks.world_size())
+        learnt = any(bool(count > 0) for count in counts.values())
+        self._step(optimizer, idle=not learnt)
+        return learnt
+
+    def _step(self, optimizer: Any, idle: bool) -> None:
+        norms = optimisation.clip_gradients(self, self.trained_parts(), self.max_grad_norm)
+        with optimisation.paused(optimizer, idle):
+            optimizer.step()
+        optimizer.zero_grad()
+        for name, norm in (norms or optimisation.engine_norm(self)).items():
+            self.metrics.maximum("train/grad_norm" if name == "policy" else f"train/grad_norm_{name}", norm)
+
+    # ------------------------------------------------------------------ checkpoints and metrics
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        for annotation in self.annotations:
+            annotation.on_save_checkpoint(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        for annotation in self.annotations:
+            annotation.on_load_checkpoint(checkpoint)
+
+    def log_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> None:
+        """Metrics of the batch without infrastructure failures, beside those of ``log_rollout``."""
+        episodes = {(t.group, t.index) for t in trajectories}
+        self.metrics.mean("train/response_tokens", batch.mask.sum(), len(episodes))

@@ -1,0 +1,108 @@
+"""Training step of supervised algorithms (SFT, distillation): one batch of given trajectories, one optimiser step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_modules import ranks
+from lightning_modules.batch import TokenBatch, collate
+from lightning_modules.maths.schedules import ScheduleName, make_schedule
+from lightning_modules.metrics import StepMetrics
+from lightning_modules.training import optimisation, scoring
+from lightning_modules.training.policy_module import PolicyModule
+from retrieval.ranges import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
+
+if TYPE_CHECKING:
+    from rollout.trajectory import Trajectory
+
+
+class SupervisedModule(PolicyModule):
+    """One Lightning step = one batch of trajectories = one optimiser step.
+
+    The loss is a token mean over the *whole* batch: micro-batches and ranks each add their sum, divided by the global
+    count of loss tokens, so that neither the split nor the number of ranks changes the gradient.
+
+    Args:
+        policy: Hugging Face folder (or owner/name) to start from.
+        lr: peak learning rate of AdamW.
+        schedule: learning-rate schedule after the warmup.
+        warmup_steps: steps of linear warmup.
+        weight_decay: AdamW's decoupled weight decay, of matrices only: biases and norms have none.
+        betas: AdamW's betas.
+        max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
+        micro_batch_tokens: tokens (without packing: padding included) that go through the model at once.
+        logits_chunk: tokens whose logits exist at once.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        lr: UnitInterval = 1e-4,
+        schedule: ScheduleName = "cosine",
+        warmup_steps: NonNegativeInt = 0,
+        weight_decay: NonNegativeFloat = 0.01,
+        betas: tuple[BelowOne, BelowOne] = (0.9, 0.999),
+        max_grad_norm: NonNegativeFloat = 1.0,
+        micro_batch_tokens: PositiveInt = 16384,
+        logits_chunk: PositiveInt = 1024,
+        **kwargs,
+    ) -> None:
+        super().__init__(policy=policy, **kwargs)
+        self.lr = lr
+        self.schedule: ScheduleName = schedule
+        self.warmup_steps = warmup_steps
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.max_grad_norm = max_grad_norm
+        self.micro_batch_tokens = micro_batch_tokens
+        self.logits_chunk = logits_chunk
+
+    @abstractmethod
+    def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        """Per-token values [N] at the positions where ``batch.mask`` is 1; ``loss`` carries the gradient, the
+        others are logged as token means under train/."""
+
+    def build_models(self) -> None:
+        super().build_models()
+        optimisation.set_clipping(self, self.max_grad_norm)
+
+    def configure_optimizers(self) -> Any:
+        total = self.trainer.estimated_stepping_batches if self.schedule == "cosine" else 0
+        factor = make_schedule(self.schedule, self.warmup_steps, int(total) if total != float("inf") else 0)
+        groups = [group | {"lr": self.lr} for group in optimisation.decay_groups(self.policy, self.weight_decay)]
+        return optimisation.adamw(groups, [factor] * len(groups), betas=self.betas, weight_decay=self.weight_decay)
+
+    def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
+        batch = collate([t for t in trajectories if not t.failed_by_infrastructure], self.device)
+        tokens = ranks.sum_over_ranks(batch.mask.sum())
+        metrics = StepMetrics()
+        rows = range(len(batch.lengths))
+        for group, length in scoring.plan(batch, rows, self.micro_batch_tokens, self.packing):
+            columns = self.token_losses(batch.rows(group, length))
+            optimisation.backward(self, columns["loss"].sum() / tokens.clamp(min=1))
+            for name, values in columns.items():
+                metrics.mean(f"train/{name}", values.sum(), values.numel())
+        self._step(metrics, idle=not bool(tokens > 0))
+        metrics.mean("train/tokens", batch.mask.sum(), 1.0 / ranks.world_size())
+        reduced = metrics.reduce()
+        self.after_step(reduced)
+        self.log_dict(reduced, batch_size=1)
+
+    def after_step(self, metrics: dict[str, float]) -> None:
+        """For schedules that depend on the loss: called after every optimiser step with its metrics, which are the
+        same on every rank; what is added to them is logged."""
+
+    def _step(self, metrics: StepMetrics, idle: bool) -> None:
+        optimizer, scheduler = optimisation.only(self)
+        norms = optimisation.clip_gradients(self, {"policy": self.policy}, self.max_grad_norm)
+        metrics.maximum("train/lr", optimizer.param_groups[0]["lr"])
+        with optimisation.paused(optimizer, idle):
+            optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        for norm in (norms or optimisation.engine_norm(self)).values():
+            metrics.maximum("train/grad_norm", norm)

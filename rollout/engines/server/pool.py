@@ -1,0 +1,256 @@
+"""The engine servers that a trainer uses: which of them serve, which are lost, and how lost ones come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from rollout.engines.base import Generation
+from rollout.engines.server.client import Held, OtherWeights, ServerClient
+from rollout.engines.server.weights import START
+from rollout.trajectory import InfrastructureError
+from rollout.versions import runs_of
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 10.0  # between looks at a server that is lost
+WARN_EVERY_S = 60.0
+Shapes = dict[str, tuple[int, ...]]
+_MASK = (1 << 64) - 1
+
+
+class ServerPool:
+    """Servers that all serve one model, and ``held``, the weights that they must hold. Belongs to one event loop.
+
+    A server is *lost* when it cannot be reached, its engine has died, or it holds other weights. It is looked at again
+    and again, and serves again when it has the right weights: those that it still holds, or from the sender's files,
+    or from another server's.
+    """
+
+    def __init__(
+        self, servers: Sequence[ServerClient], model: str, max_length: int, expected: Shapes, tied: set[str]
+    ) -> None:
+        """``expected``: names and shapes of the model's weights, ``tied`` the names that a server need not have."""
+        self.servers, self.held = list(servers), Held(START, 0)
+        self._model, self._max_length, self._expected, self._tied = model, max_length, expected, tied
+        self._affinity = PrefixAffinity()
+        self._searches: dict[ServerClient, asyncio.Task[None]] = {}
+        self._foreign = ""  # what to do where servers hold what another run pushed
+        self._told = float("-inf")
+        self._changed = asyncio.Event()
+        self._settled = asyncio.Event()  # no push is in progress
+        self._settled.set()
+        self._whole = {self.held.version}  # versions that all servers have had, or the folder's
+
+    # ------------------------------------------------------------------ pushes
+    def begin_push(self) -> None:
+        """A push is in progress until `end_push`. Requests go on asking for the old weights; those that a server with
+        new ones turns away wait for the end."""
+        self._settled.clear()
+        self.held = replace(self.held, paths=())  # the sender removes its files before it writes new ones
+
+    def end_push(self) -> None:
+        self._settled.set()
+        self._wake()
+
+    async def moved_on(self, held: Held) -> bool:
+        """Whether the servers must hold other weights than ``held`` by now, or after the push in progress."""
+        await self._settled.wait()
+        return self.held.tag != held.tag
+
+    async def accept(self, generation: Generation, asked: Held) -> None:
+        """Check that only complete pushes have sampled it; waits for the end of a push in progress. ``asked``: what the
+        servers had to hold when it was asked for. Raises OtherWeights."""
+        count = len(generation.token_ids)
+        versions = {version for version, _ in runs_of(generation.policy_version, generation.version_runs, count)}
+        if not versions <= self._whole:
+            await self._settled.wait()
+        if not versions <= self._whole:
+            raise OtherWeights(f"it answered from a push that not all have taken, of versions {sorted(versions)}")
+        if generation.policy_version < asked.version and asked.tag == self.held.tag:
+            raise OtherWeights(f"it answered from version {generation.policy_version}, not {asked.version}")
+
+    def adopt(self, held: Held) -> None:
+        """From now on these are the weights that the servers must hold."""
+        self.held = held
+        self._whole.add(held.version)
+        self._affinity.clear()
+        for server, task in self._searches.items():  # what they were looking for has changed
+            task.cancel()
+            if server.lost is not None:
+                self._searches[server] = asyncio.ensure_future(self._search(server))
+
+    async def close(self) -> None:
+        tasks = list(self._searches.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ which server
+    @property
+    def serving(self) -> list[ServerClient]:
+        return [server for server in self.servers if server.lost is None]
+
+    def sampled(self, ids: Sequence[int], version: int, server: ServerClient) -> None:
+        """``server``, which has ended ``ids`` with the weights of ``version``, holds the whole of them in its prefix
+        cache, unless a push has emptied it since."""
+        if version == self.held.version:
+            self._affinity.remember(ids, server)
+
+    def choose(self, ids: Sequence[int]) -> ServerClient | None:
+        """The server that has sampled the beginning of ``ids``, else the least busy one; None: nobody serves."""
+        serving = self.serving
+        owner = self._affinity.find(ids) if len(serving) > 1 else None
+        return owner if owner in serving else min(serving, key=lambda s: s.in_flight, default=None)
+
+    async def wait(self, until: float) -> None:
+        """Until something has changed. Raises InfrastructureError at ``until``, ValueError where waiting is in vain."""
+        if self._foreign and self.held.tag == START:
+            raise ValueError(self._foreign)
+        left = until - time.monotonic()
+        if left <= 0:
+            raise InfrastructureError(self.nobody())
+        if time.monotonic() - self._told >= WARN_EVERY_S:
+            self._told = time.monotonic()
+            logger.warning("%s; requests wait up to %.0f s", self.nobody(), left)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), left)
+
+    def nobody(self) -> str:
+        return "no engine server serves: " + "; ".join(f"{s.url}: {s.lost or 'ready'}" for s in self.servers)
+
+    def lose(self, server: ServerClient, why: str) -> None:
+        """Send it nothing more, and look for it until it is back."""
+        if server.lost is None:
+            logger.warning("engine server %s is lost (%s); its requests go to the others, or wait", server, why)
+        server.lost = why
+        if server not in self._searches or self._searches[server].done():
+            self._searches[server] = asyncio.ensure_future(self._search(server))
+
+    async def _search(self, server: ServerClient) -> None:
+        pause = 0.1
+        while True:
+            await self._settled.wait()
+            try:
+                await self._recover(server)
+            except (InfrastructureError, ValueError) as error:
+                server.lost = str(error)
+                self._wake()
+            else:
+                server.lost = None
+                logger.warning("engine server %s is back, with version %d", server, self.held.version)
+                self._wake()
+                return
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause)
+
+    async def _recover(self, server: ServerClient) -> None:
+        """Returns if the server serves what it should; raises what is in the way."""
+        health, held = await self.check(server), self.held
+        if health["weights"] == held.tag and not health["refusal"]:
+            return
+        if held.tag == START:
+            self._foreign = (
+                f"{server} holds what another run pushed (version {health['version']}), and nothing has been pushed by "
+                "this one; start the server anew, or push (callbacks.training.weight_sync.WeightSync)"
+            )
+            raise ValueError(self._foreign)
+        if health["version"] > held.version:
+            found = health["version"]
+            raise InfrastructureError(f"it holds version {found}: of a push not heard of yet here, or of another run")
+        order = {"tag": held.tag, "version": held.version, "replaces": health["weights"]}
+        order["between_steps"] = True  # what it is still sampling was asked for before the push that it has missed
+        if held.paths:
+            await server.post("/weights/load", {**order, "paths": list(held.paths)})
+            return
+        raise InfrastructureError(
+            f"it holds version {health['version']}, not {held.version}, whose files are gone: it gets the next push"
+        )
+
+    # ------------------------------------------------------------------ what they serve
+    async def reachable(self) -> list[ServerClient]:
+        """Those that answer, of whatever weights. Raises InfrastructureError if there is none."""
+        answers = await asyncio.gather(*map(self.check, self.servers), return_exceptions=True)
+        for server, answer in zip(self.servers, answers, strict=True):
+            if isinstance(answer, (InfrastructureError, ValueError)):
+                self.lose(server, str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+        reachable = [s for s, answer in zip(self.servers, answers, strict=True) if isinstance(answer, dict)]
+        if not reachable:
+            raise InfrastructureError(self.nobody())
+        return reachable
+
+    async def check(self, server: ServerClient) -> dict[str, Any]:
+        """The server's health, once it is known to serve the model that is expected."""
+        health = await server.health()
+        if "instance" not in health:
+            raise ValueError(f"{server} is no engine server: its /health tells no instance; start one by `make engine`")
+        if health.get("instance") == server.checked:
+            return health
+        if health["max_length"] < self._max_length:
+            raise ValueError(
+                f"{server} takes {health['max_length']} tokens, {self._max_length} are wanted; start it with that "
+                "max_length, or lower this engine's"
+            )
+        answer = await server.shapes()
+        found = {name: tuple(shape) for name, shape in answer["weights"].items()}
+        shapes = ((name, found.get(name), self._expected.get(name)) for name in sorted(self._expected.keys() | found))
+        optional = self._tied & set(answer["tied"])
+        wrong = [(name, there, here) for name, there, here in shapes if there != here and name not in optional]
+        if wrong:
+            name, there, here = wrong[0]
+            raise ValueError(
+                f"{server} serves {health['model']}, another model than {self._model}: {len(wrong)} weights differ, "
+                f"first {name}: {there or 'missing'} there, {here or 'missing'} here; start it on a model of the same "
+                "configuration"
+            )
+        server.checked = health["instance"]
+        return health
+
+    def _wake(self) -> None:
+        """Let those who wait look again."""
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+
+class PrefixAffinity:
+    """Finds the server that has sampled the beginning of a sequence: for a trajectory's next turn, a fork of it, the
+    rest of a turn. Prompts alone are not remembered, or a group's samples would all go to one server.
+
+    A lookup hashes the given ids once (about 1 ms for 6,000).
+    """
+
+    def __init__(self, most: int = 100_000) -> None:
+        """``most``: sequences remembered; the longest unused is forgotten first."""
+        self._most = most
+        self._owners: OrderedDict[int, Any] = OrderedDict()
+
+    def remember(self, token_ids: Sequence[int], owner: Any) -> None:
+        key = _prefix_hashes(token_ids)[-1]
+        self._owners[key] = owner
+        self._owners.move_to_end(key)
+        if len(self._owners) > self._most:
+            self._owners.popitem(last=False)
+
+    def find(self, token_ids: Sequence[int]) -> Any | None:
+        """Server of the longest remembered prefix of ``token_ids``; None if there is none."""
+        for key in reversed(_prefix_hashes(token_ids)):
+            if key in self._owners:
+                return self._owners[key]
+        return None
+
+    def clear(self) -> None:
+        self._owners.clear()
+
+
+def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+    """One 64-bit hash per prefix, the shortest first."""
+    return list(accumulate(token_ids, lambda h, t: ((h ^ t) * 0x9E3779B97F4A7C15 + 1) & _MASK, initial=1))[1:]

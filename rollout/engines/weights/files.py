@@ -1,0 +1,226 @@
+"""Weight updates as safetensors files in shared memory: written by the trainer, read by engines on the same host."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 512 << 20
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "compact-agents-weights-"  # then the writer's process id
+CHECKSUMS = "checksums"  # in a file's metadata: {name: checksum} as JSON
+CHECKSUM_CHUNK = 1 << 20  # elements whose 64-bit copies exist at once
+_MASK = (1 << 64) - 1
+
+
+class WeightFiles:
+    """Safetensors files holding one complete set of weights under Hugging Face names.
+
+    Written shard by shard, so that the writer never holds more than one shard beside its own weights, and each tensor
+    is copied before the next one is asked for (a ZeRO-3 gather may free it then).
+    """
+
+    def __init__(self, paths: Collection[str]) -> None:
+        self.paths = list(paths)
+
+    @classmethod
+    def write(cls, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False) -> WeightFiles:
+        """Copy ``tensors`` into new files. The caller deletes them with `remove`. With ``checksum`` the files say what
+        the given tensors were, for `verify`.
+
+        Raises:
+            ValueError: a name comes twice.
+            OSError: neither shared memory nor the temporary folder has room.
+        """
+        files = cls([])
+        try:
+            for bucket in buckets(tensors, SHARD_BYTES, checksum):
+                files._write_shard(bucket)
+        except BaseException:
+            files.remove()
+            raise
+        return files
+
+    def _write_shard(self, bucket: Bucket) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        # Containers often have a /dev/shm of 64 MB: fall back to the disk where it is too small, or where another rank
+        # of this host takes what is left while this one writes.
+        disk = Path(tempfile.gettempdir())
+        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > bucket.size + (16 << 20)
+        for folder in (SHARED_MEMORY, disk) if roomy else (disk,):
+            self.paths.append(str(path := new_file(folder)))
+            try:
+                return save_file(bucket.tensors, path, bucket.metadata)
+            except (OSError, SafetensorError):
+                if folder == disk:
+                    raise
+                self.paths.pop()
+                path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        for path in self.paths:
+            Path(path).unlink(missing_ok=True)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, from the files' headers alone."""
+        from safetensors import safe_open
+
+        found = {}
+        for path in self.paths:
+            with safe_open(path, framework="pt") as file:
+                found.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})
+        return found
+
+    def validate(self, expected: dict[str, tuple[int, ...]], optional: Collection[str] = ()) -> None:
+        """Raises ValueError unless names and shapes are exactly ``expected`` (``optional`` names may be missing)."""
+        found = self.shapes()
+        missing = sorted(expected.keys() - found.keys() - set(optional))
+        unknown = sorted(found.keys() - expected.keys())
+        wrong = [f"{n}: {found[n]}, expected {expected[n]}" for n in sorted(found.keys() & expected.keys())
+                 if found[n] != expected[n]]  # fmt: skip
+        problems = [
+            f"{len(items)} {what} ({'; '.join(items[:3])}{'; ...' if len(items) > 3 else ''})"
+            for what, items in (("missing", missing), ("unknown", unknown), ("of the wrong shape", wrong))
+            if items
+        ]
+        if problems:
+            raise ValueError(
+                f"the weights do not fit the engine's model: {', '.join(problems)}. Nothing was changed. Push every "
+                "parameter under its Hugging Face name, from a model of the configuration the engine was started with."
+            )
+
+    def verify(self) -> None:
+        """Compare all tensors with the checksums that their files tell, if they tell any.
+
+        Raises ValueError with the first tensor that is not what was sent.
+        """
+        from safetensors import safe_open
+
+        for path in self.paths:
+            with safe_open(path, framework="pt") as file:
+                sent = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
+                for name in file.keys() if sent else ():
+                    found = tensor_checksum(file.get_tensor(name))
+                    if found != sent.get(name):
+                        raise ValueError(
+                            f"the weights changed on their way: {name} has the checksum {found}, the trainer sent "
+                            f"{sent.get(name, 'none')}. Nothing was changed; push again, and if this comes back, "
+                            "suspect the memory or the network between trainer and engine."
+                        )
+
+    def tensors(self, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors but those named in ``skip``, one at a time."""
+        from safetensors import safe_open
+
+        for path in self.paths:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    if name not in skip:
+                        yield name, file.get_tensor(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Copies of some tensors in host memory, and what a safetensors file is to say of them."""
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+    size: int  # bytes of the tensors
+
+
+def buckets(tensors: Iterable[tuple[str, torch.Tensor]], size: int, checksum: bool = False) -> Iterator[Bucket]:
+    """Copy ``tensors`` bucket by bucket; a bucket ends with the tensor that brings it to ``size`` bytes.
+
+    Raises:
+        ValueError: a name comes twice.
+    """
+    held: dict[str, torch.Tensor] = {}
+    checksums: dict[str, str] = {}
+    names: set[str] = set()
+    for name, tensor in tensors:
+        if name in names:
+            raise ValueError(f"weight {name!r} was given twice")
+        names.add(name)
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if checksum:
+            checksums[name] = tensor_checksum(tensor)  # of the trainer's own, not of the copy
+        if sum(t.nbytes for t in held.values()) >= size:
+            yield _bucket(held, checksums)
+            held, checksums = {}, {}
+    if held:
+        yield _bucket(held, checksums)
+
+
+def _bucket(tensors: dict[str, torch.Tensor], checksums: dict[str, str]) -> Bucket:
+    metadata = {CHECKSUMS: json.dumps(checksums)} if checksums else {}
+    return Bucket(tensors, metadata, sum(t.nbytes for t in tensors.values()))
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """Type, shape and two 64-bit sums of a tensor's elements, read as integers: plain, and weighed by position. Cheap
+    enough to be taken at every weight update, on the device where the tensor lies.
+
+    Of another type it is another checksum, also where the values are the same: it is of what crosses. The first sum
+    changes with every single element, the second also when elements change position. Sums wrap around, so neither the
+    chunks nor the order of addition matter, and CPU and GPU agree.
+    """
+    import torch
+
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    elements = tensor.detach().contiguous().view(-1).view(integer)
+    positions = torch.arange(1, min(CHECKSUM_CHUNK, elements.numel()) + 1, device=elements.device, dtype=torch.int64)
+    plain = weighed = 0
+    for start in range(0, elements.numel(), CHECKSUM_CHUNK):
+        part = elements[start : start + CHECKSUM_CHUNK].to(torch.int64)
+        total = int(part.sum())
+        plain += total
+        weighed += int((part * positions[: len(part)]).sum()) + start * total
+    shape = "x".join(map(str, tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]:{plain & _MASK:016x}{weighed & _MASK:016x}"
+
+
+def names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Hugging Face's names and shapes of the model's weights, and the names that are tied to others. No memory used."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    tied: set[str] = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
+    return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}, tied
+
+
+def shared_memory_id() -> tuple[object, ...]:
+    """Equal for two processes that see each other's weight files: on one host, and not in containers of their own."""
+    folders = [folder.stat() for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
+    boot_id = Path("/proc/sys/kernel/random/boot_id")  # some sandboxes have none
+    boot = boot_id.read_text().strip() if boot_id.exists() else platform.node()
+    return (boot, *((found.st_dev, found.st_ino) for found in folders))
+
+
+def new_file(folder: Path) -> Path:
+    """An empty file of this process; what killed processes left in ``folder`` is removed."""
+    _remove_leftovers(folder)
+    handle, path = tempfile.mkstemp(".safetensors", f"{PREFIX}{os.getpid()}-", folder)
+    os.close(handle)
+    return Path(path)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete files whose writer was killed before it could (shared memory outlives processes)."""
+    for path in folder.glob(f"{PREFIX}*.safetensors"):
+        writer = path.name.removeprefix(PREFIX).split("-")[0]
+        if not Path("/proc", writer).exists():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,194 @@
+"""Weight update of a rollout engine from the trainer's thread, the same for one rank and for many.
+
+Every rank gathers all tensors (a collective under ZeRO-3), in its own thread. Who writes them where:
+
+- engines of their own: the first rank of each host writes files, which the engines of all its ranks read;
+- engine servers shared by all ranks: the first rank writes files that the servers read, or broadcasts by NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
+
+from rollout.engines.base import Engine
+from rollout.engines.weights.files import WeightFiles, shared_memory_id
+from rollout.trajectory import InfrastructureError
+
+if TYPE_CHECKING:
+    import torch
+
+Submit = Callable[[Coroutine[Any, Any, Any]], Future[Any]]
+Tensors = Iterable[tuple[str, "torch.Tensor"]]
+Result = TypeVar("Result")
+
+
+class SharedEngine(Engine, Protocol):
+    """An engine that says ``shared = True``: what several ranks sample from, and the first one sends the weights to."""
+
+    shared: bool
+
+    @property
+    def held(self) -> Any:
+        """Names the weights that generations come from; it is sent to the other ranks."""
+        ...
+
+    async def begin_push(self) -> None:
+        """On every rank, before the first one sends."""
+        ...
+
+    def send(self, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
+        """Replace the weights; called in the trainer's thread, on the first rank. Raises as `Engine.load_files`."""
+        ...
+
+    async def adopt(self, held: Any) -> None:
+        """On the other ranks: from now on generations come from these weights."""
+        ...
+
+    async def end_push(self) -> None: ...
+
+
+def is_shared(engine: Engine) -> TypeGuard[SharedEngine]:
+    return getattr(engine, "shared", False)
+
+
+def push(
+    engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool = False, between_steps: bool = False
+) -> None:
+    """Replace the engine's weights; ``tensors`` is consumed in this thread, to its end, whatever fails meanwhile.
+    A collective: all ranks return, or raise, when they know the outcome on every rank.
+
+    Args:
+        submit: runs a coroutine in the engine's event loop.
+        checksum, between_steps: see ``RolloutSystem.load_weights`` and `base.Engine.load_files`.
+    """
+    if is_shared(engine):
+        _push_to_servers(engine, submit, tensors, version, checksum, between_steps)
+    else:
+        _push_to_own_engines(engine, submit, tensors, version, checksum, between_steps)
+
+
+def _push_to_own_engines(
+    engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool
+) -> None:
+    """The model lies in a host's memory once, however many ranks and engines the host has."""
+    hosts = _all_gather(shared_memory_id())
+    writer = hosts.index(hosts[_rank()])
+    files, problem = _consume(tensors, lambda given: WeightFiles.write(given, checksum), writer == _rank())
+    try:
+        written = _all_gather((files.paths if files else [], problem and _picklable(problem)))
+        _raise_first([error for _, error in written], problem)
+        try:
+            submit(engine.load_files(WeightFiles(written[writer][0]), version, between_steps)).result()
+        except Exception as error:
+            problem = error
+        _raise_first(_all_gather(problem and _picklable(problem)), problem)
+    finally:
+        if files:
+            files.remove()
+
+
+def _push_to_servers(
+    engine: SharedEngine, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool
+) -> None:
+    """The first rank sends; the others learn from it which weights the servers hold."""
+
+    def send(given: Tensors) -> None:
+        engine.send(submit, given, version, checksum, between_steps)
+
+    submit(engine.begin_push()).result()
+    try:
+        _all_gather(None)  # a barrier: no rank takes a server with new weights for a wrong one
+        _, problem = _consume(tensors, send, _rank() == 0)
+        outcome: Any = _all_gather(_picklable(problem) if problem else engine.held)[0]
+        if isinstance(outcome, Exception):
+            _raise_first([outcome], problem)
+        elif _rank() > 0:
+            submit(engine.adopt(outcome)).result()
+    finally:  # also if gathering fails: else this rank's requests would wait for a push that is over
+        submit(engine.end_push()).result()
+
+
+def _consume(
+    tensors: Tensors, write: Callable[[Tensors], Result], writes: bool
+) -> tuple[Result | None, Exception | None]:
+    """Result and error of ``write(tensors)``, called if this rank ``writes``; the tensors it leaves are gathered too,
+    as other ranks wait for that. Raises only what gathering raises, which is raised on all ranks."""
+    failed: list[BaseException] = []
+
+    def gathering() -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from source
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                failed.append(error)
+            raise
+
+    source, result, problem = iter(_WithoutClose(tensors)), None, None
+    if writes:
+        try:
+            result = write(gathering())
+        except Exception as error:
+            if failed:
+                raise failed[0] from None
+            problem = error
+    for _ in source:
+        pass
+    return result, problem
+
+
+class _WithoutClose:
+    """Iterator without ``close``: closing a generator that delegates to it does not close what it iterates over."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._source = iter(tensors)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._source)
+
+
+def _raise_first(problems: list[Exception | None], cause: Exception | None) -> None:
+    """Raise the lowest rank's problem; where there are several ranks the error names the failing one. ``cause``: this
+    rank's own error."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            error = type(problem)(f"rank {rank}: {problem}") if len(problems) > 1 else problem
+            if error is cause:
+                raise error
+            raise error from cause
+
+
+def _picklable(error: Exception) -> Exception:
+    """An error that can be sent to the other ranks, which wait for the outcome whatever failed (a full disk)."""
+    if type(error) in (ValueError, InfrastructureError):
+        return error
+    return InfrastructureError(f"weights could not be pushed: {type(error).__name__}: {error}")
+
+
+def _distributed() -> bool:
+    import torch
+
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return ready and torch.distributed.get_world_size() > 1
+
+
+def _rank() -> int:
+    import torch
+
+    return torch.distributed.get_rank() if _distributed() else 0
+
+
+def _all_gather(value: Any) -> list[Any]:
+    """The value of every rank. A collective, called in the trainer's thread before or after all gathering of weights,
+    never during it."""
+    if not _distributed():
+        return [value]
+    import torch
+
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values

@@ -1,0 +1,44 @@
+"""Environment variables of an engine's process: threads, no rank, the GPU of the trainer's rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# What says to a library that it is one rank of the trainer's process group; the engine is no part of it.
+RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+)  # fmt: skip
+TORCHRUN_PREFIX = "TORCHELASTIC_"
+
+
+def child_environment(environment: Mapping[str, str], threads: int, *, several_devices: bool = False) -> dict[str, str]:
+    """The engine's environment: its threads, no rank, and of the GPUs only that of the trainer's rank.
+
+    Without the last, the engines of all ranks would load on the first GPU. An engine over ``several_devices`` sees what
+    the trainer sees.
+
+    Raises:
+        ValueError: each of several ranks here would start an engine over several devices, all on the same ones.
+    """
+    ranks = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("WORLD_SIZE") or 1)
+    if several_devices and ranks > 1:
+        raise ValueError(
+            f"tensor_parallel_size is above 1, and each of {ranks} ranks would start such an engine on the same first "
+            "GPUs; serve it on GPUs of its own (make engine) and give the ranks a ServerEngine, or take "
+            "tensor_parallel_size: 1 (docs/scaling/engines.md)"
+        )
+    child = {
+        name: value
+        for name, value in environment.items()
+        if name not in RANK_VARIABLES and not name.startswith(TORCHRUN_PREFIX)
+    }
+    child |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if "LOCAL_RANK" in environment and not several_devices:
+        rank = int(environment["LOCAL_RANK"])
+        visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+        if not visible:
+            child["CUDA_VISIBLE_DEVICES"] = str(rank)
+        elif rank < len(visible):
+            child["CUDA_VISIBLE_DEVICES"] = visible[rank]
+    return child

@@ -1,0 +1,281 @@
+"""The agent loop: one trajectory from prompt to stop reason, by turns of engine, protocol and environment.
+
+Every trajectory is an asyncio task of its own; nothing waits for other trajectories, so a slow tool holds up only
+its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from rollout.engines.base import Engine, Generation, SamplingParams
+from rollout.environments.base import Environment, EnvironmentFactory, StepResult
+from rollout.loop.turn_generation import TurnGenerator
+from rollout.protocols.base import FIRST_OBSERVATION, ChatProtocol, PromptMode, WindowedProtocol
+from rollout.running_trajectory import RunningTrajectory
+from rollout.samplers.base import NO_HOOKS, Hooks
+from rollout.skills.injection import Skills
+from rollout.skills.render import token_counter
+from rollout.trajectory import (
+    ENDED_HERE,
+    Action,
+    ActionKind,
+    CallOutcome,
+    InfrastructureError,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    TrajectoryPrefix,
+    Turn,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Limits of a trajectory. All counts are tokens, but for ``max_turns`` and ``step_timeout_s``.
+
+    Search-R1 allows four turns with calls and then one more, whose calls are refused (``final_turn``). Without it the
+    environment still acts on the last turn, since one that scores itself needs to; calls of that turn are executed and
+    counted, though nobody reads their results (SOD's released code stops before them; the tokens are the same).
+    """
+
+    max_turns: int = 4
+    max_turn_tokens: int = 500
+    max_observation_tokens: int = 500
+    max_response_tokens: int = 4096  # everything after the prompt
+    max_length: int | None = None  # prompt and response together: the engine's limit
+    final_turn: bool = True
+    step_timeout_s: float | None = None  # for the environment to act once
+
+    def __post_init__(self) -> None:
+        for name in ("max_turn_tokens", "max_observation_tokens", "max_response_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.max_turns < (0 if self.final_turn else 1):
+            raise ValueError(f"max_turns is {self.max_turns}; expected at least one turn in all")
+        if self.step_timeout_s is not None and not self.step_timeout_s > 0:
+            raise ValueError(f"step_timeout_s is {self.step_timeout_s}; expected seconds above 0, or null for no limit")
+
+    def room(self, held: int, response: int) -> int:
+        """Tokens that may still be sampled; 0 or less: none.
+
+        Args:
+            held: tokens that the next one is sampled after: prompt and response, or a turn's own prompt and what there
+                is of the turn.
+            response: tokens of the response so far.
+        """
+        room = self.max_response_tokens - response
+        return room if self.max_length is None else min(room, self.max_length - held)
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """Of a turn that has a prompt of its own: what leaves room for a whole turn."""
+        return None if self.max_length is None else self.max_length - self.max_turn_tokens
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An environment that a branch can start in: it can be brought to where its parent was."""
+
+    async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
+        """Redo what happened in ``turns``. Returns the reward so far, None where the environment gives none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What stays the same over the turns of one trajectory."""
+
+    seed: int
+    sampling: SamplingParams
+    mode: PromptMode = PromptMode.AGENT
+    hooks: Hooks = NO_HOOKS
+    advise: bool = True  # with the loop's skills, if it has any
+
+
+class AgentLoop:
+    """Runs trajectories on one engine. ``run`` may be called any number of times at once.
+
+    With ``skills`` the prompt of an agent holds what they say of its task. With ``entropy_tokens`` > 0 every turn
+    records the entropy of so many first tokens (``Turn.entropy``), also where the sampler asks for none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        protocol: ChatProtocol,
+        environment: EnvironmentFactory,
+        budgets: Budgets,
+        entropy_tokens: int = 0,
+        top_logprobs: int = 10,
+        skills: Skills | None = None,
+    ) -> None:
+        self.skills, self._count = skills, token_counter(protocol.tokenizer)
+        self.engine, self.protocol, self.environment, self.budgets = engine, protocol, environment, budgets
+        self._turns = TurnGenerator(engine, protocol, entropy_tokens, top_logprobs)
+        self.failures: deque[str] = deque(maxlen=20)  # the latest reasons of failures by infrastructure
+
+    async def run(
+        self,
+        task: Task,
+        *,
+        group: str,
+        index: int,
+        request: Request,
+        start: TrajectoryPrefix | None = None,
+        at: int = 0,
+        key: int | str | None = None,
+    ) -> Trajectory:
+        """Roll out one trajectory; with ``start``, a branch that shares its first ``at`` response tokens.
+
+        The callbacks of ``request.hooks`` are awaited as it runs. ``key`` is what seeds are derived from, by default
+        the index. A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; any other
+        exception is a bug or a wrong configuration and is raised.
+        """
+        began = time.monotonic()
+        state = RunningTrajectory(task, group, index, key=index if key is None else key)
+        try:
+            environment = self.environment(task, tools_enabled=request.mode is PromptMode.AGENT)
+            try:
+                await self._open(state, environment, request, start, at)
+                reason = await self._play(state, environment, request)
+            finally:
+                await environment.close()
+        except InfrastructureError as error:
+            logger.warning("trajectory %s/%d failed by infrastructure: %s", group, index, error)
+            self.failures.append(str(error))
+            reason = StopReason.INFRASTRUCTURE
+        return state.finish(reason, time.monotonic() - began)
+
+    async def _open(
+        self,
+        state: RunningTrajectory,
+        environment: Environment,
+        request: Request,
+        start: TrajectoryPrefix | None,
+        at: int,
+    ) -> None:
+        first = await environment.reset()
+        if first is not None:  # the model reads it instead of the question
+            facts = {**state.task.metadata, FIRST_OBSERVATION: first.info}
+            state.task = dataclasses.replace(state.task, question=first.text, prompt=(), metadata=facts)
+            state.environment_reward, state.measures = 0.0, dict(first.measures)
+        if start is None:
+            if self.skills is not None and request.advise and request.mode is PromptMode.AGENT:
+                injection = self.skills.inject(state.task, state.task.question, self._count)
+                state.task = dataclasses.replace(state.task, skills=injection.text)
+            state.prompt_ids = self.protocol.prompt_ids(state.task, request.mode)
+            return
+        state.task = dataclasses.replace(state.task, skills=start.task.skills)  # they stand in the prompt it takes over
+        state.continue_from(start, at)
+        if state.turns:
+            if not isinstance(environment, Resumable):
+                raise TypeError(f"{type(environment).__name__} has no resume(): its trajectories cannot be continued")
+            state.environment_reward = await environment.resume(state.turns, state.calls)
+
+    async def _play(self, state: RunningTrajectory, environment: Environment, request: Request) -> StopReason:
+        max_turns = 0 if request.mode is PromptMode.GOLD_DIRECT else self.budgets.max_turns
+        hooks = request.hooks
+        while self._write_prompt(state) and self._room(state) > 0:
+            state.last_turn = len(state.turns) + (0 if self.budgets.final_turn else 1) >= max_turns
+            generation = await self._generate(state, request)
+            action = self._parse(state, generation, request.mode)
+            state.add_turn(generation, action)
+            if hooks.on_turn is not None:
+                await hooks.on_turn(state, generation)
+            ending = self._ending(state, action, max_turns)
+            if ending not in (None, StopReason.ANSWER):
+                refused = ToolResult("", CallOutcome.REFUSED, detail=f"{ENDED_HERE}: {ending}")
+                state.add_calls(action, [refused] * len(action.calls), [0.0] * len(action.calls))
+                return ending
+            step = await self._step(environment, action)
+            stopped = self._take(state, step, action, max_turns)
+            if stopped is not None:
+                return stopped
+            if hooks.on_result is not None:
+                await hooks.on_result(state)
+        return StopReason.LENGTH
+
+    async def _step(self, environment: Environment, action: Action) -> StepResult:
+        """The environment hears of every action, also of answers and invalid ones."""
+        limit = asyncio.timeout(self.budgets.step_timeout_s)
+        try:
+            async with limit:
+                return await environment.step(action)
+        except TimeoutError:
+            if not limit.expired():
+                raise  # the environment's own
+            raise InfrastructureError(
+                f"{type(environment).__name__} did not answer an action within {self.budgets.step_timeout_s:g} s "
+                "(rollouts.step_timeout_s)"
+            ) from None
+
+    def _write_prompt(self, state: RunningTrajectory) -> bool:
+        """Where every turn has a prompt of its own, write that of the next. False: it does not fit."""
+        if isinstance(self.protocol, WindowedProtocol) and self.protocol.windowed:
+            limit = self.budgets.max_prompt_tokens
+            prompt = self.protocol.turn_prompt(state.task, state.turns, state.calls, limit)
+            state.turn_prompt, state.prompt_cut = list(prompt.ids), prompt.cut
+            return bool(prompt.ids)
+        return True
+
+    def _ending(self, state: RunningTrajectory, action: Action, max_turns: int) -> StopReason | None:
+        """The reason for which this turn is the last, as far as it is known before the environment acts."""
+        if action.kind is ActionKind.ANSWER:
+            return StopReason.ANSWER
+        if action.kind is ActionKind.INVALID and self.protocol.eos_ends and state.turns[-1].finish_reason == "eos":
+            return StopReason.EOS
+        if self._room(state) <= 0:
+            return StopReason.LENGTH
+        if self.budgets.final_turn and len(state.turns) > max_turns:
+            return StopReason.MAX_TURNS
+        return None
+
+    def _take(self, state: RunningTrajectory, step: StepResult, action: Action, max_turns: int) -> StopReason | None:
+        """Record what the environment did and append the observation, unless the trajectory is over."""
+        state.add_calls(action, step.results, step.latencies_s)
+        if step.reward is not None:
+            state.credit(step.reward)
+        state.measures.update(step.measures)
+        failed = [result.detail for result in step.results if result.outcome is CallOutcome.INFRASTRUCTURE]
+        if failed:
+            raise InfrastructureError("; ".join(str(detail) for detail in failed))
+        if action.kind is ActionKind.ANSWER:
+            state.answer = action.answer
+            return StopReason.ANSWER
+        if step.done:
+            return StopReason.ENVIRONMENT_DONE
+        if not self.budgets.final_turn and len(state.turns) >= max_turns:
+            return StopReason.MAX_TURNS
+        if state.turn_prompt is not None:
+            return None  # what the environment showed stands in the next turn's prompt
+        budget = min(self.budgets.max_observation_tokens, self._room(state) - 1)  # one token at least must follow
+        token_ids, truncated = self.protocol.observation_ids(action, step.results, max(budget, 0))
+        if len(token_ids) > budget or not token_ids:
+            return StopReason.LENGTH  # not even the tags fit
+        state.add_observation(token_ids, truncated)
+        return None
+
+    def _room(self, state: RunningTrajectory) -> int:
+        return self.budgets.room(sum(map(len, state.context)), len(state.response_ids))
+
+    async def _generate(self, state: RunningTrajectory, request: Request) -> Generation:
+        in_turn = len(state.response_ids) - state.turn_start
+        allowed = min(self.budgets.max_turn_tokens, request.sampling.max_new_tokens) - in_turn
+        allowed = max(min(allowed, self._room(state)), 1)
+        return await self._turns.generate(state, request.sampling, request.seed, request.hooks, allowed)
+
+    def _parse(self, state: RunningTrajectory, generation: Generation, mode: PromptMode) -> Action:
+        turn_ids = state.response_ids[state.turn_start :] + list(generation.token_ids)
+        return self.protocol.parse(self.protocol.decode(turn_ids), mode)

@@ -1,0 +1,136 @@
+"""Test cases of a program: what is run and what is compared; ``solution_tests`` describes the forms of tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from rollout.tools.python.base import readable
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test of one solution."""
+
+    call: str  # of a function of the harness
+    stdin: str
+    passes: Callable[[str], bool]  # what was printed, by a program that finished
+    expected: str  # for its length
+
+
+def cases(program: str, tests: Mapping[str, Any], as_released: bool) -> list[Case]:
+    """One per test, in order. ``as_released``: see ``CodeTests``."""
+    if "test_code" in tests:
+        marker = secrets.token_hex(8)  # so that a solution that ends the process has not passed
+        rest = tests.get("import_prefix", ""), tests.get("entry_point", "")
+        calls = [
+            f"assertion({program!r}, {rest[0]!r}, {test!r}, {rest[1]!r}, {marker!r})"
+            for test in assertions(tests["test_code"])
+        ]
+        return [Case(call, "", lambda said: said == marker + "passed", "") for call in calls]
+    name, pairs = tests.get("fn_name"), zip(tests["inputs"], tests["outputs"], strict=True)
+    if name is not None:
+        call = f"function({program!r}, {name!r})"
+        return [Case(call, given, lambda said, e=expected: same_json(said, e), expected) for given, expected in pairs]
+    call, same = f"whole_program({program!r})", same_ends if as_released else same_output
+    return [Case(call, given, lambda said, e=expected: same(said, e), expected) for given, expected in pairs]
+
+
+def same_output(said: str, expected: str) -> bool:
+    """As many lines, and each the same as a text or as numbers, but for white space at line ends (both of them), empty
+    lines at the ends and what is invisible.
+
+    Source of the numbers: LiveCodeBench, lcb_runner/evaluation/testing_util.py (grade_stdio).
+
+    >>> same_output("1.50 x", "1.5 x"), same_output(" 1.50  2\\n", "1.5 2"), same_output("1 2", "12")
+    (False, True, False)
+    """
+    ours, theirs = (readable(text).strip().split("\n") for text in (said, expected))
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(a.strip() == b.strip() or _same_numbers(a, b) for a, b in pairs)
+
+
+def _same_numbers(said: str, expected: str) -> bool:
+    """Whether both lines are decimal numbers between white space, and equal ones."""
+    ours, theirs = said.split(), expected.split()
+    if len(ours) != len(theirs):
+        return False
+    try:
+        return all(Decimal(a) == Decimal(b) for a, b in zip(ours, theirs, strict=True))
+    except InvalidOperation:  # no number, or a signalling NaN
+        return False
+
+
+def same_ends(said: str, expected: str) -> bool:
+    """Equal but for line breaks at the end, as in the released code."""
+    return readable(said).rstrip("\n") == readable(expected).rstrip("\n")
+
+
+def same_json(said: str, expected: str) -> bool:
+    """Equal as JSON values; where what is expected is no JSON, as texts."""
+    try:
+        value = json.loads(said)
+    except (ValueError, RecursionError):  # nothing was printed, or it was cut
+        return False
+    try:
+        return value == json.loads(expected)
+    except (ValueError, RecursionError):
+        return isinstance(value, str) and value.strip() == expected.strip()
+
+
+def assertions(test_code: str) -> list[str]:
+    """A text for every assertion that stands for itself, at the top or in ``check``, with what is not one before it;
+    then one for the rest, where that may fail: assertions in loops and helpers, exceptions raised, calls of assert...
+
+    Raises:
+        ValueError: it is no Python, or nothing is asserted when it is run as ``harness.assertion`` does (functions
+            and classes that only pytest or unittest would call).
+    """
+    try:
+        tree = ast.parse(test_code)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"tests: test_code is no Python: {error}") from error
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    body = functions["check"].body if "check" in functions else tree.body
+    if not _may_fail([*tree.body, *body], functions):
+        raise ValueError(
+            "tests: test_code asserts nothing when it is run: only what stands at the top, or in a function check, is, "
+            "and what that calls; no test functions or classes"
+        )
+    whole = list(body)
+    single = [index for index, node in enumerate(whole) if isinstance(node, ast.Assert)]
+    if not single:
+        return [test_code]
+    texts = []
+    for index in single:
+        body[:] = [node for node in whole[:index] if not isinstance(node, ast.Assert)] + [whole[index]]
+        texts.append(ast.unparse(tree))
+    body[:] = [node for node in whole if not isinstance(node, ast.Assert)] or [ast.Pass()]
+    return [*texts, ast.unparse(tree)] if _may_fail([*tree.body, *body], functions) else texts
+
+
+def _may_fail(
+    nodes: Iterable[ast.AST], functions: Mapping[str, ast.FunctionDef], seen: frozenset[str] = frozenset()
+) -> bool:
+    """Whether running ``nodes`` can meet an assertion, a raise or a call of something named assert...; in ``functions``
+    only where they are called by name."""
+    for node in nodes:
+        if isinstance(node, (ast.Assert, ast.Raise)):
+            return True
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+            if name.startswith("assert"):
+                return True
+            called = functions.get(name) if isinstance(node.func, ast.Name) and name not in seen else None
+            if called is not None and _may_fail(called.body, functions, seen | {name}):
+                return True
+        if _may_fail(ast.iter_child_nodes(node), functions, seen):
+            return True
+    return False

@@ -1,0 +1,231 @@
+"""Runs the tests of a program that is an answer, each in a sandboxed process of its own (docs/papers/sod.md 5.1).
+
+Three forms of tests, as the data sets have them:
+
+* programs: ``{"inputs": [str], "outputs": [str]}``. The solution is a script; it reads an input and prints the output.
+* functions (LiveCodeBench): the same with ``"fn_name"``. An input is the arguments, JSON, one per line; an output is
+  the result, JSON. The solution defines the function, or a class Solution with such a method.
+* assertions (HumanEval, LeetCodeDataset): ``{"test_code", "entry_point", "import_prefix"}``: each assertion is a test.
+
+``"public"`` says how many of the first tests may be shown; the others must not enter a prompt.
+
+Two outputs of programs are equal if they have as many lines, each equal as a text or, as LiveCodeBench's own checker
+has it, as decimal numbers ("1.50" is "1.5", "1 2" is not "12"). White space at both ends of lines, empty lines at the
+ends and what is invisible (``tools.python.base.readable``) do not count. Two results are equal if they are as JSON
+values: 1 is 1.0, a tuple is a list, 0.3 is not 0.30000000000000004.
+
+What runs is one text of at most ``tools.python.base.MAX_PROGRAM_BYTES``: harness, solution (quoted, so that a line
+break counts twice) and, for assertions, the test. A solution too long for any test gets COMPILE_ERROR in all of them;
+one too long for a test gets ERROR there. ``check_tests`` sees to it that tests leave PROGRAM_BYTES to a solution.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from retrieval.ranges import NonNegativeInt, PositiveInt
+from rollout.rewards.code.cases import Case, cases
+from rollout.services.retries import retrying
+from rollout.tools.base import Startable
+from rollout.tools.python.base import MAX_PROGRAM_BYTES, MAX_STDIN_BYTES, Run, Runner, RunStatus
+
+HARNESS = (Path(__file__).parent / "harness.py").read_text()
+BACKOFF_S = 0.5
+PROGRAM_BYTES = 20_000  # that tests must leave to a solution
+
+
+class TestOutcome(StrEnum):
+    """How one test ended."""
+
+    __test__ = False  # pytest
+
+    PASSED = "passed"
+    WRONG = "wrong"
+    ERROR = "error"  # an exception, another exit code than 0, too much memory or output
+    TIMEOUT = "timeout"
+    COMPILE_ERROR = "compile_error"  # of the solution: then of every test, and nothing was run
+
+
+LATE = TestOutcome.TIMEOUT
+
+
+@dataclass(frozen=True, slots=True)
+class CodeReport:
+    """How a solution did."""
+
+    outcomes: tuple[TestOutcome, ...]  # one per test, in order
+
+    @property
+    def compiles(self) -> bool:
+        return TestOutcome.COMPILE_ERROR not in self.outcomes
+
+    @property
+    def share_passed(self) -> float:
+        """In [0, 1]."""
+        return self.outcomes.count(TestOutcome.PASSED) / len(self.outcomes)
+
+
+def check_tests(tests: Mapping[str, Any]) -> None:
+    """For readers of data sets. ValueError, which says why, if these are no tests of the forms above."""
+    if "test_code" in tests:
+        _check_assertions(tests)
+        return
+    inputs, outputs, name = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
+    inputs, outputs = (texts if isinstance(texts, list | tuple) else () for texts in (inputs, outputs))
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(
+            f'tests: expected "inputs" and "outputs", lists as long as each other; found the keys {sorted(tests)}'
+        )
+    if wrong := [type(text).__name__ for text in (*inputs, *outputs) if not isinstance(text, str)]:
+        raise ValueError(f"tests: expected texts as inputs and outputs; found {wrong[0]}")
+    if (longest := max(map(len, inputs))) > MAX_STDIN_BYTES:
+        raise ValueError(f"tests: an input has {longest} characters; expected at most {MAX_STDIN_BYTES}")
+    if name is not None and not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"tests: expected a name of a function, or null, as fn_name; found {name!r}")
+    public = tests.get("public", 0)
+    if not isinstance(public, int) or not 0 <= public <= len(inputs):
+        raise ValueError(f"tests: expected 0 to {len(inputs)} as public; found {public!r}")
+
+
+def _check_assertions(tests: Mapping[str, Any]) -> None:
+    for name in ("test_code", "import_prefix", "entry_point"):
+        if not isinstance(tests.get(name, ""), str):
+            raise ValueError(f"tests: expected a text as {name}; found {type(tests[name]).__name__}")
+    longest = max(len(_around(case.call).encode("utf-8", "replace")) for case in cases("", tests, as_released=False))
+    if (room := MAX_PROGRAM_BYTES - longest) < PROGRAM_BYTES:
+        raise ValueError(
+            f"tests: an assertion, with what stands before it, leaves {max(room, 0)} bytes for the solution; expected "
+            f"at least {PROGRAM_BYTES}: shorten or split the test"
+        )
+
+
+def _around(call: str) -> str:
+    return f"{HARNESS}\n\n{call}\n"
+
+
+def public_tests(tests: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Inputs and outputs that a prompt may show; the only ones. Assertions are never shown."""
+    count = 0 if "test_code" in tests else tests.get("public", 0)
+    return list(zip(tests.get("inputs", ())[:count], tests.get("outputs", ())[:count], strict=True))
+
+
+class CodeTests:
+    """Runs the tests of any number of solutions, for one event loop at a time.
+
+    Args:
+        runner: what runs them. Its time, memory and output limits hold for each test; ``max_output`` must not be below
+            the longest expected output.
+        concurrency: tests in flight at once, over all solutions.
+        retries: further attempts at a test after the runner failed.
+        max_timeouts: once so many tests of a solution timed out, those after them count as TIMEOUT, too, whether they
+            ran by then or not, so that a solution that never ends costs seconds and not minutes. None: all are run.
+        as_released: a solution that does not compile is tried again with every backslash-n and backslash-t in it made
+            a line break and a tab; of outputs only line breaks at the end do not count. (The released code always
+            replaces, which breaks every solution with a "\\n" in a string; that part is not kept.)
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        concurrency: PositiveInt = 8,
+        retries: NonNegativeInt = 2,
+        as_released: bool = False,
+        max_timeouts: PositiveInt | None = 3,
+    ) -> None:
+        if concurrency < 1 or retries < 0:
+            raise ValueError(f"code tests: concurrency is {concurrency}, retries {retries}; expected >= 1 and >= 0")
+        if max_timeouts is not None and max_timeouts < 1:
+            raise ValueError(f"code tests: max_timeouts is {max_timeouts}; expected at least 1, or null for no limit")
+        self.runner, self.concurrency, self.retries = runner, concurrency, retries
+        self.as_released, self.max_timeouts = as_released, max_timeouts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free: asyncio.Semaphore | None = None
+
+    async def start(self) -> None:
+        """Start the runner."""
+        if isinstance(self.runner, Startable):
+            await self.runner.start()
+
+    async def run(self, program: str, tests: Mapping[str, Any]) -> CodeReport:
+        """How the solution ``program`` does in all tests.
+
+        Raises:
+            InfrastructureError: the runner failed, ``retries`` times over.
+            ValueError: the tests are none (``check_tests``), or longer than the runner can take.
+        """
+        check_tests(tests)
+        texts = [program]
+        replaced = program.replace("\\n", "\n").replace("\\t", "\t")
+        if self.as_released and replaced != program:
+            texts.append(replaced)
+        compiled = await self._run(f"which_compiles({texts!r})", "")
+        assert compiled is not None  # it is never needless
+        said = compiled.output.strip()
+        todo = cases(texts[int(said)] if said in ("0", "1") else "", tests, self.as_released)
+        if compiled.status is RunStatus.TIMEOUT:
+            return CodeReport((TestOutcome.TIMEOUT,) * len(todo))  # as would each of them, which compiles it too
+        if said not in ("0", "1"):  # Python compiles none, or it is longer than what the runner takes
+            return CodeReport((TestOutcome.COMPILE_ERROR,) * len(todo))
+        if (longest := max(len(case.expected) for case in todo)) > self.runner.max_output:
+            raise ValueError(
+                f"a test expects an output of {longest} characters, but the runner keeps {self.runner.max_output}: set "
+                f"max_output of the reward's runner to {longest} or more"
+            )
+        known: dict[int, TestOutcome] = {}
+        try:
+            async with asyncio.TaskGroup() as group:  # one that fails cancels the others
+                for index, case in enumerate(todo):
+                    group.create_task(self._outcome_of(index, case, known))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        # Not as they happened to run: what a solution gets does not depend on how many tests run at once.
+        outcomes = tuple(known[index] for index in range(len(todo)))
+        return CodeReport(tuple(LATE if self._given_up(outcomes[:i]) else own for i, own in enumerate(outcomes)))
+
+    async def close(self) -> None:
+        """Close the runner; a later use may come from another event loop."""
+        self._loop = self._free = None
+        await self.runner.close()
+
+    def _given_up(self, before: Iterable[TestOutcome]) -> bool:
+        return self.max_timeouts is not None and sum(outcome is LATE for outcome in before) >= self.max_timeouts
+
+    async def _outcome_of(self, index: int, case: Case, known: dict[int, TestOutcome]) -> None:
+        """Put the outcome of the test at ``index`` into ``known``; without running it once those before it decide."""
+
+        def decided() -> bool:
+            return self._given_up(outcome for earlier, outcome in known.items() if earlier < index)
+
+        run = await self._run(case.call, case.stdin, decided)
+        known[index] = self._judged(run, case)
+
+    def _judged(self, run: Run | None, case: Case) -> TestOutcome:
+        if run is None or run.status is RunStatus.TIMEOUT:
+            return LATE
+        if run.status is RunStatus.FAILED:
+            return TestOutcome.ERROR
+        return TestOutcome.PASSED if case.passes(run.output) else TestOutcome.WRONG
+
+    async def _run(self, call: str, stdin: str, needless: Callable[[], bool] = lambda: False) -> Run | None:
+        """None where it is ``needless`` by the time a slot is free."""
+
+        async def attempt() -> Run | None:
+            async with self._slots():
+                return None if needless() else await self.runner.run(_around(call), stdin)
+
+        return await retrying(self.retries, BACKOFF_S)(attempt)
+
+    def _slots(self) -> asyncio.Semaphore:
+        """The running loop's semaphore: one that ever had to wait is bound to its loop for good."""
+        loop = asyncio.get_running_loop()
+        if self._free is None or self._loop is not loop:
+            self._loop, self._free = loop, asyncio.Semaphore(self.concurrency)
+        return self._free

@@ -1,0 +1,90 @@
+"""The sampler seam: which trajectories of a prompt exist, and what a sampler sees of them while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.engines.base import Generation
+from rollout.trajectory import Task, Trajectory, TrajectoryPrefix
+
+
+class RunningView(TrajectoryPrefix, Protocol):
+    """What a sampler sees of a trajectory that is being sampled."""
+
+    branch_probability: float | None  # of the turn being sampled; a sampler sets it, for the record
+
+    @property
+    def key(self) -> int | str: ...  # what the seeds of its requests are derived from, with group and turn
+    @property
+    def entropy(self) -> float | None: ...  # nats, of the turn being sampled; see ``Turn.entropy``
+    @property
+    def last_turn(self) -> bool: ...  # no result of a call follows the turn that comes next
+
+
+Hook = Callable[[RunningView, Generation], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Callbacks of a sampler while a trajectory runs. Each is awaited where it is called; what it starts (a fork) must
+    not be awaited in it.
+
+    ``on_first_tokens`` costs one more request per turn: the turn's ``first_tokens`` first tokens are sampled by
+    themselves, and the turn goes on when the callback has returned. The trajectory it is given ends where the turn
+    begins, so that a fork ``start=state, at=len(state.response_ids)`` shares what was read before, and not these
+    tokens.
+    """
+
+    first_tokens: int = 0  # over which Turn.entropy is taken
+    top_logprobs: int = 0  # asked of the engine: for the first tokens, or without ``on_first_tokens`` the whole turn
+    on_first_tokens: Hook | None = None
+    on_turn: Hook | None = None  # after a sampled turn, before its calls run; given the turn's last request
+    # After an observation was appended, before the next turn. The trajectory's slot is released until the callback has
+    # returned, so that it may wait for other trajectories.
+    on_result: Callable[[RunningView], Awaitable[None]] | None = None
+
+
+NO_HOOKS = Hooks()
+
+
+class GroupRunner(Protocol):
+    """A sampler's handle on the group of one prompt."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def seed(self) -> int: ...  # for the sampler's own decisions; the runs derive theirs by themselves
+    @property
+    def vocabulary(self) -> int: ...  # tokens that the tokenizer knows: entropies as published divide by its logarithm
+
+    async def run(
+        self,
+        index: int,
+        *,
+        start: TrajectoryPrefix | None = None,
+        at: int = 0,
+        key: int | str | None = None,
+        hooks: Hooks = NO_HOOKS,
+        counts: bool = True,
+    ) -> Trajectory:
+        """Roll out member ``index``, scored. With ``start`` it branches off at response offset ``at``.
+
+        Its requests' seeds are derived from ``key`` (by default the index), so that a sampler that numbers its
+        members in order of arrival can name them by something else. With ``counts`` False it is neither scored nor
+        handed to the caller of the rollout: a probe.
+        """
+        ...
+
+
+class Sampler(Protocol):
+    """Decides which trajectories of a prompt are rolled out.
+
+    One that never branches off (``GroupRunner.run`` without ``start``) says so by ``forks = False``: only such samplers
+    go with protocols that write a new prompt for every turn. One that does not say is taken for one that forks.
+    """
+
+    async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:
+        """Exactly ``n`` trajectories of one prompt, by index 0 .. n-1."""
+        ...

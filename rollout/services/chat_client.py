@@ -1,0 +1,82 @@
+"""Client of OpenAI-compatible chat endpoints, for models that judge or summarise (not for the policy)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rollout.services.equal_servers import EqualServers
+from rollout.services.http_client import Answer, ApiKey
+from rollout.trajectory import InfrastructureError
+
+_OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "top_p", "max_tokens"})
+
+
+class ChatClient:
+    """Asks one of several equal servers (vLLM, or any other ``/chat/completions``); see ``EqualServers`` for what is
+    tried again. An answer of another shape is not: it would come again.
+
+    Use it from one event loop at a time; a new loop gets new connections.
+
+    Args:
+        urls: base addresses such as ``["http://127.0.0.1:8001/v1"]``.
+        model: the name under which the servers know it.
+        api_key_variable: name of the environment variable that holds the key; None: no key is sent.
+        timeout: seconds for one attempt, waiting for a free slot not counted.
+        retries: further attempts after the first.
+        backoff: seconds before the first retry.
+        concurrency: requests in flight at once.
+        extra: further fields of each request, such as ``{"chat_template_kwargs": {"enable_thinking": false}}``.
+
+    Raises:
+        ValueError: an impossible option, or the key is not set.
+    """
+
+    def __init__(
+        self,
+        urls: list[str],
+        model: str,
+        api_key_variable: str | None = None,
+        timeout: PositiveFloat = 120.0,
+        retries: NonNegativeInt = 3,
+        backoff: NonNegativeFloat = 1.0,
+        concurrency: PositiveInt = 32,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        if taken := sorted(_OWN_FIELDS & set(extra or {})):
+            raise ValueError(f"extra holds {taken}, which the client sets itself")
+        self.urls = [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
+        self.model, self.extra = model, dict(extra or {})
+        key = ApiKey(api_key_variable, f"the chat endpoint of {model}")
+        self._servers = EqualServers("ChatClient", model, self.urls, key, timeout, retries, backoff, concurrency)
+
+    async def complete(
+        self, messages: Sequence[dict[str, str]], *, temperature: float, max_tokens: int, top_p: float = 1.0
+    ) -> str:
+        """The text of one reply to ``messages`` ({"role", "content"} each).
+
+        Raises InfrastructureError, which names every attempt's server and failure, when no attempt brought a reply;
+        PermanentFailure when the key is not accepted.
+        """
+        payload = {"model": self.model, "messages": list(messages), "temperature": temperature, "top_p": top_p}
+        answer, url = await self._servers.post(payload | {"max_tokens": max_tokens, **self.extra})
+        return _reply(answer, url)
+
+    async def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        await self._servers.close()
+
+
+def _reply(answer: Answer, url: str) -> str:
+    """The first choice's text. Raises InfrastructureError for another shape."""
+    try:
+        text = json.loads(answer.body)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):  # servers with a reasoning parser send null when nothing follows the reasoning
+        raise InfrastructureError(
+            f'{url}: expected {{"choices": [{{"message": {{"content": text}}}}]}}; found {answer.excerpt}'
+        )
+    return text

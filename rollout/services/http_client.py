@@ -1,0 +1,138 @@
+"""HTTP client of the rollout: API keys from the environment, a pooled session per event loop, one JSON request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from rollout.trajectory import InfrastructureError
+
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
+NOT_ALLOWED = (401, 403)  # statuses of a key that is not valid, or not for this
+_EXCERPT = 300  # characters of a service's answer that a message quotes
+
+
+class ApiKey:
+    """A key that lives in an environment variable and nowhere else: it is read for each request, kept in no object,
+    and cut out of what services say.
+
+    Args:
+        variable: name of the environment variable, in capitals; None: the service wants no key.
+        purpose: what the key is for, in messages.
+
+    Raises:
+        ValueError: ``variable`` is no such name (and is not repeated: it may be a key).
+    """
+
+    def __init__(self, variable: str | None, purpose: str) -> None:
+        if variable is not None and not _VARIABLE.fullmatch(variable):
+            raise ValueError(
+                f"the key of {purpose}: expected the NAME of an environment variable in capitals, such as "
+                "SERVICE_API_KEY; found something else. Put the key itself into the environment, never into a file"
+            )
+        self.variable, self.purpose = variable, purpose
+
+    def headers(self) -> dict[str, str]:
+        """Raises ValueError when the variable is not set, or holds what cannot be a key."""
+        if self.variable is None:
+            return {}
+        key = os.environ.get(self.variable, "").strip()
+        if not key:
+            raise ValueError(f"{self.purpose} needs a key: set the environment variable {self.variable}")
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise ValueError(f"the environment variable {self.variable} does not hold a key: spaces or odd characters")
+        return {"Authorization": f"Bearer {key}"}
+
+    def redact(self, text: str) -> str:
+        key = os.environ.get(self.variable, "").strip() if self.variable is not None else ""
+        return text.replace(key, "***") if key else text
+
+    def __repr__(self) -> str:
+        return f"ApiKey({self.variable})"
+
+
+class LoopSession:
+    """An aiohttp session for one event loop at a time; a new loop gets new connections.
+
+    Args:
+        owner: who has it, in messages.
+        slots: requests in flight at once; None for no limit.
+        connector: makes the connection pool; aiohttp's by default, without its own limit, since waiting for a free
+            connection would count as the service's time.
+    """
+
+    def __init__(
+        self, owner: str, slots: int | None = None, connector: Callable[[], aiohttp.BaseConnector] | None = None
+    ) -> None:
+        self._owner, self._limit = owner, slots
+        self._connector = connector or (lambda: aiohttp.TCPConnector(limit=0))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._slots: AbstractAsyncContextManager[Any] = nullcontext()
+
+    def open(self) -> tuple[aiohttp.ClientSession, AbstractAsyncContextManager[Any]]:
+        """The running loop's session, and what holds one of its slots. Raises RuntimeError while another live loop has
+        them."""
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            if self._session is not None and self._loop is not None and not self._loop.is_closed():
+                raise RuntimeError(f"{self._owner} serves one event loop at a time; make one per loop, or close it")
+            self._loop = loop
+            self._slots = nullcontext() if self._limit is None else asyncio.Semaphore(self._limit)
+            self._session = aiohttp.ClientSession(
+                connector=self._connector(),
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session, self._slots
+
+    async def close(self) -> None:
+        """Close the connections; a later use opens new ones."""
+        if self._session is not None and self._loop is asyncio.get_running_loop():
+            await self._session.close()
+        self._session = self._loop = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Response of a service. The body is unchanged: a key such as "EMPTY" may well occur in it."""
+
+    status: int
+    body: str
+    excerpt: str  # the beginning of the body, for messages: without the key
+    headers: Mapping[str, str]  # without the key
+
+
+async def post_json(
+    session: aiohttp.ClientSession, url: str, payload: dict[str, Any], key: ApiKey, timeout_s: float
+) -> Answer:
+    """POST ``payload``; whatever the status, it is an answer.
+
+    Raises:
+        InfrastructureError: no connection, no answer within ``timeout_s``, or not HTTP. It is not chained to aiohttp's
+            error, which holds the request's headers and thereby the key.
+        ValueError: the key is missing.
+    """
+    body = json.dumps(payload, ensure_ascii=False).encode("utf-8", "replace")  # half a surrogate pair becomes "?"
+    headers = {"Content-Type": "application/json"} | key.headers()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                content = await response.read()
+                text = content.decode("utf-8", "replace")
+                excerpt = " ".join(key.redact(text)[:_EXCERPT].split()) or "(an empty body)"
+                seen = {name: key.redact(value) for name, value in response.headers.items()}
+                return Answer(response.status, text, excerpt, seen)
+    except TimeoutError:
+        failure = f"{url}: no answer within {timeout_s:g} s"
+    except (aiohttp.ClientError, OSError) as error:
+        failure = key.redact(f"{url}: {type(error).__name__}: {error}")
+    raise InfrastructureError(failure)

@@ -1,0 +1,222 @@
+"""Web search through Bright Data's SERP API, as ARPO trains and evaluates with it (verl/workers/rollout/tools/
+search_tool.py of RUC-NLPIR/ARPO)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from typing import Any
+from urllib.parse import urlencode
+
+from retrieval.ranges import PositiveFloat, PositiveInt
+from rollout.services.http_client import NOT_ALLOWED, Answer, ApiKey, LoopSession, post_json
+from rollout.tools.limits import SharedCache
+from rollout.tools.search import EMPTY_QUERY
+from rollout.tools.web.search_cache import SearchCache, SearchCacheError, cache_key
+from rollout.trajectory import CallOutcome, Document, InfrastructureError, PermanentFailure, ToolResult
+
+logger = logging.getLogger(__name__)
+
+NOTHING_FOUND = "No search results found."  # as published: it stands in their cache file too
+_HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
+_KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
+_HAN_PER_WORD = 2  # most words of modern Chinese have two characters
+
+
+class BrightDataSearch:
+    """``{"query": str}`` to one line "Page i: ..." per hit: the distinct, non-empty descriptions in Bing's order.
+
+    The hits come as documents too: id is the link, text the description, score 1 / rank. Bing is asked in Chinese for
+    Chinese queries, else in English. Equal queries at the same time share one request.
+
+    Outcomes: OK; EMPTY when nothing is found; REFUSED for an empty query, ERROR for a missing one, as ``SearchTool``.
+    Everything else (another status than 200, no answer, no JSON) raises InfrastructureError; a ``LimitedTool`` around
+    it tries again, so nothing is repeated here. Status 401 and 403 are a PermanentFailure, which is not tried again.
+    A result that the cache cannot take is returned all the same, since it was paid for, and a warning is logged.
+
+    Args:
+        zone: a SERP zone of the Bright Data account. A Web Unlocker zone gets status 403 or failed searches.
+        api_key_variable: name of the environment variable that holds the key.
+        location: country of the searcher, two letters.
+        max_results: hits shown.
+        result_length: characters of each description shown.
+        timeout: seconds for one request.
+        cache: an SQLite file (see ``search_cache``) for results of this and later runs. Keyed by query alone, as the
+            published one: a file that was filled with another ``location``, ``max_results`` or ``result_length`` is
+            refused. None: no such file.
+        needs_links: ask again for what the cache knows without links (imported results), for ``BrowsingSearch``.
+        offline: only the cache answers: no key is needed and nothing is sent. The cache is then all that there is to
+            find: a query that it lacks is EMPTY, in the words of a search without hits, and ``detail`` tells the two
+            apart. What it knows without links is given without them.
+        url: of the service.
+
+    Raises:
+        ValueError: an impossible option, on construction; no key, at ``start``.
+        SearchCacheError: on construction, if the cache cannot be used.
+    """
+
+    name = "search"
+
+    def __init__(
+        self,
+        zone: str = "serp_api1",
+        api_key_variable: str = "BRIGHT_DATA_API_KEY",
+        location: str = "cn",
+        max_results: PositiveInt = 10,
+        result_length: PositiveInt = 1000,
+        timeout: PositiveFloat = 60.0,
+        cache: str | None = None,
+        needs_links: bool = False,
+        offline: bool = False,
+        url: str = "https://api.brightdata.com/request",
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {url!r}; expected http://... or https://...")
+        if max_results < 1 or result_length < 1:
+            raise ValueError(f"expected max_results and result_length >= 1; found {max_results}, {result_length}")
+        if timeout <= 0:
+            raise ValueError(f"expected timeout > 0; found {timeout}")
+        if offline and cache is None:
+            raise ValueError("offline is true, so only a cache could answer; expected a file as cache, found none")
+        self.zone, self.location, self.url, self.timeout = zone, location, url, timeout
+        self.max_results, self.result_length, self.needs_links = max_results, result_length, needs_links
+        self.offline = offline
+        self.key = ApiKey(api_key_variable, "Bright Data's search")
+        shapes_results = {"location": location, "max_results": max_results, "result_length": result_length}
+        self.cache = None if cache is None else SearchCache(cache, shapes_results)
+        self._told: set[str] = set()  # ways in which the cache failed
+        self._session = LoopSession("BrightDataSearch")
+        self._running = SharedCache(0)
+
+    async def start(self) -> None:
+        """Raises ValueError without a key (unless offline): sooner or later a query comes that no cache knows."""
+        if self.offline:
+            return
+        try:
+            self.key.headers()
+        except ValueError as error:
+            raise ValueError(f"{error}. To search in the cache alone, set the tool's offline to true") from None
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        query = arguments.get("query")
+        if not isinstance(query, str):
+            message = f"search expects a text as its query; found {type(query).__name__}"
+            return ToolResult(message, CallOutcome.ERROR, detail=message)
+        query = cache_key(query)
+        if not query.strip():
+            return ToolResult(EMPTY_QUERY, CallOutcome.REFUSED, detail="empty query")
+        return await self._running.get(query, lambda: self._search(query))
+
+    async def _search(self, query: str) -> ToolResult:
+        if self.cache is not None:
+            known = await asyncio.to_thread(self.cache.lookup, query)
+            if known is not None and (self.offline or not self.needs_links or known.documents is not None):
+                return _as_result(known.text, known.documents or ())
+        if self.offline:
+            return ToolResult(NOTHING_FOUND, CallOutcome.EMPTY, detail="offline, and the cache lacks this query")
+        documents = await self._ask(query)
+        text = format_pages(documents)
+        if self.cache is not None:
+            await self._keep(self.cache, query, text, documents)
+        return _as_result(text, documents)
+
+    async def _keep(self, cache: SearchCache, query: str, text: str, documents: tuple[Document, ...]) -> None:
+        try:
+            await asyncio.to_thread(cache.store, query, text, documents)
+        except SearchCacheError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                logger.warning("search results are not kept, and will be paid for again: %s", error)
+
+    async def _ask(self, query: str) -> tuple[Document, ...]:
+        payload = {"zone": self.zone, "url": bing_url(query, self.location), "format": "raw"}
+        session, _ = self._session.open()
+        answer = await post_json(session, self.url, payload, self.key, self.timeout)
+        if answer.status != 200:
+            kind = PermanentFailure if answer.status in NOT_ALLOWED else InfrastructureError
+            raise kind(self._explain(answer))
+        try:
+            return parse_organic(answer.body, self.max_results, self.result_length)
+        except ValueError as error:  # the excerpt has lost the key before it was cut
+            failure = f"{self.url}: {error}; found {answer.excerpt}{_said_in_headers(answer)}"
+        raise InfrastructureError(failure)  # not chained: json's error holds the body, which may hold the key
+
+    def _explain(self, answer: Answer) -> str:
+        message = f"{self.url}: status {answer.status}: {answer.excerpt}{_said_in_headers(answer)}"
+        if answer.status in NOT_ALLOWED:
+            message += (
+                f". Likely causes: the zone {self.zone!r} is a Web Unlocker zone and not a SERP zone, or the key in "
+                f"{self.key.variable} is not valid for it"
+            )
+        return message
+
+    async def close(self) -> None:
+        """Close the connections; a later call opens new ones."""
+        await self._session.close()
+
+
+def _as_result(text: str, documents: tuple[Document, ...]) -> ToolResult:
+    return ToolResult(text, CallOutcome.EMPTY if text == NOTHING_FOUND else CallOutcome.OK, documents)
+
+
+def _said_in_headers(answer: Answer) -> str:
+    """Bright Data explains failures in headers (docs.brightdata.com, "Debugging SERP API")."""
+    said = [v for k, v in answer.headers.items() if k.lower() in ("x-brd-error", "x-brd-error-code")]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def is_chinese(query: str) -> bool:
+    """Whether at least half of the words are Chinese, at two Han characters a word. Kana or Hangul: it is not.
+
+    The published code asks a language identifier; for the two languages that matter here scripts tell as much.
+    """
+    if _KANA_OR_HANGUL.search(query):
+        return False
+    han = len(_HAN.findall(query))
+    others = len([word for word in _HAN.sub(" ", query).split() if any(map(str.isalpha, word))])
+    return han > 0 and han / _HAN_PER_WORD >= others
+
+
+def bing_url(query: str, location: str) -> str:
+    market, language = ("zh-CN", "zh") if is_chinese(query) else ("en-US", "en")
+    asked = {"q": query, "mkt": market, "setLang": language, "brd_json": 1, "cc": location}
+    return "https://www.bing.com/search?" + urlencode(asked)
+
+
+def parse_organic(body: str, max_results: int, result_length: int) -> tuple[Document, ...]:
+    """The hits of an answer: ``{"general": ..., "organic": [{"description", "title", "link", ...}, ...]}``, where a
+    page without hits may have no "organic". Raises ValueError for any other shape; it does not quote the
+    body, which may hold what no message may."""
+    try:
+        page = json.loads(body)
+    except ValueError:
+        raise ValueError("expected JSON") from None
+    if not isinstance(page, dict) or not ("organic" in page or "general" in page):
+        raise ValueError('expected {"general": ..., "organic": [...]}')
+    hits = page.get("organic") or []
+    if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
+        raise ValueError('expected a list of objects as "organic"')
+    distinct: dict[str, dict[str, Any]] = {}
+    for hit in hits:
+        description = hit.get("description")
+        if isinstance(description, str) and description.strip():
+            distinct.setdefault(description, hit)
+    return tuple(
+        Document(_text(hit.get("link")), _text(hit.get("title")), description[:result_length], 1 / rank)
+        for rank, (description, hit) in enumerate(list(distinct.items())[:max_results], start=1)
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def format_pages(documents: tuple[Document, ...]) -> str:
+    """As the published tool shows hits.
+
+    >>> format_pages((Document("", "", "A potter.", 1.0), Document("", "", "A harbor.", 0.5)))
+    'Page 1: A potter.\\nPage 2: A harbor.'
+    """
+    return "\n".join(f"Page {i}: {d.text}" for i, d in enumerate(documents, start=1)) or NOTHING_FOUND

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from callbacks.evaluation.statistics import (
+    Interval,
+    bootstrap_function,
+    bootstrap_interval,
+    bootstrap_means,
+    bootstrap_strata,
+    paired_bootstrap,
+    pass_at_k,
+)
+
+
+def test_interval_of_binary_scores_has_the_binomial_quantiles():
+    values = [1.0] * 40 + [0.0] * 60
+    interval = bootstrap_interval(values, resamples=50_000)
+    # Binomial(100, 0.4): P(X <= 30) = 0.0248, P(X <= 31) = 0.0398, P(X <= 49) = 0.9729, P(X <= 50) = 0.9832
+    assert interval == Interval(0.4, 0.31, 0.5, 100)
+
+
+def test_same_values_same_interval_and_order_does_not_matter_for_binary_scores():
+    values = [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert bootstrap_interval(values) == bootstrap_interval(values) == bootstrap_interval(sorted(values))
+
+
+def test_interval_of_real_values_is_close_to_the_normal_one():
+    sample = np.random.default_rng(1).normal(5.0, 2.0, 400)
+    interval = bootstrap_interval(sample)
+    half = 1.96 * sample.std() / math.sqrt(400)
+    assert interval.mean == pytest.approx(sample.mean())
+    assert interval.low == pytest.approx(sample.mean() - half, abs=0.03)
+    assert interval.high == pytest.approx(sample.mean() + half, abs=0.03)
+
+
+def test_chunks_do_not_change_the_number_of_resamples(monkeypatch):
+    import callbacks.evaluation.statistics as module
+
+    monkeypatch.setattr(module, "CHUNK", 70)
+    means = bootstrap_means([0.0, 0.5, 1.0, 2.0], resamples=1001)
+    assert means.shape == (1001,) and means.min() >= 0 and means.max() <= 2
+    assert means.mean() == pytest.approx(0.875, abs=0.05)
+
+
+def test_coverage_of_a_95_percent_interval_is_about_95_percent():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        interval = bootstrap_interval((rng.random(200) < 0.3).astype(float), resamples=1000)
+        covered += interval.low <= 0.3 <= interval.high
+    assert 0.91 <= covered / 400 <= 0.98
+
+
+def test_no_values_give_nulls_and_constant_values_a_point():
+    empty = bootstrap_interval([])
+    assert empty.n == 0 and empty.as_json() == {"mean": None, "low": None, "high": None, "n": 0}
+    assert bootstrap_interval([0.0] * 5) == Interval(0.0, 0.0, 0.0, 5)
+
+
+def test_bad_samples_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        bootstrap_interval([1.0, math.nan])
+    with pytest.raises(ValueError, match="one value per question"):
+        bootstrap_interval(np.zeros((2, 2)))
+    with pytest.raises(ValueError, match="found 1 and 2 scores"):
+        paired_bootstrap([1.0], [1.0, 0.0])
+    with pytest.raises(ValueError, match="share any question"):
+        paired_bootstrap([], [])
+
+
+def test_paired_difference_uses_the_pairing():
+    rng = np.random.default_rng(3)
+    base = (rng.random(300) < 0.5).astype(float)
+    better = base.copy()
+    better[np.flatnonzero(base == 0)[:15]] = 1.0  # never worse, 15 of 300 better
+    result = paired_bootstrap(better, base)
+    assert result.difference == pytest.approx(0.05) and result.n == 300
+    # 15 winners of 300 and no loser: a resample without any winner has probability (0.95)^300 = 2e-7
+    assert result.p == pytest.approx(2 / 10_001)
+    assert 0 < result.low < 0.05 < result.high
+    # the same scores with the pairing destroyed are no longer significant
+    assert paired_bootstrap(rng.permutation(better), base).p > 0.01
+
+
+def test_p_is_uniform_under_the_null_hypothesis():
+    rng = np.random.default_rng(5)
+    p = [
+        paired_bootstrap((rng.random(150) < 0.4).astype(float), (rng.random(150) < 0.4).astype(float), resamples=500).p
+        for _ in range(300)
+    ]
+    assert 0.02 <= np.mean(np.array(p) < 0.05) <= 0.1
+
+
+def test_identical_systems_have_p_one():
+    assert paired_bootstrap([1.0, 0.0, 1.0], [1.0, 0.0, 1.0]).p == 1.0
+
+
+# --- functions of means, pass@k ---------------------------------------------------------------------------------------
+
+
+def test_a_function_of_one_mean_has_the_interval_of_that_mean():
+    values = np.random.default_rng(3).normal(size=50)
+    assert bootstrap_function([values], lambda m: m[0]) == bootstrap_interval(values)
+
+
+def test_interval_of_a_ratio_covers_the_ratio_of_the_population():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for seed in range(200):
+        calls = rng.poisson(2.0, size=120)
+        right = rng.random(120) < 0.2 + 0.1 * (calls > 1)
+        figure = bootstrap_function([right, calls], lambda m: m[0] / m[1], resamples=400, seed=seed)
+        true = (0.2 + 0.1 * (1 - 3 * math.exp(-2.0))) / 2.0  # P(calls > 1) = 1 - 3 e^-2
+        covered += figure.low <= true <= figure.high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_the_questions_of_a_ratio_stay_together():
+    calls = np.array([1.0, 2, 3, 4, 5] * 4)
+    figure = bootstrap_function([3 * calls, calls], lambda m: m[0] / m[1])
+    assert figure.mean == 3.0 and figure.low == pytest.approx(3.0) == figure.high, "each question has the same ratio"
+
+
+def test_resamples_without_a_denominator_are_left_out_and_bad_samples_refused():
+    figure = bootstrap_function([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]], lambda m: m[0] / m[1])
+    assert figure.mean == 2.0 and math.isfinite(figure.low) and math.isfinite(figure.high)
+    assert bootstrap_function([[], []], lambda m: m[0]).n == 0
+    with pytest.raises(ValueError, match=r"measures of \[1, 2\] values"):
+        bootstrap_function([[1.0], [1.0, 2.0]], lambda m: m[0])
+    with pytest.raises(ValueError, match="the function is inf"), np.errstate(divide="ignore"):
+        bootstrap_function([[1.0], [0.0]], lambda m: m[0] / m[1])
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_attempt():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(itertools.combinations([1] * c + [0] * (n - c), k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws)), (n, c, k)
+
+
+def test_pass_at_k_stays_exact_for_large_numbers_and_refuses_nonsense():
+    expected = 1 - Fraction(math.comb(9_990, 100), math.comb(10_000, 100))
+    assert pass_at_k(10_000, 10, 100) == pytest.approx(float(expected), rel=1e-12)
+    for arguments in ((3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)):
+        with pytest.raises(ValueError, match="expected 0 <= c <= n and 1 <= k <= n"):
+            pass_at_k(*arguments)
+
+
+def test_strata_weigh_alike_and_are_drawn_within():
+    rng = np.random.default_rng(3)
+    strata = [rng.normal(1.0, 0.5, size=40), rng.normal(3.0, 2.0, size=90)]
+    found = bootstrap_strata(strata)
+    error = np.sqrt(sum(s.var() / s.size for s in strata)) / 2
+    assert found.mean == pytest.approx((strata[0].mean() + strata[1].mean()) / 2) and found.n == 130
+    assert (found.high - found.low) == pytest.approx(2 * 1.96 * error, rel=0.05)
+    twice = bootstrap_strata([strata[1], strata[1]])
+    single = bootstrap_interval(strata[1])
+    assert twice.high - twice.low == pytest.approx((single.high - single.low) / 2**0.5, rel=0.05), "drawn apart"
+    with pytest.raises(ValueError, match="no stratum"):
+        bootstrap_strata([])
+    with pytest.raises(ValueError, match="empty"):
+        bootstrap_strata([[1.0], []])

@@ -1,0 +1,239 @@
+"""Exact continuation: 8 iterations straight against k iterations, a crash, and the rest from the checkpoint."""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks.training.resume import IterationCheckpoint, derived_seed, find_checkpoint
+from rollout.files import DiskFullError
+
+BATCHES = 4  # an epoch
+ROWS = torch.arange(BATCHES * 2 * 3, dtype=torch.float32).reshape(-1, 3) / 10
+
+
+class Crash(RuntimeError):
+    pass
+
+
+class ResumableLoader:
+    """Yields the rows in order, knows its position (counted before a batch is handed out)."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        start, self.position = self.position % BATCHES, self.position % BATCHES
+        for i in range(start, BATCHES):
+            self.position = i + 1
+            yield [ROWS[2 * i : 2 * i + 2]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Noisy(L.LightningModule):
+    """Manual optimisation, two optimiser steps an iteration, and noise from all three global generators."""
+
+    def __init__(self, shuffle: bool = False, crash_at: int | None = None, crash_in_validation: int | None = None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 2)
+        self.automatic_optimization = False
+        self.shuffle = shuffle
+        self.crash_at, self.crash_in_validation = crash_at, crash_in_validation
+        self.seen: list[tuple[int, float]] = []
+        self.validated: list[tuple[int, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)]
+
+    def train_dataloader(self) -> Any:
+        if self.shuffle:
+            return DataLoader(TensorDataset(ROWS), batch_size=2, shuffle=True)
+        return ResumableLoader()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(ROWS), batch_size=8)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.fit_loop.total_batch_idx == self.crash_at:
+            raise Crash
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        (x,) = batch
+        self.seen.append((batch_idx, float(x.sum())))
+        optimizer = self.optimizers()
+        for _ in range(2):
+            noise = torch.randn_like(x) + random.random() + np.random.rand()
+            loss = (self.layer(x + noise) ** 2).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.lr_schedulers().step()
+        self.log("train/loss", loss)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        iteration = self.trainer.fit_loop.total_batch_idx + 1
+        if batch_idx == 0:
+            if iteration == self.crash_in_validation:
+                raise Crash
+            self.validated.append((iteration, float(self.layer.weight.sum())))
+        random.random()  # a validation that draws must not shift the training
+        # best at iteration 4
+        self.log("val/em", 1.0 / (1 + abs(iteration - 4)), batch_size=1)
+
+
+def run(trainer_for, folder, module: Noisy, resume: bool = False, **options: Any) -> tuple[Noisy, L.Trainer]:
+    L.seed_everything(1, verbose=False)
+    checkpoint = IterationCheckpoint(options.pop("every", 1))
+    options = {"max_epochs": 2, "val_check_interval": 2} | options
+    trainer = trainer_for([checkpoint], default_root_dir=str(folder), **options)
+    path = find_checkpoint(folder)
+    assert not resume or path is not None
+    trainer.fit(module, ckpt_path=str(path) if resume else None)
+    return module, trainer
+
+
+def weights(module: L.LightningModule) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+@pytest.fixture
+def straight(trainer_for, tmp_path):
+    module, trainer = run(trainer_for, tmp_path / "straight", Noisy())
+    assert len(module.seen) == 8 and [i for i, _ in module.validated] == [2, 4, 6, 8]
+    assert trainer.global_step == 16
+    return module
+
+
+def test_resume_after_every_iteration_ends_with_the_same_weights(trainer_for, tmp_path, straight):
+    for k in range(1, 8):
+        folder = tmp_path / f"crash{k}"
+        with pytest.raises(Crash):
+            run(trainer_for, folder, Noisy(crash_at=k))
+        rest, trainer = run(trainer_for, folder, Noisy(), resume=True)
+        assert rest.seen == straight.seen[k:], f"repeated or skipped a batch after a crash in iteration {k + 1}"
+        assert rest.validated == [v for v in straight.validated if v[0] > k]
+        assert torch.equal(weights(rest), weights(straight)), f"crash in iteration {k + 1}"
+        assert trainer.global_step == 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"limit_val_batches": 0}, {"val_check_interval": 1.0}, {"max_epochs": -1, "max_steps": 16}],
+    ids=str,
+)
+@pytest.mark.slow
+def test_resume_with_other_loops(trainer_for, tmp_path, options):
+    """No validation, validation at the end of epochs, and a limit in steps instead of epochs."""
+    whole, _ = run(trainer_for, tmp_path / "whole", Noisy(), **options)
+    for k in range(1, 8):
+        folder = tmp_path / f"crash{k}"
+        with pytest.raises(Crash):
+            run(trainer_for, folder, Noisy(crash_at=k), **options)
+        rest, trainer = run(trainer_for, folder, Noisy(), resume=True, **options)
+        assert rest.seen == whole.seen[k:] and rest.validated == [v for v in whole.validated if v[0] > k]
+        assert torch.equal(weights(rest), weights(whole)), f"crash in iteration {k + 1}"
+
+
+def test_a_crash_inside_validation_repeats_its_iteration_and_the_validation(trainer_for, tmp_path, straight):
+    folder = tmp_path / "crash"
+    with pytest.raises(Crash):
+        run(trainer_for, folder, Noisy(crash_in_validation=4))
+    assert find_checkpoint(folder).resolve().name == "iteration-00000003.ckpt"
+    rest, _ = run(trainer_for, folder, Noisy(), resume=True)
+    assert rest.seen == straight.seen[3:] and rest.validated == straight.validated[1:]
+    assert torch.equal(weights(rest), weights(straight))
+
+
+def test_rare_checkpoints_lose_only_what_came_after_them(trainer_for, tmp_path, straight):
+    folder = tmp_path / "rare"
+    with pytest.raises(Crash):
+        run(trainer_for, folder, Noisy(crash_at=5), every=3)
+    # saved at 2 and 4 (better validations) and at 3
+    assert find_checkpoint(folder).resolve().name == "iteration-00000004.ckpt"
+    rest, _ = run(trainer_for, folder, Noisy(), resume=True, every=3)
+    assert rest.seen == straight.seen[4:] and torch.equal(weights(rest), weights(straight))
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_val_batches": 0}, {"val_check_interval": 1.0}], ids=str)
+def test_epoch_boundary_with_a_shuffling_loader(trainer_for, tmp_path, options):
+    whole, _ = run(trainer_for, tmp_path / "whole", Noisy(shuffle=True), **options)
+    assert whole.seen[:4] != whole.seen[4:]
+    folder = tmp_path / "crash"
+    with pytest.raises(Crash):
+        run(trainer_for, folder, Noisy(shuffle=True, crash_at=4), **options)
+    rest, _ = run(trainer_for, folder, Noisy(shuffle=True), resume=True, **options)
+    assert rest.seen == whole.seen[4:] and torch.equal(weights(rest), weights(whole))
+
+
+def test_finished_run_resumes_to_nothing_and_keeps_last_and_best(trainer_for, tmp_path):
+    folder = tmp_path / "done"
+    module, _ = run(trainer_for, folder, Noisy())
+    names = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert names == ["best.ckpt", "iteration-00000004.ckpt", "iteration-00000008.ckpt", "last.ckpt"]
+    assert find_checkpoint(folder, "best").resolve().name == "iteration-00000004.ckpt"
+    assert find_checkpoint(folder, "last").resolve().name == "iteration-00000008.ckpt"
+    again, _ = run(trainer_for, folder, Noisy(), resume=True)
+    assert again.seen == [] and torch.equal(weights(again), weights(module))
+
+
+def test_no_room_says_so_and_leaves_the_previous_checkpoint(trainer_for, tmp_path, straight):
+    folder = tmp_path / "full"
+    with pytest.raises(Crash):
+        run(trainer_for, folder, Noisy(crash_at=2))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(DiskFullError, match="iteration-00000002.ckpt, is intact.*RESUME=last"):
+            run(trainer_for, folder, Noisy(), resume=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "best.ckpt",
+        "iteration-00000002.ckpt",
+        "last.ckpt",
+    ]
+    rest, _ = run(trainer_for, folder, Noisy(), resume=True)
+    assert torch.equal(weights(rest), weights(straight))
+
+
+def test_a_checkpoint_of_other_ranks_goes_on_with_new_generators_that_are_always_the_same(
+    trainer_for, tmp_path, straight, caplog
+):
+    folder = tmp_path / "ranks"
+    with pytest.raises(Crash):
+        run(trainer_for, folder, Noisy(crash_at=1))
+    path = find_checkpoint(folder)
+    content = torch.load(path, weights_only=True)  # plain types only: readable without executing code
+    key = next(k for k in content["callbacks"] if k.startswith("IterationCheckpoint"))
+    states = content["callbacks"][key]["rng"] = content["callbacks"][key]["rng"] * 2
+    assert len({derived_seed(states, rank, ranks) for ranks in (1, 3) for rank in range(ranks)}) == 4
+
+    def resumed(name):
+        shutil.copytree(folder, tmp_path / name, symlinks=True)
+        torch.save(content, find_checkpoint(tmp_path / name).resolve())
+        rest, _ = run(trainer_for, tmp_path / name, Noisy(), resume=True)
+        return rest
+
+    one, two = resumed("one"), resumed("two")
+    assert [r.getMessage() for r in caplog.records if "written by 2 ranks, this run has 1" in r.getMessage()]
+    assert one.seen == straight.seen[1:], "the data goes on where it was"
+    assert torch.equal(weights(one), weights(two)) and not torch.equal(weights(one), weights(straight))

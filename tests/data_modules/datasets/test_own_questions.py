@@ -1,0 +1,165 @@
+"""Question files of any shape: CSV, JSON lines and parquet, mapped columns, made ids, every fault by its line."""
+
+import json
+import logging
+
+import polars as pl
+import pytest
+
+from data_modules.datasets.files import DatasetError
+from data_modules.datasets.questions import load_tasks
+from data_modules.datasets.splits import Splits
+from data_modules.evaluation_data import EvaluationData
+from data_modules.rollout_data_module import RolloutDataModule
+from rollout.trajectory import Task
+
+MAPPING = {"question": "prompt", "golden_answers": "answer"}
+ROWS = [{"prompt": "How much is 1 + 1?", "answer": "2"}, {"prompt": "A colour,\nand why?", "answer": '["red", "blue"]'}]
+
+
+def written(path, rows):
+    if path.suffix == ".csv":
+        pl.DataFrame(rows).write_csv(path)
+    elif path.suffix == ".parquet":
+        pl.DataFrame(rows).write_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("ending", "lines"), [("csv", (2, 3)), ("jsonl", (1, 2)), ("json", (1, 2)), ("parquet", (1, 2))]
+)
+def test_every_format_gives_the_same_tasks(tmp_path, ending, lines):
+    tasks = load_tasks(written(tmp_path / f"mine.{ending}", ROWS), columns=MAPPING)
+    assert tasks == [
+        Task(f"mine_{lines[0]}", "How much is 1 + 1?", ("2",), "mine"),
+        Task(f"mine_{lines[1]}", "A colour,\nand why?", ("red", "blue"), "mine"),
+    ]
+
+
+def test_ids_sources_and_answers_of_the_file_are_kept(tmp_path):
+    rows = [{"id": 7, "question": "q", "golden_answers": [1, "one"], "data_source": "sums", "note": "unused"}]
+    assert load_tasks(written(tmp_path / "q.jsonl", rows), columns={}) == [Task("7", "q", ("1", "one"), "sums")]
+
+
+def test_a_mapping_wins_over_a_column_that_has_our_name(tmp_path):
+    rows = [{"question": "in German", "english": "in English", "golden_answers": "x"}]
+    [task] = load_tasks(written(tmp_path / "q.jsonl", rows), columns={"question": "english"})
+    assert task.question == "in English"
+
+
+def test_all_faults_come_at_once_with_their_lines(tmp_path):
+    path = tmp_path / "q.jsonl"
+    good = '{"question": "q", "golden_answers": "a"}'
+    none = '{"question": "q", "golden_answers": ""}'
+    path.write_text("\n".join([good, "{oops", none, none, "", none, '{"question": 3, "golden_answers": "a"}', "[1]"]))
+    with pytest.raises(DatasetError) as caught:
+        load_tasks(path, columns={})
+    said = str(caught.value)
+    assert f"{path}: 6 lines cannot be used: " in said
+    for fault in (
+        "line 2 with no JSON (Expecting property name",
+        "lines 3-4, 6 with no gold answer",
+        "line 7 with a question that is int, expected text",
+        "line 8 with no JSON object",
+    ):
+        assert fault in said
+
+
+def test_faulty_lines_can_be_left_out_and_are_logged(tmp_path, caplog):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "q", "golden_answers": "a"}\n{oops\n')
+    with caplog.at_level(logging.WARNING):
+        assert [task.id for task in load_tasks(path, "drop", columns={})] == ["q_1"]
+    assert "line 2 with no JSON" in caplog.text
+    path.write_text("{oops\n")
+    with pytest.raises(DatasetError, match="line 1 with no JSON"):
+        load_tasks(path, "drop", columns={})
+
+
+def test_lines_of_a_csv_file_are_those_of_an_editor(tmp_path):
+    path = tmp_path / "q.csv"
+    path.write_text('id,question,golden_answers\n1,"two\nlines",a\n1,again,a\n3,short\n4,,a\n')
+    with pytest.raises(DatasetError) as caught:
+        load_tasks(path, columns={})
+    said = str(caught.value)
+    assert "line 4 with the id '1', which line 2 has already" in said
+    assert "line 5 with 2 fields, expected the 3 of the first line" in said
+    assert "line 6 with an empty question" in said
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "no column 'question'.*--data.columns.question NAME"),
+        ({"question": "prompt"}, "no column 'golden_answers'.*--data.columns.golden_answers answer"),
+        ({"question": "promt"}, r"no column 'promt' \(columns.question\); the file has: prompt, answer"),
+        ({"answers": "answer"}, "columns.answers is no column of ours; expected id, question, golden_answers"),
+    ],
+)
+def test_a_column_that_is_missing_is_named_with_what_to_say(tmp_path, columns, message):
+    with pytest.raises(DatasetError, match=message):
+        load_tasks(written(tmp_path / "q.csv", ROWS), columns=columns)
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(DatasetError, match="no such file"):
+        load_tasks(tmp_path / "q.csv", columns={})
+    for name, text, message in (
+        ("q.txt", "x", "expected .csv, .jsonl, .json, .parquet"),
+        ("q.csv", "question\n", "no rows"),
+        ("q.csv", "question\n\xff", "in UTF-8"),
+        ("q.json", "{}", "holds a JSON dict"),
+    ):
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+        with pytest.raises(DatasetError, match=message):
+            load_tasks(tmp_path / name, columns={})
+
+
+# --- splits -------------------------------------------------------------------------------------------------------
+
+
+def tasks_of(number):
+    return [Task(str(i), f"question {i // 2}", ("a",), "s") for i in range(number)]  # each question is asked twice
+
+
+def test_parts_are_disjoint_whole_and_drawn_by_the_seed():
+    tasks = tasks_of(80)
+    parts = {name: Splits(0.1, 0.2).part(tasks, name) for name in ("train", "val", "test")}
+    assert {name: len(part) for name, part in parts.items()} == {"train": 56, "val": 8, "test": 16}
+    assert sorted((t for part in parts.values() for t in part), key=tasks.index) == tasks
+    asked = [{t.question for t in part} for part in parts.values()]
+    assert not asked[0] & asked[1] and not asked[0] & asked[2] and not asked[1] & asked[2]
+    turned = Splits(0.1, 0.2).part(tasks[::-1], "test")
+    assert turned[::-1] == parts["test"], "the place in the file does not matter"
+    assert Splits(0.1, 0.2, seed=1).part(tasks, "test") != parts["test"]
+
+
+def test_shares_that_leave_nothing_are_refused():
+    with pytest.raises(ValueError, match="leave some to train"):
+        Splits(0.5, 0.5)
+    with pytest.raises(DatasetError, match="2 different questions are too few to share: 1 to test, 1 to validate"):
+        Splits().part(tasks_of(4), "train")
+    assert len(Splits(0.0, 0.1).part(tasks_of(4), "train")) == 2
+
+
+def test_data_modules_train_and_test_on_their_parts_of_one_file(make_system, tmp_path):
+    rows = [{"prompt": f"Question {i} right", "answer": f"answer {i}"} for i in range(20)]
+    files = [written(tmp_path / "q.csv", rows)]
+    data = RolloutDataModule(
+        make_system(), files, prompts_per_step=2, val_files=files, test_files=files, columns=MAPPING, splits=Splits()
+    )
+    data.setup("fit")
+    own = [{t.question for t in tasks} for tasks in (data.training_questions, data._tasks["val"], data._tasks["test"])]
+    assert [len(part) for part in own] == [16, 2, 2]
+    assert len(set.union(*own)) == 20
+
+
+def test_splits_of_different_files_are_refused(make_system):
+    with pytest.raises(ValueError, match="give the same files, or splits: null"):
+        EvaluationData(make_system(), val_files=["a.csv"], test_files=["b.csv"], splits=Splits())
+    with pytest.raises(ValueError, match="give the same files, or splits: null"):
+        RolloutDataModule(make_system(), ["a.csv"], 1, test_files=["b.csv"], splits=Splits())

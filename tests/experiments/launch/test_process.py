@@ -1,0 +1,119 @@
+"""Child processes: what reaches the terminal and the log, and what Ctrl-C and a killed parent do."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.launch import process
+from experiments.registry.project import ROOT
+
+CHILD = """
+import os, signal, sys, time
+from experiments.stages.stage import die_with_parent
+die_with_parent(int(os.environ["COMPACT_AGENTS_PARENT"]))
+if sys.argv[1] == "stubborn":
+    signal.signal(signal.SIGINT, lambda *a: print("clinging", flush=True))
+try:
+    print("child", os.getpid(), flush=True)
+    for _ in range(600):
+        time.sleep(0.1)
+except KeyboardInterrupt:
+    print("cleaning up", flush=True)
+    sys.exit(130)
+"""
+PARENT = """
+import os, sys
+from pathlib import Path
+from experiments.launch import fork_server
+from experiments.launch.process import run_child
+from experiments.stages.stage import PARENT_VARIABLE
+if __name__ == "__main__":
+    fork_server.LIBRARIES = ()
+    result = run_child(
+        [sys.executable, sys.argv[1], sys.argv[2]], cwd=Path.cwd(),
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        log=Path(sys.argv[3]), fork_server=fork_server.ForkServer() if sys.argv[4] == "fork" else None,
+    )
+    print("result", result.returncode, result.interrupted, flush=True)
+"""
+
+
+starts = pytest.mark.parametrize("start", ["interpreter", "fork"])
+
+
+class Run:
+    """PARENT in a process, which runs CHILD in an interpreter of its own or as a fork."""
+
+    def __init__(self, tmp_path: Path, mode: str, start: str) -> None:
+        child, parent = tmp_path / "child.py", tmp_path / "parent.py"
+        child.write_text(textwrap.dedent(CHILD))
+        parent.write_text(textwrap.dedent(PARENT))
+        self.log = tmp_path / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, str(parent), str(child), mode, str(self.log), start],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+
+    def until(self, word: str) -> str:
+        for line in self.process.stdout:
+            if word in line:
+                return line
+        raise AssertionError(f"'{word}' never came")
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@starts
+def test_first_ctrl_c_lets_the_child_clean_up(tmp_path, start):
+    run = Run(tmp_path, "plain", start)
+    run.until("child")
+    run.process.send_signal(signal.SIGINT)
+    rest = run.process.communicate(timeout=20)[0]
+    assert "stopping cleanly" in rest and "cleaning up" in rest and "result 130 True" in rest
+    assert "cleaning up" in run.log.read_text()
+
+
+@starts
+def test_second_ctrl_c_ends_it_at_once(tmp_path, start):
+    run = Run(tmp_path, "stubborn", start)
+    run.until("child")
+    run.process.send_signal(signal.SIGINT)
+    run.until("clinging")
+    run.process.send_signal(signal.SIGINT)
+    assert "result -9 True" in run.process.communicate(timeout=20)[0]
+
+
+@starts
+def test_the_child_dies_when_we_are_killed(tmp_path, start):
+    run = Run(tmp_path, "stubborn", start)
+    child = int(run.until("child").split()[1])
+    run.process.kill()
+    run.process.wait()
+    deadline = time.monotonic() + 10
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def test_what_the_watch_reports_ends_a_child_that_does_not_end_by_itself(tmp_path, monkeypatch, capfdbinary):
+    monkeypatch.setattr(process, "GRACE_S", 0.1)
+    reports = iter([None, "node 1 has gone"])
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(process, "WATCH_S", 0.05)
+    result = process.run_child(
+        command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=lambda: next(reports)
+    )
+    assert (result.returncode, result.interrupted, result.trouble) == (-signal.SIGKILL, False, "node 1 has gone")
+    assert b"node 1 has gone; what runs here ends in" in capfdbinary.readouterr().out

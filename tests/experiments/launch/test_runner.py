@@ -1,0 +1,295 @@
+"""Whole runs over small real stages, through the command line."""
+
+import errno
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.launch.runner import require_needs, require_writable
+from experiments.registry.errors import ExperimentError
+from experiments.reports.compare import NoRunsError
+from experiments.stages.context import StageFailed
+from experiments.stages.stage import REFUSED, explain, is_for_user
+from experiments.stages.store import StageFolder
+
+
+def runs(journal):
+    return [line.split()[1] for line in journal.read_text().splitlines()] if journal.exists() else []
+
+
+@pytest.fixture
+def chain(workshop):
+    """a -> b, and both write a line into the journal when they run."""
+    workshop.task("a", "text: A")
+    workshop.task("b", "text: B, source: '${stage:a}'")
+    return workshop, workshop.journal
+
+
+def test_stages_are_made_once_and_reused(chain):
+    workshop, journal = chain
+    first = workshop.run("train", "b", "--resume", "last")
+    assert first.returncode == 0, first.stderr
+    assert "RESUME=last: nothing to continue" in first.stdout
+    assert runs(journal) == ["a", "b"]
+    stage = workshop.graph("b").target()
+    assert (stage.folder / "note.txt").read_text() == "AB"
+    result = StageFolder(stage.folder).result()
+    assert result["summary"] == {"characters": 2}
+    assert result["upstream"] == {"a": stage.upstream[0].key}
+    assert result["seconds"] > 0 and result["sessions"] == 1 and result["command"] == "make train EXP=b"
+    assert (stage.folder / "log").read_text() == "writing B\n"
+
+    again = workshop.run("train", "b")
+    assert again.returncode == 0 and "2 done, 0 to make" in again.stdout
+    assert runs(journal) == ["a", "b"]
+
+    assert workshop.run("train", "b", "--task.text", "C").returncode == 0
+    assert runs(journal) == ["a", "b", "b"]  # a is reused, b is another b
+
+    assert workshop.run("train", "b", "--fresh").returncode == 0
+    assert runs(journal) == ["a", "b", "b", "b"]
+
+
+def test_what_it_is_compared_with_is_made_on_demand(chain, run_here, monkeypatch):
+    workshop, journal = chain
+    shown = []
+    monkeypatch.setattr("experiments.commands.train.closing_table", lambda stages, _: shown.append([*stages]))
+    workshop.task("other", "text: O, source: '${stage:a}'")
+    workshop.task("third", "text: T")
+    workshop.task("b", "text: B, source: '${stage:a}'", "compare: [a, other, third]")
+    alone = run_here("train", "b")
+    assert alone.returncode == 0, alone.stderr
+    assert "  left out, though compared with: other, third (COMPARE=1 makes them, too)\n" in alone.stdout
+    assert sorted(runs(journal)) == ["a", "b"] and [s.name for s in shown[-1]] == ["a", "b"]
+    assert run_here("train", "other").returncode == 0
+    again = run_here("train", "b")
+    assert "compared with: third (COMPARE=1" in again.stdout
+    assert [s.name for s in shown[-1]] == ["a", "other", "b"], "what is done is shown in any case"
+    whole = run_here("train", "b", "--compare")
+    assert whole.returncode == 0 and "left out" not in whole.stdout and sorted(runs(journal))[-1] == "third"
+    assert [s.name for s in shown[-1]] == ["a", "other", "third", "b"]
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_make_a_stage_once(chain):
+    workshop, journal = chain
+    workshop.task("a", "text: A, seconds: 1.0")
+    both = [workshop.start("train", "b") for _ in range(2)]
+    outputs = [p.communicate(timeout=120) for p in both]
+    assert [p.returncode for p in both] == [0, 0], outputs
+    assert sorted(runs(journal)) == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_a_stage_killed_in_the_middle_is_made_again(chain):
+    workshop, journal = chain
+    workshop.task("a", "text: A, seconds: 30")
+    process = workshop.start("train", "a")
+    deadline = time.monotonic() + 120
+    while not runs(journal) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    stage = workshop.graph("a").target()
+    assert StageFolder(stage.folder).state() == "unfinished"
+    assert StageFolder(stage.folder).lock.owner() is None  # the lock died with the run
+    assert workshop.run("train", "b", "--stages.a.task.seconds", "0").returncode == 0
+
+
+def test_a_refused_restart_keeps_what_an_interrupted_task_has_made(workshop, run_here, monkeypatch):
+    workshop.task("a", "text: A")
+    folder = workshop.graph("a").target().folder
+    monkeypatch.setattr("experiments.launch.runner.require_valid", lambda context: None)
+
+    def ends_with(code, made):
+        def run_stage(stage, *_):
+            if made:
+                (stage.folder / made).touch()
+            raise StageFailed("", code)
+
+        monkeypatch.setattr("experiments.launch.runner.run_stage", run_stage)
+        assert run_here("train", "a").returncode == code
+
+    ends_with(REFUSED, None)
+    assert not folder.exists()  # nothing was done
+    ends_with(1, "chunk")
+    ends_with(REFUSED, None)  # say a PYTHONPATH is missing now
+    assert (folder / "chunk").exists()
+
+
+def test_ctrl_c_says_how_to_continue(chain):
+    workshop, journal = chain
+    workshop.task("a", "text: A, seconds: 30")
+    process = workshop.start("train", "a", "--seed", "3")
+    deadline = time.monotonic() + 120
+    while not runs(journal) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Ctrl-C again ends it at once" in out
+    assert "To continue: make train EXP=a SEED=3 RESUME=last" in err
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "traceback"),
+    [("value", "error: ValueError: the corpus is empty", False), ("bug", "TypeError: unsupported operand", True)],
+)
+def test_failures_are_one_message_and_defects_a_traceback(workshop, run_here, fault, words, traceback):
+    workshop.task("a", f"fault: {fault}")
+    run = run_here("train", "a")
+    assert run.returncode == 1
+    assert words in run.stdout
+    assert ("Traceback" in run.stdout) is traceback
+    assert "a failed: exit code 1. Its log:" in run.stderr
+    assert StageFolder(workshop.graph("a").target().folder).result() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "x"), "no space left on the disk"),
+        (OSError(errno.EADDRINUSE, "Address already in use"), "a port is in use"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_the_machine_s_own_troubles_are_for_the_user(error, words):
+    assert words in explain(error) and is_for_user(error)
+    assert not is_for_user(TypeError("a defect"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "bb"], "no experiment 'bb'"),
+        (["train", "a", "--task.txt", "x"], "tests.experiments.toys.Note has no such argument; did you mean 'text'"),
+        (["dry-run", "a", "--task.seconds", "soon"], "'task.seconds': Expected a float. Got value: soon"),
+        (["dry-run", "a", "--task.retriever", "5"], "'task.retriever': Expected class_path and init_args of a Retriev"),
+        (["dry-run", "a", "--task.text", "${no.x}"], "Interpolation key 'no.x' not found (at 'task.init_args.text')"),
+        (["retriever", "a", "--port", "99999"], "port 99999: expected a number from 0 to 65535, as in make retr"),
+        (["engine-server", "a", "--port", "-1"], "port -1: expected a number from 0 to 65535, as in make engine PORT="),
+        (["train", "a", "--task.text", "nowhere/file.parquet"], "task.init_args.text: no file 'nowhere/file.parquet'"),
+        (["train", "a", "--taks.text", "x"], "unknown section 'taks'; did you mean 'task'"),
+        (["dry-run", "a", "--task.class_path", "tests.experiments.toys.Noet"], "Noet"),
+    ],
+)  # fmt: skip
+def test_mistakes_cost_one_message_and_no_run(chain, run_here, words, message):
+    workshop, journal = chain
+    run = run_here(*words)
+    assert run.returncode == 2
+    everything = run.stdout + run.stderr  # a stage's process speaks through its parent's stdout
+    assert message in everything and "Traceback" not in everything
+    assert everything.count("error:") == 1
+    assert runs(journal) == [] and not list(workshop.project.outputs.glob("*/*/"))
+
+
+def test_outputs_that_cannot_be_written_are_one_message(workshop, run_here, monkeypatch):
+    workshop.task("a")
+    monkeypatch.setattr(workshop, "project", replace(workshop.project, outputs=Path("/dev/null/x")))
+    run = run_here("train", "a")
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert "error: no outputs can be written to /dev/null/x (Not a directory): choose another folder" in run.stderr
+    assert run_here("status", "a").returncode == 0, "what only reads is not refused"
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    with pytest.raises(ExperimentError, match="Read-only file system"):
+        require_writable(workshop.folder)
+
+
+def test_compare_says_in_a_line_which_name_has_no_runs(workshop, run_here, monkeypatch):
+    def refuse(*_, **__):
+        raise NoRunsError("no run fits ['nope']")
+
+    monkeypatch.setattr("experiments.reports.report.compare", refuse)
+    run = run_here("compare", "a", "nope")
+    assert run.returncode == 2 and run.stderr == "error: no run fits ['nope']\n"
+
+
+def test_missing_needs_stop_before_anything_runs(chain, run_here, tmp_path):
+    workshop, journal = chain
+    workshop.task("c", "source: '${stage:a}'", f"needs: {{weights: {{path: {tmp_path}/weights, how: ask the owner}}}}")
+    run = run_here("train", "c")
+    assert run.returncode == 2 and f"needs: {tmp_path}/weights (ask the owner)" in run.stderr
+    assert runs(journal) == []
+    dry = run_here("dry-run", "c")
+    assert dry.returncode == 0 and f"needs: {tmp_path}/weights -- not there yet (ask the owner)" in dry.stdout
+    (tmp_path / "weights").mkdir()
+    require_needs([workshop.graph("c").target()])
+
+
+def test_outputs_can_be_elsewhere_for_one_command(chain, run_here, tmp_path):
+    workshop, _ = chain
+    for words in (["--paths.outputs", str(tmp_path / "x")], [f"--paths.outputs={tmp_path / 'x'}"]):
+        run = run_here("train", "a", *words)
+        assert run.returncode == 0 and f"  {tmp_path}/x/a/" in run.stdout, run.stderr
+    assert "1 done, 0 to make" in run.stdout and not list(workshop.project.outputs.glob("*/*/"))
+    assert f"{tmp_path}/x/mlflow.db" in run_here("ui", *words).stderr, "a command without an experiment takes it, too"
+    assert "'--paths.outputs' needs a folder" in run_here("status", "a", "--paths.outputs").stderr
+
+
+def test_ui_fails_where_mlflow_does(workshop, run_here, monkeypatch):
+    workshop.project.outputs.mkdir()
+    (workshop.project.outputs / "mlflow.db").touch()
+    ended = SimpleNamespace(returncode=1)
+    monkeypatch.setattr("experiments.commands.command.subprocess.run", lambda *_, **__: ended)
+    run = run_here("ui", "--port", "0")
+    assert run.returncode == 1 and "the MLflow server ended with exit code 1" in run.stderr
+
+
+def test_clean_keeps_what_can_be_resumed_or_is_done_unless_forced(chain, run_here):
+    workshop, _ = chain
+    stores = {name: StageFolder(workshop.graph(name).target().folder) for name in ("a", "b")}
+    for name, store in stores.items():
+        store.prepare(workshop.graph(name).target(), {}, keep=False)
+    stores["a"].finish({"seconds": 1})
+    (stores["b"].path / "part-0").touch()
+    said = run_here("clean").stdout
+    assert "0 stage folders removed; 1 kept, which FORCE=1 would remove, too" in said
+    assert f"  kept    {stores['b'].path} (can be resumed)" in said
+    said = run_here("clean", "--all").stdout
+    assert "2 kept" in said and f"{stores['a'].path} (done)" in said and stores["a"].path.exists()
+    assert "1 stage folders removed\n" in run_here("clean", "--force").stdout and stores["a"].path.exists()
+    assert run_here("clean", "--all", "--force").returncode == 0 and not stores["a"].path.exists()
+
+
+def test_clean_removes_what_is_unfinished(chain, run_here):
+    workshop, _ = chain
+    for name in ("a", "b"):
+        stage = workshop.graph(name).target()
+        StageFolder(stage.folder).prepare(stage, {}, keep=False)
+    StageFolder(workshop.graph("a").target().folder).finish({"seconds": 1})
+    assert run_here("clean").returncode == 0
+    assert [p.parent.parent.name for p in workshop.project.outputs.glob("*/*/config.yaml")] == ["a"]
+
+
+def test_the_stage_process_is_seeded(workshop, run_here):
+    workshop.write("a", "experiment: {kind: task}\ntask: {class_path: tests.experiments.toys.Draw}\n")
+    assert run_here("train", "a", "--seed", "6").returncode == 0
+    drawn = json.loads((workshop.graph("a", seed=6).target().folder / "drawn.json").read_text())
+    assert drawn == {"random": random.Random(6).random(), "variable": "6"}
+
+
+def test_listing_needs_no_torch(workshop):
+    import subprocess
+    import sys
+
+    from experiments.registry.project import ROOT
+
+    code = (
+        "import sys; from experiments.commands.cli import main; from experiments.launch.runner import make; "
+        "code = main(['list']); heavy = {'torch', 'lightning', 'transformers', 'mlflow', 'vllm'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "dgpo" in done.stdout

@@ -1,0 +1,110 @@
+"""Composition of files: inheritance, merging, interpolation, and what is said when they are wrong."""
+
+import pytest
+
+from experiments.registry.compose import compose, merge, resolve
+from experiments.registry.errors import ExperimentError, nearest
+from experiments.registry.listing import load, summaries
+
+
+def composed(workshop, name):
+    return resolve(compose(name, workshop.project.experiment_dirs), lambda stage: f"<{stage}>")
+
+
+def test_inherits_left_to_right_then_the_file_itself(workshop):
+    workshop.write("bases/a", "trainer: {max_steps: 1, devices: 1, precision: 32-true}")
+    workshop.write("bases/b", "trainer: {max_steps: 2, devices: 2}")
+    workshop.write("x", "inherits: [bases/a, bases/b]\ntrainer: {max_steps: 3}")
+    assert composed(workshop, "x") == {"trainer": {"max_steps": 3, "devices": 2, "precision": "32-true"}}
+
+
+def test_an_experiment_can_inherit_another_and_refer_to_values(workshop):
+    workshop.write("x", "values: {turns: 4}\nmodel: {class_path: m.A, init_args: {a: '${values.turns}', b: 1}}")
+    workshop.write("y", "inherits: [x]\nvalues: {turns: 2}\nmodel: {init_args: {b: '${stage:x}/model'}}")
+    assert composed(workshop, "y") == {"model": {"class_path": "m.A", "init_args": {"a": 2, "b": "<x>/model"}}}
+
+
+def test_another_class_drops_the_inherited_arguments():
+    base = {"model": {"class_path": "m.DGPO", "init_args": {"teacher": "t", "lr": 1}}}
+    assert merge(base, {"model": {"class_path": "m.PPO", "init_args": {"lr": 2}}}) == {
+        "model": {"class_path": "m.PPO", "init_args": {"lr": 2}}
+    }
+    same = merge(base, {"model": {"class_path": "m.DGPO", "init_args": {"lr": 2}}})
+    assert same["model"]["init_args"] == {"teacher": "t", "lr": 2}
+
+
+def test_callbacks_are_named_in_files_and_a_list_afterwards(workshop):
+    workshop.write("bases/c", "trainer: {callbacks: {a: {class_path: c.A}, b: {class_path: c.B, init_args: {n: 1}}}}")
+    workshop.write(
+        "x", "inherits: [bases/c]\ntrainer: {callbacks: {a: null, b: {init_args: {n: 2}}, d: {class_path: c.D}}}"
+    )
+    assert composed(workshop, "x")["trainer"]["callbacks"] == [
+        {"class_path": "c.B", "init_args": {"n": 2}},
+        {"class_path": "c.D"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"x": "inherits: [y]", "y": "inherits: [x]"}, "circle: x -> y -> x"),
+        ({"x": "inherits: [bases/tyni]", "bases/tiny": "{}"}, "no file 'bases/tyni.yaml'.*mean 'bases/tiny'.*by 'x'"),
+        ({"x": "inherits: bases/tiny"}, "must be a list of names"),
+        ({"x": "trainr: {}"}, "unknown key 'trainr'; did you mean 'trainer'"),
+        ({"x": "experiment: {summry: a}"}, "unknown key 'experiment.summry'; did you mean 'summary'"),
+        ({"x": "experiment: {columns: [em, calls]}"}, "experiment.columns: no column 'calls'; there are: em, f1, "),
+        ({"x": "experiment: {columns: em}"}, "must be a list of different names such as .em, tool_calls., found 'em'"),
+        ({"x": "experiment: {columns: [em, em]}"}, "must be a list of different names"),
+        ({"x": "trainer: {a: [1, 2}"}, "x.yaml is not valid YAML.*line 1"),
+        ({"x": "- 1"}, "expected a mapping"),
+        ({"x": "trainer: {a: '${values.nothing}'}"}, "cannot resolve.*values.nothing.*at 'trainer.a'"),
+        (
+            {"x": "trainer: {a: '${model.init_args.b}'}"},
+            "'model.init_args.b' not found .another class_path starts with empty init_args. ",
+        ),
+        ({"x": "trainer: {a: '${oc.env:SURELY_UNSET_VARIABLE}'}"}, "SURELY_UNSET_VARIABLE"),
+        ({"x": "trainer: {a: '???'}"}, "trainer.a"),
+        ({"x": "trainer: {a: '${nonsense:1}'}"}, "Unsupported interpolation type nonsense"),
+    ],
+)
+def test_what_is_wrong_is_said(workshop, files, message):
+    for name, text in files.items():
+        workshop.write(name, text)
+    with pytest.raises(ExperimentError, match=message):
+        composed(workshop, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("experiment: {kind: fti}", "kind is 'fti', expected one of fit, test, task"),
+        ("experiment: {kind: fit}\nmodel: {class_path: a.B}", "'data.class_path' is missing"),
+        ("experiment: {kind: task}\ntask: {class_path: a.B}\nmodel: {class_path: a.B}", "cannot have a 'model'"),
+    ],
+)
+def test_sections_must_fit_the_kind(workshop, text, message):
+    workshop.write("x", text)
+    with pytest.raises(ExperimentError, match=message):
+        load("x", workshop.project)
+
+
+def test_unknown_experiment_names_the_nearest(workshop):
+    workshop.task("dgpo_tiny")
+    with pytest.raises(ExperimentError, match="no experiment 'dgpo_tniy'.*did you mean 'dgpo_tiny'"):
+        load("dgpo_tniy", workshop.project)
+
+
+def test_nearest_lists_what_is_valid_when_nothing_is_close():
+    assert nearest("zzz", ["alpha", "beta"]) == "; valid: alpha, beta"
+    assert nearest("zzz", []) == ""
+
+
+def test_a_broken_file_stops_only_what_needs_it(workshop):
+    workshop.task("a")
+    workshop.write("broken", "trainer: {a: [1, 2}")
+    workshop.write("wrong", "trainr: {}")
+    found, wrong = summaries(workshop.project)
+    assert [about.name for about in found] == ["a"] and len(wrong) == 2
+    assert "broken.yaml is not valid YAML" in wrong[0] and "unknown key 'trainr'" in wrong[1]
+    with pytest.raises(ExperimentError, match="no experiment 'broken'.*not read: .*broken.yaml is not valid YAML"):
+        load("broken", workshop.project)

@@ -1,0 +1,248 @@
+"""Every experiment file in the repository composes, and Lightning's parser takes it, class by class, type by type."""
+
+import pytest
+import yaml
+
+from experiments.commands.size import advice, module_of, sized
+from experiments.registry import listing as registry
+from experiments.registry.errors import ExperimentError
+from experiments.registry.overrides import parse
+from experiments.registry.project import ROOT, Project
+from experiments.registry.sizing import CHIPS
+from experiments.stages.graph import Graph, closure, require_files
+from experiments.stages.validate import check, check_classes, cli, condense
+
+PROJECT = Project()
+NAMES = registry.names(PROJECT)
+NAMING = ("experiment", "experiment_name", "run_name", "save_dir", "tokenizer")
+PAPER = [n for n in NAMES if "qwen" in n or "llama" in n]
+# One of every family and kind; the others are `slow`.
+REPRESENTATIVE = [
+    "world_tiny", "dgpo_tiny", "arpo_tiny", "sod_tiny", "sdar_tiny", "smoke", "dgpo_qwen2.5_0.5b", "sod_qwen3_0.6b",
+    "arpo_qwen3_14b", "sdar_qwen2.5_7b_alfworld",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory) -> Graph:
+    """One graph for all names: what several experiments depend on is resolved once."""
+    return Graph(Project(outputs=tmp_path_factory.mktemp("outputs")), "dgpo_tiny")
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_composes_and_validates(name, stages):
+    stage = stages.stage(name)
+    check(stage, PROJECT.root)
+    yaml.safe_dump(stage.config)  # what config.yaml will hold
+
+
+def shape(value: object) -> str:
+    """A configuration without its numbers and paths: of two with the same shape the parser takes both or neither."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{shape(value[key])}" for key in sorted(value) if key not in NAMING) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(sorted({shape(item) for item in value})) + "]"
+    if isinstance(value, str):
+        return value if "/" not in value and " " not in value else "str"
+    return type(value).__name__
+
+
+@pytest.mark.slow
+def test_every_experiment_validates(stages):
+    """The parser takes a second for each, so it is given every shape of a trainer, a model and data once."""
+    parsed: set[str] = set()
+    for name in NAMES:
+        stage = stages.stage(name)
+        about = stage.config["experiment"]
+        assert all(about[key] for key in ("summary", "algorithm", "models", "data", "hardware")), name
+        mentioned = [other for key in ("compare", "ablations", "ablations_once") for other in about.get(key) or []]
+        assert set(mentioned) <= set(NAMES), name
+        shapes = {f"{section}: {shape(value)}" for section, value in stage.config.items() if section not in NAMING}
+        if shapes <= parsed:
+            require_files([stage], PROJECT.root)
+            check_classes(stage.config, name)
+        else:
+            check(stage, PROJECT.root)
+        parsed |= shapes
+
+
+@pytest.mark.slow
+def test_experiments_of_the_papers_fit_the_gpus_that_they_name_and_list_what_they_need(stages):
+    for name in PAPER:
+        stage = stages.stage(name)
+        needs = [need for stage in closure([stage]) for need in stage.needs]
+        assert needs and all(need.how and need.path for need in needs), name
+        if stage.kind == "fit":
+            gpus = int(stage.config["experiment"]["hardware"].split()[0])
+            assert advice([sized(stage, module_of(stage), gpus, PROJECT.root)], CHIPS["a100"]) == [], name
+
+
+def test_dgpo_tiny_is_the_chain_the_readme_tells():
+    graph = Graph(PROJECT, "dgpo_tiny")
+    target = graph.target()
+    chain = [s.name for s in closure([target])]
+    for earlier, later in [
+        ("world_tiny", "index_tiny"),
+        ("teacher_tiny", "demonstrations_tiny"),
+        ("demonstrations_tiny", "kd_tiny"),
+        ("kd_tiny", "dgpo_tiny"),
+    ]:
+        assert chain.index(earlier) < chain.index(later)
+    assert not any(stage.needs for stage in closure([target])), "the embedded default needs no download"
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "data_changed"),
+    [
+        ("dgpo_tiny_uniform_kl", {"selective"}, set()),
+        # A student that cannot end a turn writes five times as many tokens; its budget is that of the others in tokens.
+        ("dgpo_tiny_no_cold_start", {"policy"}, {"iterations"}),
+        ("dgpo_tiny_kl_in_loss", {"kl_in", "kl_estimator"}, set()),
+    ],
+)
+def test_an_ablation_changes_one_thing(name, changed, data_changed):
+    main, ablation = Graph(PROJECT, "dgpo_tiny").target().config, Graph(PROJECT, name).target().config
+    ours, theirs = main["model"]["init_args"], ablation["model"]["init_args"]
+    assert {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)} == changed
+    data, other = main["data"]["init_args"], ablation["data"]["init_args"]
+    differing = {k for k in data if data[k] != other[k]}
+    assert differing - {"rollouts"} == data_changed  # the rollouts' engine starts from the policy
+
+
+def test_the_paper_run_has_the_values_of_the_specification():
+    config = Graph(PROJECT, "dgpo_qwen2.5_0.5b").target().config
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    expected = {
+        "lr": 1e-6, "critic_lr": 1e-5, "warmup_steps": 285, "critic_warmup_steps": 15, "weight_decay": 0.01,
+        "max_grad_norm": 1.0, "clip_low": 0.2, "clip_high": 0.2, "value_clip": 0.5, "entropy_coef": 0.001, "gamma": 1.0,
+        "lam": 1.0, "kl_coef": 0.001, "kl_in": "reward", "selective": True, "kl_estimator": "k1", "temperature": 1.0,
+        "mini_batches": 2, "epochs": 1,
+    }  # fmt: skip
+    assert {k: model[k] for k in expected} == expected
+    assert (data["prompts_per_step"], data["samples_per_prompt"], data["iterations"]) == (512, 1, 1000)
+    rollouts = data["rollouts"]["init_args"]
+    assert (rollouts["max_turns"], rollouts["max_turn_tokens"], rollouts["max_observation_tokens"]) == (4, 500, 500)
+    assert rollouts["max_response_tokens"] == 4096
+    assert rollouts["protocol"]["init_args"]["template"] == "dataset", "Search-R1's wording, as the teacher knows it"
+    assert rollouts["environment"]["init_args"]["tools"]["search"]["init_args"]["topk"] == 3
+
+
+ARPO_RUNS = {  # docs/papers/arpo.md 1.1: n, N, call limit, response tokens, prompts per step
+    "qwen2.5_3b": (16, 8, 3, 4096, 128),
+    "qwen2.5_7b": (16, 8, 3, 4096, 128),
+    "llama3.1_8b": (16, 8, 3, 4096, 128),
+    "qwen3_8b": (16, 8, 6, 10000, 128),
+    "qwen3_14b": (12, 6, 6, 6192, 64),
+}
+
+
+@pytest.mark.parametrize("model", ARPO_RUNS)
+@pytest.mark.parametrize("algorithm", ["grpo", "arpo", "aepo"])
+def test_arpos_runs_have_the_values_of_the_specification(algorithm, model):
+    samples, roots, calls, tokens, prompts = ARPO_RUNS[model]
+    config = Graph(PROJECT, f"{algorithm}_{model}").target().config
+    learner, data = config["model"]["init_args"], config["data"]["init_args"]
+    expected = {
+        "lr": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0,
+        "kl_coef": 0.0, "entropy_coef": 0.0, "temperature": 1.0, "mini_batches": 8, "epochs": 1, "warmup_steps": 0,
+    }  # fmt: skip
+    assert {k: learner[k] for k in expected} == expected
+    assert config["model"]["class_path"].rpartition(".")[2].lower() == algorithm
+    assert learner["policy"].split("/")[-3] == f"sft_arpo_{model}"
+    assert (data["samples_per_prompt"], data["prompts_per_step"]) == (samples, prompts)
+    rollouts = data["rollouts"]["init_args"]
+    assert (rollouts["max_turns"], rollouts["max_response_tokens"]) == (6 if algorithm == "aepo" else calls, tokens)
+    sampler = rollouts.get("sampler")
+    if algorithm == "grpo":
+        assert sampler is None
+        return
+    chosen = {"initial_rollouts": roots, "beam_size": 2, "branch_probability": 0.5, "entropy_weight": 0.2}
+    assert {k: sampler["init_args"][k] for k in chosen} == chosen
+
+
+def test_the_tiny_runs_of_arpo_differ_in_their_sampler_only():
+    def parts(name):
+        config = Graph(PROJECT, name).target().config
+        data = dict(config["data"]["init_args"])
+        rollouts = dict(data.pop("rollouts")["init_args"])
+        sampler = rollouts.pop("sampler", None)
+        return config["model"]["init_args"], data, rollouts, sampler
+
+    learner, data, rollouts, sampler = parts("arpo_tiny")
+    for name, change in [
+        ("grpo_tiny", None),
+        ("arpo_tiny_random", {"entropy_weight": 0.0}),
+        ("arpo_tiny_as_published", {"variant": "as_published"}),
+    ]:
+        others = parts(name)
+        assert others[:3] == (learner, data, rollouts), name
+        expected = None if change is None else {**sampler, "init_args": {**sampler["init_args"], **change}}
+        assert others[3] == expected, name
+
+
+def test_paths_given_on_the_command_line_reach_every_stage():
+    stages = closure([Graph(PROJECT, "dgpo_qwen2.5_0.5b", parse(["--paths.teacher", "/my/teacher"])).target()])
+    for stage in stages:
+        assert "/my/teacher" in str(stage.config), stage.name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.kl_ceof=1"], "unknown key 'model.kl_ceof'.*did you mean 'kl_coef'"),
+        (["--model.kl_coef=much"], "kl_coef': found 'much'; expected a valid number"),
+        (["--model.kl_in=nowhere"], "kl_in.*nowhere"),
+        (["--trainer.max_stesp=3"], "unknown key 'trainer.max_stesp'; did you mean 'max_steps'"),
+        (["--trainer.max_steps=soon"], "'trainer.max_steps': .*int.*soon"),
+        (["--data.rollouts.max_turn=3"], "unknown key 'data.rollouts.max_turn'"),
+        (["--data.rollouts.engine.max_num_seqs=many"], "max_num_seqs': found 'many'; expected a valid integer"),
+        (
+            ["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.CollapseGuard"],
+            "no module 'callbacks.colapse_guard'; did you mean 'callbacks.training.collapse_guard'",
+        ),
+        (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
+        (["--model=lightning_modules.algorithms.ppo.POP"], "POP"),
+        (["--data.iterations=5"], "val_check_interval is 40, but the run has only 5 iterations"),
+        (["--model.mini_batches=0"], "mini_batches': found 0; expected greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
+    stage = Graph(PROJECT, "dgpo_tiny", parse(overrides)).target()
+    with pytest.raises(ExperimentError, match=message) as caught:
+        check(stage, ROOT)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.skills.bank=household_tinny"], "household_tinny"),
+        (["--model.skills.bank=household_tiny", "--model.skills.retriever=rollout.skills.bandit.UCB",
+          "--model.skills.retriever.c=-1"], "c': found '-1'; expected greater"),
+    ],
+)  # fmt: skip
+def test_skills_that_cannot_be_used_are_refused_before_the_first_stage_of_the_chain(overrides, message):
+    stage = Graph(PROJECT, "sdar_tiny", parse(overrides)).target()
+    with pytest.raises(ExperimentError, match=f"experiment 'sdar_tiny': .*{message}"):
+        check(stage, ROOT)
+
+
+def test_an_override_of_the_class_keeps_the_arguments_that_fit():
+    stage = Graph(
+        PROJECT, "dgpo_tiny", parse(["--model=lightning_modules.algorithms.ppo.PPO", "--model.clip_low=0.1"])
+    ).target()
+    parsed = cli(stage.config, stage.arguments, "x", instantiate=False).config.model
+    assert parsed.class_path == "lightning_modules.algorithms.ppo.PPO"
+    assert parsed.init_args.clip_low == 0.1 and parsed.init_args.lr == stage.config["model"]["init_args"]["lr"]
+
+
+def test_condense_keeps_what_matters():
+    message = (
+        'Parser key "model":\n  Does not validate against any of the Union subtypes\n'
+        "  Subtypes: [<class 'A'>, <class 'NoneType'>]\n  Errors:\n    - Problem with given class_path 'x.A':\n"
+        "        Parser key \"lr\":\n          Expected a <class 'float'>. Got value: a\n"
+        "    - Expected a <class 'NoneType'>\n"
+        "  Given value type: <class 'dict'>\n  Given value: {'class_path': 'x.A'}"
+    )
+    expected = "'model.lr': Expected a float. Got value: a"
+    assert condense(message) == expected

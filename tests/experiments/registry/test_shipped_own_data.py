@@ -1,0 +1,67 @@
+"""The family for your own data: paths reach every stage, and nothing else is asked for."""
+
+import json
+
+import pytest
+
+from experiments.registry.overrides import parse
+from experiments.registry.project import ROOT, Project
+from experiments.stages.graph import Graph
+from experiments.stages.validate import check
+
+CHAINS = {
+    "my_grpo": ["my_index"],
+    "my_arpo": ["my_index"],
+    "my_sod": ["my_index"],
+    "my_sdar": ["my_index"],
+    "my_sft": ["my_index", "my_demonstrations"],
+    "my_dgpo": ["my_index", "my_demonstrations", "my_kd"],
+}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """``plan(name, *words)``: the stages with these paths, validated."""
+    (tmp_path / "q.csv").write_text("prompt,golden_answers\nq,a\n")
+    (tmp_path / "c.jsonl").write_text('{"text": "t"}\n')
+    paths = ["--paths.model", f"{tmp_path}/model", "--paths.questions", f"{tmp_path}/q.csv"]
+
+    def make(name, *words):
+        graph = Graph(Project(outputs=tmp_path / "out"), name, parse([*paths, *words]))
+        stages = graph.plan(compare=False)
+        for stage in stages:
+            check(stage, ROOT)
+        return stages
+
+    return make
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_paths_are_all_that_a_chain_needs(plan, name, tmp_path):
+    words = ["--paths.corpus", f"{tmp_path}/c.jsonl", "--paths.columns.question", "prompt"]
+    stages = plan(name, *words, "--paths.teacher", f"{tmp_path}/teacher")
+    assert [stage.name for stage in stages] == [*CHAINS[name], name]
+    assert all(need.present for stage in stages for need in stage.needs)
+    text = json.dumps([stage.config for stage in stages])
+    assert "Qwen/" not in text and "corpus.jsonl" not in text and "questions.jsonl" not in text
+    read = [(s.config.get("data") or s.config["task"])["init_args"] for s in stages if s.name != "my_index"]
+    assert all(data["columns"] == {"question": "prompt"} and data["splits"] for data in read)
+
+
+def test_columns_can_be_named_where_the_data_module_has_them(plan, tmp_path):
+    stage = plan("my_grpo", "--paths.corpus", f"{tmp_path}/c.jsonl", "--data.columns.question", "prompt")[-1]
+    assert stage.config["data"]["init_args"]["columns"] == {"question": "prompt"}
+
+
+@pytest.mark.parametrize(("tools", "turns", "shown"), [("python", 5, True), ("none", 1, False)])
+def test_without_a_corpus_nothing_is_indexed(plan, tools, turns, shown):
+    [stage] = plan("my_grpo", "--paths.tools", tools)
+    rollouts = stage.config["data"]["init_args"]["rollouts"]["init_args"]
+    assert rollouts["max_turns"] == turns and rollouts["protocol"]["init_args"]["show_tools"] is shown
+    assert "RetrieverProcess" not in json.dumps(stage.config)
+
+
+def test_missing_questions_are_told_with_what_to_say(tmp_path):
+    stage = Graph(Project(outputs=tmp_path), "my_grpo", parse(["--paths.tools", "none"])).target()
+    [need] = [need for need in stage.needs if not need.present]
+    assert need.path == "questions.jsonl" and "--paths.questions FILE" in need.how

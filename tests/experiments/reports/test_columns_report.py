@@ -1,0 +1,260 @@
+"""Tables and pages with the columns an experiment has chosen, over real files of small stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import polars as pl
+import pytest
+
+from callbacks.evaluation.evaluation import Evaluation
+from callbacks.evaluation.statistics import bootstrap_interval
+from callbacks.evaluation.summary import summarize
+from callbacks.evaluation_rows import row_of, save_rows
+from callbacks.training.training_totals import TrainingTotals
+from experiments.registry.columns import COLUMNS, DEFAULT, SCORES, columns_of, known_columns, score_of
+from experiments.reports.report import closing_table, write_results
+from experiments.reports.results import Run, pooled_cell
+from experiments.reports.results_page import metric_text, number_text
+from rollout.trajectory import Reward
+from tests.callbacks.helpers import EvaluationData, Hands, make_call, make_trajectory
+from tests.callbacks.training.test_training_totals import Batches, batch
+
+ARPO = [
+    "em", "f1", "tool_calls", "em_per_1000_calls", "math", "pass/2", "train_tool_calls", "train_forked",
+    "train_tokens_computed",
+]  # fmt: skip
+QUESTIONS = 20
+# method -> (right answers of 20 on each of two attempts, calls per attempt, training iterations)
+METHODS = {"arpo": (15, 1, 3), "grpo": (10, 2, 2)}
+
+
+def questions(right, calls, seed):
+    made = [
+        make_trajectory(
+            f"q{i}", answer="grey harbor" if i < right - seed else "x", index=attempt,
+            calls=tuple(make_call(0, "q", ("x",)) for _ in range(calls)),
+        ).replace(reward=Reward(1.0, {"math": float(i < right)}))
+        for i in range(QUESTIONS)
+        for attempt in range(2)
+    ]  # fmt: skip
+    return made
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """Two methods, two seeds each, trained on hand-made rollouts and tested with two attempts at each question."""
+    import lightning as L
+
+    outputs = tmp_path_factory.mktemp("outputs")
+    for method, (right, calls, iterations) in METHODS.items():
+        for seed in (0, 1):
+            trainer = L.Trainer(
+                default_root_dir=outputs / method / f"key{seed}", callbacks=[Evaluation(200), TrainingTotals()],
+                max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+            )  # fmt: skip
+            trainer.fit(Batches([batch(1.0, calls=2)] * iterations))
+            data = EvaluationData({"agent": [questions(right, calls, seed)]})
+            trainer.test(Hands(), datamodule=data, verbose=False)
+    return outputs
+
+
+def rows_of(stages):
+    return [
+        {"name": method, "label": method.upper(), "seed": seed, "folder": stages / method / f"key{seed}",
+         "seconds": 60.0, "command": f"make train EXP={method}", "commit": "abc"}
+        for method in METHODS for seed in (0, 1)
+    ]  # fmt: skip
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip(" |").split("|")]
+
+
+def table_of(text, heading):
+    """Rows, as {head: cell}, of the first table under a heading."""
+    lines = itertools.dropwhile(lambda line: not line.startswith("|"), text.split(heading)[1].splitlines())
+    head, _, *rows = (cells(line) for line in itertools.takewhile(lambda line: line.startswith("|"), lines))
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_unknown_columns_are_refused_with_the_known_ones():
+    assert tuple(columns_of(None)) == DEFAULT
+    assert [c.title for c in columns_of(["calls/python", "em"]).values()] == ["calls/python", "EM"]
+    with pytest.raises(ValueError, match="no column 'emm'; there are: em, f1, .*train_tool_calls.*calls/<...>"):
+        columns_of(["em", "emm"])
+    for wrong in ("calls/", 3):
+        with pytest.raises(ValueError, match="no column"):
+            columns_of([wrong])
+    assert set(COLUMNS) < set(known_columns())
+
+
+def test_numbers_read_well():
+    shown = {0.4123: "0.412", 2.824: "2.824", -0.5: "-0.500", 265.13: "265.1", 15360.0: "15,360"}
+    assert {value: number_text(value) for value in shown} == shown
+    assert metric_text({"mean": 0.5, "n": 3}, True) == "0.500" and metric_text(None, True) == "-"
+
+
+def test_closing_table_shows_what_was_chosen(stages):
+    folders = [("ARPO", stages / "arpo" / "key0"), ("GRPO", stages / "grpo" / "key0" / "evaluation.json")]
+    text = closing_table(folders, ARPO)
+    arpo, grpo = (next(line for line in text.splitlines() if name in line) for name in ("ARPO", "GRPO"))
+    assert "750.0 [" in arpo and "250.0 [" in grpo  # 15 of 20 with one call each; 10 of 20 with two
+    assert " 6 " not in arpo and "6.000" in arpo and "4.000" in grpo, "calls of the whole training"
+    with pytest.raises(ValueError, match="no column 'nothing'"):
+        closing_table([("ARPO", stages / "arpo" / "key0")], ["nothing"])
+
+
+def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):
+    page, data = write_results("arpo", rows_of(stages), tmp_path, "make reproduce EXP=arpo", columns=ARPO)
+    objects = json.loads(data.read_text())
+    assert [(o["method"], o["seed"]) for o in objects] == [("ARPO", 0), ("ARPO", 1), ("GRPO", 0), ("GRPO", 1)]
+    first = objects[1]
+    named = ("metric", "n", "attempts", "trials", "k", "mean", "seconds", "command", "commit")
+    assert {key: first[key] for key in named} == {
+        "metric": "em", "n": 20, "attempts": 2, "trials": 40, "k": 28, "mean": 0.7, "seconds": 60.0,
+        "command": "make train EXP=arpo", "commit": "abc",
+    }  # fmt: skip
+    assert first["low"] < 0.7 < first["high"]
+    assert list(first["metrics"]) == ARPO
+    assert first["metrics"]["train_tool_calls"] == {"mean": 6, "n": 1}
+    assert first["metrics"]["pass/2"]["mean"] == 0.75 and first["metrics"]["tool_calls"]["n"] == 20
+
+    text = page.read_text()
+    arpo, grpo = table_of(text, "## Test set")
+    assert (arpo["method"], arpo["seeds"]) == ("ARPO", "2")
+    assert "T = 1" not in text, "no model was tested with sampled answers"
+    assert arpo["EM"].startswith("0.725 [") and grpo["EM"].startswith("0.475 [")
+    assert arpo["EM per 1000 calls"].startswith("725.0 [") and grpo["EM per 1000 calls"].startswith("237.5 [")
+    assert arpo["math equality"].startswith("0.750 [") and arpo["tool calls"] == "1.000"
+    assert (arpo["forked"], arpo["tokens computed / trajectory"]) == ("0.500", "20.000")
+    assert (arpo["tool calls in training"], grpo["tool calls in training"]) == ("6.000", "4.000")
+    seeds = table_of(text, "## Every seed")
+    assert [s["EM"][:5] for s in seeds] == ["0.750", "0.700", "0.500", "0.450"]
+    assert [s["pass@2"][:7] for s in seeds] == ["0.750 [", "0.750 [", "0.500 [", "0.500 ["], "right by the reward"
+    assert "forked, of trajectories" in text
+    differences = [cells(line) for line in text.splitlines() if line.startswith("| ARPO - GRPO")]
+    assert [d[1] for d in differences] == ["0", "1", "all"] and all(d[2].startswith("+0.250 [") for d in differences)
+    assert all(d[-1] == "20" for d in differences)
+
+
+def test_stages_of_earlier_versions_fit_into_the_same_tables(stages, tmp_path):
+    """A stage from before there were calls, attempts and training.json: its EM counts, the rest is not measured."""
+    old = tmp_path / "old" / "key0"
+    (old / "evaluation").mkdir(parents=True)
+    new = stages / "grpo" / "key0"
+    report = json.loads((new / "evaluation.json").read_text())
+    keep = ("em", "f1", "searches", "stop/", "valid_actions", "response_tokens")
+    old_names = [name for name in report["test"] if name.startswith(keep) and "per_1000" not in name]
+    report["test"] = {name: report["test"][name] for name in old_names}
+    (old / "evaluation.json").write_text(json.dumps(report))
+    frame = pl.read_parquet(new / "evaluation" / "test.parquet").filter(pl.col("attempt") == 0)
+    frame[:, : frame.columns.index("attempt")].write_parquet(old / "evaluation" / "test.parquet")
+    rows = rows_of(stages)[:1] + [rows_of(stages)[2] | {"folder": old}]
+    page, data = write_results("arpo", rows, tmp_path, "x", columns=ARPO)
+    arpo, grpo = table_of(page.read_text(), "## Test set")
+    assert grpo["EM"].startswith("0.500 [") and arpo["tool calls"] == "1.000"
+    assert all(grpo[title] == "-" for title in ("tool calls", "EM per 1000 calls", "pass@2", "forked", "math equality"))
+    assert set(json.loads(data.read_text())[1]["metrics"]) == {"em", "f1"}
+    assert any(line.startswith("| ARPO - GRPO | 0 | +0.250 [") for line in page.read_text().splitlines())
+
+
+def test_default_columns_give_the_page_of_before(stages, tmp_path):
+    page, _ = write_results("arpo", rows_of(stages), tmp_path, "x")
+    heads = [line for line in page.read_text().splitlines() if line.startswith("| method")]
+    titles = "EM | F1 | source ref. | thinking | hit first | hit any | closed book | searches"
+    assert heads[0] == f"| method | seeds | {titles} |"
+    assert heads[-1] == "| method | seed | EM | n | time |"
+
+
+def test_average_as_the_main_score(stages, tmp_path):
+    """Seeds differ in EM here and not in the reward's verdict; the comparison is one of verdicts."""
+    columns = ["acc", "average/2", "maj/2", "pass/2", "tool_success", "tool_calls", "steps/weight/1"]
+    page, data = write_results("arpo", rows_of(stages), tmp_path, "x", columns=columns, score="average")
+    objects = json.loads(data.read_text())
+    assert {o["metric"] for o in objects} == {"average"}
+    counts = [(o["mean"], o["k"], o["n"], o["attempts"]) for o in objects]
+    assert counts == [(0.75, 30, 20, 2)] * 2 + [(0.5, 20, 20, 2)] * 2
+    assert objects[0]["low"] < 0.75 < objects[0]["high"] and objects[0]["sampled"] is None
+    assert set(objects[0]["metrics"]) == {*columns} - {"steps/weight/1"}
+    assert objects[1]["metrics"]["maj/2"]["mean"] == 0.75, "both attempts give one answer, right by the reward"
+    text = page.read_text()
+    arpo, grpo = table_of(text, "## Test set")
+    assert arpo["accuracy"].startswith("0.750 [") and arpo["steps/weight/1"] == "-"
+    assert grpo["avg@2"] == grpo["accuracy"] and grpo["avg@2"].startswith("0.500 ["), "with an interval"
+    assert arpo["maj@2"] == arpo["pass@2"] == arpo["accuracy"], "here every question is all right or all wrong"
+    assert arpo["tool success"].startswith("1.000 [") and "average@k" in text and "T = 1" not in text
+    assert [s["accuracy"][:5] for s in table_of(text, "## Every seed")] == ["0.750", "0.750", "0.500", "0.500"]
+    assert table_of(text, "## By kind of question") == [
+        {"method": "ARPO", "one_hop": "0.750"}, {"method": "GRPO", "one_hop": "0.500"},
+    ]  # fmt: skip
+    differences = [cells(line) for line in text.splitlines() if line.startswith("| ARPO - GRPO")]
+    assert all(d[2].startswith("+0.250 [") and len(d) == 5 for d in differences)
+    assert "Difference in accuracy" in text
+
+
+def test_titles_are_those_of_papers():
+    names = ["average/4", "average/4/pick_two", "pass_first/2", "reward/score"]
+    assert [column.title for column in columns_of(names).values()] == ["avg@4", "pick_two avg@4", *names[2:]]
+
+
+def test_figures_of_several_attempts_over_runs(stages):
+    """Every question's number is its mean over the runs; intervals are of those, and a single run's are its own."""
+    arpo, grpo = ([Run.of(row) for row in rows_of(stages)[i : i + 2]] for i in (0, 2))
+    mixed = [arpo[0], grpo[0]]  # 15 and 10 of 20 right: 10 questions by both, 5 by one
+    expected = bootstrap_interval([1.0] * 10 + [0.5] * 5 + [0.0] * 5).as_json()
+    for name in ("average/2", "pass/2", "pass_first/2", "maj/2"):
+        (column,) = columns_of([name]).values()
+        found = pooled_cell(mixed, column)
+        assert found["mean"] == expected["mean"] == 0.625 and found["n"] == 20
+        assert [found[end] for end in ("low", "high")] == pytest.approx([expected["low"], expected["high"]], abs=0.03)
+        own = json.loads((arpo[0].folder / "evaluation.json").read_text())["test"][name]
+        assert pooled_cell(arpo[:1], column) == own and own["low"] < own["mean"] < own["high"]
+    assert pooled_cell(mixed, *columns_of(["pass/64"]).values()) is None
+    calls = pooled_cell(mixed, COLUMNS["accuracy_per_1000_calls"])
+    assert calls["mean"] == pytest.approx(1000 * (30 + 20) / (40 + 80)) and calls["low"] < calls["mean"] < calls["high"]
+
+
+def test_averages_of_sets_over_runs(tmp_path):
+    def run(seed, right):
+        made = [
+            make_trajectory(f"{source}{i}", source=source, index=attempt).replace(reward=Reward(1.0, {"acc": value}))
+            for source, values in right.items() for i, value in enumerate(values) for attempt in range(2)
+        ]  # fmt: skip
+        folder = tmp_path / str(seed)
+        rows = [row_of(t) for t in made]
+        save_rows(folder / "evaluation" / "test.parquet", rows)
+        test = {name: figure.as_json() for name, figure in summarize(rows, resamples=100).items()}
+        (folder / "evaluation.json").write_text(json.dumps({"test": test}))
+        return Run("sod", "SOD", seed, folder, 1.0, "", "")
+
+    runs = [run(0, {"a": [1.0] * 6, "b": [1.0, 0.0]}), run(1, {"a": [1.0] * 6, "b": [0.0, 0.0]})]
+    macro, pooled, hard = (
+        pooled_cell(runs, column) for column in columns_of(["average_of_sets/2", "average/2", "average/2/b"]).values()
+    )
+    assert (macro["mean"], pooled["mean"], hard["mean"]) == pytest.approx((0.625, 6.5 / 8, 0.25))
+    assert (macro["low"], macro["high"]) == (0.5, 0.75) and (hard["low"], hard["high"], hard["n"]) == (0.0, 0.5, 2)
+
+
+def test_stages_without_the_score_are_not_measured(stages, tmp_path):
+    old = tmp_path / "old"
+    (old / "evaluation").mkdir(parents=True)
+    new = stages / "grpo" / "key0"
+    report = json.loads((new / "evaluation.json").read_text())
+    report["test"] = {name: value for name, value in report["test"].items() if not name.startswith("acc")}
+    (old / "evaluation.json").write_text(json.dumps(report))
+    pl.read_parquet(new / "evaluation" / "test.parquet").drop("accuracy").write_parquet(old / "evaluation/test.parquet")
+    rows = rows_of(stages)[:1] + [rows_of(stages)[2] | {"folder": old}]
+    page, data = write_results("arpo", rows, tmp_path, "x", columns=["acc"], score="average")
+    assert json.loads(data.read_text())[1]["mean"] is None
+    assert table_of(page.read_text(), "## Test set")[1]["accuracy"] == "-"
+    assert "| ARPO - GRPO | 0 | - | - | 0 |" in page.read_text()
+
+
+def test_unknown_scores_are_refused():
+    assert score_of(None) is SCORES["em"] and {s.column for s in SCORES.values()} < set(COLUMNS)
+    for wrong in ("acc", 3, ["em"]):
+        with pytest.raises(ValueError, match="no score .*; there are: em, average"):
+            score_of(wrong)

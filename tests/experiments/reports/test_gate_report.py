@@ -1,0 +1,54 @@
+"""What the page says of gates, from a real store."""
+
+from __future__ import annotations
+
+import pytest
+
+from callbacks.tracking.mlflow_logger import MLflowLogger
+from experiments.reports.gate_report import ACTIVE, GAP, at_end, gate_history, write_gates
+from experiments.reports.results import Run
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """Two seeds whose share rises by .01 an iteration, one .1 higher; a run without gates, and one at beta 0."""
+    folder = tmp_path_factory.mktemp("gates")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    runs = []
+    for name, seed, base in (("SDAR", 0, 0.3), ("SDAR", 1, 0.4), ("GRPO", 0, None), ("beta 0", 0, 0.0)):
+        stage = folder / name / str(seed)
+        stage.mkdir(parents=True)
+        logger = MLflowLogger("tests", f"{name}-{seed}", uri, save_dir=str(stage), synchronous=True)
+        for step in range(20):
+            figures = {"train/reward": 1.0}
+            if base is not None:
+                share = base + 0.01 * step if base else 0.0
+                figures |= {ACTIVE: share, GAP: -share, f"{ACTIVE}/part1": share, f"{ACTIVE}/turn1": share + 0.1}
+                figures[f"{GAP}/turn1"] = -2 * share
+            logger.log_metrics(figures, step)
+        logger.finalize()
+        runs.append(Run(name.lower(), name, seed, stage, 1.0, "make", "c0"))
+    return runs, uri, folder
+
+
+def test_seeds_are_averaged_and_both_ends_are_told(logged):
+    runs, uri, _ = logged
+    history = gate_history(runs, uri)
+    assert list(history) == ["SDAR", "beta 0"]
+    assert at_end(history["SDAR"], ACTIVE) == pytest.approx(0.35 + 0.145)
+    assert at_end(history["SDAR"], ACTIVE, last=False) == pytest.approx(0.35 + 0.045)
+    assert at_end(history["SDAR"], f"{ACTIVE}/turn8") is None
+
+
+def test_section_and_picture(logged, tmp_path):
+    runs, uri, _ = logged
+    text, [picture] = write_gates(runs, uri, tmp_path / "x_gates.png")
+    assert picture.read_bytes()[:4] == b"\x89PNG" and "](x_gates.png)" in text
+    assert "| SDAR | -0.395 | -0.495 | 0.395 | 0.495 |" in text
+    assert "| SDAR | 0.495 | - | - | 0.595 | - |" in text and "GRPO" not in text
+    assert "| SDAR | - | - | - | -0.990 | - |" in text, "the gap by turn"
+    assert "0.000 | - | - |" in text, "gates that are all one half endorse nothing and refuse nothing"
+    assert text.count("| beta 0 |") == 2, "the gap it has"
+    assert write_gates(runs[2:3], uri, tmp_path / "none.png") == ("", []) and not (tmp_path / "none.png").exists()
+    text, pictures = write_gates(runs[2:], uri, tmp_path / "none.png")
+    assert "| beta 0 |" in text and pictures == [] and not (tmp_path / "none.png").exists()

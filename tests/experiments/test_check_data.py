@@ -1,0 +1,58 @@
+"""`make check-data`: counts, prompts, lengths, and every fault of every file in one go."""
+
+import pytest
+
+from experiments.commands.cli import main
+from tests.end_to_end.test_own_data import write_own
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch, model_dir):
+    monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path / "out"))
+    return ["check-data", "my_grpo", f"--paths.model={model_dir}", *write_own(tmp_path)]
+
+
+def test_good_data_are_counted_and_shown(words, tmp_path, capsys):
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/c.jsonl: 40 passages" in said
+    assert f"{tmp_path}/q.csv: 40 questions\n  train 32, val 4, test 4" in said
+    assert said.count("<|im_start|>assistant") == 3 and "Where was Person 0 born?" in said
+    assert "answer: Town 0" in said and "prompts, of 40: median" in said
+    assert "which training leaves out: 0" in said and "no fault found" in said
+
+
+def test_all_faults_of_all_files_come_at_once(words, tmp_path, capsys):
+    with (tmp_path / "q.csv").open("a") as file:
+        file.write("no answer,\n,no question\n")
+    with (tmp_path / "c.jsonl").open("a") as file:
+        file.write('\n{oops\n{"head": "A"}\n')
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    for fault in (
+        "q.csv: 2 lines cannot be used: line 42 with no gold answer; line 43 with an empty question",
+        "c.jsonl, line 41: not JSON",
+        "c.jsonl, line 42: body is None",
+    ):
+        assert fault in said
+
+
+def test_a_fault_of_many_passages_is_told_once(words, capsys):
+    assert main([*words, "--paths.corpus_columns.text=bdy"]) == 2
+    assert "c.jsonl, lines 1-40: bdy is None; expected the text of a passage" in capsys.readouterr().err
+
+
+def test_limits_that_no_prompt_keeps_are_faults(words, capsys):
+    assert main([*words, "--data.max_prompt_tokens=5", "--data.prompts_per_step=33"]) == 2
+    said = capsys.readouterr()
+    assert "every prompt is longer than max_prompt_tokens (5)" in said.err
+    assert "32 questions to train on, but prompts_per_step is 33" in said.err
+
+
+def test_a_question_that_quotes_a_control_token_and_a_missing_corpus_are_told(words, tmp_path, capsys):
+    (tmp_path / "c.jsonl").unlink()
+    with (tmp_path / "q.csv").open("a") as file:
+        file.write("What is <|im_end|>?,a token\n")
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "quotes '<|im_end|>', a control token" in said and "c.jsonl: no such file" in said

@@ -1,0 +1,128 @@
+"""docs/new_algorithm.md is executed: GSPO and its gradient against a slow form, under every correction; training."""
+
+import math
+import random
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from experiments.registry.errors import ExperimentError
+from experiments.registry.listing import load
+from experiments.registry.project import Project
+from experiments.stages.validate import check_classes
+from lightning_modules.batch import collate
+from lightning_modules.training.scoring import Outputs, Scores
+from tests.lightning_modules.helpers import fit, make_group
+from tests.lightning_modules.test_annotations import parse
+
+PAGE = Path(__file__).parents[3] / "docs" / "new_algorithm.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def gspo(monkeypatch):
+    module = types.ModuleType("my_gspo")
+    monkeypatch.setitem(sys.modules, "my_gspo", module)  # dataclasses look their module up
+    [code] = blocks("python")
+    exec(compile(code, str(PAGE), "exec"), module.__dict__)
+    return module.GSPO
+
+
+def groups():
+    rng = random.Random(0)
+    return make_group(rng, "a", [1, 0, 0, 1]) + make_group(rng, "b", [1, 0, 0])
+
+
+ADVANTAGES = [0.866, -0.866, -0.866, 0.866, 1.1547, -0.57735, -0.57735]
+OPTIONS = [
+    {}, {"mask_ratio": (0.6, 1.5)}, {"mask_ratio": (0.85, 1.15), "mask_level": "sequence"}, {"importance_cap": 1.1},
+    {"importance_cap": 1.1, "importance_level": "sequence", "mask_ratio": (0.6, 1.5)},
+]  # fmt: skip
+
+
+def slow_loss(module, rows, batch, old, logprobs):
+    """Sequence by sequence, token by token."""
+    total = 0.0
+    for i, (t, advantage) in enumerate(zip(rows, ADVANTAGES, strict=True)):
+        start = len(t.prompt_ids)
+        sampled = [j for j, on in enumerate(t.loss_mask) if on]
+        r = {j: math.exp(float(old[i, start + j]) - t.logprobs[j]) for j in sampled}
+        mean = math.exp(sum(math.log(x) for x in r.values()) / len(r))
+        judged = {j: mean if module.correction.mask_level == "sequence" else r[j] for j in sampled}
+        low, high = module.correction.mask_ratio or (0.0, math.inf)
+        kept = [j for j in sampled if low <= judged[j] <= high]
+        if not kept:
+            continue
+        capped = {j: mean if module.correction.level == "sequence" else r[j] for j in kept}
+        cap = module.importance_cap
+        weight = sum(1.0 if cap is None else min(capped[j], cap) for j in kept) / len(sampled)
+        ratio = (sum(logprobs[i, start + j] - old[i, start + j] for j in kept) / len(kept)).exp()
+        bounded = ratio.clamp(1 - module.clip_low, 1 + module.clip_high)
+        total = total - weight * torch.minimum(advantage * ratio, advantage * bounded)
+    return total / len(rows)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gspo_and_its_gradient_against_a_slow_form(gspo, options):
+    module, rows = gspo("p", clip_low=0.1, clip_high=0.15, **options), groups()
+    batch = collate(rows)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn((2, *batch.mask.shape), generator=generator) * batch.mask
+    old = batch.sampler_logprobs + 0.4 * noise[0]
+    logprobs = (old + 0.3 * noise[1]).requires_grad_()
+    scores = Scores(old)
+    notes, weights = module.annotate(rows, batch, scores), module.token_weights(batch, scores)
+    count = module.streams(batch, notes, weights)["policy"].sum()
+    fast = (
+        sum(  # in micro-batches of three rows, and an empty one
+            module.loss(
+                Outputs(logprobs[i : i + 3] if i < 7 else logprobs[:1, :1], logprobs, None),
+                *(x.rows(range(i, min(i + 3, 7)), batch.mask.shape[1]) for x in (batch, notes, weights)),
+            )["policy"]
+            for i in (0, 3, 6, 9)
+        )
+        / count
+    )
+    slow = slow_loss(module, rows, batch, old, logprobs)
+    assert count.item() == pytest.approx(7) and fast.item() == pytest.approx(slow.item(), abs=1e-5)
+    gradients = [torch.autograd.grad(x, logprobs, retain_graph=True)[0] for x in (fast, slow)]
+    assert gradients[1].abs().max() > 1e-3 and torch.allclose(*gradients, atol=1e-5)
+    assert 0 < module.metrics.reduce()["train/clip_fraction"] < 1
+    if "mask_ratio" in options:
+        assert 0 < weights.kept.sum() < batch.mask.sum(), "something is left out, or this shows nothing"
+
+
+def test_gspo_trains_and_micro_batches_change_nothing(gspo, model_dir):
+    found = []
+    for budget in (4096, 1):
+        module = gspo(
+            str(model_dir), lr=1e-3, mini_batches=1, epochs=3, mask_ratio=(1e-9, 50.0), micro_batch_tokens=budget
+        )
+        trainer = fit(module, [groups()])
+        weights = torch.cat([p.detach().flatten() for p in module.policy.parameters()])
+        found.append((weights, float(trainer.callback_metrics["train/loss_policy"])))
+    assert torch.allclose(found[0][0], found[1][0], atol=5e-5) and found[0][1] == pytest.approx(found[1][1], abs=1e-5)
+
+
+def test_the_yamls_on_the_page_are_taken(gspo, tmp_path):
+    experiment, combination = blocks("yaml")
+    (tmp_path / "gspo_smoke.yaml").write_text(experiment)
+    config = load("gspo_smoke", Project(experiment_dirs=(tmp_path, *Project().experiment_dirs)))
+    module = parse(config["model"])
+    assert type(module).__name__ == "GSPO" and module.correction.mask_ratio == (0.5, 2.0)
+    hard, distillation = parse(yaml.safe_load(combination)["model"]).annotations
+    assert type(hard).__name__ == "HardAttribution"
+    assert [type(weight).__name__ for weight in distillation.weights] == ["StepWeights", "WrongOnly"]
+
+
+def test_a_class_without_loss_or_annotate_is_refused():
+    with pytest.raises(ExperimentError, match="OnPolicyModule lacks the method 'annotate' and the method 'loss'"):
+        check_classes({"model": {"class_path": "lightning_modules.training.on_policy.OnPolicyModule"}}, "x")

@@ -1,0 +1,495 @@
+"""SOD: what a token is worth against a slow form, the gradient it stands for, and where it is GRPO."""
+
+import dataclasses
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_modules.algorithms.grpo import GRPO, GRPONotes
+from lightning_modules.algorithms.sod import SOD
+from lightning_modules.annotations.distillation import Distillation
+from lightning_modules.annotations.signal_weights import AdvantageGate, StepWeights, WrongOnly
+from lightning_modules.batch import collate, tensors_BT
+from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
+from lightning_modules.training import optimisation
+from lightning_modules.training.scoring import Outputs, Scores
+from rollout.trajectory import (
+    Action,
+    ActionKind,
+    CallOutcome,
+    Reward,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolRequest,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+from tests.lightning_modules.helpers import fit, make_group
+
+MODES = ["uniform", "stepwise", "gated", "decay_after_error", "mask_after_error"]
+REWARDS = ([1, 0, 0, 1], [0.3, 0.3], [1, 0, 0])
+OUTCOMES = [0.866, -0.866, -0.866, 0.866, 0, 0, 1.1547, -0.57735, -0.57735]  # advantages of these
+
+
+def act(t, errors=()):
+    """Its turns as valid calls that succeeded, but for the turns in ``errors``."""
+    turns = [dataclasses.replace(turn, action=Action(ActionKind.CALL)) for turn in t.turns]
+    outcome = [CallOutcome.ERROR if i in errors else CallOutcome.OK for i in range(len(turns))]
+    calls = [ToolCall(i, ToolRequest("python", {}), ToolResult("", o), 0.0) for i, o in enumerate(outcome)]
+    return t.replace(turns=tuple(turns), calls=tuple(calls))
+
+
+def groups(seed=0):
+    """Nine trajectories of three turns; 1 and 6 go wrong in their second, 4 in its first, 7 in its last."""
+    rng = random.Random(seed)
+    rows = [t for i, rewards in enumerate(REWARDS) for t in make_group(rng, f"q{i}", rewards)]
+    wrong = {1: (1, 2), 6: (1,), 4: (0,), 7: (2,)}
+    return [act(t, wrong.get(i, ())) for i, t in enumerate(rows)]
+
+
+def random_scores(batch, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return Scores(*(-2 * torch.rand(batch.mask.shape, generator=generator) * batch.mask for _ in range(2)))
+
+
+def annotated(rows, scores=None, **options):
+    batch = collate(rows)
+    module = SOD("p", "t", **options)
+    notes = module.annotate(rows, batch, scores or random_scores(batch))
+    return SimpleNamespace(**tensors_BT(notes)), batch, module
+
+
+# ---------------------------------------------------------------------- what a token is worth
+ERRORS = {1: 2, 6: 2, 4: 1, 7: 3}  # first erroneous step, counted from 1
+
+
+def slow_weights(mode, d, row):
+    error = ERRORS.get(row, math.inf)
+    steps = range(1, len(d) + 1)
+    return {
+        "uniform": [1.0 for _ in d],
+        "stepwise": [1.0 if k == 1 else min((d[0] + 1e-6) / (d[k - 1] + 1e-6), 1.2) for k in steps],
+        "gated": [0.02 + (0.5 - 0.02) / (1 + math.exp(2.0 * OUTCOMES[row])) for _ in d],
+        "decay_after_error": [0.7 ** (k - error) if k >= error else 1.0 for k in steps],
+        "mask_after_error": [1.0 if k <= error else 0.0 for k in steps],
+    }[mode]
+
+
+OPTIONS = {"gated": {"beta_min": 0.02, "beta_max": 0.5, "beta_gamma": 2.0}, "decay_after_error": {"decay": 0.7}}
+
+
+BOTH = [(mode, grpo) for mode in MODES for grpo in (True, False) if grpo or mode != "gated"]  # which is refused
+
+
+@pytest.mark.parametrize(("mode", "use_grpo"), BOTH)
+def test_advantages_against_a_slow_form(mode, use_grpo):
+    rows = groups()
+    notes, batch, _ = annotated(rows, opd_mode=mode, opd_coef=0.5, use_grpo=use_grpo, **OPTIONS.get(mode, {}))
+    scores = random_scores(batch)
+    for i, t in enumerate(rows):
+        start = len(t.prompt_ids)
+        g = (scores.teacher_logprobs - scores.old_logprobs)[i, start : start + len(t.response_ids)].tolist()
+        d = [sum(abs(x) for x in g[turn.start : turn.end]) / (turn.end - turn.start) for turn in t.turns]
+        weights = [0.0] * len(g)
+        for turn, w in zip(t.turns, slow_weights(mode, d, i), strict=True):
+            weights[turn.start : turn.end] = [w] * (turn.end - turn.start)
+        outcome = OUTCOMES[i] if use_grpo else 0.0
+        expected = [(outcome + 0.5 * w * x) * m for w, x, m in zip(weights, g, t.loss_mask, strict=True)]
+        span = slice(start, start + len(g))
+        assert notes.advantages[i, span].tolist() == pytest.approx(expected, abs=1e-4)
+        assert notes.opd_weights[i, span].tolist() == pytest.approx(weights, abs=1e-4)
+        assert not notes.advantages[i, :start].any() and not notes.advantages[i, span.stop :].any()
+    assert torch.equal(notes.old_logprobs, scores.old_logprobs)
+
+
+def test_weights_of_a_batch_do_not_depend_on_order_or_padding():
+    rows = groups()
+    batch = collate(rows)
+    scores = random_scores(batch)
+    options = {"reference_step": "batch_median", "weight_floor": 0.5, "adv_clamp": 0.3}
+    notes, _, _ = annotated(rows, scores, **options)
+    order = [5, 2, 8, 0, 1, 7, 6, 4, 3]
+    shuffled, moved, _ = annotated([rows[i] for i in order], scores.rows(order, batch.mask.shape[1]), **options)
+    assert torch.allclose(shuffled.advantages, notes.advantages[order], atol=1e-6)
+    half, _, _ = annotated(rows[:4], scores.rows(range(4), int(batch.lengths[:4].max())))
+    whole, _, _ = annotated(rows, scores)
+    assert torch.equal(half.advantages, whole.advantages[:4, : half.advantages.shape[1]]), "weights are a row's own"
+
+
+def test_adjacent_turns_are_two_steps():
+    t = groups()[0]
+    turns = (Turn(0, 2, Action(ActionKind.CALL), "stop", 0, 2), Turn(2, 5, Action(ActionKind.CALL), "stop", 0, 5))
+    t = t.replace(response_ids=t.response_ids[:5], loss_mask=(1,) * 5, logprobs=(-1.0,) * 5, turns=turns, calls=())
+    start = len(t.prompt_ids)
+    teacher = torch.zeros(1, start + 5)
+    teacher[0, start : start + 2], teacher[0, start + 2 :] = 0.5, -1.0  # d_1 .5, d_2 1
+    notes, _, _ = annotated([t], Scores(torch.zeros_like(teacher), teacher), use_grpo=False)
+    assert notes.opd_weights[0, start:].tolist() == pytest.approx([1, 1, 0.5, 0.5, 0.5], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"delta": 0.5}, {"delta": None}, {"weight_floor": 0.9}, {"reference_step": "batch_median"}, {"adv_clamp": 0.2},
+     {"opd_coef": 0.3}, {"epsilon": 1.0},
+     {"opd_mode": "decay_after_error", "decay": 0.5}, {"use_grpo": False}],
+)  # fmt: skip
+def test_each_option_has_an_effect(options):
+    rows = groups()
+    assert (annotated(rows)[0].advantages - annotated(rows, **options)[0].advantages).abs().max() > 1e-3
+
+
+def test_no_bound_is_a_very_high_bound():
+    rows = groups()
+    free, high = (annotated(rows, delta=delta)[0].advantages for delta in (None, 1e6))
+    assert torch.equal(free, high)
+
+
+def test_clamping_bounds_the_signal_and_not_the_weights():
+    rows = groups()
+    plain, batch, _ = annotated(rows, use_grpo=False)
+    clamped, _, module = annotated(rows, use_grpo=False, adv_clamp=0.4)
+    assert torch.equal(plain.opd_weights, clamped.opd_weights)
+    bound = 0.4 * clamped.opd_weights
+    assert (clamped.opd_advantages.abs() <= bound + 1e-6).all() and (plain.opd_advantages.abs() > bound + 1e-3).any()
+    share = module.metrics.reduce()["train/opd_clamped"]
+    scores = random_scores(batch)
+    gap = (scores.teacher_logprobs - scores.old_logprobs)[batch.mask == 1].abs()
+    assert 0 < share < 1 and share == pytest.approx((gap > 0.4).float().mean().item())
+
+
+def test_what_models_say_of_tool_results_is_in_no_sum():
+    rows = groups()
+    batch = collate(rows)
+    scores = random_scores(batch)
+    noise = 99.0 * (1 - batch.mask)
+    loud = Scores(scores.old_logprobs + noise, scores.teacher_logprobs - noise)
+    quiet, noisy = (annotated(rows, s)[0] for s in (scores, loud))
+    for name in ("advantages", "opd_weights", "opd_advantages"):
+        assert torch.equal(getattr(quiet, name), getattr(noisy, name))
+
+
+def test_the_least_log_ratio_is_of_sampled_tokens():
+    rows = groups()
+    batch = collate(rows)
+    _, _, module = annotated(rows, Scores(-1.0 * batch.mask, -0.5 * batch.mask))
+    found = module.metrics.reduce()
+    assert found["train/opd_log_ratio_min"] == found["train/opd_log_ratio"] == 0.5
+
+
+def test_a_batch_of_nothing():
+    notes, _, module = annotated([])
+    assert notes.advantages.shape == (0, 1)
+    assert "train/opd_log_ratio" not in module.metrics.reduce()
+
+
+def test_extremes_are_those_of_sampled_tokens():
+    """Not of padding and tool results, whose log-ratio of 0 would lie between or outside."""
+    rows = groups()
+    batch = collate(rows)
+    zero = torch.zeros_like(batch.mask)
+    for sign in (1, -1):
+        _, _, module = annotated(rows, Scores(zero, sign * (0.5 + torch.rand(zero.shape)) * batch.mask))
+        figures = module.metrics.reduce()
+        low, high = sorted(sign * figures[f"train/opd_log_ratio_{end}"] for end in ("min", "max"))
+        assert 0.5 <= low < high <= 1.5
+
+
+# ---------------------------------------------------------------------- the gradient it stands for
+V, LENGTH = 3, 3
+
+
+def toy_trajectories():
+    """Every response of three sampled tokens in two turns with a tool's result between: y0 | o | y1 y2."""
+    turns = (Turn(0, 1, Action(ActionKind.CALL), "stop", 0, 2), Turn(2, 4, Action(ActionKind.ANSWER), "stop", 0, 4))
+    common = {"task": Task("0", "?", ("a",), "test"), "prompt_ids": (0,), "loss_mask": (1, 0, 1, 1),
+              "logprobs": (-1.0, 0.0, -1.0, -1.0), "turns": turns, "calls": (), "stop_reason": StopReason.ANSWER,
+              "group": "g", "reward": Reward(0.0)}  # fmt: skip
+    sequences = list(itertools.product(range(V), repeat=LENGTH))
+    rows = [Trajectory(response_ids=(a, 9, b, c), index=i, **common) for i, (a, b, c) in enumerate(sequences)]
+    return rows, sequences
+
+
+def prefixes():
+    return [s for n in range(LENGTH) for s in itertools.product(range(V), repeat=n)]
+
+
+def toy_logprobs(table, sequences):
+    """[B, 5] aligned with positions of the trajectories above; one distribution per prefix."""
+    number = {s: i for i, s in enumerate(prefixes())}
+    logprobs = table.log_softmax(-1)
+    columns = [torch.stack([logprobs[number[s[:n]], s[n]] for s in sequences]) for n in range(LENGTH)]
+    zero = torch.zeros_like(columns[0])
+    return torch.stack([zero, columns[0], zero, columns[1], columns[2]], 1)
+
+
+@pytest.fixture
+def toy():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(len(prefixes()), V, generator=generator) for _ in range(2))
+    rows, sequences = toy_trajectories()
+    student.requires_grad_()
+    s, t = toy_logprobs(student, sequences), toy_logprobs(teacher, sequences)
+    probabilities = s.detach().sum(1).exp()
+    assert float(probabilities.sum()) == pytest.approx(1.0, abs=1e-5)
+    return SimpleNamespace(student=student, teacher=teacher, rows=rows, s=s, t=t, probabilities=probabilities)
+
+
+def reverse_kl_gradient(toy):
+    """Of sum over prefixes of P(prefix) KL(student || teacher at the prefix), P held fixed: exact, over all tokens."""
+    _, sequences = toy_trajectories()
+    log_p, log_q = toy.student.log_softmax(-1), toy.teacher.log_softmax(-1)
+    visits = torch.zeros(len(prefixes()))
+    for i, prefix in enumerate(prefixes()):
+        visits[i] = sum(p for s, p in zip(sequences, toy.probabilities, strict=True) if s[: len(prefix)] == prefix)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return torch.autograd.grad((visits * kl).sum(), toy.student)[0]
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl(toy):
+    batch = collate(toy.rows)
+    module = SOD("p", "t", opd_mode="uniform", use_grpo=False)
+    scores = Scores(toy.s.detach(), toy.t)
+    notes, weights = module.annotate(toy.rows, batch, scores), module.token_weights(batch, scores)
+    losses = [
+        module.loss(
+            Outputs(toy.s[[i]], torch.zeros(1, 5), None), batch.rows([i], 5), notes.rows([i], 5), weights.rows([i], 5)
+        )["policy"]
+        for i in range(len(toy.rows))
+    ]
+    (gradient,) = torch.autograd.grad((torch.stack(losses) * toy.probabilities).sum(), toy.student, retain_graph=True)
+    truth = reverse_kl_gradient(toy)
+    assert truth.norm() > 0.3 and (gradient - truth).abs().max() < 1e-6
+
+
+def test_the_sampled_log_ratio_differentiated_itself_has_no_mean_gradient(toy):
+    """Why the signal is an advantage: eq. 9 taken literally teaches nothing."""
+    literal = ((toy.s - toy.t).sum(1) * toy.probabilities).sum()
+    (gradient,) = torch.autograd.grad(literal, toy.student, retain_graph=True)
+    assert gradient.norm() < 1e-6 < 0.3 < reverse_kl_gradient(toy).norm()
+    squared = (0.5 * (toy.s - toy.t).square().sum(1) * toy.probabilities).sum()  # k2 would do, too
+    (gradient,) = torch.autograd.grad(squared, toy.student)
+    assert (gradient - reverse_kl_gradient(toy)).abs().max() < 1e-6
+
+
+def test_clipping_takes_the_gradient_where_it_should():
+    """Checklist 3: (advantage, ratio) to gradient of the loss in the log-prob; released bounds .8, 1.28 and 3."""
+    cases = [(1, 1.3, 0), (1, 1.2, -1.2), (1, 0.5, -0.5), (-1, 0.7, 0), (-1, 0.9, 0.9), (-1, 2.5, 2.5), (-1, 3.1, 0)]
+    advantages, ratios, expected = (torch.tensor([list(map(float, x))]) for x in zip(*cases, strict=True))
+    logprobs = ratios.log().requires_grad_()
+    batch = dataclasses.replace(collate(toy_trajectories()[0][:1]), mask=torch.ones(1, 7))
+    notes = GRPONotes(advantages, torch.zeros(1, 7), annotations=(None,))
+    module = SOD("p", "t", clip_high=0.28)
+    weights = module.token_weights(batch, Scores(torch.zeros(1, 7)))
+    loss = module.loss(Outputs(logprobs, torch.zeros(1, 7), None), batch, notes, weights)["policy"]
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert gradient[0].tolist() == pytest.approx(expected[0].tolist(), abs=1e-5)
+
+
+# ---------------------------------------------------------------------- with real models
+def train(module, batches, **options):
+    trainer = fit(module, batches, **options)
+    weights = {k: v.clone() for k, v in named_weights(module) if not k.startswith("teacher.")}
+    return weights, {k: float(v) for k, v in trainer.callback_metrics.items()}
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max()) for k in a)
+
+
+COMMON = {"lr": 1e-3, "epochs": 2, "clip_high": 0.28}
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "uniform"])
+def test_a_teacher_that_is_the_student_changes_nothing(model_dir, mode):
+    plain, figures = train(GRPO(str(model_dir), **COMMON), [groups()])
+    taught, other = train(SOD(str(model_dir), str(model_dir), opd_mode=mode, **COMMON), [groups()])
+    assert largest_difference(plain, taught) == 0.0
+    assert {k: other[k] for k in figures} == figures  # loss and gradient norms among them
+    assert other["train/divergence/step1"] == other["train/opd_advantage_abs"] == 0.0
+    assert other["train/weight/last"] == 1.0
+
+
+@pytest.mark.parametrize("off", [{"opd_coef": 0.0}, {"opd_mode": "none"}])
+def test_without_distillation_it_is_grpo_and_no_teacher_is_looked_for(model_dir, off):
+    plain, figures = train(GRPO(str(model_dir), **COMMON), [groups()] * 2)
+    module = SOD(str(model_dir), "/nowhere/at/all", **off, **COMMON)
+    same, other = train(module, [groups()] * 2)
+    assert largest_difference(plain, same) == 0.0 and figures == other and module.teacher is None
+
+
+def test_the_share_of_capped_steps_is_that_of_the_step_weights_alone():
+    """Whatever they are multiplied by: here by 0 for right trajectories, and by less than 1."""
+    rows, capped = groups(), []
+    batch = collate(rows)
+    for others in ([], [WrongOnly()], [AdvantageGate()]):
+        module = GRPO("p", annotations=[Distillation("t", weights=[StepWeights(), *others])])
+        module.annotate(rows, batch, random_scores(batch))
+        capped.append(module.metrics.reduce()["train/opd_weight_capped"])
+    assert 0 < capped[0] < 1 and capped[1:] == capped[:1] * 2
+
+
+def test_with_a_teacher_it_is_not(model_dir, teacher_dir):
+    plain, _ = train(GRPO(str(model_dir), **COMMON), [groups()])
+    seen = [plain]
+    for options in ({}, {"opd_mode": "uniform"}, {"use_grpo": False}):
+        weights, _ = train(SOD(str(model_dir), str(teacher_dir), **options, **COMMON), [groups()])
+        assert all(largest_difference(weights, other) > 1e-5 for other in seen)
+        seen.append(weights)
+
+
+def test_figures_and_pages_from_the_models_own_words(model_dir, teacher_dir):
+    rows = groups()
+    batch = collate(rows)
+    module = SOD(str(model_dir), str(teacher_dir), **COMMON)
+    _, figures = train(module, [rows])
+    with torch.no_grad():
+        s, t = (token_logprobs(load_causal_lm(str(d)), batch).logprobs for d in (model_dir, teacher_dir))
+    d, w = [], []
+    for i, row in enumerate(rows):
+        spans = [slice(len(row.prompt_ids) + turn.start, len(row.prompt_ids) + turn.end) for turn in row.turns]
+        d.append([(s - t)[i, span].abs().mean().item() for span in spans])
+        w.append(slow_weights("stepwise", d[-1], i))
+    for k, name in enumerate(("step1", "step2", "step3")):
+        assert figures[f"train/divergence/{name}"] == pytest.approx(sum(x[k] for x in d) / 9, rel=1e-3)
+        assert figures[f"train/weight/{name}"] == pytest.approx(sum(x[k] for x in w) / 9, rel=1e-3)
+    assert figures["train/weight/last"] == pytest.approx(figures["train/weight/step3"])
+    assert "train/weight/step4" not in figures
+    capped = [x >= 1.2 for row in w for x in row[1:]]
+    assert 0 < sum(capped) < len(capped)
+    assert figures["train/opd_weight_capped"] == pytest.approx(sum(capped) / len(capped))
+    gap = (t - s)[batch.mask == 1]
+    assert figures["train/opd_log_ratio"] == pytest.approx(gap.mean().item(), rel=1e-3)
+    assert figures["train/opd_log_ratio_min"] == pytest.approx(gap.min().item(), rel=1e-3)
+    assert figures["train/opd_log_ratio_max"] == pytest.approx(gap.max().item(), rel=1e-3)
+    assert figures["train/opd_log_ratio_std"] == pytest.approx(gap.std(unbiased=False).item(), rel=1e-3)
+    for row, (trajectory, page) in enumerate(module.last_annotated):
+        assert next(iter(page)) == "advantages"
+        assert {"opd_weights", "opd_advantages", "kl"} <= page.keys()
+        turn = trajectory.turns[2]
+        shown = page["opd_weights"][turn.start : turn.end]
+        assert shown == pytest.approx([w[row][2]] * len(shown), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reference_step": "batch_median", "adv_clamp": 0.5, "aggregation": "sequence_mean"},
+     {"opd_mode": "gated", "beta_max": 1.0}, {"opd_mode": "decay_after_error"}],
+)  # fmt: skip
+def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, options):
+    common = {"lr": 1e-3, "mini_batches": 1, "epochs": 3, **options}
+    rows = groups()
+    whole, figures = train(SOD(str(model_dir), str(teacher_dir), **common), [rows])
+    random.Random(1).shuffle(rows)
+    split, other = train(SOD(str(model_dir), str(teacher_dir), micro_batch_tokens=1, logits_chunk=3, **common), [rows])
+    assert largest_difference(whole, split) < 5e-5
+    for name, value in figures.items():
+        assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+def test_tool_results_are_read_by_both_models(model_dir, teacher_dir):
+    """Other words of the tool, same sampled tokens: other opinions of what follows, the same of what came before."""
+    rows = groups()[:4]
+    told = []
+    for t in rows:
+        ids = list(t.response_ids)
+        turn = t.turns[0]
+        ids[turn.end : turn.observation_end] = [(x + 1) % 400 for x in ids[turn.end : turn.observation_end]]
+        told.append(t.replace(response_ids=tuple(ids)))
+    pages = []
+    for batch in (rows, told):
+        module = SOD(str(model_dir), str(teacher_dir), **COMMON)
+        train(module, [batch])
+        pages.append(module.last_annotated)
+    for (t, a), (_, b) in zip(*pages, strict=True):
+        first, later = t.turns[0], t.turns[1]
+        for name in ("old_logprobs", "teacher_logprobs"):
+            assert a[name][: first.end] == pytest.approx(b[name][: first.end], abs=1e-5)
+            assert a[name][later.start : later.end] != pytest.approx(b[name][later.start : later.end], abs=1e-3)
+            assert not any(a[name][first.end : first.observation_end])
+
+
+def test_the_first_gradient_of_distillation_alone(model_dir, teacher_dir, monkeypatch):
+    """- mean over tokens of (T - S) grad log pi, by hand from the two models."""
+    steps, clip = [], optimisation.clip_gradients
+
+    def record(module, *args):
+        steps.append(torch.cat([p.grad.flatten().clone() for p in module.policy.parameters()]))
+        return clip(module, *args)
+
+    monkeypatch.setattr(optimisation, "clip_gradients", record)
+    rows = groups()
+    options = {"opd_mode": "uniform", "use_grpo": False, "mini_batches": 1}
+    fit(SOD(str(model_dir), str(teacher_dir), **options), [rows])
+    batch = collate(rows)
+    student = load_causal_lm(str(model_dir))
+    s = token_logprobs(student, batch).logprobs
+    with torch.no_grad():
+        t = token_logprobs(load_causal_lm(str(teacher_dir)), batch).logprobs
+    (-(t - s).detach() * s * batch.mask).sum().div(batch.mask.sum()).backward()
+    truth = torch.cat([p.grad.flatten() for p in student.parameters()])
+    assert truth.abs().max() > 1e-3 and (steps[0] - truth).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("teacher", [None, "t"])
+def test_the_ratio_divides_by_the_sampler_where_asked(teacher):
+    rows = groups()
+    batch = collate(rows)
+    options = {"opd_mode": "none"} if teacher is None else {}
+    module = SOD("p", teacher, ratio_denominator="sampler", **options)
+    notes = module.annotate(rows, batch, random_scores(batch))
+    plain = SOD("p", teacher, **options).annotate(rows, batch, random_scores(batch))
+    assert torch.equal(notes.old_logprobs, batch.sampler_logprobs)
+    assert not torch.equal(plain.old_logprobs, notes.old_logprobs)
+    assert torch.equal(notes.advantages, plain.advantages), "T - S stays the trainer's"
+
+
+# ---------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"teacher": None}, "opd_mode is stepwise, but there is no teacher; name one, or take opd_mode: none"),
+        ({"opd_mode": "all"}, "opd_mode is 'all'; expected one of none, uniform"),
+        ({"opd_coef": -1.0}, "opd_coef is -1.0; expected 0 or more"),
+        ({"delta": -0.1}, "delta is -0.1"),
+        ({"epsilon": 0.0}, "epsilon is 0.0"),
+        ({"adv_clamp": 0.0}, "adv_clamp is 0.0; expected a positive number or null"),
+        ({"weight_floor": 1.5}, "weight_floor is 1.5"),
+        ({"opd_mode": "gated", "beta_min": 0.2}, r"beta_min is 0.2; expected 0 to beta_max \(0.1\)"),
+        ({"opd_mode": "gated", "use_grpo": False}, "AdvantageGate.* weighs by the group advantage"),
+        ({"opd_mode": "none", "use_grpo": False}, "nothing to learn"),
+        ({"opd_coef": 0.0, "use_grpo": False}, "nothing to learn"),
+        ({"ratio_denominator": "sampler", "importance_cap": 2.0}, "importance_cap corrects for the sampler"),
+        ({"opd_mode": "uniform", "delta": None}, "delta has no effect with opd_mode uniform; it belongs to stepwise"),
+        ({"decay": 0.5}, "decay has no effect with opd_mode stepwise"),
+        ({"opd_mode": "uniform", "epsilon": 1.0}, "epsilon has no effect with opd_mode uniform"),
+        ({"opd_mode": "none", "delta": 0.5}, "delta has no effect with opd_mode none"),
+        ({"opd_coef": 0.0, "delta": 0.5, "adv_clamp": 5.0}, "adv_clamp, delta: no effect with opd_coef 0"),
+        ({"opd_mode": "none", "epsilon": 1.0, "teacher": None}, "epsilon has no effect"),
+    ],
+)
+def test_impossible_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SOD(**{"policy": "p", "teacher": "t"} | options)
+
+
+def test_one_sample_per_prompt_is_enough_for_distillation_alone():
+    def setup(**options):
+        module = SOD("/nowhere", "/nowhere", **options)
+        module._trainer = SimpleNamespace(
+            datamodule=SimpleNamespace(samples_per_prompt=1),
+            precision_plugin=SimpleNamespace(),
+            strategy=SingleDeviceStrategy(),
+        )
+        module.setup("fit")
+
+    with pytest.raises(ValueError, match="samples_per_prompt is 1, so that every group advantage is 0"):
+        setup()
+    setup(use_grpo=False)

@@ -1,0 +1,229 @@
+"""Advantages of turns: by hand, against slow forms, and what they must not depend on."""
+
+import random
+import statistics
+
+import pytest
+import torch
+
+from lightning_modules.maths.group_advantages import group_advantages
+from lightning_modules.maths.turn_advantages import discounted_returns, gigpo_advantages, turn_advantages
+
+EPS = 1e-6
+
+
+def doubles(*rows):
+    return [torch.tensor(row, dtype=torch.float64) for row in rows]
+
+
+# ---------------------------------------------------------------------- GRPO over turns
+# Trajectory 0 wins in one turn, trajectory 1 fails in three, of which the second was invalid.
+RETURNS, PENALTIES, GROUPS, MEMBERS = [10.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.1, 0.0], ["g"] * 4, [0, 1, 1, 1]
+
+
+def test_by_rows_by_hand():
+    """Scores 10, 0, -.1, 0: mean 2.475; squares 56.6256, 6.1256, 6.6306, 6.1256 sum to 75.5075, over 3 and its root."""
+    std = (75.5075 / 3) ** 0.5
+    expected = [7.525 / std, -2.475 / std, -2.575 / std, -2.475 / std]
+    assert turn_advantages(*doubles(RETURNS, PENALTIES), GROUPS, MEMBERS).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_by_trajectories_by_hand():
+    """Mean scores 10 and -1/30, together 149.5/30; variance: 2/1 times the mean of both trajectories' mean squares."""
+    mean = (10 - 0.1 / 3) / 2
+    squares = [(10 - mean) ** 2, (mean**2 + (0.1 + mean) ** 2 + mean**2) / 3]
+    std = (2 * sum(squares) / 2) ** 0.5
+    expected = [(s - mean) / std for s in (10.0, 0.0, -0.1, 0.0)]
+    found = turn_advantages(*doubles(RETURNS, PENALTIES), GROUPS, MEMBERS, "trajectories")
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def make_rows(seed, penalised=True):
+    """Groups of 1 to 4 trajectories of 1 to 6 turns each, shuffled; returns often equal."""
+    rng, rows = random.Random(seed), []
+    for group in range(rng.randint(1, 5)):
+        for member in range(rng.randint(1, 4)):
+            outcome, turns = rng.choice([0.0, 0.0, 10.0, 3.3]), rng.randint(1, 6)
+            for turn in range(turns):
+                penalty = 0.1 * (rng.random() < 0.3) if penalised else 0.0
+                reward = (outcome if turn == turns - 1 else 0.0) + (0.7 if rng.random() < 0.2 else 0.0)
+                state = f"room {rng.randrange(3)}"  # the same names in every group
+                rows.append((f"g{group}", member, turn, state, outcome, reward, penalty))
+    rng.shuffle(rows)
+    return rows
+
+
+def slow_turns(rows, by, lone, scores, divide=True):
+    out = []
+    for group, *_ in rows:
+        mine = [(r[1], s) for r, s in zip(rows, scores, strict=True) if r[0] == group]
+        trajectories = {m: [s for n, s in mine if n == m] for m, _ in mine}
+        score = scores[len(out)]
+        if by == "rows":
+            values = [s for _, s in mine]
+            n, mean = len(values), statistics.mean(values)
+            variance = statistics.variance(values) if n > 1 else 0.0
+        else:
+            n, mean = len(trajectories), statistics.mean(statistics.mean(v) for v in trajectories.values())
+            parts = [statistics.mean((s - mean) ** 2 for s in v) for v in trajectories.values()]
+            variance = sum(parts) / (n - 1) if n > 1 else 0.0
+        if n == 1:
+            out.append(score if lone == "reward" else 0.0)
+        elif len({s for _, s in mine}) == 1:
+            out.append(0.0)
+        else:
+            out.append((score - mean) / (variance**0.5 + EPS if divide else 1.0))
+    return out
+
+
+@pytest.mark.parametrize("lone", ["zero", "reward"])
+@pytest.mark.parametrize("by", ["rows", "trajectories"])
+@pytest.mark.parametrize("seed", range(8))
+def test_turns_against_a_slow_form(seed, by, lone):
+    rows = make_rows(seed)
+    groups, members, _, _, returns, _, penalties = zip(*rows, strict=True)
+    expected = slow_turns(rows, by, lone, [r - p for r, p in zip(returns, penalties, strict=True)])
+    found = turn_advantages(*doubles(returns, penalties), groups, members, by, EPS, lone)
+    assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_without_penalties_trajectories_are_those_of_grpo_whatever_their_length():
+    rows = make_rows(3, penalised=False)
+    groups, members, _, _, returns, _, penalties = zip(*rows, strict=True)
+    first = {(g, m): i for i, (g, m) in reversed(list(enumerate(zip(groups, members, strict=True))))}
+    whole = group_advantages(torch.tensor([returns[i] for i in first.values()]).double(), [g for g, _ in first])
+    by_name = dict(zip(first, whole.tolist(), strict=True))
+    found = turn_advantages(*doubles(returns, penalties), groups, members, "trajectories")
+    assert found.tolist() == pytest.approx([by_name[name] for name in zip(groups, members, strict=True)], rel=1e-9)
+    by_rows = turn_advantages(*doubles(returns, penalties), groups, members, "rows")
+    assert not torch.allclose(by_rows, found), "by rows long trajectories weigh more"
+
+
+@pytest.mark.parametrize("by", ["rows", "trajectories"])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1.0, 9.9])
+def test_equal_scores_are_exactly_zero(by, value):
+    """In float64 too, where the mean of seven times 0.1 is not 0.1."""
+    members, turns = [0, 1, 1, 1, 2, 2, 3], [0, 0, 1, 2, 0, 1, 0]
+    for dtype in (torch.float32, torch.float64):
+        returns, penalties = torch.full((7,), value, dtype=dtype), torch.full((7,), 0.1, dtype=dtype)
+        assert turn_advantages(returns, penalties, ["a"] * 7, members, by).tolist() == [0.0] * 7
+        for norm in ("mean_norm", "mean_std_norm"):
+            apart = (["a"] * 7, range(7), [0] * 7, ["hall"] * 7)
+            assert gigpo_advantages(returns, penalties, *apart, norm=norm, statistics=by).tolist() == [0.0] * 7
+            rewards = returns * 0.0
+            found = gigpo_advantages(rewards, penalties, ["a"] * 7, members, turns, ["hall"] * 7, norm=norm)
+            assert found.tolist() == [0.0] * 7
+
+
+def test_a_penalty_among_equal_trajectories_stays_in_bounds():
+    """Both fail in two turns of which one was invalid: their mean scores are equal, the turns are not."""
+    zero, penalties = torch.zeros(4), torch.tensor([0.1, 0.0, 0.0, 0.1])
+    found = turn_advantages(zero, penalties, ["a"] * 4, [0, 0, 1, 1], "trajectories")
+    # the variance is 2/1 times .05^2
+    assert found.tolist() == pytest.approx([-0.7071, 0.7071, 0.7071, -0.7071], abs=1e-3)
+
+
+def test_what_has_nothing_to_be_compared_with():
+    returns, penalties, groups, members = torch.tensor([3.0, 10.0, 10.0]), torch.tensor([0.1, 0.1, 0]), "abb", [0, 0, 0]
+    by_rows = turn_advantages(returns, penalties, groups, members)
+    assert by_rows.tolist() == pytest.approx([0.0, -0.7071, 0.7071], abs=1e-3), "one trajectory's turns are compared"
+    assert turn_advantages(returns, penalties, groups, members, lone="reward")[0].item() == pytest.approx(2.9)
+    alone = turn_advantages(returns, penalties, groups, members, "trajectories")
+    assert alone.tolist() == [0.0] * 3
+    alone = turn_advantages(returns, penalties, groups, members, "trajectories", lone="reward")
+    assert alone.tolist() == pytest.approx([2.9, 9.9, 10.0])
+
+
+def test_no_rows_dtype_gradient_and_what_is_refused():
+    nothing = torch.zeros(0)
+    assert turn_advantages(nothing, nothing, [], []).shape == (0,)
+    assert gigpo_advantages(nothing, nothing, [], [], [], []).shape == (0,)
+    returns = torch.tensor([1.0, 0.0]).requires_grad_()
+    found = turn_advantages(returns, torch.zeros(2), ["a", "a"], [0, 1])
+    assert found.dtype == torch.float32 and not found.requires_grad
+    assert found.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
+    with pytest.raises(ValueError, match="unknown statistics 'turns'; expected rows or trajectories"):
+        turn_advantages(returns, returns, ["a", "a"], [0, 1], "turns")
+    with pytest.raises(ValueError, match="lone is 'mean'; expected zero or reward"):
+        turn_advantages(returns, returns, ["a", "a"], [0, 1], lone="mean")
+
+
+# ---------------------------------------------------------------------- GiGPO
+def test_discounted_returns_by_hand():
+    """Trajectory 0: rewards 1, 0, 4; trajectory 1: 2 in turn 1, turn 0 is not among the rows. Rows in any order."""
+    rewards, names = torch.tensor([4.0, 2.0, 0.0, 1.0]), torch.tensor([0, 1, 0, 0])
+    assert discounted_returns(rewards, names, [2, 1, 1, 0], 0.5).tolist() == [4.0, 2.0, 2.0, 2.0]
+    assert discounted_returns(rewards, names, [2, 1, 1, 0], 0.0).tolist() == rewards.tolist()
+    assert discounted_returns(rewards, names, [2, 1, 1, 0], 1.0).tolist() == [4.0, 2.0, 4.0, 5.0]
+    with pytest.raises(ValueError, match="two rows are the same turn"):
+        discounted_returns(rewards, names, [2, 1, 1, 1], 0.5)
+    with pytest.raises(ValueError, match="turn -1; expected turns counted from 0"):
+        discounted_returns(rewards, names, [2, 1, -1, 1], 0.5)
+
+
+def test_gigpo_by_hand():
+    """Two trajectories of a task. 0: hall, kitchen (won). 1: hall, hall (invalid), kitchen, hall. Gamma .5.
+
+    Returns 10 and 0; G of 0: 5, 10; of 1: 0, 0 - .1, 0, 0. Hall: 5, 0, -.1, 0, mean 1.225; kitchen: 10, 0, mean 5.
+    Episodes: 10, 10, 0, -.1, 0, 0, mean 19.9 / 6.
+    """
+    rewards, penalties = doubles([0.0, 10.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.1, 0.0, 0.0])
+    rows = (rewards, penalties, ["t"] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 2, 3])
+    anchors = ["hall", "kitchen", "hall", "hall", "kitchen", "hall"]
+    step = [5 - 1.225, 5.0, -1.225, -0.1 - 1.225, -5.0, -1.225]
+    episode = [s - 19.9 / 6 for s in (10.0, 10.0, 0.0, -0.1, 0.0, 0.0)]
+    for w in (0.0, 1.0, 0.3):
+        found = gigpo_advantages(*rows, anchors, step_weight=w, gamma=0.5)
+        assert found.tolist() == pytest.approx([e + w * s for e, s in zip(episode, step, strict=True)])
+    scaled = gigpo_advantages(*rows, anchors, gamma=0.5, norm="mean_std_norm")
+    stds = [statistics.stdev(v) + EPS for v in ([10, 10, 0, -0.1, 0, 0], [5, 0, -0.1, 0], [10, 0])]
+    parts = [e / stds[0] + s / stds[1 + (a == "kitchen")] for e, s, a in zip(episode, step, anchors, strict=True)]
+    assert scaled.tolist() == pytest.approx(parts)
+    with pytest.raises(ValueError, match="unknown norm 'std'; expected mean_norm or mean_std_norm"):
+        gigpo_advantages(*rows, anchors, norm="std")
+
+
+def slow_gigpo(rows, w, gamma, divide, by, lone):
+    def turns_of(row):
+        return [r for r in rows if r[:2] == row[:2]]
+
+    episodes = [sum(r[5] for r in turns_of(row)) - row[6] for row in rows]
+    steps = [sum(gamma ** (r[2] - row[2]) * r[5] for r in turns_of(row) if r[2] >= row[2]) - row[6] for row in rows]
+    states = [(f"{group}/{state}", *rest) for group, *rest, state, _, _, _ in rows]
+    episode = slow_turns(rows, by, lone, [round(e, 9) for e in episodes], divide)
+    step = slow_turns(states, "rows", "zero", [round(s, 9) for s in steps], divide)
+    return [e + w * s for e, s in zip(episode, step, strict=True)]
+
+
+@pytest.mark.parametrize("norm", ["mean_norm", "mean_std_norm"])
+@pytest.mark.parametrize("by", ["rows", "trajectories"])
+@pytest.mark.parametrize("seed", range(8))
+def test_gigpo_against_a_slow_form_and_in_any_order(seed, by, norm):
+    rows, rng = make_rows(seed), random.Random(seed)
+    lone, w, gamma = rng.choice(["zero", "reward"]), rng.random(), rng.choice([1.0, 0.95, 0.5])
+
+    def fast(order):
+        groups, members, turns, states, _, rewards, penalties = zip(*(rows[i] for i in order), strict=True)
+        options = {"step_weight": w, "gamma": gamma, "norm": norm, "statistics": by, "lone": lone}
+        return gigpo_advantages(*doubles(rewards, penalties), groups, members, turns, states, **options)
+
+    expected = slow_gigpo(rows, w, gamma, norm == "mean_std_norm", by, lone)
+    found = fast(range(len(rows)))
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    order = rng.sample(range(len(rows)), len(rows))
+    assert torch.allclose(fast(order), found[order], atol=1e-9)
+
+
+def test_gigpo_without_steps_is_grpo_and_a_state_met_once_says_nothing():
+    rows = make_rows(4)
+    groups, members, turns, _, _, rewards, penalties = zip(*rows, strict=True)
+    names = list(zip(groups, members, strict=True))
+    returns = [sum(r for n, r in zip(names, rewards, strict=True) if n == name) for name in names]
+    plain = turn_advantages(*doubles(returns, penalties), groups, members)
+    apart = range(len(rows))  # every turn in a state of its own
+    own = gigpo_advantages(*doubles(rewards, penalties), groups, members, turns, apart, norm="mean_std_norm")
+    without = [0] * len(rows)
+    none = (groups, members, turns, without)
+    assert torch.allclose(own, plain, atol=1e-9)
+    found = gigpo_advantages(*doubles(rewards, penalties), *none, step_weight=0.0, norm="mean_std_norm")
+    assert torch.allclose(found, plain, atol=1e-9)

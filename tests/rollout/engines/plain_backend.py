@@ -1,0 +1,114 @@
+"""Engines that recompute the whole sequence for every token, for tests of processes, servers and weight updates: they
+start in a second, and are exact by construction."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from rollout.engines.base import Generation
+from rollout.engines.process import EngineProcess
+from rollout.versions import merged, recorded
+
+
+class PlainBackend:
+    """One request at a time, token by token; same seed and weights, same tokens."""
+
+    def __init__(self, model: str, folder: str = "") -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._tied = set(self._model.all_tied_weights_keys or ())
+        self._folder = Path(folder)
+        self._queue = []  # [request id, prompt, sampling, generator, ids, log-probs, runs of versions]
+        self._computed = set()  # sequences since the latest update
+        self.version = 0
+        self.info = {
+            "vocab_size": self._model.config.vocab_size,
+            "weights": {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()},
+            "tied": sorted(self._tied),
+        }
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, request_id, token_ids, sampling) -> None:
+        generator = torch.Generator().manual_seed(sampling.seed or 0)
+        self._queue.append((request_id, token_ids, sampling, generator, [], [], []))
+
+    def cancel(self, request_id) -> None:
+        self._queue = [request for request in self._queue if request[0] != request_id]
+
+    @torch.inference_mode()
+    def step(self):
+        """One token of every request."""
+        finished = []
+        for request in self._queue:
+            _, prompt, sampling, generator, ids, logprobs, runs = request
+            logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, -1]
+            scores = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+            drawn = int(torch.multinomial(scores.exp(), 1, generator=generator))
+            ids.append(drawn if sampling.temperature else int(scores.argmax()))
+            logprobs.append(float(scores[ids[-1]]))
+            runs.append((self.version, 1))
+            if len(ids) == sampling.max_new_tokens:
+                finished.append(request)
+        self._queue = [request for request in self._queue if request not in finished]
+        return [(request[0], self._generation(*request[1:])) for request in finished]
+
+    def _generation(self, prompt, sampling, generator, ids, logprobs, runs):
+        cached = max((n for n in range(len(prompt)) if tuple(prompt[:n]) in self._computed), default=0)
+        self._computed.add((*prompt, *ids[:-1]))
+        versions = recorded(merged(runs))
+        return Generation(
+            tuple(ids), tuple(logprobs), "length", self.version, cached_tokens=cached, version_runs=versions
+        )
+
+    def check(self, files) -> None:
+        files.validate(self.info["weights"], optional=self._tied)
+
+    @torch.no_grad()
+    def load(self, files) -> None:
+        targets = self._model.state_dict()
+        for name, tensor in files.tensors(skip=self._tied):
+            targets[name].copy_(tensor)
+        self._computed.clear()
+
+    def transfer(self, method, arguments) -> None:
+        """As vLLM's by NCCL, call by call straight into the model, with files in ``folder`` for broadcasts."""
+        if method == "update_weights":
+            info = arguments["update_info"]
+            path, targets = self._folder / f"{info['names'][0]}.safetensors", self._model.state_dict()
+            deadline = time.monotonic() + 60
+            while not path.exists():  # as a broadcast waits for its sender
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            tensors = load_file(path)
+            path.unlink()
+            assert [list(tensors[name].shape) for name in info["names"]] == info["shapes"]
+            for name in info["names"]:
+                targets[name].data.copy_(tensors[name])
+        elif method == "finish_weight_update":
+            self._computed.clear()
+
+
+class StaleBackend(PlainBackend):
+    """Says it has taken the weights, and has not: what the log-prob probe is there to catch."""
+
+    def load(self, files) -> None:
+        pass
+
+
+class PlainEngine(EngineProcess):
+    backend = PlainBackend.__name__
+
+    def __init__(self, model: str, max_length: int = 256, **options) -> None:
+        super().__init__(f"{__name__}.{self.backend}", {"model": model, **options}, max_length=max_length)
+
+
+class StaleEngine(PlainEngine):
+    backend = StaleBackend.__name__

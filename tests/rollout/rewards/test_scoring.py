@@ -1,0 +1,99 @@
+"""Answer scoring; every expectation is worked out by hand from dgpo.md section 5."""
+
+import pytest
+
+from rollout.rewards.qa import ExactMatchReward, F1Reward
+from rollout.rewards.scoring import exact_match, f1, normalize_answer, sub_exact_match
+from rollout.trajectory import Action, ActionKind, StopReason, Trajectory, Turn
+from tests.rollout.scripted import TASK
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  Grey Harbor.", "grey harbor"),
+        ("a-ha", "aha"),  # punctuation is deleted, not spaced
+        ("“Take On Me”", "“take on me”"),  # curly quotes are not ASCII
+        ("An Officer and a Gentleman", "officer and gentleman"),
+        ("theatre another athe", "theatre another athe"),  # articles as whole words only
+        ("Café", "café"),  # no accent folding
+        ("U.S.A.", "usa"),
+        ("the", ""),
+        ("a.the", "athe"),  # punctuation goes first, so no article is left
+        (" \n ", ""),
+    ],
+)
+def test_normalize(text, expected):
+    assert normalize_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("prediction", "golds", "expected"),
+    [
+        ("grey harbor", ["Oldfield", "Grey Harbor"], 1.0),
+        ("the Grey-Harbor", ["Grey Harbor"], 0.0),  # "greyharbor"
+        ("Grey Harbor town", ["Grey Harbor"], 0.0),
+        ("", ["the"], 0.0),  # both normalise to nothing
+        ("...", ["the"], 0.0),
+        ("The", ["the"], 1.0),  # ... but what is written the same matches
+        ("", [""], 0.0),
+        (None, ["x"], 0.0),
+        ("x", [], 0.0),
+    ],
+)
+def test_exact_match(prediction, golds, expected):
+    assert exact_match(prediction, golds) == expected
+
+
+@pytest.mark.parametrize(
+    ("prediction", "golds", "expected"),
+    [
+        ("Grey Harbor", ["grey harbor"], 1.0),
+        ("Grey Harbor town", ["Grey Harbor"], 0.8),  # P 2/3, R 1
+        ("Harbor", ["Grey Harbor"], 2 / 3),  # P 1, R 1/2
+        ("x x", ["x y"], 0.5),  # multiset: one x in common; P 1/2, R 1/2
+        ("Oldfield", ["Grey Harbor", "Oldfield Town"], 2 / 3),  # the best gold counts
+        ("yes it is", ["yes"], 0.0),
+        ("no", ["no way"], 0.0),
+        ("yes", ["yes"], 1.0),
+        ("", ["Grey"], 0.0),
+        ("", ["the"], 0.0),
+        ("the", ["The"], 1.0),
+        (None, ["x"], 0.0),
+        ("x", [], 0.0),
+    ],
+)
+def test_f1(prediction, golds, expected):
+    assert f1(prediction, golds) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "golds", "expected"),
+    [
+        ("She was born in Grey Harbor.", ["grey harbor"], 1.0),
+        ("anything", ["the", "!"], 0.0),  # an empty needle is in every haystack
+        ("Grey", ["Grey Harbor"], 0.0),
+        ("Greyhounds", ["grey"], 1.0),  # also inside a word
+        (None, ["x"], 0.0),
+    ],
+)
+def test_contains(text, golds, expected):
+    assert sub_exact_match(text, golds) == expected
+
+
+def answered(answer):
+    action = Action(ActionKind.ANSWER, answer=answer) if answer is not None else Action(ActionKind.INVALID)
+    turns = (Turn(0, 2, action, "stop", 0, 2),)
+    stop = StopReason.ANSWER if answer is not None else StopReason.MAX_TURNS
+    return Trajectory(TASK, (1,), (2, 3), (1, 1), (-0.1, -0.2), turns, (), stop, "q1", 0, answer=answer)
+
+
+def test_rewards():
+    reward = ExactMatchReward(score=2.0, format_score=0.1)
+    assert reward.score(answered("grey harbor.")).total == 2.0
+    assert reward.score(answered("Grey Harbor town")).total == 0.1
+    assert reward.score(answered(None)).total == 0.0
+    parts = {"em": 0.0, "f1": pytest.approx(0.8), "sub_em": 1.0, "answered": 1.0}
+    assert ExactMatchReward().score(answered("Grey Harbor town")).parts == parts
+    assert F1Reward().score(answered("Grey Harbor town")).total == pytest.approx(0.8)
+    assert F1Reward().score(answered(None)).parts == {"em": 0.0, "f1": 0.0, "sub_em": 0.0, "answered": 0.0}

@@ -1,0 +1,100 @@
+"""AEPO: how many start from the prompt follows from a probe; forks in a row become less likely."""
+
+import math
+
+import pytest
+
+from rollout.samplers.branching import AEPOSampler
+from tests.rollout.samplers.branching_world import SAMPLING, always, check_group, mixed, tasks
+
+
+def groups_of(world, sampler, calls, n_tasks, n, **options):
+    system = world.make(calls, sampler=sampler, **options)
+    done = system.rollout(tasks(n_tasks), n=n, sampling=SAMPLING, seed=0)
+    groups = [done[i : i + n] for i in range(0, len(done), n)]
+    executed = sum(check_group(group, n, system) for group in groups)
+    return groups, executed, system
+
+
+@pytest.mark.parametrize(
+    ("root", "results", "fixed", "published"),
+    [
+        ([3.0], [3.0], 8, 9),
+        ([3.0], [1.0, 1.0], 12, 12),  # sigmoid(1) = 0.731: 11.7, int(11.7) + 1
+        ([1.0], [2.0, 4.0], 4, 5),  # sigmoid(-1) = 0.269: 4.3
+        ([1.0], [], 8, 9),
+        ([0.0], [999.0], 1, 1),
+        ([999.0], [0.0], 16, 16),
+        ([], [], 8, 9),  # the probe's engine failed
+    ],
+)
+def test_roots_by_hand(root, results, fixed, published):
+    assert AEPOSampler(8).roots(16, root, results) == fixed
+    assert AEPOSampler(8, variant="as_published").roots(16, root, results) == published
+
+
+@pytest.mark.parametrize(
+    ("change", "streak", "fixed", "published"),
+    [
+        (0.0, 0, 0.5, 0.5),
+        (1.0, 0, 0.7, 0.7),
+        (1.0, 2, 0.7 * 0.9, 1 - 0.5 / 0.9 + 0.2),
+        (-1.0, 4, 0.3 * 0.8, 1 - 0.5 / 0.8 - 0.2),
+        (9.0, 20, 0.0, 0.0),
+        (-9.0, 0, 0.0, 0.0),
+    ],
+)
+def test_penalty_by_hand(change, streak, fixed, published):
+    assert AEPOSampler(8).probability(change, streak) == pytest.approx(fixed)
+    assert AEPOSampler(8, variant="as_published").probability(change, streak) == pytest.approx(published)
+
+
+def test_published_probability_is_that_of_the_published_test():
+    """branch iff clip((U + w dH) * max(0, 1 - 0.05 l), 0, 1) >= tau, counted over a grid of U."""
+    sampler = AEPOSampler(8, variant="as_published")
+    for change in (-3.0, -0.4, 0.0, 1.2, 4.0):
+        for streak in (0, 1, 5, 12, 25):
+            scores = [(i + 0.5) / 1000 for i in range(1000)]
+            passed = [min(max((u + 0.2 * change) * max(0, 1 - 0.05 * streak), 0), 1) >= 0.5 for u in scores]
+            assert sampler.probability(change, streak) == pytest.approx(sum(passed) / 1000, abs=1.1e-3)
+
+
+@pytest.mark.parametrize("variant", ["fixed", "as_published"])
+@pytest.mark.parametrize("calls", [always(0), always(2), mixed])
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_exactly_n(world, variant, calls, n):
+    groups, executed, system = groups_of(world, AEPOSampler(4, variant=variant), calls, 4, n)
+    probes = 4 if variant == "as_published" and n > 1 else 0
+    assert executed <= len(system.retriever.queries) and (probes or executed == len(system.retriever.queries))
+    if probes and calls is not mixed:  # the probe is sampled besides the group, and not handed out
+        assert len(system.retriever.queries) - executed == probes * calls((), 0)
+
+
+def test_entropy_of_the_probe_decides(world):
+    """More certain after results than at the prompt: all start from the prompt; the other way round: one, its probe."""
+    for before, after, roots in ((10, 1, 6), (1, 10, 1)):
+        nats = world.nats(before, after)
+        sampler = AEPOSampler(4, branch_probability=1.0, monitor_weight=50.0)
+        groups, _, _ = groups_of(world, sampler, always(2), 2, 6, nats=nats)
+        for group in groups:
+            # Forks of the probe come first (at its two results), then forks of these; what no fork claimed starts anew.
+            assert group[0].fork is None
+            assert sum(t.fork is None for t in group[:roots]) == roots
+            if roots == 1:
+                assert [t.fork.parent for t in group[1:3]] == [0, 0]
+                assert len({t.fork.at for t in group[1:3]}) == 2
+
+
+def test_without_monitoring_it_is_arpo_with_a_penalty(world):
+    """Penalty 1: after a fork none at the next result; so forks lie at the first and the third result only."""
+    sampler = AEPOSampler(1, branch_probability=1.0, pre_monitoring=False, consecutive_penalty=1.0)
+    [group], _, _ = groups_of(world, sampler, always(3), 1, 4)
+    places = [sum(turn.end <= t.fork.at for turn in t.turns) for t in group if t.fork]
+    assert sorted(places) == [1, 3, 3]
+    assert [turn.branch_probability for turn in group[0].turns] == [None, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("wrong", [{"monitor_weight": math.inf}, {"consecutive_penalty": 2.0}, {"beam_size": 0}])
+def test_impossible_settings(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+        AEPOSampler(2, **wrong)
