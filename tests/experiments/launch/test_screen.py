@@ -37,7 +37,7 @@ def test_a_bar_says_how_far_the_stage_and_the_chain_are():
     assert bar(at(0.5), Chain(), 60.0, 60) == "train ████████████░░░░░░░░░░░░  50% eta 1:00", (
         "neither chain nor figures"
     )
-    assert bar(at(0.5), CHAIN, 60.0, 39) == "4/13 train █████░░░░░  50% eta 1:00", "half a number would be another"
+    assert bar(at(0.5), CHAIN, 60.0, 37) == "4/13 train ██████░░░░░░  50% eta 1:00", "half a number would be another"
     known = Chain(4, 13, own_s=100.0, rest_s=660.0)
     assert "chain 12:00 " in bar(at(0.5, "em 0.3"), known, 60.0, 100), "60 s by its pace, more than 40 by last time"
     assert bar(None, CHAIN, 30.0, 79) == "stage 4 of 13 running for 0:30 (last time 1:40) chain >12:10"
