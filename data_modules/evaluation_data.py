@@ -277,6 +277,7 @@ class EvaluationData(L.LightningDataModule):
                 sampling=self.eval_sampling.params,
                 seed=derive_seed(self.seed, split, mode.value),
                 mode=mode,
+                on_progress=getattr(getattr(self.trainer, "progress_bar_callback", None), "rolled_out", None),
                 sampler=IndependentSampler(),  # whatever the training's sampler does with a group
                 advise=self.eval_skills,
             )

@@ -36,8 +36,8 @@ class MLflowLogger(MLFlowLogger):
       the experiment was first created from.
     - The run id is kept in ``<save_dir>/mlflow_run_id``. A later process with the same ``save_dir`` continues that run
       and logs no parameters again (MLflow forbids changing them). Starting afresh means an empty folder.
-    - An experiment opens in the UI with its runs, as model training does; by itself MLflow would take one with traces
-      for an application's and hide them.
+    - An experiment is marked as model training; by itself MLflow would take one with traces for an application's. It
+      opens with its runs where the page's switch says so (top left, Model training), which each browser keeps.
     - Metrics are written in the background and flushed at the end.
 
     mlflow itself (2 s) is imported on construction, not with this module.

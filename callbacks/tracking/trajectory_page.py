@@ -84,7 +84,7 @@ def _shown(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]
         "parts": (_turns if turn_by_turn else _conversation)(item, tokenizer),
         "calls": [
             (
-                call.turn, call.request.name, ", ".join(str(value) for value in call.request.arguments.values()),
+                call.turn + 1, call.request.name, ", ".join(str(value) for value in call.request.arguments.values()),
                 call.result.outcome.value, f"{call.latency_s * 1000:.1f} ms",
                 " · ".join(document.title for document in call.result.documents),
             )

@@ -1,47 +1,43 @@
-"""Progress of training and evaluation: a plain line now and then."""
+"""Reports the progress of training and evaluation."""
 
 from __future__ import annotations
 
 import math
-import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 
-from callbacks.tracking.run_info import duration
-from retrieval.ranges import NonNegativeFloat
+from rollout.progress import ProgressReports
 
-# In this order; of each row the first metric that the module logs is shown, under its label. An environment's tasks
-# have no answer to compare: em says nothing where there is a success.
+# The most telling first: a bar has room for two or three. Of each row the first metric that the module logs is shown,
+# under its label. An environment's tasks have no answer to compare: em says nothing where there is a success.
 METRICS: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("loss", "train/loss"),),
-    (("ce", "train/ce"),),
-    (("acc", "train/token_accuracy"),),
+    (("reward", "train/reward"), ("loss", "train/loss")),
     (("success", "train/success"), ("em", "train/em")),
-    (("reward", "train/reward"),),
+    (("val success", "val/reward/success"), ("val em", "val/em")),
+    (("loss", "train/loss"),),
     (("kl", "train/kl"),),
+    (("acc", "train/token_accuracy"),),
     (("entropy", "train/entropy"),),
     (("len", "train/response_tokens"),),
     (("tok/s", "throughput/tokens_per_s"),),
-    (("val success", "val/reward/success"), ("val em", "val/em")),
 )
 
 
-def metrics_line(metrics: dict[str, Any], chosen: Iterable[str] = ()) -> str:
-    """``em 0.312 · reward 0.300 · ...`` of those metrics that exist, and after them those that a module or callback of
-    one's own has ``chosen`` (logged with ``prog_bar=True``)."""
-    shown = []
+def figures(metrics: Mapping[str, Any], chosen: Iterable[str] = ()) -> list[str]:
+    """``["reward 0.300", "em 0.312", ...]`` of those metrics that exist, and after them those that a module or callback
+    of one's own has ``chosen`` (logged with ``prog_bar=True``)."""
+    shown: dict[str, str] = {}
     known = {name for alternatives in METRICS for _, name in alternatives}
     others = tuple(((name, name),) for name in chosen if name not in known)
     for alternatives in (*METRICS, *others):
         found = next(((label, float(metrics[name])) for label, name in alternatives if name in metrics), None)
         if found is not None:
             label, value = found
-            shown.append(f"{label} {value:,.0f}" if abs(value) >= 100 else f"{label} {value:.3f}")
-    return " · ".join(shown)
+            shown[label] = f"{label} {value:,.0f}" if abs(value) >= 100 else f"{label} {value:.3f}"
+    return list(shown.values())
 
 
 def fraction_done(trainer: L.Trainer) -> float:
@@ -56,19 +52,13 @@ def fraction_done(trainer: L.Trainer) -> float:
 
 
 class Progress(ProgressBar):
-    """Progress of training and evaluation, for both kinds of modules.
+    """Reports how far training, validation and test are, for both kinds of modules (``rollout.progress``)."""
 
-    Args:
-        line_every_s: seconds between lines (the first and last iteration are always shown).
-    """
-
-    def __init__(self, line_every_s: NonNegativeFloat = 10.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.line_every_s = line_every_s
         self._enabled = True
-        self._last_line = -math.inf
-        self._start = (0.0, 0.0)  # when training started here, and the fraction done then (resume)
-        self._label = ""
+        self._reports = ProgressReports()
+        self._evaluation = ("test", 0, 1.0)  # phase, batches done, batches in all
 
     # Lightning switches bars off on other ranks than 0
     def disable(self) -> None:
@@ -77,55 +67,55 @@ class Progress(ProgressBar):
     def enable(self) -> None:
         self._enabled = True
 
-    @property
-    def is_enabled(self) -> bool:
-        return self._enabled
-
     # --- training -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start = (time.monotonic(), fraction_done(trainer))
-        self._label = type(pl_module).__name__
-        self._show("start", force=True)
+        if self._enabled:
+            self._reports.begin("train", fraction_done(trainer))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        done = fraction_done(trainer)
-        iteration = trainer.fit_loop.total_batch_idx + 1
-        line = metrics_line(trainer.callback_metrics, trainer.progress_bar_metrics)
-        text = f"iteration {iteration} · {line} · eta {duration(self._eta(done))}"
-        self._show(text, done, force=iteration == 1 or done == 1.0)
-
-    def _eta(self, done: float) -> float:
-        since, before = self._start
-        gained = done - before
-        return (time.monotonic() - since) * (1 - done) / gained if gained > 0 else math.nan
+        if self._enabled:
+            iteration = f"iteration {trainer.fit_loop.total_batch_idx + 1}"
+            shown = figures(trainer.callback_metrics, trainer.progress_bar_metrics)
+            self._reports.report("train", fraction_done(trainer), [*shown, iteration])
 
     # --- evaluation ---------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._begin_evaluation("validate", trainer.num_val_batches)
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin_evaluation("test", trainer.num_test_batches)
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
         if not trainer.sanity_checking:
-            self._evaluation(pl_module, "validation", batch_idx, dataloader_idx, trainer.num_val_batches)
+            self._batch_evaluated()
 
     def on_test_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        self._evaluation(pl_module, "test", batch_idx, dataloader_idx, trainer.num_test_batches)
+        self._batch_evaluated()
 
-    def _evaluation(self, module: L.LightningModule, name: str, index: int, loader: int, batches: Any) -> None:
-        self._label = type(module).__name__
-        counts = [batches] if isinstance(batches, (int, float)) else list(batches)
-        done, total = sum(counts[:loader]) + index + 1, sum(counts)
-        self._show(f"{name} {done}/{total:g}", done / total, force=done == total)
+    def rolled_out(self, finished: int, expected: int) -> None:
+        """Of a batch of an evaluation, ``finished`` of ``expected`` trajectories; called by the data module."""
+        phase, batches, total = self._evaluation
+        if self._enabled and finished < expected:
+            self._reports.report(phase, (batches + finished / expected) / total)
 
-    def _show(self, text: str, done: float = 0.0, force: bool = False) -> None:
-        if self._enabled and (force or time.monotonic() - self._last_line >= self.line_every_s):
-            self._last_line = time.monotonic()
-            share = f"{done:4.0%} " if math.isfinite(done) else ""
-            print(f"{self._label} {share}{text}", file=sys.stderr, flush=True)
+    def _begin_evaluation(self, phase: str, batches: Any) -> None:
+        self._evaluation = (phase, 0, sum([batches] if isinstance(batches, (int, float)) else batches))
+        if self._enabled:
+            self._reports.begin(phase)
+
+    def _batch_evaluated(self) -> None:
+        phase, batches, total = self._evaluation
+        self._evaluation = (phase, batches + 1, total)
+        if self._enabled:
+            self._reports.report(phase, (batches + 1) / total)

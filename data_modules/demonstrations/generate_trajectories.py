@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from data_modules.datasets.files import DatasetError, spread
 from data_modules.datasets.questions import load_tasks
 from data_modules.datasets.splits import Splits
@@ -26,6 +24,7 @@ from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.loaders import run_seed
 from retrieval.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from rollout.files import write_atomically
+from rollout.progress import ProgressReports
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match
 from rollout.samplers.independent import IndependentSampler
@@ -120,12 +119,18 @@ class GenerateTrajectories:
             return self._summary(done)
         try:
             self.rollouts.start()
-            with tqdm(desc="generate", total=len(tasks) * self.samples_per_question, mininterval=10) as bar:
-                for number, chunk in enumerate(chunks):
-                    before = bar.n
-                    done[number] = done[number] or self._chunk(output_dir, number, chunk, bar)
-                    bar.set_postfix_str(self._shares(done), refresh=False)
-                    bar.update(before + done[number]["generated"] - bar.n)
+            reports = ProgressReports()
+            reports.begin("generate", sum(1 for record in done if record) / len(chunks))
+            for number, chunk in enumerate(chunks):
+                expected, shares = len(chunk) * self.samples_per_question, self._shares(done)
+
+                def show(
+                    finished: int, number: int = number, expected: int = expected, shares: list[str] = shares
+                ) -> None:
+                    reports.report("generate", (number + min(finished / expected, 0.99)) / len(chunks), shares)
+
+                done[number] = done[number] or self._chunk(output_dir, number, chunk, show)
+            reports.report("generate", 1.0, self._shares(done))
         finally:
             self.rollouts.close()
         return self._summary(done)
@@ -137,13 +142,14 @@ class GenerateTrajectories:
         path = output_dir / "progress" / f"chunk-{number:05d}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def _chunk(self, output_dir: Path, number: int, tasks: list[Task], bar: tqdm) -> dict[str, Any]:
+    def _chunk(self, output_dir: Path, number: int, tasks: list[Task], show: Callable[[int], None]) -> dict[str, Any]:
         start = time.monotonic()
         # Not the chunk's number: requests derive theirs from the question's id.
         seed = derive_seed(run_seed(self._seed), "generate")
         trajectories: list[Trajectory] = []
         for mode, asked in self._by_mode(tasks, seed).items():
-            trajectories += self._roll_out(asked, seed, mode, bar)
+            before = len(trajectories)
+            trajectories += self._roll_out(asked, seed, mode, lambda n, _, before=before: show(before + n))
         self._guard.check(trajectories, f"generation, chunk {number + 1}", self.rollouts.failures)
         usable = [t for t in trajectories if not t.failed_by_infrastructure]
         correct = [t for t in usable if is_right(t)]
@@ -163,7 +169,9 @@ class GenerateTrajectories:
         write_atomically(output_dir / "progress" / f"chunk-{number:05d}.json", json.dumps(record, indent=2) + "\n")
         return record
 
-    def _roll_out(self, tasks: list[Task], seed: int, mode: PromptMode, bar: tqdm) -> list[Trajectory]:
+    def _roll_out(
+        self, tasks: list[Task], seed: int, mode: PromptMode, on_progress: Callable[[int, int], None]
+    ) -> list[Trajectory]:
         """What infrastructure failed is tried again, with the seeds that it had."""
 
         def attempt(asked: list[Task], on_progress: Callable[[int, int], None] | None = None) -> list[Trajectory]:
@@ -172,12 +180,7 @@ class GenerateTrajectories:
                 on_progress=on_progress, sampler=IndependentSampler(),  # a retry replaces single trajectories
             )  # fmt: skip
 
-        before = bar.n
-
-        def show(finished: int, _: int) -> None:
-            bar.update(before + finished - bar.n)
-
-        trajectories = attempt(tasks, show)
+        trajectories = attempt(tasks, on_progress)
         for _ in range(RETRIES):
             failed = {t.task.id for t in trajectories if t.failed_by_infrastructure}
             if not failed:
@@ -200,10 +203,10 @@ class GenerateTrajectories:
             parts.setdefault(mode, []).append(task)
         return {mode: asked for mode, asked in parts.items() if asked}
 
-    def _shares(self, done: Sequence[dict[str, Any]]) -> str:
+    def _shares(self, done: Sequence[dict[str, Any]]) -> list[str]:
         total = {name: sum(record.get(name, 0) for record in done) for name in COUNTS}
         usable = max(total["generated"] - total["failed"], 1)
-        return f"correct {total['correct'] / usable:.3f} · kept {total['kept']:,}"
+        return [f"correct {total['correct'] / usable:.3f}", f"kept {total['kept']:,}"]
 
     def _summary(self, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
         summary: dict[str, Any] = {name: sum(record[name] for record in done) for name in COUNTS}

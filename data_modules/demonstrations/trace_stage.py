@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from tqdm import tqdm
-
 from data_modules.datasets.files import DatasetError, spread
 from data_modules.datasets.traces import MalformedTrace
 from data_modules.evaluation_data import as_list
 from retrieval.ranges import PositiveInt
+from rollout.progress import ProgressReports
 from rollout.storage import save_trajectories
 from rollout.trajectory import Trajectory
 from rollout.validation import check_at_least_one
@@ -75,12 +74,15 @@ class TraceStage(ABC, Generic[Trace]):
         start = time.monotonic()
         traces = spread(self.read(), self.limit)
         counts: Counter[str] = Counter()
-        for number, first in enumerate(tqdm(range(0, len(traces), CHUNK), self.label, mininterval=10, unit="chunk")):
+        reports = ProgressReports()
+        reports.begin("read")
+        for number, first in enumerate(range(0, len(traces), CHUNK)):
             chunk = traces[first : first + CHUNK]
             made = [self._count(trace, counts) for trace in chunk]
             kept = [trajectory for trajectory in made if trajectory is not None]
             if kept:
                 save_trajectories(Path(output_dir) / "trajectories" / f"chunk-{number:05d}.parquet", kept)
+            reports.report("read", (first + len(chunk)) / len(traces), [f"kept {counts['kept']:,}"])
         malformed = {name: count for name, count in sorted(counts.items()) if name.startswith("malformed/")}
         summary: dict[str, Any] = {"found": len(traces), "malformed": sum(malformed.values()), **malformed}
         summary |= {name: counts[name] for name in ("kept", "too_long", "tokens", "loss_tokens", *self.counted)}

@@ -58,7 +58,8 @@ def ui(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(f"there are no runs yet ({database} does not exist): make train first")
     require_free_port(args.port, "make ui PORT=5001")
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    print(f"MLflow over {store}: http://127.0.0.1:{args.port} (Ctrl-C ends it)", flush=True)
+    print(f"MLflow over {store}: http://127.0.0.1:{args.port} (Ctrl-C ends it)")
+    print("Top left, Model training shows runs and their curves, GenAI (MLflow's default) their traces", flush=True)
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store, "--port", str(args.port)]
     serve(command, "MLflow server", context, environment)
 

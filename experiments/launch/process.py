@@ -12,16 +12,16 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from experiments.launch.fork_server import ForkedProcess, ForkServer
+from experiments.launch.screen import Screen
+from experiments.stages.context import Chain
 
 WATCH_S = 1.0  # between two calls of the watch
 GRACE_S = 10.0  # for the child to notice itself, and say better, what the watch has reported
@@ -42,9 +42,12 @@ def run_child(
     log: Path,
     watch: Callable[[], str | None] = lambda: None,
     fork_server: ForkServer | None = None,
+    chain: Chain | None = None,
 ) -> ChildResult:
     """Run to the end. ``watch`` is asked every second; when it reports trouble (another node is gone), the
-    child is killed ``GRACE_S`` later, unless it has ended by itself. ``fork_server``: start it there."""
+    child is killed ``GRACE_S`` later, unless it has ended by itself. ``fork_server``: start it there. ``chain``:
+    for the screen."""
+    screen = Screen(log, chain)
     if fork_server is not None:
         child = fork_server.start(command, cwd=cwd, env=env)
     else:
@@ -54,14 +57,18 @@ def run_child(
         )  # fmt: skip
     presses, trouble, looked, deadline = 0, None, 0.0, math.inf
 
+    def say(words: str) -> None:
+        screen.erase()
+        print(f"\n{words}", flush=True)
+
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal presses
         presses += 1
         if presses == 1:
-            print("\nstopping cleanly; Ctrl-C again ends it at once", flush=True)
+            say("stopping cleanly; Ctrl-C again ends it at once")
             child.send_signal(signal.SIGINT)
         else:
-            print("\nended at once", flush=True)
+            say("ended at once")
             os.killpg(child.pid, signal.SIGKILL)
 
     def check_watch() -> None:
@@ -69,18 +76,19 @@ def run_child(
         if trouble is None and time.monotonic() > looked + WATCH_S:
             trouble, looked = watch(), time.monotonic()
             if trouble is not None:
-                print(f"\n{trouble}; what runs here ends in {GRACE_S:.0f} s", flush=True)
+                say(f"{trouble}; what runs here ends in {GRACE_S:.0f} s")
                 deadline = looked + GRACE_S
         if time.monotonic() > deadline:
             os.killpg(child.pid, signal.SIGKILL)
 
     try:
-        with _handlers(interrupt), log.open("ab") as stream:
-            _copy_output(child, stream, check_watch)
+        with _handlers(interrupt):
+            _copy_output(child, screen, check_watch)
             while child.poll() is None:  # it has closed its output and lives on
                 check_watch()
                 time.sleep(0.05)
     finally:
+        screen.close()
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
         returncode = child.wait()
@@ -99,7 +107,7 @@ def _handlers(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 def _copy_output(
-    child: subprocess.Popen[bytes] | ForkedProcess, log: IO[bytes], check_watch: Callable[[], None]
+    child: subprocess.Popen[bytes] | ForkedProcess, screen: Screen, check_watch: Callable[[], None]
 ) -> None:
     """Until the child is gone and has said everything (a grandchild may keep the other end open for longer)."""
     assert child.stdout is not None
@@ -109,6 +117,5 @@ def _copy_output(
         data = os.read(child.stdout.fileno(), 65536) if ready else b""
         if not data and (ready or child.poll() is not None):
             return
-        for target in (sys.stdout.buffer, log):
-            target.write(data)
-            target.flush()
+        screen.write(data)
+        screen.tick()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -22,7 +23,7 @@ from experiments.launch.stage_process import run_stage
 from experiments.registry.errors import ExperimentError
 from experiments.registry.hardware import ranks_of, require_launcher
 from experiments.registry.project import Project
-from experiments.stages.context import STOPPED, RunContext, StageFailed
+from experiments.stages.context import STOPPED, Chain, RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage, closure, require_files
 from experiments.stages.stage import REFUSED, SUMMARY
 from experiments.stages.store import StageFolder
@@ -59,13 +60,25 @@ def make(graph: Graph, context: RunContext) -> tuple[Stage, list[Stage]]:
             fork_server = ForkServer()
             require_valid(context, fork_server)
         started = time.monotonic()
+        times = [last_seconds(stage) for stage in todo]
         for number, stage in enumerate(todo, 1):
             print(f"\n[{number}/{len(todo)}] {stage.name}: {stage.config['experiment'].get('summary', '')}", flush=True)
             if context.stop.received:
                 raise StageFailed(f"stopped before {stage.name}. To continue: {context.resume_command()}", STOPPED)
-            make_stage(stage, context, fresh=context.fresh and stage is target, fork_server=fork_server)
+            rest = times[number:]
+            chain = Chain(number, len(todo), times[number - 1], sum(s for s in rest if s is not None), None not in rest)
+            ours = dataclasses.replace(context, chain=chain)
+            make_stage(stage, ours, fresh=context.fresh and stage is target, fork_server=fork_server)
         print(f"\n{_stages(len(todo))} made in {duration(time.monotonic() - started)}.")
     return target, [s for s in graph.compared(target) if StageFolder(s.folder).result() is not None]
+
+
+def last_seconds(stage: Stage) -> float | None:
+    """What the stage took when it was last made, with any settings and seed; None: it never was, in these outputs. The
+    rule of the chain's ETA: stages differ too much for one to tell about another, and settings mostly little enough."""
+    results = [StageFolder(folder).result() for folder in stage.folder.parent.glob("*/")]
+    done = [result for result in results if result is not None and result["kind"] == stage.kind]
+    return max(done, key=lambda result: result["finished"])["seconds"] if done else None
 
 
 def to_make(stages: Sequence[Stage], fresh: Stage | None = None) -> list[Stage]:
@@ -83,18 +96,19 @@ def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext) -> None
     """Which stages are there, which will be made, in the order in which they will be, and which are left out."""
     plan = graph.plan(compare=context.compare)
     print(f"{context.target}: {_stages(len(plan))}, {len(plan) - len(todo)} done, {len(todo)} to make")
+    print(f"  in {context.project.relative(context.project.outputs)}/NAME/KEY:")
     width = max(len(s.name) for s in plan)
     for stage in plan:
         folder = StageFolder(stage.folder)
         what = {"missing": "to make", "unfinished": "to make", "interrupted": "to continue"}.get(folder.state(), "")
         if stage not in todo:
             result = folder.result() or {}
-            what = f"done in {duration(result.get('seconds', 0))}, commit {str(result.get('commit'))[:9]}"
+            what = f"done in {duration(result.get('seconds', 0))}"
         elif folder.result() is not None:
             what = "to make afresh"
         elif folder.lock.owner() is not None:
             what = "being made by another process"
-        print(f"  {stage.name:<{width}}  {stage.kind:<4}  {context.project.relative(stage.folder)}  {what}")
+        print(f"  {stage.name:<{width}}  {stage.kind:<4}  {stage.key}  {what}")
     if left_out := [s.name for s in to_make(graph.compared(graph.target())) if s not in plan]:
         print(f"  left out, though compared with: {', '.join(left_out)} (COMPARE=1 makes them, too)")
     sys.stdout.flush()

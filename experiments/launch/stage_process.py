@@ -44,8 +44,9 @@ def run_stage(
             command = [sys.executable, *command]
         log = store.log_path if context.is_main_node else store.path / f"log-node{node.rank if node else 0}"
         child = run_child(
-            command, cwd=context.project.root, env=environment, log=log, watch=watch, fork_server=fork_server
-        )
+            command, cwd=context.project.root, env=environment, log=log, watch=watch, fork_server=fork_server,
+            chain=context.chain,
+        )  # fmt: skip
     _require_success(stage, store, context, child)
 
 

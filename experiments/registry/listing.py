@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from experiments.registry.compose import check_experiment, compose
 from experiments.registry.errors import ExperimentError
-from experiments.registry.files import Config, definitions, faults, find
+from experiments.registry.files import Config, definitions, faults
 from experiments.registry.project import Project
 
 
@@ -55,10 +55,12 @@ def summary(name: str, project: Project) -> Summary:
 
 
 def _family(name: str, project: Project) -> str:
-    path = find(name, project.experiment_dirs).path
+    every = definitions(project.experiment_dirs)
+    path = every[name].path
+    several = any(other.path == path for key, other in every.items() if key != name)
     [root] = [folder for folder in project.experiment_dirs if path.is_relative_to(folder)][:1]
     folder = "" if path.parent == root else path.relative_to(root).parts[0]
-    table = "" if path.stem in (name, "tables") else path.stem
+    table = path.stem if several and path.stem != "tables" else ""
     return "/".join(filter(None, (folder, table))) or "own"
 
 

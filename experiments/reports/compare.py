@@ -1,4 +1,4 @@
-"""Reads runs recorded in MLflow: one table of what they ended with, and curves."""
+"""Reads runs recorded in MLflow: one table of what they ended with, and their history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import polars as pl
 from callbacks.tracking.run_info import SQLITE, default_tracking_uri
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from mlflow import MlflowClient
 
 CURVES = (
@@ -20,7 +19,6 @@ CURVES = (
     "train/response_tokens", "train/grad_norm", "train/logprob_gap", "throughput/tokens_per_s",
 )  # fmt: skip
 HISTORY_SCHEMA = {"run_id": pl.String, "run": pl.String, "metric": pl.String, "step": pl.Int64, "value": pl.Float64}
-MANY_POINTS = 30  # from here on a curve is smoothed
 
 
 class NoRunsError(LookupError):
@@ -93,44 +91,6 @@ def history_frame(client: MlflowClient, runs: Mapping[str, str], metrics: Sequen
     frame = pl.DataFrame(rows, schema=HISTORY_SCHEMA | {"at": pl.Int64}).sort("at", maintain_order=True)
     last = frame.unique(["run_id", "metric", "step"], keep="last", maintain_order=True)
     return last.select(list(HISTORY_SCHEMA)).sort("run", "run_id", "metric", "step", maintain_order=True)
-
-
-def curves_figure(history: pl.DataFrame, metrics: Sequence[str] | None = None, columns: int = 2) -> Figure:
-    """One panel a metric, one line a run. Metrics without a single point have no panel.
-
-    Raises:
-        ValueError: nothing to draw.
-    """
-    from matplotlib.figure import Figure
-
-    present = history["metric"].unique().to_list()
-    shown = [m for m in (metrics or sorted(present)) if m in present]
-    if not shown:
-        raise ValueError(f"no points for any of {list(metrics or [])}; these have some: {sorted(present)}")
-    columns = min(columns, len(shown))
-    rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained", facecolor="white")
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    runs = history["run_id"].unique(maintain_order=True).to_list()  # two runs may have one name
-    lines: dict[str, Any] = {}  # run -> one line of it, for the legend
-    for axis, metric in zip(axes, shown, strict=False):
-        of_metric = history.filter(pl.col("metric") == metric)
-        for (run_id, run), points in of_metric.group_by(["run_id", "run"], maintain_order=True):
-            place = runs.index(run_id)
-            style = {"color": f"C{place % 10}", "linestyle": ("-", "--", ":")[place // 10 % 3]}
-            values = points["value"]
-            if len(points) >= MANY_POINTS:  # a line through a mean of neighbours, and faintly what it is the mean of
-                axis.plot(points["step"], values, lw=0.6, alpha=0.2, color=style["color"])
-                values = values.rolling_mean(MANY_POINTS // 3, min_samples=1, center=True)
-            marker = "o" if len(points) < MANY_POINTS else None
-            (lines[run_id],) = axis.plot(points["step"], values, marker=marker, ms=3, lw=1.4, label=run, **style)
-        axis.set_title(metric, fontsize=10)
-        axis.set_xlabel("iteration", fontsize=9)
-        axis.grid(alpha=0.3)
-    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=4, fontsize=8)
-    for axis in axes[len(shown) :]:
-        axis.set_visible(False)
-    return figure
 
 
 def compare(

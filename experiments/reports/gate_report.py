@@ -10,6 +10,7 @@ import polars as pl
 
 from callbacks.tracking.run_info import RUN_ID_FILE
 from experiments.reports.compare import history_frame, open_store
+from experiments.reports.curves import DPI
 from experiments.reports.markdown import markdown_table
 from experiments.reports.results import Run
 from rollout.files import replacing
@@ -24,13 +25,16 @@ BY_TURN = (*(f"turn{k}" for k in range(1, TURNS + 1)), "later")
 TAIL = 10  # iterations at either end of a training that a value is the mean of
 
 
-def write_gates(runs: Sequence[Run], tracking_uri: str, picture: Path) -> tuple[str, list[Path]]:
+def write_gates(
+    runs: Sequence[Run], tracking_uri: str, picture: Path, looks: Mapping[str, Any]
+) -> tuple[str, list[Path]]:
     """The section as Markdown, with its picture written; ("", []) if no run has logged gates.
 
     Args:
         runs: in the order of the page; seeds of a method are put together (mean over seeds, iteration by iteration).
         tracking_uri: MLflow store with their metrics.
         picture: the PNG to write; the section names it without its folder.
+        looks: ``curves.styles`` of the methods.
     """
     of = gate_history(runs, tracking_uri)
     if not of:
@@ -38,7 +42,7 @@ def write_gates(runs: Sequence[Run], tracking_uri: str, picture: Path) -> tuple[
     tells = {method: history for method, history in of.items() if discriminates(history)}
     if tells:
         with replacing(picture) as temporary:
-            gates_figure(tells).savefig(temporary, format="png", dpi=110)
+            gates_figure(tells, looks).savefig(temporary, format="png", dpi=DPI)
     sections = [
         "\n## Gates\n",
         "The self-teacher is the student itself after a prompt with skills. Gap: mean log p_teacher - log p_student "
@@ -83,14 +87,14 @@ def discriminates(history: pl.DataFrame) -> bool:
     return bool(((shares > 0) & (shares < 1)).any())
 
 
-def gates_figure(of: Mapping[str, pl.DataFrame]) -> Figure:
-    """Three panels, a line a method: the endorsed share over the iterations, by third of a turn, by turn."""
+def gates_figure(of: Mapping[str, pl.DataFrame], looks: Mapping[str, Any]) -> Figure:
+    """Three panels of one scale, a line a method: the endorsed share over iterations, by third of a turn, by turn."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.6), layout="constrained", facecolor="white")
-    axes = figure.subplots(1, 3)
-    for number, (method, history) in enumerate(of.items()):
-        style: dict[str, Any] = {"color": f"C{number % 10}", "ls": ("-", "--", ":")[number // 10 % 3], "label": method}
+    figure = Figure(figsize=(9, 3.2 + 0.15 * (len(of) // 4)), layout="constrained", facecolor="white")
+    axes = figure.subplots(1, 3, sharey=True)
+    for method, history in of.items():
+        style: dict[str, Any] = {**looks[method], "label": method}
         curve = history.filter(pl.col("metric") == ACTIVE)
         axes[0].plot(curve["step"], curve["value"].rolling_mean(5, min_samples=1, center=True), lw=1.4, **style)
         for axis, names in ((axes[1], BY_PART), (axes[2], BY_TURN)):
@@ -99,12 +103,13 @@ def gates_figure(of: Mapping[str, pl.DataFrame]) -> Figure:
             axis.plot([k for k, _ in known], [share for _, share in known], marker="o", ms=3, lw=1.4, **style)
     for axis, title in zip(axes, ("iteration", "third of the turn", "turn"), strict=True):
         axis.set_xlabel(title, fontsize=9)
+        axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of tokens endorsed", fontsize=9)
     axes[1].set_xticks(range(1, PARTS + 1))
-    axes[2].set_xticks(range(1, TURNS + 2), [*map(str, range(1, TURNS + 1)), "later"], fontsize=8)
+    axes[2].set_xticks(range(1, TURNS + 2), [*map(str, range(1, TURNS + 1)), "later"])
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 

@@ -11,7 +11,8 @@ import polars as pl
 
 from callbacks.tracking.run_info import RUN_ID_FILE, default_tracking_uri
 from experiments.registry.columns import columns_of, score_of
-from experiments.reports.compare import compare, curves_figure, history_frame, open_store, table_text
+from experiments.reports.compare import compare, history_frame, open_store, table_text
+from experiments.reports.curves import DPI, curves_figure, styles
 from experiments.reports.gate_report import write_gates
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
 from experiments.reports.results_page import metric_text, results_page
@@ -90,10 +91,11 @@ def write_results(
     curves = out_dir / f"{experiment}_curves.png"
     uri = tracking_uri or default_tracking_uri(mine[0].folder.resolve().parent.parent)
     metrics = dict.fromkeys((*main.curves, *RESULT_CURVES, *(c.curve for c in chosen.values() if c.curve)))
-    has_curves = _write_curves(curves, runs, uri, tuple(metrics))
+    looks = styles([mine[0].method, *(run.method for run in runs)])
+    has_curves = _write_curves(curves, runs, uri, tuple(metrics), looks)
     objects = results_json(runs, chosen, score or "em")
     steps, pictures = write_steps(mine[0].method, runs, out_dir / f"{experiment}_steps.png")
-    gates, drawn = write_gates(runs, uri, out_dir / f"{experiment}_gates.png") if has_curves else ("", [])
+    gates, drawn = write_gates(runs, uri, out_dir / f"{experiment}_gates.png", looks) if has_curves else ("", [])
     data, page = out_dir / f"{experiment}.json", out_dir / f"{experiment}.md"
     write_atomically(data, json.dumps(objects, indent=2, allow_nan=False) + "\n")
     text = results_page(mine[0], runs, chosen, main, objects, command, notes, has_curves)
@@ -101,11 +103,13 @@ def write_results(
     return [page, data, *([curves] if has_curves else []), *pictures, *drawn]
 
 
-def _write_curves(path: Path, runs: Sequence[Run], tracking_uri: str, metrics: Sequence[str]) -> bool:
+def _write_curves(
+    path: Path, runs: Sequence[Run], tracking_uri: str, metrics: Sequence[str], looks: Mapping[str, Any]
+) -> bool:
     """Draw the runs that were logged; False (and no file) when none was or none has any of the metrics. ``metrics[0]``
     is what runs that learn by reinforcement log."""
     files = {run: run.folder / RUN_ID_FILE for run in runs}
-    ids = {f.read_text().strip(): f"{run.method}, seed {run.seed}" for run, f in files.items() if f.exists()}
+    ids = {f.read_text().strip(): run.method for run, f in files.items() if f.exists()}
     history = history_frame(open_store(tracking_uri), ids, metrics) if ids else pl.DataFrame()
     if not len(history):
         return False
@@ -113,5 +117,5 @@ def _write_curves(path: Path, runs: Sequence[Run], tracking_uri: str, metrics: S
     if len(learning):  # iterations of supervised learning are another measure of time
         history = history.filter(pl.col("run_id").is_in(learning.implode()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    curves_figure(history, metrics).savefig(path, dpi=110)
+    curves_figure(history, metrics, looks).savefig(path, dpi=DPI)
     return True

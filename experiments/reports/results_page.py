@@ -81,7 +81,10 @@ def results_page(
         "with 95 % interval and two-sided p of a paired bootstrap (10,000 resamples).\n",
         _difference_table(of, main.method, score),
         "## Curves\n",
-        f"![curves]({main.experiment}_curves.png)\n" if has_curves else "These runs logged no curves.\n",
+        "Lines: means over seeds. Bands: from the lowest to the highest seed.\n\n"
+        f"![curves]({main.experiment}_curves.png)\n"
+        if has_curves
+        else "These runs logged no curves.\n",
     ]
     return "\n".join(section for section in sections if section)
 

@@ -10,13 +10,14 @@ import numpy as np
 
 from callbacks.evaluation.step_kinds import NAMED, Kind
 from callbacks.evaluation.step_rows import StepRow
+from experiments.reports.curves import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PANELS = {"divergence": "divergence d (nats)", "weight": "weight w", "teacher_entropy": "teacher entropy (nats)"}
-COLOURS = {Kind.STABLE: "C2", Kind.ERRONEOUS: "C3", Kind.RECOVERING: "C0"}
-PER_ROW = 4  # methods side by side at most
+PANELS = {"divergence": "divergence d\n(nats)", "weight": "weight w", "teacher_entropy": "teacher entropy\n(nats)"}
+COLOURS = {Kind.STABLE: PALETTE[2], Kind.ERRONEOUS: PALETTE[3], Kind.RECOVERING: PALETTE[4]}
+PER_ROW = 3  # methods side by side at most
 FEWEST = 2  # trajectories that make a mean
 Kinds = Mapping[Kind, Sequence[Sequence[StepRow]]]
 
@@ -48,7 +49,7 @@ def curve(trajectories: Sequence[Sequence[StepRow]], measure: str, fewest: int =
 
 
 def steps_figure(methods: Mapping[str, Kinds], examples: Mapping[str, Mapping[Kind, Sequence[StepRow]]]) -> Figure:
-    """Three panels a method (divergence, weight, teacher entropy), methods side by side in blocks of up to four, each
+    """Three panels a method (divergence, weight, teacher entropy), methods side by side in blocks of up to three, each
     measure on one scale. A line is the mean over the trajectories of a kind, its band their middle half; thin and
     dashed: the examples.
 
@@ -67,7 +68,7 @@ def steps_figure(methods: Mapping[str, Kinds], examples: Mapping[str, Mapping[Ki
     blocks = -(-len(methods) // PER_ROW)
     columns = -(-len(methods) // blocks)
     rows = len(PANELS) * blocks
-    figure = Figure(figsize=(max(3.4 * columns, 6.0), 2.3 * rows + 0.5), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(max(3.0 * columns, 6.0), 1.7 * rows + 0.5), layout="constrained", facecolor="white")
     axes = figure.subplots(rows, columns, squeeze=False)
     lines: dict[str, Any] = {}
     for number, (method, kinds) in enumerate(methods.items()):
@@ -75,15 +76,17 @@ def steps_figure(methods: Mapping[str, Kinds], examples: Mapping[str, Mapping[Ki
         for i, (measure, title) in enumerate(PANELS.items()):
             axis = axes[block * len(PANELS) + i][column]
             lines |= _panel(axis, kinds, examples.get(method, {}), measure)
-            axis.set_ylabel(title if column == 0 else "", fontsize=8)
+            axis.set_ylabel(title if column == 0 else "", fontsize=9)
             axis.set_title(method if i == 0 else "", fontsize=10)
-            axis.set_xlabel("step" if i == len(PANELS) - 1 else "", fontsize=8)
+            axis.set_xlabel("step" if i == len(PANELS) - 1 else "", fontsize=9)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axis.tick_params(labelsize=7)
+            axis.tick_params(labelsize=8, labelbottom=i == len(PANELS) - 1)
             axis.grid(alpha=0.3)
     _share_scales(axes, len(methods))
     order = [kind.value for kind in NAMED] + ["example"]
-    figure.legend(handles=[lines[k] for k in order if k in lines], loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        handles=[lines[k] for k in order if k in lines], loc="outside lower center", ncols=4, fontsize=9, frameon=False
+    )
     return figure
 
 

@@ -17,6 +17,7 @@ from callbacks.evaluation.step_rows import (
     load_steps,
     step_metrics,
 )
+from experiments.reports.curves import DPI
 from experiments.reports.markdown import markdown_table
 from experiments.reports.results import Run
 from experiments.reports.step_examples import example_text
@@ -70,7 +71,7 @@ def write_steps(main: str, runs: Sequence[Run], picture: Path) -> tuple[str, lis
         *(_example_sections(first, chosen) if first else []),
     ]
     with replacing(picture) as temporary:
-        steps_figure(kinds, {main: chosen}).savefig(temporary, format="png", dpi=110)
+        steps_figure(kinds, {main: chosen}).savefig(temporary, format="png", dpi=DPI)
     return "\n".join(sections), [picture]
 
 

@@ -33,6 +33,17 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """Where a stage is among those that are to be made, and how long they take by what is known beforehand."""
+
+    number: int = 1  # of this stage, from 1
+    total: int = 1
+    own_s: float | None = None  # what this stage took the last time; None: not known
+    rest_s: float = 0.0  # what those of the stages after it took that are known
+    rest_known: bool = True  # whether all of them are
+
+
+@dataclass(frozen=True, slots=True)
 class RunContext:
     """What the user asked for: kept to name the command in results and in hints."""
 
@@ -47,6 +58,7 @@ class RunContext:
     variables: tuple[str, ...] = ()  # further make variables, as CKPT=path
     node: Node | None = None  # with LAUNCH=torchrun; None: this machine alone
     stop: StopSignal = field(default_factory=StopSignal)
+    chain: Chain = Chain()  # for the screen
 
     @property
     def is_main_node(self) -> bool:

@@ -146,8 +146,9 @@ def log_configuration(trainer: Any, store: StageFolder) -> None:
 def quieten() -> None:
     """Libraries' hints about things that are decided here."""
     connector = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+    mlflow = ("mlflow.store.db.utils", "mlflow.tracing.export.async_export_queue")
     lightning = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
-    for name in (*(f"lightning.{part}" for part in lightning), connector, "mlflow.store.db.utils", "alembic"):
+    for name in (*(f"lightning.{part}" for part in lightning), connector, *mlflow, "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # that it makes the experiment
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import lightning as L
-import polars as pl
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -20,10 +19,8 @@ from callbacks.tracking.traces import TraceWriter
 from callbacks.tracking.trajectory_log import TrajectoryLog
 from callbacks.training.stop_request import StopRequested
 from experiments.reports.compare import (
-    HISTORY_SCHEMA,
     NoRunsError,
     compare,
-    curves_figure,
     history_frame,
     open_store,
     runs_frame,
@@ -314,15 +311,6 @@ def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):
     paths = write_results("dgpo", rows_of(outputs), tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
     assert paths[-1].name == "dgpo_curves.png" and paths[-1].read_bytes()[:4] == b"\x89PNG"
     assert "(dgpo_curves.png)" in paths[0].read_text()
-
-
-def test_two_runs_of_one_name_are_two_lines():
-    points = [(run_id, "same", "train/em", step, 0.1 * step) for run_id in ("a", "b") for step in range(3)]
-    history = pl.DataFrame(points, schema=HISTORY_SCHEMA, orient="row")
-    (axis,) = curves_figure(history).axes
-    assert [list(line.get_xdata()) for line in axis.lines] == [[0, 1, 2], [0, 1, 2]]
-    with pytest.raises(ValueError, match="no points for any of"):
-        curves_figure(history, ["train/loss"])
 
 
 def differences(rows, folder, outputs):

@@ -117,7 +117,7 @@ def test_page_shows_every_token_with_role_text_and_figures(tokenizer):
     assert "mask 0" in silent and "log-prob" not in silent
     assert page.details["gold"] == "Grey Harbor" and page.details["answer"] == "grey harbor"
     assert page.details["stop reason"] == "answer" and page.details["question"] == "Where was q1 born?"
-    assert page.cells == ["0", "search", 'who "is" <Mira>', "ok", "12.5 ms", "Title 0"]
+    assert page.cells == ["1", "search", 'who "is" <Mira>', "ok", "12.5 ms", "Title 0"]
 
 
 def test_tokens_name_the_weights_that_sampled_them_where_several_have(tokenizer):

@@ -56,7 +56,6 @@ def test_keys_are_stable(chain):
         ["--trainer.devices=8"],
         ["--trainer.devices", "2", "--trainer.num_nodes", "4"],
         ["--trainer.callbacks.bar=null"],
-        ["--trainer.callbacks.bar.line_every_s=3"],
     ],
 )
 def test_what_only_watches_and_the_number_of_ranks_are_outside_the_key(chain, change):

@@ -9,6 +9,7 @@ import yaml
 from callbacks.tracking.mlflow_logger import MLflowLogger
 from experiments.registry.keys import PathHasher
 from experiments.reports.compare import open_store
+from experiments.stages.inputs import dataset_inputs
 from experiments.stages.stage import log_configuration
 from experiments.stages.store import StageFolder
 
@@ -75,3 +76,6 @@ def test_a_run_has_parameters_tags_and_data_sets(store, tmp_path, monkeypatch):
         "world_tiny/train.parquet": ("training", digest[train], '{"num_rows": 3}'),
         "gsm8k": ("testing", digest[tmp_path / "gsm8k.jsonl"], '{"num_rows": 2}'),
     }
+    config = yaml.safe_load(store.config_path.read_text())
+    config["experiment"]["kind"] = "test"
+    assert [d.dataset.name for d in dataset_inputs(config, tmp_path)] == ["gsm8k"], "a test reads nothing else"

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from callbacks.tracking.run_info import duration
-from callbacks.training.progress import Progress, metrics_line
+from callbacks.training.progress import Progress, figures
 from callbacks.training.throughput import Throughput
+from rollout.progress import MARK
+from rollout.progress import Progress as Progressed
 from rollout.trajectory import ActionKind
 from tests.callbacks.helpers import Hands, Trajectories, make_trajectory
 
@@ -143,21 +145,26 @@ def test_supervised_batches_wait_for_data_not_for_rollouts(trainer_for, clock):
 
 def test_figures_and_durations():
     metrics = {"train/em": torch.tensor(0.25), "train/kl": 0.5, "throughput/tokens_per_s": 12345.6, "other": 1}
-    assert metrics_line(metrics) == "em 0.250 · kl 0.500 · tok/s 12,346"
-    assert metrics_line({"train/loss": 2.0, "train/kl": 0.1}) == "loss 2.000 · kl 0.100"
+    assert figures(metrics) == ["em 0.250", "kl 0.500", "tok/s 12,346"]
+    assert figures({"train/loss": 2.0, "train/kl": 0.1}) == ["loss 2.000", "kl 0.100"]
+    assert figures({"train/loss": 2.0, "train/reward": 0.1}) == ["reward 0.100", "loss 2.000"], "the more telling first"
     own = {"train/loss": 2.0, "train/mine": 0.5, "train/yours": 0.7}
-    assert metrics_line(own, ["train/mine", "train/loss"]) == "loss 2.000 · train/mine 0.500", "logged with prog_bar"
+    assert figures(own, ["train/mine", "train/loss"]) == ["loss 2.000", "train/mine 0.500"], "logged with prog_bar"
     played = {"train/success": 0.5, "train/em": 0.0, "val/em": 0.0, "val/reward/success": 0.25}
-    assert metrics_line(played) == "success 0.500 · val success 0.250", "its tasks have no answers"
+    assert figures(played) == ["success 0.500", "val success 0.250"], "its tasks have no answers"
     seconds = (3.21, 250, 7500, math.nan)
     assert [duration(s) for s in seconds] == ["3.2 s", "4 min 10 s", "2 h 05 min", "?"]
 
 
-def test_plain_lines_now_and_then(trainer_for, capsys):
+def test_progress_is_reported_by_phase(trainer_for, capfd, monkeypatch):
+    monkeypatch.setattr("rollout.progress.EVERY_S", 0.0)
     metrics = [{"train/em": 0.1 * i} for i in range(4)]
-    trainer = trainer_for([Progress(line_every_s=1000)], max_epochs=1, limit_val_batches=0)
+    trainer = trainer_for([Progress()], max_epochs=1, val_check_interval=2)
     trainer.fit(Scripted(metrics, loader=Trajectories))
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("Scripted") and "start" in lines[0]
-    assert "25% iteration 1 · em 0.000 · eta" in lines[1]
-    assert "100% iteration 4 · em 0.300 · eta 0.0 s" in lines[-1] and len(lines) == 3
+    found = [Progressed.parse(line) for line in capfd.readouterr().err.encode().splitlines() if line[:1] == MARK]
+    assert [(p.phase, p.done) for p in found] == [
+        ("train", 0.0), ("train", 0.25), ("train", 0.5), ("validate", 0.0), ("validate", 1.0),
+        ("train", 0.75), ("train", 1.0), ("validate", 0.0), ("validate", 1.0),
+    ]  # fmt: skip
+    assert found[1].figures == ("em 0.000", "iteration 1") and math.isnan(found[0].eta_s)
+    assert found[1].eta_s == pytest.approx(3 * found[1].seconds), "three quarters to go at this pace"

@@ -26,6 +26,8 @@ def test_the_mlflow_experiment_is_the_family():
     config = resolve(load("sod_tiny", Project()), lambda name: name)
     assert config["trainer"]["logger"]["init_args"]["experiment_name"] == config["experiment"]["family"]
     assert summary("sod_tiny", Project()).family == config["experiment"]["family"] != ""
+    smoke = {summary(name, Project()).family for name in ("smoke", "smoke_sft", "smoke_start")}
+    assert smoke == {"quick/smoke"}, "one of a table's experiments may have its name"
 
 
 @pytest.mark.parametrize(

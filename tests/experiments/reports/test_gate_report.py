@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from callbacks.tracking.mlflow_logger import MLflowLogger
+from experiments.reports.curves import styles
 from experiments.reports.gate_report import ACTIVE, GAP, at_end, gate_history, write_gates
 from experiments.reports.results import Run
+
+LOOKS = styles(["SDAR", "GRPO", "beta 0"])
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +45,15 @@ def test_seeds_are_averaged_and_both_ends_are_told(logged):
 
 def test_section_and_picture(logged, tmp_path):
     runs, uri, _ = logged
-    text, [picture] = write_gates(runs, uri, tmp_path / "x_gates.png")
+    text, [picture] = write_gates(runs, uri, tmp_path / "x_gates.png", LOOKS)
     assert picture.read_bytes()[:4] == b"\x89PNG" and "](x_gates.png)" in text
     assert "| SDAR | -0.395 | -0.495 | 0.395 | 0.495 |" in text
     assert "| SDAR | 0.495 | - | - | 0.595 | - |" in text and "GRPO" not in text
     assert "| SDAR | - | - | - | -0.990 | - |" in text, "the gap by turn"
     assert "0.000 | - | - |" in text, "gates that are all one half endorse nothing and refuse nothing"
     assert text.count("| beta 0 |") == 2, "the gap it has"
-    assert write_gates(runs[2:3], uri, tmp_path / "none.png") == ("", []) and not (tmp_path / "none.png").exists()
-    text, pictures = write_gates(runs[2:], uri, tmp_path / "none.png")
+    assert (
+        write_gates(runs[2:3], uri, tmp_path / "none.png", LOOKS) == ("", []) and not (tmp_path / "none.png").exists()
+    )
+    text, pictures = write_gates(runs[2:], uri, tmp_path / "none.png", LOOKS)
     assert "| beta 0 |" in text and pictures == [] and not (tmp_path / "none.png").exists()

@@ -1,0 +1,94 @@
+"""What a terminal and a log file show of a stage's progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import re
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.launch import screen
+from experiments.launch.screen import Screen, bar, clock, line
+from experiments.stages.context import Chain
+from rollout.progress import MARK, Progress
+
+CHAIN = Chain(number=4, total=13, own_s=100.0, rest_s=660.0, rest_known=False)
+MANY = ("reward 0.312", "em 0.300", "val em 0.280", *(f"my/very/long/metric/{'x' * 40} 0.5" for _ in range(9)))
+
+
+def at(done, *figures, phase="train"):
+    return Progress(phase, done, 60.0, math.nan if done == 0 else 60 * (1 - done) / done, figures)
+
+
+def as_bytes(progress):
+    return MARK + json.dumps(asdict(progress)).encode() + b"\n"
+
+
+def test_a_bar_says_how_far_the_stage_and_the_chain_are():
+    assert bar(at(0.5, *MANY), CHAIN, 60.0, 79) == (
+        "stage 4 of 13 train █████░░░░░  50% eta 1:00 chain >12:00 reward 0.312 em 0.300"
+    )
+    assert bar(at(0.5), Chain(), 60.0, 60) == "train ████████████░░░░░░░░░░░░  50% eta 1:00", (
+        "neither chain nor figures"
+    )
+    assert bar(at(0.5), CHAIN, 60.0, 37) == "4/13 train ██████░░░░░░  50% eta 1:00", "half a number would be another"
+    known = Chain(4, 13, own_s=100.0, rest_s=660.0)
+    assert "chain 12:00 " in bar(at(0.5, "em 0.3"), known, 60.0, 100), "60 s by its pace, more than 40 by last time"
+    assert bar(None, CHAIN, 30.0, 79) == "stage 4 of 13 running for 0:30 (last time 1:40) chain >12:10"
+    assert line(at(1.0, "em 0.3"), CHAIN, 60.0, 160) == "  stage 4 of 13 train 100% in 1:00 em 0.3"
+    assert [clock(s) for s in (5, 760, 7510, math.nan)] == ["0:05", "12:40", "2:05:10", "?"]
+
+
+@pytest.mark.parametrize("width", [1, 20, 39, 59, 79, 200])
+def test_nothing_is_wider_than_the_terminal(width):
+    for progress in (None, at(0.0), at(0.333, *MANY), at(math.nan, *MANY), at(1.0, *MANY, phase="a very long phase")):
+        assert len(bar(progress, CHAIN, 1e6, width)) <= width
+    assert len(line(at(0.333, *MANY), CHAIN, 1e6, 59)) <= 59
+
+
+def test_a_log_file_has_a_line_now_and_then(tmp_path, capfdbinary, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("experiments.launch.screen.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    shown = Screen(tmp_path / "log", CHAIN)
+    shown.write(b"words of the stage\n" + as_bytes(at(0.0)))
+    for clock[0], done in ((9, 0.2), (10, 0.25), (19, 0.4), (20, 0.3), (41, 0.32), (42, 1.0)):
+        report = as_bytes(at(done, f"loss {done}"))
+        shown.write(b"half a " + report[:10])  # as a pipe may cut it
+        shown.write(report[10:])
+        shown.write(b"line\n")
+    shown.write(as_bytes(at(1.0, phase="validate")))
+    shown.close()
+    text = (tmp_path / "log").read_text()
+    assert text == capfdbinary.readouterr().out.decode(), "no terminal: the same on both"
+    assert re.findall(r"loss (\S+)", text) == ["0.25", "0.32", "1.0"], "10 s and 10 %, or 30 s, or the end"
+    assert MARK.decode() not in text and text.startswith("words of the stage\n")
+
+
+def test_a_terminal_has_a_bar_that_gives_way_to_words(tmp_path, monkeypatch):
+    ours, theirs = pty.openpty()
+    monkeypatch.setattr(screen, "_width", lambda: 60)
+    with os.fdopen(theirs, "w", buffering=1) as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        shown = Screen(tmp_path / "log", CHAIN)
+        shown.write(as_bytes(at(0.5, *MANY)))
+        shown.tick()
+        shown.tick()  # too early for another
+        shown.write(b"a warning\n")
+        shown.write(as_bytes(at(1.0, "em 0.3")))
+        shown.close()
+        seen = ""
+        while "em 0.3\r" not in seen:
+            seen += os.read(ours, 4096).decode()
+    os.close(ours)
+    assert [part.strip() for part in seen.split("\r\x1b[K")] == [
+        "",
+        "4/13 train ████░░░░  50% eta 1:00 chain >12:40 reward 0.312",
+        "a warning\r\n  stage 4 of 13 train 100% in 1:00 em 0.3",
+    ]
+    assert (tmp_path / "log").read_text() == "a warning\n  stage 4 of 13 train 100% in 1:00 em 0.3\n"
