@@ -4,8 +4,10 @@ single prepared stage (``stage``)."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,21 +93,23 @@ def print_closing_words(target: Stage, context: RunContext) -> None:
 
 @command("dry-run", "print the resolved configuration and validate it; loads no model", COMPARE)
 def dry_run(args: argparse.Namespace, context: RunContext) -> None:
-    """The resolved configuration, validated, and what the experiment depends on. `train` validates the stages under it
-    in the same way before it runs the first."""
+    """The resolved configuration, validated, as YAML on stdout, and on stderr what the experiment depends on. `train`
+    validates the stages under it in the same way before it runs the first."""
     graph = make_graph(context)
     target = graph.target()
     from experiments.stages.validate import check
 
-    notes = check(target, context.project.root)
-    print(yaml.safe_dump(target.config, sort_keys=False, allow_unicode=True, width=110))
-    stages = graph.plan(compare=context.compare)
-    runner.print_plan(graph, runner.to_make(stages), context)
-    for need in unique_needs(stages):
-        print(f"  needs: {need.path}{'' if need.present else ' -- not there yet'} ({need.how})")
-    for note in notes:
-        print(f"  note: {note}")
-    print(f"the configuration of {target.name} is valid")
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries say when they are imported
+        notes = check(target, context.project.root)
+    print(yaml.safe_dump(target.config, sort_keys=False, allow_unicode=True, width=110), flush=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        stages = graph.plan(compare=context.compare)
+        runner.print_plan(graph, runner.to_make(stages), context)
+        for need in unique_needs(stages):
+            print(f"  needs: {need.path}{'' if need.present else ' -- not there yet'} ({need.how})")
+        for note in notes:
+            print(f"  note: {note}")
+        print(f"the configuration of {target.name} is valid")
 
 
 @command(

@@ -10,6 +10,7 @@ callback, change one argument of another, or drop a third with ``null``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -130,12 +131,33 @@ def check_experiment(config: Config, name: str) -> str:
     return kind
 
 
-def resolve(config: Config, stage: Callable[[str], str]) -> Config:
+def written_in(name: str, key: str, raw: Any, directories: tuple[Path, ...]) -> Path | None:
+    """The file that gives ``key`` of an experiment (or a base) the value ``raw``, itself or one that it inherits; None
+    where none does: it comes from the command line."""
+    definition = find(name, directories)
+    if raw is not None and _at(definition.config, key) == raw:
+        return definition.path
+    parents = reversed(definition.config.get("inherits") or [])
+    return next((path for parent in parents if (path := written_in(parent, key, raw, directories))), None)
+
+
+def _at(config: Any, key: str) -> Any:
+    """What stands at a dotted path, lists by ``[0]``; None where nothing does."""
+    for part in key.replace("[", ".").replace("]", "").split("."):
+        if isinstance(config, list) and part.isdigit() and int(part) < len(config):
+            config = config[int(part)]
+        else:
+            config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+def resolve(config: Config, stage: Callable[[str], str], directories: tuple[Path, ...] = ()) -> Config:
     """Interpolate everything except ``paths``/``values`` (which are dropped) and make the callbacks a list.
 
     Args:
         config: composed configuration.
         stage: what ``${stage:NAME}`` stands for.
+        directories: where its files lie, for messages.
 
     Raises:
         ExperimentError: an interpolation to nowhere, an unset environment variable, a value left at ``???``.
@@ -158,7 +180,7 @@ def resolve(config: Config, stage: Callable[[str], str]) -> Config:
         if cause is not None:  # raised inside a resolver: `stage` found something wrong further up
             raise cause from None
         raise ExperimentError(
-            f"{_named(config)}cannot resolve the configuration: {short(error)}{_where(error)}"
+            f"{_named(config)}cannot resolve the configuration: {short(error)}{_where(error, config, directories)}"
         ) from None
     finally:
         _stage_reference.reset(token)
@@ -173,7 +195,23 @@ def _named(config: Config) -> str:
     return f"experiment '{name}': " if name else ""
 
 
-def _where(error: OmegaConfBaseException) -> str:
-    key = getattr(error, "full_key", None)
-    lost = ".init_args." in short(error)  # most often an argument that a file further down has dropped
-    return (" (another class_path starts with empty init_args)" if lost else "") + (f" (at '{key}')" if key else "")
+def _where(error: OmegaConfBaseException, config: Config, directories: tuple[Path, ...]) -> str:
+    """The key, what is written there, in which file, and what to do."""
+    text, key = str(error), str(getattr(error, "full_key", None) or "")
+    raw = _at(config, key)
+    while (reference := re.fullmatch(r"\$\{([\w.]+)\}", str(raw))) and _at(config, reference[1]) is not None:
+        key, raw = reference[1], _at(config, reference[1])
+    missing = raw == "???"
+    lost = ".init_args." in short(error) and not missing  # most often an argument that a file further down has dropped
+    at = " (another class_path starts with empty init_args)" if lost else ""
+    if key:
+        at += f" (at '{key}'" + ("" if raw is None else f": {raw!r}")
+        name = (config.get("experiment") or {}).get("name")
+        if name and directories:
+            at += f", in {written_in(name, key, raw, directories) or 'the command line'}"
+        at += ")"
+    if missing:
+        return f"{at}; give it a value: --{key.replace('.init_args', '')} VALUE"
+    if "nvironment variable" in text:
+        return f"{at}; set it in the environment, or write a default: ${{oc.env:NAME,default}}"
+    return f"{at}; correct it there, or define what it refers to"

@@ -46,7 +46,7 @@ def _read_yaml(path: str, modified: int, size: int) -> Config:
     try:
         plain = yaml.load(Path(path).read_bytes(), Loader)
     except yaml.YAMLError as error:
-        raise ExperimentError(f"{path} is not valid YAML: {short(error)}") from None
+        raise ExperimentError(f"{path} is not valid YAML: {short(error)}; correct it") from None
     if plain is not None and not isinstance(plain, dict):
         raise ExperimentError(f"{path}: expected a mapping at the top, found a {type(plain).__name__}")
     return plain or {}

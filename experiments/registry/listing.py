@@ -10,6 +10,8 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, definitions, faults
 from experiments.registry.project import Project
 
+THIS = "@stage:@"  # stands for the folder of a stage until its key is known
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -41,7 +43,7 @@ def load(name: str, project: Project) -> Config:
     """
     config = copy.deepcopy(compose(name, project.experiment_dirs))
     check_experiment(config, name)
-    config["experiment"] |= {"name": name, "family": _family(name, project), "folder": "@this"}
+    config["experiment"] |= {"name": name, "family": _family(name, project), "folder": THIS}
     config["paths"] = {"outputs": str(project.outputs), **(config.get("paths") or {})}
     config.setdefault("seed_everything", 0)
     return config

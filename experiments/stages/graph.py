@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry import overrides as cli_overrides
@@ -16,6 +18,17 @@ from experiments.registry.keys import FILE_SUFFIXES, HASHES, PathHasher, stage_k
 from experiments.registry.listing import load, names
 from experiments.registry.overrides import Overrides
 from experiments.registry.project import Project
+
+MARK = re.compile(r"@stage:([^@]*)@")
+MODELS = ("policy", "teacher", "reference", "critic", "model", "tokenizer")  # options that name a model
+DATA = (
+    "train_files",
+    "val_files",
+    "test_files",
+    "files",
+    "trajectories",
+    "corpus",
+)  # that name files or folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +130,16 @@ class Graph:
         config, arguments = cli_overrides.apply(config, pairs)
         upstream: dict[str, Stage] = {}
 
-        def key_of(reference: str) -> str:
+        def referred(reference: str) -> str:
             upstream[reference] = self.stage(reference, (*chain, name))
-            return f"@stage/{upstream[reference].key}"
+            return f"@stage:{reference}@"
 
-        keyed = resolve(config, key_of)
+        settled = resolve(config, referred, self.project.experiment_dirs)  # once, with a mark where a folder will stand
+        keyed = _marked(settled, lambda reference: f"@stage/{upstream[reference].key}" if reference else "@this")
         key = stage_key(keyed, arguments, self.project.root, self.hasher)
         folder = self.project.outputs / name / key
-        config["experiment"]["folder"] = self.project.relative(folder)
-        resolved = resolve(config, lambda reference: self.project.relative(upstream[reference].folder))
+        folders = {"": folder, **{reference: stage.folder for reference, stage in upstream.items()}}
+        resolved = _marked(settled, lambda reference: self.project.relative(folders[reference]))
         return Stage(
             name=name,
             kind=resolved["experiment"]["kind"],
@@ -136,6 +150,15 @@ class Graph:
             upstream=tuple(upstream.values()),
             needs=_needs(resolved, name, self.project.root),
         )
+
+
+def _marked(value: Any, replacement: Callable[[str], str]) -> Any:
+    """The value with every mark of a stage replaced; the stage's own mark has no name."""
+    if isinstance(value, dict):
+        return {key: _marked(inner, replacement) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_marked(inner, replacement) for inner in value]
+    return MARK.sub(lambda found: replacement(found[1]), value) if isinstance(value, str) else value
 
 
 def _needs(config: Config, name: str, root: Path) -> tuple[Need, ...]:
@@ -189,18 +212,28 @@ def require_files(stages: Sequence[Stage], root: Path) -> None:
             raise ExperimentError(f"experiment '{stage.name}': {'; '.join(missing)}")
 
 
+def _is_local(model: str, root: Path) -> bool:
+    """Whether the name of a model can be no repository of the hub (owner/name)."""
+    owner, *rest = model.split("/")
+    return model.startswith((".", "/", "~")) or len(rest) > 1 or bool(rest and (root / owner).is_dir())
+
+
 def missing_files(stage: Stage, root: Path) -> list[str]:
     """One line per input file that is not there and that no stage will make; files listed under
     ``experiment.needs`` are reported by ``needs`` instead."""
     made = [s.folder for s in closure(stage.upstream)] + [stage.folder]
     listed = [root / need.path for need in stage.needs]
     lines = []
-    for section in ("model", "data", "task"):
+    for section in ("model", "data", "task", "trainer"):
         for where, text in strings(stage.config.get(section), section):
             path = root / split_reference(text)[1]  # "gsm8k:data/gsm8k.jsonl" names a file too
-            if not text.endswith(FILE_SUFFIXES) or path.exists() or any(path.is_relative_to(m) for m in made):
+            key = where.rpartition(".")[2].partition("[")[0]
+            model = key in MODELS and _is_local(text, root)
+            named = model or (section != "trainer" and (key in DATA or text.endswith(FILE_SUFFIXES)))
+            if not named or path.exists() or any(path.is_relative_to(place) for place in (*made, *listed)):
                 continue
-            if any(path.is_relative_to(need) for need in listed):
+            if model:
+                lines.append(f"{where}: no model folder '{text}'; give a Hugging Face folder, or owner/name of the hub")
                 continue
             if path.parent == root:  # whatever else lies there is no help
                 lines.append(f"{where}: no file '{text}' in {root}")

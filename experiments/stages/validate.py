@@ -21,11 +21,15 @@ import yaml
 from experiments.registry import hardware, protocols
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest, require_keys
-from experiments.stages.graph import Stage, require_files
+from experiments.stages import startup
+from experiments.stages.graph import Stage, require_files, strings
 
+# None of them takes a metric of torchmetrics.
+WITHOUT_METRICS = ("callbacks.", "data_modules.", "experiments.", "lightning", "retrieval.", "rollout.", "torch.")
 CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 
 
+@startup.no_collection()
 def check(stage: Stage, root: Path) -> list[str]:
     """Everything that can be known about a stage without running it.
 
@@ -41,6 +45,9 @@ def check(stage: Stage, root: Path) -> list[str]:
 
     require_files([stage], root)
     where = f"experiment '{stage.name}'"
+    paths = [text for key, text in strings(stage.config) if key.endswith("class_path")]
+    if all(path.startswith(WITHOUT_METRICS) for path in paths):
+        startup.import_torchmetrics()
     check_classes(stage.config, where)
     parsed = cli(stage.config, stage.arguments, where, instantiate=False)
     if stage.kind != "task":
@@ -49,7 +56,8 @@ def check(stage: Stage, root: Path) -> list[str]:
         hardware.check_indices(stage.config, where)
     check_validation_interval(parsed.config, where)
     check_rollout_tools(parsed, where)
-    check_samples(check_module(parsed, where), parsed, where)
+    check_data_options(check_module(parsed, where), parsed, where)
+    check_lengths(parsed, where)
     return hardware.missing_devices(stage.config, where)
 
 
@@ -70,6 +78,7 @@ def instantiate(config: Config, name: str) -> Any:
     from jsonargparse import ArgumentParser
 
     protocols.compare_by_calls()
+    startup.resolve_types_as_python()
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(import_class(config["class_path"], name), name, required=True)
     return parser.instantiate_classes(parser.parse_object({name: config}))[name]
@@ -92,14 +101,41 @@ def check_module(parsed: Any, where: str) -> Any:
         raise ExperimentError(f"{where}: model: {_constructor_message(error)}") from error
 
 
-def check_samples(module: Any, parsed: Any, where: str) -> None:
-    """A group too small for what the module compares is refused here; ``fit`` would do so before its first rollout."""
-    if not hasattr(module, "check_samples"):
-        return
-    try:
-        module.check_samples(parsed.config.get("data.init_args.samples_per_prompt"))
-    except ValueError as error:
-        raise ExperimentError(f"{where}: {error}") from None
+def check_data_options(module: Any, parsed: Any, where: str) -> None:
+    """What the module cannot learn from is refused here, where ``fit`` would do so before its first rollout: a group
+    too small for what is compared, tokens that are sampled from another distribution than the one that is trained."""
+    samples, rounds = (parsed.config.get(f"data.init_args.{key}") for key in ("samples_per_prompt", "dynamic_sampling"))
+    if rounds is not None and samples == 1:
+        raise ExperimentError(
+            f"{where}: data.dynamic_sampling is {rounds}, but data.samples_per_prompt is 1: the rewards of a group of "
+            "one never differ; sample more per prompt or leave dynamic_sampling out"
+        )
+    for method, option in (("check_samples", "samples_per_prompt"), ("check_sampling", "train_sampling")):
+        if not hasattr(module, method):
+            continue
+        try:
+            getattr(module, method)(parsed.config.get(f"data.init_args.{option}"))
+        except ValueError as error:
+            raise ExperimentError(f"{where}: {error}") from None
+
+
+def check_lengths(parsed: Any, where: str) -> None:
+    """Raises ExperimentError where a response cannot begin, or where rollouts may grow longer than the engine takes."""
+    for section in ("data", "task"):
+        options = parsed.config.get(f"{section}.init_args") or {}
+        engine = options.get("rollouts.init_args.engine.init_args.max_length")
+        rollouts = options.get("rollouts.init_args.max_length")
+        if engine and rollouts and rollouts > engine:
+            raise ExperimentError(
+                f"{where}: {section}.rollouts.max_length is {rollouts}, but {section}.rollouts.engine.max_length is "
+                f"{engine}; take {engine} or less, or raise the engine's"
+            )
+        longest, prompt = rollouts or engine, options.get("max_prompt_tokens")
+        if longest and prompt and prompt >= longest:
+            raise ExperimentError(
+                f"{where}: {section}.max_prompt_tokens is {prompt}, which leaves no token for a response in max_length "
+                f"{longest}; take less than {longest}, or raise rollouts.engine.max_length"
+            )
 
 
 def check_classes(config: Config, where: str) -> None:
@@ -209,6 +245,7 @@ def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bo
     With ``instantiate`` the result has ``trainer``, ``model`` and ``datamodule`` (or ``task``).
     """
     protocols.compare_by_calls()
+    startup.resolve_types_as_python()
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             task = config["experiment"]["kind"] == "task"
@@ -248,6 +285,9 @@ def _lightning_cli(words: list[str], instantiate: bool) -> Any:
 
         def _set_seed(self) -> None:
             pass
+
+        def _dump_config(self) -> None:  # for the hyperparameters of a module that is constructed
+            self.config_dump = {}
 
     # It warns when `args` is given and the process has arguments of its own, as ours have.
     warnings.filterwarnings("ignore", ".*LightningCLI's args parameter is intended.*")

@@ -198,7 +198,13 @@ class OnPolicyModule(PolicyModule):
         Args:
             data: null where the Trainer was given loaders.
         """
-        sampling = getattr(data, "train_sampling", None)
+        self.check_sampling(getattr(data, "train_sampling", None))
+        for annotation in self.annotations:
+            annotation.check_data(self, data)
+
+    def check_sampling(self, sampling: Any) -> None:
+        """Raises ValueError if the sampler's distribution (null: unknown) is not the one that log-probs are computed
+        for. Asked by the dry run, too."""
         if sampling is not None and sampling.temperature != self.temperature:
             raise ValueError(
                 f"trajectories are sampled at temperature {sampling.temperature} (data.train_sampling.temperature), "
@@ -209,8 +215,6 @@ class OnPolicyModule(PolicyModule):
                 f"train_sampling cuts the distribution (top_p {sampling.top_p}, top_k {sampling.top_k}), but log-probs "
                 "are those of the whole one; train with top_p 1.0 and top_k -1"
             )
-        for annotation in self.annotations:
-            annotation.check_data(self, data)
 
     # ------------------------------------------------------------------ models and optimiser
     def frozen_models(self) -> dict[str, tuple[str, DType]]:

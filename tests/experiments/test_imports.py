@@ -8,7 +8,17 @@ import pytest
 from experiments.registry.project import ROOT
 
 HEAVY = {"torch", "lightning", "transformers", "vllm", "deepspeed", "mlflow", "polars", "numpy"}
-LATER = {"mlflow", "vllm", "deepspeed"}  # for a training, never to validate one
+# For a training, never to validate one.
+LATER = {
+    "mlflow",
+    "vllm",
+    "deepspeed",
+    "transformers",
+    "peft",
+    "scipy",
+    "matplotlib",
+    "pandas",
+}
 
 
 @pytest.mark.parametrize(
@@ -16,8 +26,9 @@ LATER = {"mlflow", "vllm", "deepspeed"}  # for a training, never to validate one
     [
         ("import experiments.commands.cli", HEAVY),
         ("from experiments.commands.cli import main; main(['dry-run', 'dgpo_tiny'])", LATER),
+        ("from experiments.commands.cli import main; main(['dry-run', 'sod_qwen3_0.6b'])", LATER),
     ],
-    ids=["command line", "dry run"],
+    ids=["command line", "dry run", "dry run with DeepSpeed"],
 )
 def test_what_is_not_imported(code, unwanted):
     report = f"{code}; import sys; print(sorted({unwanted!r} & sys.modules.keys()))"

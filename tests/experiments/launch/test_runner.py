@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from experiments.launch.runner import require_needs, require_writable
 from experiments.registry.errors import ExperimentError
@@ -172,7 +173,7 @@ def test_the_machine_s_own_troubles_are_for_the_user(error, words):
         (["train", "a", "--task.txt", "x"], "tests.experiments.toys.Note has no such argument; did you mean 'text'"),
         (["dry-run", "a", "--task.seconds", "soon"], "'task.seconds': Expected a float. Got value: soon"),
         (["dry-run", "a", "--task.retriever", "5"], "'task.retriever': Expected class_path and init_args of a Retriev"),
-        (["dry-run", "a", "--task.text", "${no.x}"], "Interpolation key 'no.x' not found (at 'task.init_args.text')"),
+        (["dry-run", "a", "--task.text", "${no.x}"], "(at 'task.init_args.text': '${no.x}', in the command line)"),
         (["retriever", "a", "--port", "99999"], "port 99999: expected a number from 0 to 65535, as in make retr"),
         (["engine-server", "a", "--port", "-1"], "port -1: expected a number from 0 to 65535, as in make engine PORT="),
         (["train", "a", "--task.text", "nowhere/file.parquet"], "task.init_args.text: no file 'nowhere/file.parquet'"),
@@ -222,7 +223,8 @@ def test_missing_needs_stop_before_anything_runs(chain, run_here, tmp_path):
     assert run.returncode == 2 and f"needs: {tmp_path}/weights (ask the owner)" in run.stderr
     assert runs(journal) == []
     dry = run_here("dry-run", "c")
-    assert dry.returncode == 0 and f"needs: {tmp_path}/weights -- not there yet (ask the owner)" in dry.stdout
+    assert dry.returncode == 0 and f"needs: {tmp_path}/weights -- not there yet (ask the owner)" in dry.stderr
+    assert yaml.safe_load(dry.stdout)["experiment"]["name"] == "c", "stdout is YAML alone"
     (tmp_path / "weights").mkdir()
     require_needs([workshop.graph("c").target()])
 

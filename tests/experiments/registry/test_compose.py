@@ -74,6 +74,15 @@ def test_what_is_wrong_is_said(workshop, files, message):
         composed(workshop, "x")
 
 
+def test_an_interpolation_to_nowhere_is_shown_in_the_file_in_which_it_is_written(workshop):
+    workshop.write("bases/a", "values: {b: '${no.c}'}")
+    workshop.write("x", "inherits: [bases/a]\ntrainer: {d: '${values.b}'}")
+    directories = workshop.project.experiment_dirs
+    config = compose("x", directories) | {"experiment": {"name": "x"}}
+    with pytest.raises(ExperimentError, match=r"'no.c' not found \(at 'values.b': '\${no.c}', in .*bases/a.yaml\)"):
+        resolve(config, str, directories)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

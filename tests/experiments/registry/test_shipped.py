@@ -204,6 +204,18 @@ def test_paths_given_on_the_command_line_reach_every_stage():
         (["--model=lightning_modules.algorithms.ppo.POP"], "POP"),
         (["--data.iterations=5"], "val_check_interval is 40, but the run has only 5 iterations"),
         (["--model.mini_batches=0"], "mini_batches': found 0; expected greater than or equal to 1"),
+        (["--model.teacher=models/no/such"], "teacher: no model folder 'models/no/such'; give a Hugging Face folder"),
+        (["--model.policy=./mine"], "policy: no model folder './mine'"),
+        (["--data.rollouts.engine.model=~/mine"], "engine.*model: no model folder '~/mine'"),
+        (["--data.train_files=[data/none]"], r"train_files\[0\]: no file 'data/none'"),
+        (["--data.train_sampling.temperature=0.5"], "sampled at temperature 0.5 .* computed at 1.0"),
+        (["--data.train_sampling.top_p=0.9"], "cuts the distribution .top_p 0.9"),
+        (["--data.dynamic_sampling=2"], "dynamic_sampling is 2, but data.samples_per_prompt is 1: .* sample more"),
+        (
+            ["--data.rollouts.max_length=4096"],
+            "rollouts.max_length is 4096, but .*max_length is 1024; take 1024",
+        ),
+        (["--data.max_prompt_tokens=1024"], "max_prompt_tokens is 1024, which leaves no token for a response"),
     ],
 )
 def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
