@@ -101,7 +101,7 @@ dry-run: setup ## print and validate the configuration; loads no model
 check-data: setup ## read questions and corpus: faults, prompts, lengths
 	@$(RUN) check-data $(EXP) $(ARGS)
 
-size: setup ## GPU memory by component; GPUS=1,8,16 GPU=h100
+size: setup ## GPU memory by component; GPUS=1,8 GPU=4090
 	@$(RUN) size $(EXP) $(if $(GPUS),--gpus $(GPUS)) $(if $(GPU),--gpu $(GPU)) $(ARGS)
 
 ask: setup ## put a question to a trained model; Q="..."

@@ -80,16 +80,23 @@ def passages(path: Path, columns: Mapping[str, str] | None = None) -> Iterator[t
     unit = "row" if path.suffix == ".parquet" else "line"
     seen = _SeenIds(path, unit)
     rows = _json_rows(path) if unit == "line" else _parquet_rows(path, columns)
+    mapped = {theirs: ours for ours, theirs in (columns or {}).items()}
+    found: list[str] = []  # of the last line, while a mapped column was in none
     for number, record in rows:
         try:
             if isinstance(record, CorpusError):
                 raise record
+            if mapped and isinstance(record, dict):
+                found = list(record)
+                mapped = {theirs: ours for theirs, ours in mapped.items() if theirs not in record}
             where = f"{path}, {unit} {number}"
             passage = _to_passage(record if columns is None else _ours(record, columns, number, where), where)
             seen.add(passage.id, number)
             yield number, passage
         except CorpusError as fault:
             yield number, fault
+    for theirs, ours in mapped.items() if found else ():
+        raise CorpusError(f"{path}: no line has '{theirs}' (columns.{ours}); they have {', '.join(found)}")
 
 
 def _ours(record: object, columns: Mapping[str, str], number: int, where: str) -> object:
@@ -101,6 +108,9 @@ def _ours(record: object, columns: Mapping[str, str], number: int, where: str) -
     if contents is None:
         if not isinstance(text, str) or not text.strip():
             name = columns.get("text", "text")
+            if name not in record and "text" not in columns:
+                there = ", ".join(record)
+                raise CorpusError(f"{where}: no '{name}', but {there}; say --paths.corpus_columns.text NAME")
             raise CorpusError(f"{where}: {name} is {text!r:.80}; expected the text of a passage (columns.text)")
         title = " ".join(str(id_ if title is None else title).split()) or str(id_)
         contents = f'"{title}"\n{text}'

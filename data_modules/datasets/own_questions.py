@@ -22,12 +22,13 @@ READ = (".csv", ".jsonl", ".json", ".parquet")
 @dataclass(slots=True)
 class OwnRows:
     """``rows`` in our columns, and the line of each; ``unreadable``: by line, why it holds no row. ``unit``: what lines
-    are, counted from 1: lines of a text, rows of a parquet file."""
+    are, counted from 1: lines of a text, rows of a parquet file. ``given``: the file's own columns."""
 
     unit: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     unreadable: dict[int, str] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)
 
     @property
     def columns(self) -> list[str]:
@@ -61,7 +62,7 @@ def read_own(path: Path, columns: Mapping[str, str]) -> OwnRows:
         raise DatasetError(f"{path} cannot be read as {path.suffix[1:]} in UTF-8 ({error}); write it again") from error
     if not found.rows and not found.unreadable:
         raise DatasetError(f"{path}: the file has no rows")
-    there = found.columns
+    there = found.given = found.columns
     for ours, theirs in columns.items():
         if found.rows and theirs not in there:
             raise DatasetError(f"{path}: no column '{theirs}' (columns.{ours}); the file has: {', '.join(there)}")

@@ -151,11 +151,12 @@ class QuestionFile:
 
     def _missing(self, name: str, substitute: str | None = None) -> DatasetError:
         near = difflib.get_close_matches(name, [c for c in self._columns if c not in SCHEMA], n=1, cutoff=0.5)
-        instead = f" (nor {substitute}, which would do instead)" if substitute else ""
+        instead = f" (nor {substitute}, which would do instead)" if substitute and self._own is None else ""
+        there = self._columns if self._own is None else self._own.given
         hint = f"; did you mean to call column '{near[0]}' so?" if near else "."
         if self._own is not None:
             hint = f"; name yours with columns.{name}, as in --data.columns.{name} {near[0] if near else 'NAME'}."
-        return DatasetError(f"{self._path}: no column '{name}'{instead}{hint} The file has: {', '.join(self._columns)}")
+        return DatasetError(f"{self._path}: no column '{name}'{instead}{hint} The file has: {', '.join(there)}")
 
     def _ids(self) -> list[Any]:
         if "id" in self._columns:

@@ -52,7 +52,7 @@ class Sized:
     "size",
     "GPU memory by component and the roofline's speeds; loads nothing",
     option("--gpus", default="1,8,16", help="comma-separated"),
-    option("--gpu", default="h100", help="a100, h100, h200, l40s or 4090"),
+    option("--gpu", default="h100", help=", ".join(CHIPS)),
     option("--markdown", action="store_true", help="a table for a page"),
 )
 def size(args: argparse.Namespace, context: RunContext) -> None:
@@ -236,8 +236,19 @@ def advice(columns: Sequence[Sized], chip: Chip) -> list[str]:
             share = max(share, least)
         training, low_rank = (dataclasses.replace(t, engine_share=share) for t in (training, low_rank))
         if not fits(training, chip):
-            lines.append(f"{where}: {remedy(training, low_rank, chip)}")
+            smaller = smaller_engine(training, chip)
+            lines.append(f"{where}: {smaller or remedy(training, low_rank, chip)}")
     return lines
+
+
+def smaller_engine(training: Training, chip: Chip) -> str | None:
+    """The share of the engine beside which a training fits, if it leaves a cache of four whole trajectories."""
+    others = sum(sizing.memory(dataclasses.replace(training, engine_share=0.0), chip).values())
+    share = math.floor(100 * (1 - others / chip.memory)) / 100
+    lower = dataclasses.replace(training, engine_share=share)
+    if share >= training.engine_share or sizing.cache_tokens(lower, chip) < 4 * training.max_length:
+        return None
+    return f"fits with --data.rollouts.engine.gpu_memory_utilization {share:g}"
 
 
 def remedy(training: Training, low_rank: Training, chip: Chip) -> str:

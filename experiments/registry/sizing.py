@@ -122,12 +122,15 @@ class Chip:
     bandwidth: float  # bytes per second
 
 
-# NVIDIA's data sheets of the A100 80GB SXM, H100 SXM, H200 SXM, L40S and the Ada GeForce white paper
+# NVIDIA's data sheets (A100 80GB, H100 and H200 are SXM) and its Ada and Ampere GeForce white papers
 CHIPS = {
     "a100": Chip("A100 80 GB", 80 * GB, 312e12, 2.039e12),
     "h100": Chip("H100 80 GB", 80 * GB, 989e12, 3.35e12),
     "h200": Chip("H200 141 GB", 141 * GB, 989e12, 4.8e12),
     "l40s": Chip("L40S 48 GB", 48 * GB, 362e12, 0.864e12),
+    "l4": Chip("L4 24 GB", 24 * GB, 121e12, 0.3e12),
+    "a10": Chip("A10 24 GB", 24 * GB, 125e12, 0.6e12),
+    "3090": Chip("RTX 3090 24 GB", 24 * GB, 71e12, 0.936e12),
     "4090": Chip("RTX 4090 24 GB", 24 * GB, 165e12, 1.008e12),
 }
 

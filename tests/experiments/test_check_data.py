@@ -39,7 +39,7 @@ def test_all_faults_of_all_files_come_at_once(words, tmp_path, capsys):
 
 def test_a_fault_of_many_passages_is_told_once(words, capsys):
     assert main([*words, "--paths.corpus_columns.text=bdy"]) == 2
-    assert "c.jsonl, lines 1-40: bdy is None; expected the text of a passage" in capsys.readouterr().err
+    assert "c.jsonl: no line has 'bdy' (columns.text); they have head, body" in capsys.readouterr().err
 
 
 def test_limits_that_no_prompt_keeps_are_faults(words, capsys):

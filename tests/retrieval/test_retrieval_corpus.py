@@ -136,6 +136,12 @@ def test_a_mapping_that_does_not_fit_is_refused(tmp_path):
     pl.DataFrame({"body": ["x"]}).write_parquet(tmp_path / "c.parquet")
     with pytest.raises(CorpusError, match="columns.txt is no column of a corpus; expected id, title, text, contents"):
         list(read_corpus(tmp_path / "c.jsonl", {"txt": "x"}))
+    with pytest.raises(CorpusError, match=r"line 1: no 'text', but id, contnts; say --paths"):
+        (tmp_path / "d.jsonl").write_text('{"id": "1", "contnts": "x"}')
+        list(read_corpus(tmp_path / "d.jsonl", {}))
+    with pytest.raises(CorpusError, match=r"no line has 'hed' \(columns.title\); they have head, text"):
+        (tmp_path / "e.jsonl").write_text('{"head": "A", "text": "x"}')
+        list(read_corpus(tmp_path / "e.jsonl", {"title": "hed"}))
     with pytest.raises(CorpusError, match="no column bdy; it has body"):
         list(read_corpus(tmp_path / "c.parquet", {"text": "bdy"}))
     with pytest.raises(CorpusError, match="no column text; it has body"):

@@ -94,7 +94,7 @@ def test_lines_of_a_csv_file_are_those_of_an_editor(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({}, "no column 'question'.*--data.columns.question NAME"),
+        ({}, "no column 'question'; name yours .*--data.columns.question NAME. The file has: prompt, answer$"),
         ({"question": "prompt"}, "no column 'golden_answers'.*--data.columns.golden_answers answer"),
         ({"question": "promt"}, r"no column 'promt' \(columns.question\); the file has: prompt, answer"),
         ({"answers": "answer"}, "columns.answers is no column of ours; expected id, question, golden_answers"),

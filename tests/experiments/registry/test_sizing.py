@@ -178,6 +178,8 @@ def test_command(capsys, monkeypatch, tmp_path):
     assert "policy 7.62 B, moving average 7.62 B; " in capsys.readouterr().out, "no reference, but an average"
     assert main(["size", "dgpo_qwen2.5_0.5b", "--gpus", "1", "--model.kl_coef", "0"]) == 0
     assert "policy 0.49 B, critic" in capsys.readouterr().out, "no teacher"
+    assert main(["size", "my_kd", "--gpus", "1", "--gpu", "l4", "--paths.teacher", "Qwen/Qwen3-1.7B"]) == 0
+    assert "1 GPU: fits with --data.rollouts.engine.gpu_memory_utilization 0.21\n" in capsys.readouterr().out
     for words, message in (
         (["sdar_tiny", "--gpu", "h10"], "no GPU 'h10' is known; did you mean 'h100'"),
         (["sdar_tiny", "--gpus", "0"], "--gpus 0: expected numbers"),

@@ -58,7 +58,7 @@ def environment(options: dict) -> QuestionAnswering:
 @pytest.mark.parametrize(
     ("name", "turn", "text"),
     [
-        ("calculator_tiny", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * (3 + 4)"}}', "14"),
+        ("calculator_my", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * (3 + 4)"}}', "14"),
         ("calculator_smoke", "<think> I compute. </think> <calculator> 1 / 3 </calculator>", "0.333333"),
     ],
 )
@@ -68,7 +68,7 @@ def test_both_experiments_are_valid_and_the_model_calls_the_tool(project, tmp_pa
     check(stage, ROOT)
     rollouts = stage.config["data"]["init_args"]["rollouts"]["init_args"]
     options = dict(rollouts["protocol"]["init_args"])
-    if name == "calculator_tiny":
+    if name == "calculator_my":
         protocol = HermesProtocol(
             **(options | {"tokenizer": chat_model(tmp_path / "model", "qwen3"), "show_tools": True})
         )
@@ -113,4 +113,4 @@ def test_the_commands(project, tmp_path):
         make, target, experiment, *_ = shlex.split(line)
         assert make == "make" and re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert experiment.removeprefix("EXP=") in named
-    assert all(set(yaml.safe_load(text)) == {"inherits", "experiment", "model", "values"} for _, text in blocks("yaml"))
+    assert all(set(yaml.safe_load(text)) <= {"inherits", "experiment", "model", "values"} for _, text in blocks("yaml"))

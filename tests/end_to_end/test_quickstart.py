@@ -1,0 +1,38 @@
+"""docs/quickstart.ipynb, executed cell by cell by a real kernel."""
+
+import json
+import re
+import sys
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from experiments.registry.project import ROOT
+
+NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
+
+
+@pytest.mark.slow
+def test_the_quickstart_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    cells = {cell.id: cell for cell in notebook.cells}
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells), "kept empty"
+    monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path / "out"))
+    kernel = {"name": "here", "display_name": "here", "language": "python"}
+    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]} | kernel
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    folder = tmp_path / "kernels" / "here"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps(spec))
+    NotebookClient(notebook, timeout=900, kernel_name="here", resources={"metadata": {"path": ROOT / "docs"}}).execute()
+    shown = {
+        name: "".join(out.get("text") or out.data["text/plain"] for out in cell.outputs)
+        for name, cell in cells.items()
+        if cell.cell_type == "code"
+    }
+    assert re.search(r"│ SFT .*\n?.*│ GRPO ", shown["train"])
+    assert "shape: (2, 6)" in shown["table"] and "shape: (3, 6)" in shown["change"]
+    assert "MODEL:" in shown["one-trajectory"] and "reward: " in shown["one-trajectory"]
+    assert "answer:" in shown["ask"] and "own" in shown["reward"]
