@@ -23,8 +23,9 @@ TEXTS = [
 ] * 4
 
 
-def forget_ranks_and_seeds() -> None:
+def forget_ranks_seeds_and_stores() -> None:
     names = ("PL_", "MASTER_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    names += ("MLFLOW_TRACKING_URI",)
     for name in [name for name in os.environ if name.startswith(names)]:
         del os.environ[name]
 
@@ -62,10 +63,10 @@ def make_model_dir(path: Path, *, seed: int = 0, hidden_size: int = 32, layers: 
 
 @pytest.fixture(autouse=True)
 def no_traces_in_the_environment():
-    """What Lightning's seeding and its launchers leave there would reach the ranks that later tests start."""
-    forget_ranks_and_seeds()
+    """What Lightning and MLflow leave there would reach later tests, and the ranks that they start."""
+    forget_ranks_seeds_and_stores()
     yield
-    forget_ranks_and_seeds()
+    forget_ranks_seeds_and_stores()
 
 
 @pytest.fixture(scope="session")

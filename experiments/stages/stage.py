@@ -217,8 +217,8 @@ def set_environment(environment: dict[str, str]) -> dict[str, str]:
     """The variables a stage's process starts with; what the user has set stays."""
     defaults = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some virtual machines advertise AMX and cannot run it
-        # Trainer and engine share the cores. Threads that spin for longer starve each other where anything else runs (at
-        # 20,000 a step took 2.6 times as long); those that sleep at once cost a tenth where nothing does.
+        # Trainer and engine share the cores. Threads that spin for longer starve each other where anything else runs
+        # (at 20,000 a step took 2.6 times as long); those that sleep at once cost a tenth where nothing does.
         "GOMP_SPINCOUNT": "1000",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
