@@ -219,19 +219,23 @@ def _is_local(model: str, root: Path) -> bool:
 
 
 def missing_files(stage: Stage, root: Path) -> list[str]:
-    """One line per input file that is not there and that no stage will make; files listed under
-    ``experiment.needs`` are reported by ``needs`` instead."""
+    """One line per input file that is not there and that no stage will make, with the first option that names it; files
+    listed under ``experiment.needs`` are reported by ``needs`` instead."""
     made = [s.folder for s in closure(stage.upstream)] + [stage.folder]
     listed = [root / need.path for need in stage.needs]
-    lines = []
+    lines: list[str] = []
+    reported: set[str] = set()
     for section in ("model", "data", "task", "trainer"):
         for where, text in strings(stage.config.get(section), section):
             path = root / split_reference(text)[1]  # "gsm8k:data/gsm8k.jsonl" names a file too
             key = where.rpartition(".")[2].partition("[")[0]
             model = key in MODELS and _is_local(text, root)
             named = model or (section != "trainer" and (key in DATA or text.endswith(FILE_SUFFIXES)))
-            if not named or path.exists() or any(path.is_relative_to(place) for place in (*made, *listed)):
+            if not named or text in reported or path.exists():
                 continue
+            if any(path.is_relative_to(place) for place in (*made, *listed)):
+                continue
+            reported.add(text)
             if model:
                 lines.append(f"{where}: no model folder '{text}'; give a Hugging Face folder, or owner/name of the hub")
                 continue

@@ -56,7 +56,9 @@ def check(stage: Stage, root: Path) -> list[str]:
         hardware.check_indices(stage.config, where)
     check_validation_interval(parsed.config, where)
     check_rollout_tools(parsed, where)
-    check_data_options(check_module(parsed, where), parsed, where)
+    module = check_module(parsed, where)
+    check_trainer_options(module, parsed.config, where)
+    check_data_options(module, parsed, where)
     check_lengths(parsed, where)
     return hardware.missing_devices(stage.config, where)
 
@@ -71,6 +73,19 @@ def check_validation_interval(parsed: Any, where: str) -> None:
             f"{where}: trainer.val_check_interval is {interval}, but the run has only {iterations} iterations "
             f"(data.iterations); add --trainer.val_check_interval {iterations} or less"
         )
+
+
+def check_trainer_options(module: Any, parsed: Any, where: str) -> None:
+    """Options that Lightning refuses, once a stage runs, for modules that step their optimisers themselves. Raises
+    ExperimentError with ours that does the same."""
+    if getattr(module, "automatic_optimization", True):
+        return
+    for option, neutral, instead in (
+        ("accumulate_grad_batches", 1, "a step adds up as many micro-batches of model.micro_batch_tokens as it takes"),
+        ("gradient_clip_val", None, "take model.max_grad_norm"),
+    ):
+        if (value := parsed.get(f"trainer.{option}", neutral)) != neutral:
+            raise ExperimentError(f"{where}: trainer.{option} is {value}, which does nothing here; {instead}")
 
 
 def instantiate(config: Config, name: str) -> Any:

@@ -24,6 +24,8 @@ def plan(tmp_path):
     """``plan(name, *words)``: the stages with these paths, validated."""
     (tmp_path / "q.csv").write_text("prompt,golden_answers\nq,a\n")
     (tmp_path / "c.jsonl").write_text('{"text": "t"}\n')
+    for folder in ("model", "teacher"):
+        (tmp_path / folder).mkdir()
     paths = ["--paths.model", f"{tmp_path}/model", "--paths.questions", f"{tmp_path}/q.csv"]
 
     def make(name, *words):
