@@ -14,7 +14,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
@@ -216,6 +216,10 @@ def check_names(value: Any, path: str, where: str) -> None:
                     f"{where}: unknown key '{path}.{key}': {value['class_path']} has no such argument"
                     + nearest(key, valid)
                 )
+            if value["init_args"][key] is None and not takes_null(target, key):
+                raise ExperimentError(
+                    f"{where}: '{path}.{key}' is null, which it cannot be; give a value or leave it out"
+                )
         check_names(value.get("init_args"), path, where)
         return
     if path == "trainer":
@@ -234,12 +238,31 @@ def unwritten(target: Any) -> list[str]:
     return [f"the method '{name}'" for name, member in static if getattr(member, "__isabstractmethod__", False)]
 
 
+def takes_null(target: Any, name: str) -> bool:
+    """Whether an argument may be None, as far as can be told. The parser lets null pass for every type."""
+    for function in _constructors(target):
+        try:
+            parameter = inspect.signature(function).parameters.get(name)
+            hint = get_type_hints(function).get(name, Any) if parameter else Any
+        except Exception:  # a builtin without signature; names of a TYPE_CHECKING block
+            return True
+        if parameter is not None:
+            hint = getattr(hint, "__value__", hint)  # of an alias with a name
+            return parameter.default is None or hint is Any or bool({None, type(None)} & {hint, *get_args(hint)})
+    return True
+
+
+def _constructors(target: Any) -> list[Any]:
+    """The ``__init__`` of a class and of its bases, nearest first; a function itself."""
+    if not inspect.isclass(target):
+        return [target]
+    return [vars(c)["__init__"] for c in inspect.getmro(target) if "__init__" in vars(c)]
+
+
 def argument_names(target: Any) -> list[str] | None:
     """Names a class accepts, ``**kwargs`` followed up through its bases; None when that cannot be told."""
     names: list[str] = []
-    owners = [c for c in inspect.getmro(target) if "__init__" in vars(c)] if inspect.isclass(target) else [target]
-    for owner in owners:
-        function = vars(owner)["__init__"] if inspect.isclass(owner) else owner
+    for function in _constructors(target):
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # builtins have no signature

@@ -17,6 +17,7 @@ SMALL = [  # for a random model on two cores
     "--trainer.precision=32-true",
     "--trainer.val_check_interval=2",
     "--values.max_length=1024",
+    "--data.max_prompt_tokens=512",
     "--data.rollouts.engine.dtype=float32",
     "--data.rollouts.max_turn_tokens=16",
     "--data.rollouts.max_response_tokens=64",
