@@ -248,7 +248,8 @@ def takes_null(target: Any, name: str) -> bool:
             return True
         if parameter is not None:
             hint = getattr(hint, "__value__", hint)  # of an alias with a name
-            return parameter.default is None or hint is Any or bool({None, type(None)} & {hint, *get_args(hint)})
+            null = any(each in (None, type(None)) for each in (hint, *get_args(hint)))  # a Callable's are not hashable
+            return parameter.default is None or hint is Any or null
     return True
 
 
