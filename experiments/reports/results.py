@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from callbacks.evaluation.attempts import FIELDS, pooled_metric, questions_of
-from callbacks.evaluation.statistics import PairedDifference, bootstrap_function, bootstrap_interval, paired_bootstrap
+from callbacks.evaluation.statistics import PairedDifference, bootstrap_seeds, paired_bootstrap
 from callbacks.evaluation_rows import AGENT
 from callbacks.tracking.run_info import TRAINING_FILE
 from experiments.registry.columns import OVER_ATTEMPTS, SCORES, Column, Score
@@ -94,20 +94,29 @@ def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float
     return {row[0]: tuple(float(value) for value in row[1:]) for row in sums.select("id", *columns).iter_rows()}
 
 
-def pooled_scores(runs: Sequence[Run], column: str = "em", *, sampled: bool = False) -> dict[str, float]:
-    """Question id -> mean score over the runs (seeds) of one method, for questions that every run answered; empty
-    if ``sampled`` and a run was not tested at temperature 1."""
+def scores_by_seed(runs: Sequence[Run], column: str = "em", *, sampled: bool = False) -> list[dict[str, float]]:
+    """Of every run (seed) of one method its questions' scores; empty if ``sampled`` and a run was not tested at
+    temperature 1."""
     folders = [run.sampled if sampled else run.folder for run in runs]
-    if None in folders:
-        return {}
-    scores = [question_scores(folder, column) for folder in folders if folder is not None]
-    return {q: float(np.mean([s[q] for s in scores])) for q in _common(scores)}
+    return [] if None in folders else [question_scores(folder, column) for folder in folders if folder is not None]
 
 
-def paired(a: dict[str, float], b: dict[str, float]) -> PairedDifference:
-    """Paired bootstrap of a minus b over the questions that both hold."""
-    common = _common([a, b])
-    return paired_bootstrap([a[q] for q in common], [b[q] for q in common])
+def table_of(scores: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Scores [seeds, questions] of the questions that every seed answered."""
+    common = _common(scores)
+    return np.array([[seed[q] for q in common] for seed in scores])
+
+
+def paired(
+    a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]], *, same_seeds: bool
+) -> PairedDifference | None:
+    """Bootstrap of a minus b (``scores_by_seed``) over seeds and the questions that all of them answered; None without
+    such a question. With one seed each it is over questions alone."""
+    common = _common([*a, *b]) if a and b else []
+    if not common:
+        return None
+    first, second = (np.array([[seed[q] for q in common] for seed in scores]) for scores in (a, b))
+    return paired_bootstrap(first, second, same_seeds=same_seeds)
 
 
 def _common(scores: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -115,18 +124,19 @@ def _common(scores: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def pooled_cell(runs: Sequence[Run], column: Column) -> dict[str, Any] | None:
-    """A column's value over the runs (seeds) of one method: computed anew, with an interval, over the questions that
-    all have where the rows tell it; else a single run's own, or the mean of the runs' means; None unless every run has
-    it."""
+    """A column's value over the runs (seeds) of one method: computed anew, with an interval over seeds and the
+    questions that all have where the rows tell it (metrics over several attempts: over questions alone); else a single
+    run's own, or the mean of the runs' means; None unless every run has it."""
     if len(column.rows) == 1:
-        scores = list(pooled_scores(runs, column.rows[0]).values())
-        if scores:
-            return bootstrap_interval(scores).as_json()
+        table = table_of(scores_by_seed(runs, column.rows[0]))
+        if table.size:
+            return bootstrap_seeds([table]).as_json()
     if len(column.rows) == 2:
         sums = [question_sums(run.folder, column.rows) for run in runs]
-        pooled = [[float(sum(s[q][i] for s in sums)) for q in _common(sums)] for i in (0, 1)]
-        if sum(pooled[1]):
-            return bootstrap_function(pooled, lambda m: column.per * m[0] / m[1]).as_json()
+        common = _common(sums)
+        tables = [np.array([[s[q][i] for q in common] for s in sums]) for i in (0, 1)]
+        if tables[1].sum():
+            return bootstrap_seeds(tables, lambda m: column.per * m[0] / m[1]).as_json()
     values = [column.value(read_evaluation(run.folder)["test"], read_training(run.folder)) for run in runs]
     if len(values) == 1:
         return values[0] if values[0] is not None and values[0]["n"] else None

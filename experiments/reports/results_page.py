@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from callbacks.evaluation.statistics import bootstrap_interval
+from callbacks.evaluation.statistics import PairedDifference, bootstrap_seeds, holm
 from callbacks.tracking.run_info import duration
 from experiments.registry.columns import DEFAULT, Column, Score
 from experiments.reports.markdown import markdown_table
-from experiments.reports.results import Run, mean_metric, paired, pooled_cell, pooled_scores, read_evaluation
+from experiments.reports.results import (
+    Run,
+    mean_metric,
+    paired,
+    pooled_cell,
+    read_evaluation,
+    scores_by_seed,
+    table_of,
+)
 
+ENOUGH_SEEDS = 5  # fewer rank no two methods
 SAMPLED_NOTE = (
     "{0} at T = 1: the same models with answers sampled at temperature 1, as the released code of DGPO does it.\n"
 )
 TRAINING_NOTE = (
     "Metrics of the training: calls are executed ones, those that a forked trajectory inherits counted once; distinct "
     "is the share of different responses within a group; forked, of trajectories that began as a copy of another.\n"
+)
+DIFFERENCE_NOTE = (
+    "Difference in {} over the questions that both answered, with 95 % interval of a paired bootstrap (10,000 "
+    "resamples): of one seed over questions alone, of all seeds that both have over seeds and questions. p is "
+    "two-sided, corrected by Holm for the number of comparisons in its column, given where both have at least 5 seeds."
 )
 
 
@@ -64,21 +79,22 @@ def results_page(
     sections = [
         f"# {main.experiment}\n",
         f"{notes.strip()}\n" if notes else "",
-        f"Made by `{command}` at commit `{main.commit}`. The {len(runs)} stages below took {total} together. "
+        f"Made by `{command}`. The {len(runs)} stages below took {total} together. "
         f"[{main.experiment}.json]({main.experiment}.json) holds the same metrics, an object for each method and seed: "
         "n questions, attempts at each, k right ones of all trials, mean, interval, seconds, command, commit.\n",
-        "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over questions (of each question's "
-        "mean over the seeds): they do not hold the variation between seeds, which the next table shows.\n",
+        f"{provenance(objects)} {seeds_note({method: len(same) for method, same in of.items()})}\n",
+        "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over seeds and questions; of a "
+        "method with one seed, and of metrics over several attempts (pass@k and its like), over questions alone.\n",
         _method_table(of, columns, score),
         f"{score.meaning}\n" if score.meaning else "",
         SAMPLED_NOTE.format(score.title) if _any_sampled(of) else "",
         "" if not any(c.training for c in columns.values()) else TRAINING_NOTE,
         f"## By kind of question\n\n{score.title}, mean over seeds.\n",
         _source_table(of, score),
-        f"## Every seed\n\n{score.title} [95 % interval], n questions, wall-clock time of the stage itself.\n",
+        f"## Every seed\n\n{score.title} [95 % interval over questions alone], n questions, wall-clock time of the "
+        "stage itself, commit (+: with changes that were not committed).\n",
         _seed_table(objects, columns, score),
-        f"## {main.method} against the others\n\nDifference in {score.title} over the questions that both answered, "
-        "with 95 % interval and two-sided p of a paired bootstrap (10,000 resamples).\n",
+        f"## {main.method} against the others\n\n{DIFFERENCE_NOTE.format(score.title)}\n",
         _difference_table(of, main.method, score),
         "## Curves\n",
         "Lines: means over seeds. Bands: from the lowest to the highest seed.\n\n"
@@ -87,6 +103,37 @@ def results_page(
         else "These runs logged no curves.\n",
     ]
     return "\n".join(section for section in sections if section)
+
+
+def provenance(objects: Sequence[Mapping[str, Any]]) -> str:
+    """Which commits the rows (``results_json``) come from.
+
+    >>> provenance([{"commit": "abc"}, {"commit": "abc"}])
+    'All rows come from commit `abc`.'
+    """
+    commits = {o["commit"] for o in objects}
+    if len(commits) == 1:
+        (commit,) = commits
+        clean, _, changes = commit.partition("+")
+        return f"All rows come from commit `{clean}`{', with changes that were not committed' if changes else ''}."
+    dirty = sum("+" in o["commit"] for o in objects)
+    return (
+        f"**The rows come from {len({c.partition('+')[0] for c in commits})} commits**, {dirty or 'none'} of the "
+        f"{len(objects)} with changes that were not committed: the last column of the table of seeds."
+    )
+
+
+def seeds_note(seeds: Mapping[str, int]) -> str:
+    """Which methods have too few seeds for a sentence that ranks them.
+
+    >>> seeds_note({"DGPO": 5, "KD": 3})
+    '**Fewer than 5 seeds: KD (3). Nothing here ranks them.**'
+    """
+    few = [f"{method} ({n})" for method, n in seeds.items() if n < ENOUGH_SEEDS]
+    if not few:
+        return ""
+    which = "**No method has 5 seeds" if len(few) == len(seeds) else "**Fewer than 5 seeds"
+    return f"{which}: {', '.join(few)}. Nothing here ranks them.**"
 
 
 def _any_sampled(of: Mapping[str, Sequence[Run]]) -> bool:
@@ -103,8 +150,8 @@ def _method_table(of: dict[str, list[Run]], columns: Mapping[str, Column], score
         for name, column in columns.items():
             cells.append(metric_text(pooled_cell(runs, column), column.interval))
             if name == sampled_after:
-                sampled = list(pooled_scores(runs, score.rows, sampled=True).values())
-                cells.append(metric_text(bootstrap_interval(sampled).as_json(), True) if sampled else "-")
+                sampled = scores_by_seed(runs, score.rows, sampled=True)
+                cells.append(metric_text(bootstrap_seeds([table_of(sampled)]).as_json(), True) if sampled else "-")
         rows.append([method, str(len(runs)), *cells])
     return markdown_table(head, rows)
 
@@ -130,47 +177,59 @@ def _seed_table(objects: Sequence[dict[str, Any]], columns: Mapping[str, Column]
             o["method"], str(o["seed"]), metric_text(o, True),
             *([metric_text(o["sampled"], True)] if sampled else []), str(o["n"]),
             *(metric_text(o["metrics"].get(name), column.interval) for name, column in others.items()),
-            duration(o["seconds"]),
+            duration(o["seconds"]), short_commit(o["commit"]),
         ]
         for o in objects
     ]  # fmt: skip
     titles = [column.title for column in others.values()]
     scores = [score.title, *([f"{score.title} at T = 1"] if sampled else [])]
-    return markdown_table(["method", "seed", *scores, "n", *titles, "time"], rows)
+    return markdown_table(["method", "seed", *scores, "n", *titles, "time", "commit"], rows)
+
+
+def short_commit(commit: str) -> str:
+    """``5577e62``, or ``5577e62+`` of a tree with changes."""
+    name, _, changes = commit.partition("+")
+    return name[:7] + ("+" if changes else "")
 
 
 def _difference_table(of: dict[str, list[Run]], main: str, score: Score) -> str:
-    rows = []
     kinds = (False, True) if _any_sampled(of) else (False,)
+    rows: list[list[str]] = []
+    found: list[list[PairedDifference | None]] = []  # of each row, by kind
+    ranked: list[int] = []  # rows with enough seeds
     for method, others in of.items():
-        if method == main:
-            continue
-        same = all(o.fixed_seed for o in others)  # one model, such as the cold start of all seeds: a pair with each
-        pairs = [(str(run.seed), [run], [o for o in others if same or o.seed == run.seed]) for run in of[main]]
-        shared = {run.seed for run in of[main]} & {o.seed for o in others}
-        if same or not shared:  # without a seed in common nothing can be paired by seed: all there is on both sides
-            pairs.append(("all", of[main], others))
-        else:  # a seed that only one side has proves nothing
-            pairs.append(("all", [r for r in of[main] if r.seed in shared], [r for r in others if r.seed in shared]))
-        name = f"{main} - {method}"
-        rows += [[name, seed, *_difference(mine, theirs, score, kinds)] for seed, mine, theirs in pairs if theirs]
+        for seed, mine, theirs, same_seeds in _pairs(of[main], others) if method != main else ():
+            scores = [[scores_by_seed(runs, score.rows, sampled=kind) for runs in (mine, theirs)] for kind in kinds]
+            found.append([paired(a, b, same_seeds=same_seeds) for a, b in scores])
+            if seed == "all" and min(len({run.folder for run in runs}) for runs in (mine, theirs)) >= ENOUGH_SEEDS:
+                ranked.append(len(rows))
+            rows.append([f"{main} - {method}", seed])
+    for k in range(len(kinds)):
+        p = {i: result.p for i in ranked if (result := found[i][k]) is not None}
+        corrected = dict(zip(p, holm(list(p.values())), strict=True))
+        for i, row in enumerate(rows):
+            row += _difference(found[i][k], corrected.get(i))
+    for row, results in zip(rows, found, strict=True):
+        row.append(str(next((result.n for result in results if result is not None), 0)))
     titles = [word for sampled in kinds for word in (f"{score.title} at T = 1" if sampled else score.title, "p")]
     return markdown_table(["difference", "seed", *titles, "n"], rows)
 
 
-def _difference(mine: Sequence[Run], others: Sequence[Run], score: Score, kinds: Sequence[bool]) -> list[str]:
-    """Cells of a row: difference and p of the test, and of the test at temperature 1 if ``kinds`` has True; n."""
-    cells: list[str] = []
-    n = 0
-    for sampled in kinds:
-        a, b = (pooled_scores(runs, score.rows, sampled=sampled) for runs in (mine, others))
-        if not (a.keys() & b.keys()):
-            cells += ["-", "-"]
-            continue
-        result = paired(a, b)
-        n = n or result.n
-        cells += [
-            f"{result.difference:+.3f} [{result.low:+.3f}, {result.high:+.3f}]",
-            f"{result.p:.4f}" if result.p >= 1e-3 else "< 0.001",
-        ]
-    return [*cells, str(n)]
+def _pairs(mine: list[Run], others: list[Run]) -> Iterator[tuple[str, list[Run], list[Run], bool]]:
+    """What is compared: (seed, runs, the other method's runs, whether run i of both has the same seed)."""
+    if all(o.fixed_seed for o in others):  # one model, such as the cold start of all seeds: a pair with each
+        others = [replace(others[0], seed=run.seed) for run in mine]
+    theirs = {run.seed: run for run in others}
+    both = [(run, theirs[run.seed]) for run in mine if run.seed in theirs]
+    yield from ((str(run.seed), [run], [other], True) for run, other in both)
+    if len(both) > 1:  # a seed that only one side has proves nothing
+        yield "all", [run for run, _ in both], [other for _, other in both], True
+    elif not both:  # nothing can be paired by seed: all there is on both sides
+        yield "all", mine, others, False
+
+
+def _difference(result: PairedDifference | None, p: float | None) -> list[str]:
+    if result is None:
+        return ["-", "-"]
+    corrected = "-" if p is None else f"{p:.4f}" if p >= 1e-3 else "< 0.001"
+    return [f"{result.difference:+.3f} [{result.low:+.3f}, {result.high:+.3f}]", corrected]

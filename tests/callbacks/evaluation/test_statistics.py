@@ -12,7 +12,9 @@ from callbacks.evaluation.statistics import (
     bootstrap_function,
     bootstrap_interval,
     bootstrap_means,
+    bootstrap_seeds,
     bootstrap_strata,
+    holm,
     paired_bootstrap,
     pass_at_k,
 )
@@ -68,7 +70,7 @@ def test_bad_samples_are_refused():
         bootstrap_interval([1.0, math.nan])
     with pytest.raises(ValueError, match="one value per question"):
         bootstrap_interval(np.zeros((2, 2)))
-    with pytest.raises(ValueError, match="found 1 and 2 scores"):
+    with pytest.raises(ValueError, match="the same seeds and questions"):
         paired_bootstrap([1.0], [1.0, 0.0])
     with pytest.raises(ValueError, match="share any question"):
         paired_bootstrap([], [])
@@ -99,6 +101,40 @@ def test_p_is_uniform_under_the_null_hypothesis():
 
 def test_identical_systems_have_p_one():
     assert paired_bootstrap([1.0, 0.0, 1.0], [1.0, 0.0, 1.0]).p == 1.0
+
+
+# --- seeds and questions ----------------------------------------------------------------------------------------------
+
+
+def test_seeds_are_drawn_and_then_questions_in_every_possible_way():
+    """Two seeds, two questions: all 4 x 4 equally likely resamples, by hand."""
+    a, b = np.array([[1.0, 0.0], [0.5, 0.25]]), np.array([[0.0, 0.0], [1.0, 0.0]])
+    draws = list(itertools.product(range(2), repeat=2))
+    both = [(a - b)[list(s)][:, list(q)].mean() for s in draws for q in draws]
+    apart = [a[list(s)][:, list(q)].mean() - b[list(t)][:, list(q)].mean() for s in draws for t in draws for q in draws]
+    for same_seeds, expected in ((True, both), (False, apart)):
+        found = paired_bootstrap(a, b, same_seeds=same_seeds, resamples=40_000)
+        assert found.difference == pytest.approx(0.1875) and found.n == 2
+        assert (found.low, found.high) == pytest.approx(
+            tuple(np.quantile(np.repeat(expected, 999), [0.025, 0.975])), abs=1e-9
+        )
+        at_most, at_least = np.mean(np.array(expected) <= 0), np.mean(np.array(expected) >= 0)
+        assert found.p == pytest.approx(2 * min(at_most, at_least), abs=0.02)
+    ratio = bootstrap_seeds([a, b + 1], lambda m: m[0] / m[1])
+    assert ratio.mean == pytest.approx(0.4375 / 1.25) and ratio.low < ratio.mean < ratio.high
+
+
+def test_seeds_that_differ_widen_the_interval_and_equal_ones_do_not():
+    questions = (np.random.default_rng(2).random(400) < 0.5).astype(float)
+    alone = bootstrap_interval(questions)
+    equal = bootstrap_seeds([np.stack([questions] * 5)])
+    assert (equal.low, equal.high) == pytest.approx((alone.low, alone.high), abs=0.01)
+    differing = bootstrap_seeds([np.stack([np.clip(questions + shift, 0, 2) for shift in (0.0, 0.1, 0.2, 0.3, 0.4)])])
+    assert differing.high - differing.low > 1.5 * (alone.high - alone.low)
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.9]) == pytest.approx([0.04, 0.09, 0.09, 0.9]) and holm([]) == []
 
 
 # --- functions of means, pass@k ---------------------------------------------------------------------------------------
