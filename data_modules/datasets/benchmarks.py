@@ -14,7 +14,8 @@ livecodebench_v6                                                       see livec
 =====================================================================  =============  =================================
 
 Files are .jsonl, .json (a list) or .parquet. Several hosts publish the same sets under another of these names (AIME
-2024 is {Problem, Answer} in SOD's file): where the set's own is missing, the others are looked for.
+2024 is {Problem, Answer} in SOD's file), and SimpleQA's rows have question or problem: where the set's own is missing,
+the others are looked for.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> lis
         questions = [problem.question for problem in problems]
         particulars = [{"tests": problem.tests, "starter_code": problem.starter_code} for problem in problems]
     else:
-        questions = _questions(path, rows, _column(path, rows, "question", (BENCHMARKS[name], *QUESTION_FIELDS)))
+        questions = _questions(path, rows, (BENCHMARKS[name], *QUESTION_FIELDS))
         fields = LETTER_FIELDS if ability == "choice" else ANSWER_FIELDS
         answers = _answers(path, rows, _column(path, rows, "answer", fields), name, ability)
     tasks = []
@@ -97,8 +98,10 @@ def _column(path: Path, rows: Sequence[dict[str, Any]], what: str, fields: Seque
     raise DatasetError(f"{path}: no column {names} for the {what}. The file has: {', '.join(found)}")
 
 
-def _questions(path: Path, rows: Sequence[dict[str, Any]], column: str) -> list[str]:
-    values = [row.get(column) for row in rows]
+def _questions(path: Path, rows: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[str]:
+    """Of each row the first of ``fields`` that it has: SimpleQA's rows differ."""
+    column = _column(path, rows, "question", fields)
+    values = [next((row[field] for field in fields if row.get(field) is not None), None) for row in rows]
     texts = [value.strip() if isinstance(value, str) else "" for value in values]
     wrong = [i for i, text in enumerate(texts) if not text]
     refuse_rows(path, len(rows), wrong, f"no text in column '{column}' (the question)")

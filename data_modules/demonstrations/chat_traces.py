@@ -11,7 +11,6 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from data_modules.datasets.conversations import Conversation, read_conversations
@@ -95,8 +94,7 @@ class ChatTraces(TraceStage[Conversation]):
         self._protocols: dict[str, HermesProtocol] = {}  # by tools and thinking
         self._protocol(("code_interpreter",) if tools is None else tools, show_tools, thinking)  # refuses templates
 
-    def read(self) -> list[Conversation]:
-        return [trace for file in self.files for trace in read_conversations(Path(file))]
+    read_file = staticmethod(read_conversations)
 
     def trajectory(self, trace: Conversation) -> Trajectory:
         """One conversation, tokenised. Raises MalformedTrace."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_modules.datasets.files import DatasetError, spread
+from data_modules.datasets.question_file import FaultyRows
 from data_modules.datasets.questions import load_tasks
 from data_modules.datasets.splits import Splits
 from data_modules.evaluation_data import as_list, check_tasks
@@ -65,6 +66,7 @@ class GenerateTrajectories:
         failure_patience: ... before the stage stops, after so many such chunks in a row.
         columns: of question files of your own shape, see ``load_tasks``.
         splits: only the questions of ``files`` that are trained on, where validation and test have the same files.
+        faulty_rows: ``drop`` leaves out rows that cannot be used, and logs them; ``refuse`` stops.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class GenerateTrajectories:
         failure_patience: PositiveInt = 1,
         columns: dict[str, str] | None = None,
         splits: Splits | None = None,
+        faulty_rows: FaultyRows = "refuse",
     ) -> None:
         check_at_least_one(limit=limit, samples_per_question=samples_per_question, chunk_questions=chunk_questions)
         if min(gold_think, gold_direct) < 0 or gold_think + gold_direct > 1:
@@ -96,6 +99,7 @@ class GenerateTrajectories:
         self.keep = keep
         self._seed = seed
         self.columns, self.splits = columns, splits
+        self.faulty_rows: FaultyRows = faulty_rows
         self.chunk_questions = chunk_questions
         self._guard = FailureGuard(max_infrastructure_failures, failure_patience)
 
@@ -109,7 +113,7 @@ class GenerateTrajectories:
             TooManyFailuresError: see max_infrastructure_failures; finished chunks stay.
         """
         output_dir = Path(output_dir)
-        tasks = load_tasks(self.files, answers=self.rollouts.needs_answers, columns=self.columns)
+        tasks = load_tasks(self.files, self.faulty_rows, self.rollouts.needs_answers, self.columns)
         tasks = spread(tasks if self.splits is None else self.splits.part(tasks, "train"), self.limit)
         check_tasks(self.rollouts, tasks)
         starts = range(0, len(tasks), self.chunk_questions)

@@ -86,8 +86,7 @@ class TaggedTraces(TraceStage[Trace]):
         self.mask_results, self.data_source = mask_results, data_source
         self._control_tokens = control_tokens(self.tokenizer)
 
-    def read(self) -> list[Trace]:
-        return [trace for file in self.files for trace in read_traces(Path(file))]
+    read_file = staticmethod(read_traces)
 
     def note(self, trace: Trace, trajectory: Trajectory, counts: Counter[str]) -> None:
         """``format_errors``: kept traces that ARPO's reward would refuse."""

@@ -47,9 +47,13 @@ class TraceStage(ABC, Generic[Trace]):
         self.files = as_list("files", files)
         self.max_tokens, self.limit = max_tokens, limit
 
+    @staticmethod
     @abstractmethod
+    def read_file(path: Path) -> list[Trace]:
+        """All traces of a file. Raises DatasetError."""
+
     def read(self) -> list[Trace]:
-        """All traces of the files."""
+        return [trace for file in self.files for trace in self.read_file(Path(file))]
 
     @abstractmethod
     def trajectory(self, trace: Trace) -> Trajectory:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.commands.command import command, make_graph, option
-from experiments.commands.models import find_model, plays_episodes, rollouts_of
+from experiments.commands.models import find_model, rollouts_of
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config
 from experiments.stages.context import RunContext
@@ -34,7 +34,7 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
     """Roll out questions with the experiment's model, each turn printed as soon as it is there."""
     from rich.console import Console
 
-    from experiments.stages.validate import instantiate
+    from experiments.stages.validate import instantiate, plays_episodes
     from rollout.protocols.text import shows_task_prompts
 
     question, temperature = args.question, args.temperature

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.commands.command import command, make_graph
-from experiments.commands.models import plays_episodes
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
+from experiments.stages.data_files import read_data_files, references
 from experiments.stages.graph import Stage
 
 if TYPE_CHECKING:
@@ -36,9 +36,15 @@ def check_data(args: argparse.Namespace, context: RunContext) -> None:
     for other in plan:
         if other.kind == "task" and other.config["task"]["class_path"] == INDEX:
             faults += check_corpus(other.config["task"]["init_args"])
+    files, wrong = read_data_files(plan, context.project.root, absent=True)
+    faults += wrong
+    for file in files:
+        print(file)
     arguments = (stage.config.get("data") or stage.config["task"]).get("init_args") or {}
-    tasks, found = check_questions(arguments, answers=not plays_episodes(stage.config))
-    faults += found
+    own = references(stage)
+    tasks = [task for file in files if file.reference in own for task in file.tasks]
+    if tasks and not wrong and arguments.get("splits"):
+        faults += check_splits(tasks, arguments)
     if tasks and arguments.get("rollouts"):
         faults += check_prompts(tasks, arguments, stage)
     if faults:
@@ -71,33 +77,20 @@ def check_corpus(arguments: dict[str, Any]) -> list[str]:
     return said[:SHOWN_FAULTS] + ([f"{corpus}: and {more} more kinds of faults"] if more > 0 else [])
 
 
-def check_questions(arguments: dict[str, Any], answers: bool) -> tuple[list[Task], list[str]]:
-    """Count the questions of all files and of each part; returns those that can be used, and what is wrong."""
+def check_splits(tasks: Sequence[Task], arguments: dict[str, Any]) -> list[str]:
+    """Print how many questions each part has; returns why they cannot be shared so."""
     from data_modules.datasets.files import DatasetError
-    from data_modules.datasets.questions import load_tasks
     from data_modules.datasets.splits import Splits
 
-    files = [path for key in ("train_files", "val_files", "test_files", "files") for path in arguments.get(key) or ()]
-    tasks: list[Task] = []
-    faults: list[str] = []
-    for path in dict.fromkeys(files):
-        try:
-            found = load_tasks(path, "refuse", answers, arguments.get("columns"))
-        except DatasetError as error:
-            faults.append(str(error))
-            continue
-        print(f"{path}: {len(found)} questions")
-        tasks += found
-    if tasks and not faults and arguments.get("splits"):
-        try:
-            splits = Splits(**arguments["splits"])
-            counts = {part: len(splits.part(tasks, part)) for part in PARTS}
-        except (DatasetError, ValueError) as error:
-            return tasks, [str(error)]
-        print("  " + ", ".join(f"{part} {count}" for part, count in counts.items()))
-        if (step := arguments.get("prompts_per_step") or 0) > counts["train"]:
-            faults.append(f"{counts['train']} questions to train on, but prompts_per_step is {step}; lower it")
-    return tasks, faults
+    try:
+        splits = Splits(**arguments["splits"])
+        counts = {part: len(splits.part(tasks, part)) for part in PARTS}
+    except (DatasetError, ValueError) as error:
+        return [str(error)]
+    print("  " + ", ".join(f"{part} {count}" for part, count in counts.items()))
+    if (step := arguments.get("prompts_per_step") or 0) > counts["train"]:
+        return [f"{counts['train']} questions to train on, but prompts_per_step is {step}; lower it"]
+    return []
 
 
 def check_prompts(tasks: Sequence[Task], arguments: dict[str, Any], stage: Stage) -> list[str]:

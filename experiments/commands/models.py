@@ -78,16 +78,6 @@ def rollouts_of(config: Config) -> Config:
     return rollouts
 
 
-def plays_episodes(config: Config) -> bool:
-    """Whether the experiment's environment is a world that scores itself, whose tasks are no questions."""
-    from experiments.stages.validate import import_class
-
-    block = (config.get("data") or config.get("task") or {}).get("init_args") or {}
-    environment = ((block.get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
-    path = environment.get("class_path")
-    return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
-
-
 @command(
     "evaluate",
     "test a checkpoint or model folder as the experiment does",

@@ -15,7 +15,6 @@ from pathlib import Path
 import yaml
 
 from experiments.commands.command import COMPARE, command, make_graph, option, unique_needs
-from experiments.commands.models import plays_episodes
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
 from experiments.registry.listing import released_differences
@@ -90,6 +89,8 @@ def print_closing_words(target: Stage, context: RunContext) -> None:
             print(f"  {name:<14} {context.project.relative(path)}")
     if target.kind != "task":
         print("\nSee the runs in MLflow:   make ui")
+        from experiments.stages.validate import plays_episodes
+
         if not plays_episodes(target.config):
             print(f'Ask the model something:  make ask EXP={target.name} Q="..."')
 
@@ -100,6 +101,7 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
     validates the stages under it in the same way before it runs the first."""
     graph = make_graph(context)
     target = graph.target()
+    from experiments.stages.data_files import check_data_files
     from experiments.stages.validate import check
 
     with contextlib.redirect_stdout(sys.stderr):  # what libraries say when they are imported
@@ -110,6 +112,8 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
         runner.print_plan(graph, runner.to_make(stages), context)
         for need in unique_needs(stages):
             print(f"  needs: {need.path}{'' if need.present else ' -- not there yet'} ({need.how})")
+        for file in check_data_files(stages, context.project.root):
+            print(f"  data: {file}")
         for note in notes:
             print(f"  note: {note}")
         if differing := released_differences(target.name, context.project):
@@ -129,14 +133,20 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
     option("--elsewhere", action="store_true", help="for another machine: this one's devices do not matter"),
 )
 def validate(args: argparse.Namespace, context: RunContext) -> None:
-    """Check all stages that `train` would run, quietly, and that this machine has what they ask for."""
+    """Check all stages that `train` would run, and read the data files that are there, quietly but for what is left out
+    of them; and that this machine has what the stages ask for."""
     graph = make_graph(context)
     target = graph.target()
+    from experiments.stages.data_files import check_data_files
     from experiments.stages.validate import check
 
-    for stage in runner.to_make(graph.plan(compare=context.compare), fresh=target if args.fresh else None):
+    todo = runner.to_make(graph.plan(compare=context.compare), fresh=target if args.fresh else None)
+    for stage in todo:
         if (notes := check(stage, context.project.root)) and not args.elsewhere:
             raise ExperimentError(notes[0])
+    for file in check_data_files(todo, context.project.root):
+        if file.notes:
+            print(f"  data: {file}", flush=True)
 
 
 @command("status", "which stages of an experiment are done, and where they are", COMPARE)

@@ -88,6 +88,14 @@ def check_trainer_options(module: Any, parsed: Any, where: str) -> None:
             raise ExperimentError(f"{where}: trainer.{option} is {value}, which does nothing here; {instead}")
 
 
+def plays_episodes(config: Config) -> bool:
+    """Whether the experiment's environment is a world that scores itself, whose tasks are no questions."""
+    block = (config.get("data") or config.get("task") or {}).get("init_args") or {}
+    environment = ((block.get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
+    path = environment.get("class_path")
+    return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
+
+
 def instantiate(config: Config, name: str) -> Any:
     """One part of a configuration by itself, built from its class path and arguments; ``name`` is for messages."""
     from jsonargparse import ArgumentParser
