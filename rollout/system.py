@@ -148,6 +148,11 @@ class RolloutSystem:
                 f"{type(skills.retriever).__name__} learns from rewards, which nothing tells it in a prompt of the "
                 "student: take another retriever for rollouts.skills (in SDAR's model.skills it learns)"
             )
+        if skills is not None and (skills.place, skills.every_turn) != ("user_turn", False):
+            raise ValueError(
+                f"rollouts.skills has place {skills.place} and every_turn {skills.every_turn}, which are a teacher's "
+                "(model.skills); in the student's prompt skills stand in the user's turn, the same in every turn"
+            )
         if getattr(protocol, "windowed", False):
             warn_of_early_ends(self.budgets)
         self.skills = skills

@@ -77,10 +77,14 @@ def expand(config: Config, path: str) -> dict[str, Config]:
     found: dict[str, Config] = {}
     twinned: list[str] = []
     parents: list[str] = []
+    chosen: list[Any] = []  # a twin has what fits one of them
     twins = config.get("as_released")
     if twins is not None:
         parents = released.parents_of_twins(twins, f"{path}: as_released", ("inherits", "only"))
-        _check_where(twins.get("only") or {}, axes, f"{path}: as_released.only")
+        only = twins.get("only") or {}
+        chosen = only if isinstance(only, list) else [only]
+        for where in chosen:
+            _check_where(where, axes, f"{path}: as_released.only")
     cells = list(_cells(axes, path))
     texts = _published(matrix.get("published") or [], axes, cells, path)
     extras = [_extra(extra, i, axes, cells, path) for i, extra in enumerate(matrix.get("cells") or [])]
@@ -95,7 +99,7 @@ def expand(config: Config, path: str) -> dict[str, Config]:
         found[name] = _joined(parts, cell, axes, path)
         if i in texts:
             found[name] = merge(found[name], {"experiment": {"reproduces": _filled(texts[i], cell, axes, path)}})
-        if twins is not None and _fits(cell, twins.get("only") or {}):
+        if any(_fits(cell, where) for where in chosen):
             twinned.append(name)
     return released.with_twins(found, parents, twinned) if twins is not None else found
 

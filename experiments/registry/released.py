@@ -4,7 +4,7 @@ A file or a table with
 
 ::
 
-    as_released: {inherits: [arpo/bases/as_released], only: {method: [arpo, grpo]}}   # only: of tables
+    as_released: {inherits: [arpo/bases/as_released], only: {method: [arpo, grpo]}}   # only: of tables; or a list
 
 defines NAME_as_released beside each NAME (that ``only`` allows): the same, with these files merged last, on the twins
 of the stages that it builds on, where they have one. ``reproduces`` is the twin's alone.

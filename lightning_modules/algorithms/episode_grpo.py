@@ -32,7 +32,8 @@ class GiGPO(GRPO):
         invalid_coef: what an invalid action costs its turn, in units of the reward.
         step_weight: of the comparison by state (published: 1).
         gamma: discount per turn of what a turn led to (published: 0.95).
-        step_norm: mean_norm (no std) or mean_std_norm.
+        step_norm: mean_norm (no std) or mean_std_norm; of the episode's advantage, too.
+        similarity: how alike two states are that count as the same, see ``StateAdvantages``; 1: equal texts.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class GiGPO(GRPO):
         step_weight: NonNegativeFloat = 1.0,
         gamma: UnitInterval = 0.95,
         step_norm: StepNorm = "mean_norm",
+        similarity: UnitInterval = 1.0,
         **kwargs,
     ) -> None:
-        turns = StateAdvantages(group_statistics, invalid_coef, step_weight, gamma, step_norm)
+        turns = StateAdvantages(group_statistics, invalid_coef, step_weight, gamma, step_norm, similarity)
         super().__init__(policy=policy, annotations=[turns], **kwargs)

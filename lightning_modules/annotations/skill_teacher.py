@@ -47,7 +47,8 @@ class SkillTeacher(Annotation):
 
     The teacher never generates. It reads the student's own response ids after the student's prompt with skills in the
     user's turn; the prompt is rendered again by the rollout system's protocol, from the same task and steps, with as
-    much history as the student was shown. Skills are retrieved once for each episode, by its first observation.
+    much history as the student was shown. Skills are retrieved once for each episode, by its first observation, unless
+    ``skills`` says otherwise (``place``, ``every_turn``).
 
     Logged: ``train/skills_tokens`` (of a teacher's prompt, more than the student's).
 
@@ -154,10 +155,13 @@ class SkillTeacher(Annotation):
     ) -> tuple[dict[str, Injection], list[Sequence[int]]]:
         """The skills that the teacher reads, by group, and its prompts, by row."""
         injections: dict[str, Injection] = {}
+        prompts: list[Sequence[int]] = []
         for t in trajectories:
-            if t.group not in injections:
-                injections[t.group] = self._injection(t.task)
-        prompts = [self.prompt_with_skills(algorithm, t, injections[t.group].text) for t in trajectories]
+            if self.skills.every_turn or t.group not in injections:
+                decode = algorithm.data.rollouts.protocol.decode
+                text = decode(list(t.prompt_ids)) if self.skills.every_turn else t.task.question
+                injections[t.group] = self._injection(t.task, text)
+            prompts.append(self.prompt_with_skills(algorithm, t, injections[t.group].text))
         _check_lengths(algorithm, prompts, trajectories)
         return injections, prompts
 
@@ -172,6 +176,10 @@ class SkillTeacher(Annotation):
             ValueError: the student has read a prompt that the protocol does not render.
         """
         protocol = algorithm.data.rollouts.protocol
+        if self.skills.place == "before_template":
+            before = protocol.tokenizer(f"{skills}\n\n", add_special_tokens=False)["input_ids"] if skills else []
+            limit = algorithm.data.rollouts.budgets.max_prompt_tokens
+            return [*before, *trajectory.prompt_ids][-limit if limit else None :]
         task = dataclasses.replace(trajectory.task, skills=skills)
         if trajectory.episode is None or trajectory.row is None:
             plain = protocol.prompt_ids(trajectory.task)
@@ -190,10 +198,10 @@ class SkillTeacher(Annotation):
             )
         return with_skills
 
-    def _injection(self, task: Task) -> Injection:
+    def _injection(self, task: Task, text: str) -> Injection:
         if self._count is None:
             raise RuntimeError("check_data, which finds how tokens are counted, comes first")
-        return self.skills.inject(task, task.question, self._count)
+        return self.skills.inject(task, text, self._count)
 
     def _update_retriever(self, trajectories: Sequence[Trajectory], injections: dict[str, Injection]) -> None:
         """Give the retriever the outcome of the episodes, over all ranks: success where the environment says so, else

@@ -12,7 +12,13 @@ from torch import Tensor
 from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, one_of
 from lightning_modules.batch import TokenBatch, turn_starts
 from lightning_modules.maths.stepwise import spread, step_index
-from lightning_modules.maths.turn_advantages import Statistics, StepNorm, gigpo_advantages, turn_advantages
+from lightning_modules.maths.turn_advantages import (
+    Statistics,
+    StepNorm,
+    gigpo_advantages,
+    similar_states,
+    turn_advantages,
+)
 from retrieval.ranges import NonNegativeFloat, UnitInterval
 from rollout.trajectory import ActionKind, Trajectory, Turn
 
@@ -130,7 +136,9 @@ class StateAdvantages(TurnAdvantages):
         invalid_coef: see ``TurnAdvantages``.
         step_weight: of the comparison by state (published: 1).
         gamma: discount per turn of what a turn led to (published: 0.95).
-        step_norm: mean_norm (no std) or mean_std_norm.
+        step_norm: mean_norm (no std) or mean_std_norm; of the episode's advantage, too.
+        similarity: how alike two states are that count as the same: 1 for equal texts, else difflib's ratio
+            (verl-agent's search script: 0.9); see ``turn_advantages.similar_states``.
     """
 
     def __init__(
@@ -140,16 +148,21 @@ class StateAdvantages(TurnAdvantages):
         step_weight: NonNegativeFloat = 1.0,
         gamma: UnitInterval = 0.95,
         step_norm: StepNorm = "mean_norm",
+        similarity: UnitInterval = 1.0,
     ) -> None:
         super().__init__(group_statistics, invalid_coef)
         if step_weight < 0 or not 0 <= gamma <= 1:
             raise ValueError(f"step_weight is {step_weight}, gamma {gamma}; expected 0 or more, and from 0 to 1")
         self.step_weight, self.gamma = step_weight, gamma
         self.step_norm: StepNorm = one_of("step_norm", step_norm, StepNorm)
+        self.similarity = similarity
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
-        anchors = [turn.anchor for turn in turns]
         groups = [turn.episode.group for turn in turns]
+        members, numbers = [turn.episode.index for turn in turns], [turn.number for turn in turns]
+        anchors: Sequence[str | int] = [turn.anchor for turn in turns]
+        if self.similarity < 1:
+            anchors = similar_states([turn.anchor for turn in turns], groups, members, numbers, self.similarity)
         states = list(zip(groups, anchors, strict=True))
         met = Counter(states)
         algorithm.metrics.mean("train/states_met_again", sum(met[s] > 1 for s in states), len(states))
@@ -157,8 +170,8 @@ class StateAdvantages(TurnAdvantages):
             torch.tensor([turn.reward for turn in turns], dtype=torch.float64),
             penalties,
             groups,
-            [turn.episode.index for turn in turns],
-            [turn.number for turn in turns],
+            members,
+            numbers,
             anchors,
             self.step_weight,
             self.gamma,

@@ -9,6 +9,7 @@ Source: verl-agent's GRPO (docs/papers/sdar.md 1.6) and GiGPO (arXiv 2505.10978,
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from difflib import SequenceMatcher
 from typing import Literal
 
 import torch
@@ -122,6 +123,30 @@ def gigpo_advantages(
     steps = discounted_returns(rewards, trajectories, turns, gamma) - penalties
     step = _relative(steps, states, torch.ones_like(steps), divide, eps, "zero")
     return (episode + step_weight * step).to(rewards_R.dtype)
+
+
+def similar_states(
+    texts: Sequence[str], groups: Sequence[str], members: Sequence[int], turns: Sequence[int], ratio: float
+) -> list[int]:
+    """A number for each row, equal for rows of a group whose states are alike, as verl-agent's search script has it
+    (gigpo/core_gigpo.py, build_step_group). By member, then turn, each joins the first set whose first text it
+    resembles by at least ``ratio`` (difflib's, not symmetric: the row's text against the set's), else begins one.
+
+    >>> similar_states(["a red fox", "a red box", "a hen"], ["g"] * 3, [0, 1, 2], [0, 0, 0], 0.8)
+    [0, 0, 1]
+    """
+    numbers = [0] * len(texts)
+    firsts: dict[str, list[tuple[str, int]]] = {}  # by group: first text and number of its sets
+    count = 0
+    for i in sorted(range(len(texts)), key=lambda i: (members[i], turns[i])):
+        sets = firsts.setdefault(groups[i], [])
+        found = (number for first, number in sets if SequenceMatcher(None, texts[i], first).ratio() >= ratio)
+        number = next(found, None)
+        if number is None:
+            number, count = count, count + 1
+            sets.append((texts[i], number))
+        numbers[i] = number
+    return numbers
 
 
 def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequence[int], gamma: float) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from retrieval.ranges import PositiveInt
 from rollout.skills.bank import Selection
@@ -14,6 +15,7 @@ from rollout.skills.retrieval import SkillRetriever
 from rollout.trajectory import Task
 
 HEADER = "What is known to work here:"
+Place = Literal["user_turn", "before_template"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,15 @@ class Skills:
         max_tokens: of the text, header included. Beyond what the student's prompt has: nothing else is cut for it.
         form: see ``rollout/skills/render.py``.
         header: the text's first line; empty for none. (SDAR as released: "[Privileged Skill Information]".)
+        place: where a teacher reads them: in the user's turn, or, as SDAR released it, ``before_template``: before the
+            first token of the chat template, outside of any role, and cut at the left where the prompt is longer than
+            the student's may be, so that skills are what is lost first.
+        every_turn: choose anew for every turn whose prompt is its own, by all that it says (as released), instead of
+            once for an episode by its first observation.
 
     Raises:
-        ValueError: the bank cannot be used, or not with this retriever; ``max_tokens`` is impossible.
+        ValueError: the bank cannot be used, or not with this retriever; ``max_tokens`` is impossible; ``every_turn``
+            with a retriever that learns from episodes.
     """
 
     def __init__(
@@ -54,6 +62,8 @@ class Skills:
         max_tokens: PositiveInt = 2048,
         form: Form = "released",
         header: str = HEADER,
+        place: Place = "user_turn",
+        every_turn: bool = False,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; expected at least 1 (for no skills: retriever NoSkills)")
@@ -63,6 +73,12 @@ class Skills:
         self.max_tokens = max_tokens
         self.form: Form = form
         self.header = header
+        self.place: Place = place
+        self.every_turn = every_turn
+        if every_turn and retriever.learns:
+            raise ValueError(
+                f"{type(retriever).__name__} learns from episodes, and every_turn chooses for turns: set it to false"
+            )
 
     def __repr__(self) -> str:
         retriever = type(self.retriever).__name__

@@ -18,7 +18,7 @@ FILES = {
     "task: {init_args: {files: ['${stage:below}/a', '${stage:other}/b']}}\n",
     "own.yaml": "inherits: [top]\n",
     "table.yaml": "matrix:\n  name: <method>_<size>\n  axes:\n    method: {x: {inherits: [bases/task]}, y: {inherits: "
-    "[bases/task]}}\n    size: {s: {}}\nas_released: {inherits: [bases/as_released], only: {method: x}}\n",
+    "[bases/task]}}\n    size: {s: {}}\nas_released: {inherits: [bases/as_released], only: [{method: x, size: s}]}\n",
 }
 
 
@@ -75,6 +75,26 @@ def test_no_reward_for_calls_in_a_group_of_wrong_answers():
     """0.1 a tool round would be all that differs between them, and dividing by the group's spread makes it large."""
     found = {key: both for key, *both in released_differences("sod_qwen3_0.6b", Project())}
     assert found["data.rollouts.reward.tool_shaping"] == ["none", "as_released"]
+
+
+def test_sdars_switches_are_those_of_its_skills_and_of_the_search_script():
+    alfworld, search, plain = (
+        {key: [here, there] for key, here, there in released_differences(name, Project())}
+        for name in ("sdar_qwen2.5_7b_alfworld", "sdar_qwen2.5_7b_search", "grpo_qwen2.5_7b_search")
+    )
+    assert alfworld == {
+        "model.skills.place": ["user_turn", "before_template"],
+        "model.skills.header": ["What is known to work here:", "[Privileged Skill Information]"],
+        "model.skills.every_turn": [False, True],
+    }
+    assert plain == {"model.kl_coef": [0.01, 0.001]}
+    assert search == alfworld | plain | {
+        "model.skills.retriever.compare": [True, False],
+        "model.skills.retriever.unknown_sources": ["refuse", "general"],
+    }
+    about, twin = (load(f"sdar_qwen2.5_7b_search{end}", Project())["experiment"] for end in ("", SUFFIX))
+    assert "reproduces" not in about and twin["reproduces"].startswith("SDAR row")
+    assert load("sdar_random_qwen2.5_7b_alfworld", Project())["experiment"]["reproduces"] == "table 2, 83.1"
 
 
 def test_the_papers_average_is_the_first_column_of_its_table():

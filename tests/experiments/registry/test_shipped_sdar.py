@@ -17,7 +17,7 @@ MODELS = {"qwen2.5_3b": "Qwen2.5-3B-Instruct", "qwen2.5_7b": "Qwen2.5-7B-Instruc
 WORLDS = {
     "alfworld": (16, 50, 2, 2048 + 512, 256, 0.01, 0.1, 0),
     "webshop": (16, 15, 2, 4096 + 512, 64, 0.01, 0.1, 0),
-    "search": (128, 4, 4, 4096 + 512, 256, 0.001, 0.01, 15),
+    "search": (128, 4, 4, 4096 + 512, 256, 0.01, 0.01, 15),  # c_KL of the paper
 }
 TRAINED = ["grpo", "gigpo", "skill_grpo", "opsd", "opsd_released", "grpo_opsd", "skill_sd", "rlsd", "sdar"]
 TESTED = ["untrained", "skill_prompt", "skill_grpo_skilled"]
@@ -91,7 +91,14 @@ def test_which_rule_retrieves_skills_and_from_which_bank(graph):
     assert skills("alfworld", "teacher") == ("household", {"path": True})
     assert skills("alfworld", "student") == ("household", {})
     assert skills("webshop", "teacher") == skills("webshop", "student") == ("shopping", {})
-    assert skills("search", "teacher") == skills("search", "student") == ("search", {"data_source": True})
+    assert (
+        skills("search", "teacher")
+        == skills("search", "student")
+        == (
+            "search",
+            {"data_source": True, "compare": True, "unknown_sources": "refuse"},
+        )
+    )
 
 
 @pytest.mark.parametrize(

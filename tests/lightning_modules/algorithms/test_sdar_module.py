@@ -335,3 +335,35 @@ def test_skills_are_chosen_once_a_group(model_dir):
     module = SDAR(str(model_dir), skills=skills(Counting()), **EXACT)
     train(module, model_dir, 1)
     assert Counting.asked == 3, "three groups, many rows"
+
+
+def test_as_released_skills_stand_before_the_template_and_are_cut_first(model_dir):
+    module = SDAR(str(model_dir), skills=skills(place="before_template", header="[Skills]"), **EXACT)
+    assert train(module, model_dir, 1)["train/skills_tokens"] > 10
+    teacher, rows, protocol = module.annotations[1], module._last[0], module.trainer.datamodule.rollouts.protocol
+    t = rows[-1]
+    told = teacher.skills.inject(t.task, t.task.question, teacher._count).text
+    prompt = teacher.prompt_with_skills(module, t, told)
+    assert prompt[-len(t.prompt_ids) :] == list(t.prompt_ids)
+    assert protocol.decode(prompt[: -len(t.prompt_ids)]) == f"{told}\n\n" and told.startswith("[Skills]")
+    budgets = module.trainer.datamodule.rollouts.budgets
+    limit = len(t.prompt_ids) + 5
+    budgets = dataclasses.replace(budgets, max_length=limit + budgets.max_turn_tokens)
+    module.trainer.datamodule.rollouts.budgets = budgets
+    assert teacher.prompt_with_skills(module, t, told) == prompt[-limit:]
+
+
+def test_as_released_skills_are_chosen_for_every_turn_by_its_prompt(model_dir):
+    class Reading(TaskType):
+        read: list = []
+
+        def select(self, task, text):
+            Reading.read.append(text)
+            return super().select(task, text)
+
+    module = SDAR(str(model_dir), skills=skills(Reading(), every_turn=True), **EXACT)
+    train(module, model_dir, 1)
+    rows, protocol = module._last[0], module.trainer.datamodule.rollouts.protocol
+    assert Reading.read == [protocol.decode(list(t.prompt_ids)) for t in rows]
+    with pytest.raises(ValueError, match="UCB learns from episodes, and every_turn chooses for turns"):
+        skills(UCB(), every_turn=True)

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from lightning_modules.maths.group_advantages import group_advantages
-from lightning_modules.maths.turn_advantages import discounted_returns, gigpo_advantages, turn_advantages
+from lightning_modules.maths.turn_advantages import (
+    discounted_returns,
+    gigpo_advantages,
+    similar_states,
+    turn_advantages,
+)
 
 EPS = 1e-6
 
@@ -181,6 +186,23 @@ def test_gigpo_by_hand():
     assert scaled.tolist() == pytest.approx(parts)
     with pytest.raises(ValueError, match="unknown norm 'std'; expected mean_norm or mean_std_norm"):
         gigpo_advantages(*rows, anchors, norm="std")
+
+
+def test_the_published_norm_without_std_holds_for_the_episode_too():
+    """Returns 10, 0, 0, 0 of one turn each, in states met once."""
+    rewards, apart = torch.tensor([10.0, 0.0, 0.0, 0.0]), (["g"] * 4, range(4), [0] * 4, range(4))
+    assert gigpo_advantages(rewards, torch.zeros(4), *apart, norm="mean_norm").tolist() == [7.5, -2.5, -2.5, -2.5]
+
+
+def test_similar_states_by_hand():
+    """difflib: 2 M / T. "diet" against "tide" has M = 2 (.5), "tide" against "diet" 1 (.25): the order matters."""
+    assert similar_states(["tide", "diet"], ["g"] * 2, [0, 1], [0, 0], 0.5) == [0, 0]
+    assert similar_states(["diet", "tide"], ["g"] * 2, [0, 1], [0, 0], 0.5) == [0, 1]
+    assert similar_states(["diet", "tide"], ["g"] * 2, [1, 0], [0, 0], 0.5) == [0, 0], "by member, not by row"
+    assert similar_states(["abcdefghij"] * 2, ["g", "h"], [0, 0], [0, 0], 0.9) == [0, 1], "groups are apart"
+    # one letter of ten a step: each resembles the one before (.9) and joins the first set alone, where it still does
+    chain = ["abcdefghij", "abcdefghiX", "abcdefghYX", "abcdefgZYX"]
+    assert similar_states(chain, ["g"] * 4, [0] * 4, [0, 1, 2, 3], 0.9) == [0, 0, 1, 1]
 
 
 def slow_gigpo(rows, w, gamma, divide, by, lone):

@@ -162,3 +162,15 @@ def test_those_that_learn_nothing_have_no_state():
     retriever.load_state_dict({})
     with pytest.raises(ValueError, match=r"Full has learnt nothing, but the state holds \['arms'\]"):
         retriever.load_state_dict({"arms": {}})
+
+
+def test_a_bank_with_keywords_knows_no_unknown_source_either():
+    """Keywords may decide by the question; where none does, the general skills alone would be no one's choice."""
+    rule, silent = bound(Keyword(data_source=True)), bound(Keyword(data_source=True, unknown_sources="general"))
+    rule.check_task(task(question="What is hot?", data_source="text"))
+    with pytest.raises(ValueError, match="no skills for data source 'text'"):
+        rule.check_task(task(question="Who?", data_source="text"))
+    silent.check_task(task(question="Who?", data_source="text"))
+    assert categories(silent, task(question="Who?", data_source="text"), "who?") == ()
+    asked = task(question="Which is older, Ena or Ilo?", data_source="unmapped")
+    assert categories(Keyword(data_source=True, compare=False, unknown_sources="general"), asked, "which or") == ()
