@@ -180,4 +180,9 @@ def parse_answer(content: bytes, queries: int, k: int) -> list[list[Document]]:
     lengths = [len(hits) for hits in result]
     if len(lengths) != queries or max(lengths, default=0) > k:
         raise _Nonsense(f"expected {queries} lists of at most {k} documents, found lists of {lengths[:20]}")
-    return [[Document(h.document.id, *split_contents(h.document.contents), h.score) for h in hits] for hits in result]
+    return [[_document(hit) for hit in hits] for hits in result]
+
+
+def _document(hit: _Hit) -> Document:
+    contents = hit.document.contents
+    return Document(hit.document.id, *split_contents(contents), hit.score, heading=contents.partition("\n")[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 
@@ -37,6 +37,7 @@ class Document:
     title: str  # without the quotes of the corpus file
     text: str
     score: float
+    heading: str = field(default="", compare=False)  # the title as the corpus file has it; "": not known
 
     @property
     def contents(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +31,16 @@ def trained_stage(context: RunContext) -> Stage:
 
 
 def find_model(context: RunContext, checkpoint: str | None) -> Path:
-    """The file or folder named, or else the experiment's own model.
+    """The file or folder named, or else the experiment's own model: of kind test, the one that it tests.
 
     Raises:
         ExperimentError: it is not there, or is neither a checkpoint nor a model folder.
     """
     if checkpoint is None:
-        return runner.folder_of(context.project, trained_stage(context)) / "model"
+        stage = trained_stage(context)
+        if stage.kind != "test":
+            return runner.folder_of(context.project, stage) / "model"
+        checkpoint = str(context.project.root / stage.config["model"]["init_args"]["policy"])
     path = Path(checkpoint)
     if not path.exists():
         raise ExperimentError(f"no checkpoint at {checkpoint}")
@@ -78,6 +82,12 @@ def rollouts_of(config: Config) -> Config:
     return rollouts
 
 
+def to_meet(stages: Sequence[Stage]) -> str:
+    """What is published of the stages, a line each under their table; "" where nothing is, or no number."""
+    said = [(stage.label, str(stage.config["experiment"].get("reproduces") or "")) for stage in stages]
+    return "".join(f"\n  published, {label}: {what}" for label, what in said if any(map(str.isdigit, what)))
+
+
 @command(
     "evaluate",
     "test a checkpoint or model folder as the experiment does",
@@ -105,7 +115,7 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
     runner.make_stage(stage, context, fresh=context.fresh, checkpoint=None if is_model_folder(path) else path)
     from experiments.reports.report import closing_table
 
-    print(closing_table([(path.name, stage.folder)], target.config["experiment"].get("columns")))
+    print(closing_table([(path.name, stage.folder)], target.config["experiment"].get("columns")) + to_meet([target]))
     print(f"  metrics: {context.project.relative(stage.folder / 'evaluation.json')}")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from experiments.commands.command import COMPARE, command, make_graph, option, unique_needs
+from experiments.commands.models import to_meet
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
 from experiments.registry.listing import released_differences
@@ -70,7 +71,7 @@ def closing_table(stages: Sequence[Stage], columns: Sequence[str] | None) -> Non
     if rows:
         from experiments.reports.report import closing_table as table_of
 
-        print(f"\n{table_of(rows, columns)}")
+        print(f"\n{table_of(rows, columns)}{to_meet(stages)}")
 
 
 def print_closing_words(target: Stage, context: RunContext) -> None:

@@ -30,13 +30,17 @@ class Retriever(Protocol):
 
 
 def format_passages(passages: Iterable[tuple[str, str]]) -> str:
-    """``(title, text)`` pairs as Search-R1 shows hits (search_r1/llm_agent/generation.py): one line each, numbered
-    from 1, the title in the quotes that the corpus files carry.
+    """``(title, text)`` pairs as Search-R1 shows hits, the title in the quotes that the corpus files carry.
 
     >>> format_passages([("Mira Voss", "A potter of Grey Harbor.")])
     'Doc 1(Title: "Mira Voss") A potter of Grey Harbor.\\n'
     """
-    return "".join(f'Doc {i}(Title: "{title}") {text}\n' for i, (title, text) in enumerate(passages, start=1))
+    return _numbered((f'"{title}"', text) for title, text in passages)
+
+
+def _numbered(passages: Iterable[tuple[str, str]]) -> str:
+    """Search-R1's ``_passages2string`` (search_r1/llm_agent/generation.py): one line each, numbered from 1."""
+    return "".join(f"Doc {i}(Title: {heading}) {text}\n" for i, (heading, text) in enumerate(passages, start=1))
 
 
 class SearchTool:
@@ -79,7 +83,9 @@ class SearchTool:
         documents = tuple(Document(hit.id, hit.title, hit.text, hit.score) for hit in hits)
         if not documents:
             return ToolResult(NOTHING_FOUND, CallOutcome.EMPTY)
-        return ToolResult(format_passages((d.title, d.text) for d in documents), CallOutcome.OK, documents)
+        # The corpus' own first line, as released: titles that begin or end with a quotation mark lose it in ``title``.
+        shown = _numbered((getattr(hit, "heading", "") or f'"{hit.title}"', hit.text) for hit in hits)
+        return ToolResult(shown, CallOutcome.OK, documents)
 
     async def close(self) -> None:
         await self.retriever.close()

@@ -170,6 +170,15 @@ def test_the_model_of_a_run_is_found_by_the_overrides_it_was_made_with(workshop)
         assert find_model(context, None) == folder / "model"
 
 
+def test_an_experiment_of_kind_test_has_the_model_that_it_tests(workshop, tmp_path):
+    (tmp_path / "released").mkdir()
+    (tmp_path / "released" / "config.json").touch()
+    model = f"{{class_path: tests.experiments.toy_modules.Walk, init_args: {{policy: {tmp_path}/released}}}}"
+    data = "{class_path: data_modules.evaluation_data.EvaluationData}"
+    workshop.write("x", f"experiment: {{kind: test}}\nmodel: {model}\ndata: {data}\n")
+    assert find_model(RunContext(workshop.project, "x", (), None), None) == tmp_path / "released"
+
+
 def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():
     assert asked_task(" who? ", None) == Task("asked", "who?", (), "asked")
     example = Task("q1", "where is it?", (), "nq", prompt=(("user", "Think. Question: where is it?\n"),))

@@ -15,7 +15,7 @@ from experiments.stages.store import StageFolder
 
 pytestmark = pytest.mark.slow  # starts trainers
 FIT = """
-experiment: {kind: fit, summary: a toy}
+experiment: {kind: fit, summary: a toy, reproduces: em .5}
 seed_everything: 4
 trainer:
   accelerator: cpu
@@ -115,6 +115,7 @@ def test_the_result_holds_what_was_tested(fitted):
     assert result["test"]["em"]["mean"] == pytest.approx(float(torch.load(store.path / "final.pt")["walk"].sum()))
     assert result["seed"] == 4 and result["versions"]["torch"] and result["sessions"] == 3
     assert "toy" in last.stdout and "evaluation.json" in last.stdout
+    assert "published, toy: em .5" in last.stdout, "the number to meet stands under the measured one"
 
 
 def test_a_checkpoint_can_be_evaluated_and_another_models_cannot(fitted, tmp_path):

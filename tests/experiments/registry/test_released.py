@@ -97,6 +97,17 @@ def test_sdars_switches_are_those_of_its_skills_and_of_the_search_script():
     assert load("sdar_random_qwen2.5_7b_alfworld", Project())["experiment"]["reproduces"] == "table 2, 83.1"
 
 
+def test_dgpos_invalid_turns_are_answered_in_the_released_words():
+    """A reworded note is another prompt for checkpoints that have learnt with this one."""
+    for name in ("dgpo_qwen2.5_0.5b", "dgpo_qwen2.5_0.5b_as_released", "demonstrations_qwen2.5_3b"):
+        protocol = load(name, Project())["values"]["rollouts"]["init_args"]["protocol"]["init_args"]
+        assert protocol["correction"] == (
+            "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
+            "</search>. If I want to give the final answer, I should put the answer between <answer> and </answer>. "
+            "Let me try again.\n"
+        )
+
+
 def test_the_papers_average_is_the_first_column_of_its_table():
     """The seven sets count alike there; over questions, NQ's and PopQA's thousands are most of the mean."""
     for name in ("dgpo_qwen2.5_0.5b", "kd_qwen2.5_0.5b", "dgpo_qwen2.5_0.5b_as_released"):

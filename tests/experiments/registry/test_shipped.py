@@ -235,6 +235,25 @@ def test_arpos_released_checkpoints_are_tested_as_released(name, hub, number, se
     assert evaluation["answers"]["class_path"].endswith("ArpoReleasedAnswers") and evaluation["judge"] is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "hub", "number"),
+    [
+        ("released_dgpo_qwen2.5_0.5b", "DGPO-qwen2.5-0.5b", ".329"),
+        ("released_kd_qwen2.5_0.5b", "Qwen2.5-0.5B-Instruct-kd", ".298"),
+    ],
+)
+def test_dgpos_released_checkpoints_are_tested_as_released(name, hub, number, stages):
+    config = stages.stage(name).config
+    about, data = config["experiment"], config["data"]["init_args"]
+    assert (about["kind"], about["needs"]["student"]["hub"]) == ("test", f"omron-sinicx/{hub}")
+    assert number in about["reproduces"] and about["columns"][0] == "average_of_sets/1"
+    rollouts = data["rollouts"]["init_args"]
+    models = (config["model"]["init_args"]["policy"], rollouts["engine"]["init_args"]["model"])
+    assert {*models, rollouts["protocol"]["init_args"]["tokenizer"]} == {f"models/{hub}"}
+    assert data["eval_sampling"]["temperature"] == 1.0 and rollouts["protocol"]["init_args"]["opening_tag"] == "first"
+    assert (rollouts["max_turns"], rollouts["max_turn_tokens"], rollouts["max_observation_tokens"]) == (4, 500, 500)
+
+
 def test_the_tiny_runs_of_arpo_differ_in_their_sampler_only():
     def parts(name):
         config = Graph(PROJECT, name).target().config

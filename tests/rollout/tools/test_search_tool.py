@@ -38,6 +38,27 @@ def test_a_wrong_index_is_told_at_the_start(tmp_path):
         asyncio.run(SearchTool(RetrieverProcess(str(tmp_path))).start())
 
 
+@pytest.mark.parametrize(
+    ("contents", "shown"),
+    [
+        ('"T"\nx', '"T"'),
+        ('""Heroes" (album)"\nx', '""Heroes" (album)"'),  # its own quotation marks beside the corpus file's
+        ("T\nx", "T"),  # a corpus without them
+    ],
+)
+def test_titles_are_shown_as_the_corpus_has_them(contents, shown):
+    """As Search-R1's _passages2string: the first line of contents, unchanged."""
+
+    async def main():
+        async with serving([{"result": [[{"document": {"id": "7", "contents": contents}, "score": 1.0}]]}]) as served:
+            tool = SearchTool(RetrieverClient([served.url]))
+            text = (await tool.call({"query": "q"})).text
+            await tool.close()
+            return text
+
+    assert asyncio.run(main()) == f"Doc 1(Title: {shown}) x\n"
+
+
 class Blocking:
     """Starts as ``RetrieverProcess`` does: not in the event loop."""
 
