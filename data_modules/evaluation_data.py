@@ -75,7 +75,7 @@ class EvaluationData(L.LightningDataModule):
         prompts: ``as_given``, or ``tool_reasoning``: every question, of training too, in SOD's wording for its data
             source (datasets/tool_prompts.py), for a protocol whose template is ``dataset``.
         lcb_examples: with ``tool_reasoning``, at most so many of the tests that LiveCodeBench publishes are shown as
-            examples.
+            examples; null: all its tests, as released, which are those that score the answer.
         max_eval_prompt_tokens: leave out validation and test questions whose prompt (chat template and tools counted)
             is longer; the log says how many. By default they stay, and count as unanswered where they leave no room.
         faulty_rows: of question files, of training too: ``refuse`` stops at rows that cannot be used, ``drop`` leaves
@@ -102,7 +102,7 @@ class EvaluationData(L.LightningDataModule):
         max_infrastructure_failures: UnitInterval = 0.2,
         seed: NonNegativeInt | None = None,
         prompts: Prompts = "as_given",
-        lcb_examples: NonNegativeInt = 2,
+        lcb_examples: NonNegativeInt | None = 2,
         max_eval_prompt_tokens: PositiveInt | None = None,
         faulty_rows: FaultyRows = "refuse",
         eval_skills: bool = True,

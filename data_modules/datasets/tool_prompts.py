@@ -4,7 +4,8 @@ source.
 The meaning is that of recipe/demystify/reward.py, the words are ours. Mended here: the released code chooses by the
 first row of a file for all of it; here every task gets its own. Its answer format shows the answer in quotation marks
 within \boxed{}, and an answer in quotation marks is never equal to the gold one; ours has none, and those in published
-prompts are taken out. Of LiveCodeBench it prints all tests, the ones that score the answer; here only public ones.
+prompts are taken out. Of LiveCodeBench it prints all tests, the ones that score the answer; here only public ones
+(``lcb_examples`` None: all).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ PREPARED_SOURCES = ("math_dapo", "mega-science")  # the file's prompts already h
 _QUOTED_BOX = re.compile(r"\\boxed\{\s*(['\"])([^'\"{}]*)\1\s*\}")
 
 
-def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int = 2) -> list[Task]:
+def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int | None = 2) -> list[Task]:
     """The tasks with ``prompt`` set to what ``tool_prompt`` says; all else of them stays.
 
     Args:
@@ -71,7 +72,7 @@ def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int = 2) -> list[Task
     return [dataclasses.replace(task, prompt=(("user", tool_prompt(task, lcb_examples)),)) for task in tasks]
 
 
-def tool_prompt(task: Task, lcb_examples: int = 2) -> str:
+def tool_prompt(task: Task, lcb_examples: int | None = 2) -> str:
     r"""The user message for a task: its question, and after it a list of rules that depend on its ability and data
     source.
 
@@ -79,7 +80,8 @@ def tool_prompt(task: Task, lcb_examples: int = 2) -> str:
     it is. Training data are told to leave units out, evaluation sets are not. LiveCodeBench comes with examples.
 
     Args:
-        lcb_examples: show at most so many of the tests that may be shown (``tests["public"]``); never any other test.
+        lcb_examples: show at most so many of the tests that may be shown (``tests["public"]``). None: all tests, hidden
+            ones, too, as released (recipe/demystify/reward.py, map_lcb); the score is then one on shown tests.
     """
     question, ability = task.question.strip(), _ability(task)
     if ability == "code":
@@ -95,9 +97,11 @@ def tool_prompt(task: Task, lcb_examples: int = 2) -> str:
     return _joined(BEGIN.format(kind=kind), question, _rules(TOOL, STRATEGY, FORMAT, *units))
 
 
-def _contest(task: Task, shown: int) -> tuple[str, ...]:
+def _contest(task: Task, shown: int | None) -> tuple[str, ...]:
     tests: dict[str, Any] = task.metadata["tests"]
     starter, function = task.metadata.get("starter_code"), tests.get("fn_name")
+    if shown is None and "test_code" not in tests:
+        tests = {**tests, "public": len(tests.get("inputs", ()))}
     pairs = public_tests(tests)[:shown]
     examples = [f"Example {i}, input:\n{a.rstrip()}\nOutput:\n{b.rstrip()}" for i, (a, b) in enumerate(pairs, start=1)]
     if starter:

@@ -41,7 +41,7 @@ class QuestionLoading:
 
     protocol: ChatProtocol | None
     prompts: Prompts = "as_given"
-    lcb_examples: int = 2
+    lcb_examples: int | None = 2
     faulty_rows: FaultyRows = "refuse"
     answers: bool = True
     columns: Mapping[str, str] | None = None
@@ -52,7 +52,7 @@ class QuestionLoading:
             raise ValueError(f"prompts is {self.prompts!r}; expected 'as_given' or 'tool_reasoning'")
         if self.faulty_rows not in get_args(FaultyRows):
             raise ValueError(f"faulty_rows is {self.faulty_rows!r}; expected 'refuse' or 'drop'")
-        if self.lcb_examples < 0:
+        if self.lcb_examples is not None and self.lcb_examples < 0:
             raise ValueError(f"lcb_examples is {self.lcb_examples}; expected at least 0")
         if self.prompts == "tool_reasoning" and self.protocol is not None and not shows_task_prompts(self.protocol):
             raise ValueError(
@@ -94,7 +94,7 @@ class QuestionLoading:
         return with_tool_prompts(tasks, self.lcb_examples) if self.prompts == "tool_reasoning" else list(tasks)
 
     @property
-    def identity(self) -> tuple[str | int, ...]:
+    def identity(self) -> tuple[str | int | None, ...]:
         """What else than their ids tells questions apart, for the fingerprint of saved positions; () by default."""
         return () if self.prompts == "as_given" else (self.prompts, self.lcb_examples)
 

@@ -30,6 +30,7 @@ class ChatBoundaries:
         stop_token_ids: of the ends of a turn; the template's own must be one of them.
         tools: schemas that the template is given; empty: none.
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
+        newline: false: without the line break that the template writes behind an end of turn (verl #6501).
 
     Raises:
         ValueError: no chat template; one that cannot render tool messages, does not end the assistant's turn with one
@@ -43,8 +44,9 @@ class ChatBoundaries:
         stop_token_ids: Sequence[int],
         tools: Sequence[Message] = (),
         thinking: bool | None = None,
+        newline: bool = True,
     ) -> None:
-        self.tokenizer, self.tools = tokenizer, list(tools)
+        self.tokenizer, self.tools, self.newline = tokenizer, list(tools), newline
         self.options = {} if thinking is None else {"enable_thinking": thinking}
         self._where = f"the chat template of {tokenizer.name_or_path!r}"
         if not tokenizer.chat_template:
@@ -121,7 +123,8 @@ class ChatBoundaries:
         end = self._end.search(rest)
         if not found or end is None:
             raise ValueError(f"{self._where} shows no end of the assistant's turn that is a stop token")
-        return rest[end.end() :]
+        after = rest[end.end() :]
+        return after if self.newline else after.removeprefix("\n")
 
     def call_format(self) -> str:
         """How the template writes a call: "hermes" or "llama3"; "hermes" where it writes none."""

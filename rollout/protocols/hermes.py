@@ -53,7 +53,11 @@ class HermesProtocol(TextProtocol):
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
         max_parallel_calls: calls of one turn that are executed; the model is told that further ones were not.
         call_format: ``hermes`` (``<tool_call>`` tags) or ``llama3`` (a JSON object); ``auto`` takes what the template
-            writes, and hermes where it writes no calls.
+            writes, and hermes where it writes no calls. ``verl``: hermes as released with verl: calls that cannot be
+            read are none, so that a turn of only such calls ends the trajectory; calls inside thinking count; of
+            calls beyond the limit the model is told nothing.
+        newline: keep the line break that the template writes behind an end of turn; false: as released with verl,
+            whose loop forgets it (verl #6501).
 
     Raises:
         ValueError: a template without tools, tool messages or a stop token at the end of a turn, or one that cannot be
@@ -70,7 +74,8 @@ class HermesProtocol(TextProtocol):
         instruction: str = "none",
         thinking: bool | None = None,
         max_parallel_calls: PositiveInt = 1,
-        call_format: Literal["auto", "hermes", "llama3"] = "auto",
+        call_format: Literal["auto", "hermes", "llama3", "verl"] = "auto",
+        newline: bool = True,
     ) -> None:
         super().__init__(tokenizer, eos_ends=False)
         if max_parallel_calls < 1:
@@ -80,7 +85,8 @@ class HermesProtocol(TextProtocol):
         schemas = read_schemas(tools)
         self.tools = tool_names(schemas)
         self.instruction = DATASET if instruction == DATASET else read_template(instruction, INSTRUCTIONS)
-        self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, schemas if show_tools else (), thinking)
+        shown = schemas if show_tools else ()
+        self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline)
         self._check_shown(show_tools)
         self.call_format = self.chat.call_format() if call_format == "auto" else call_format
         self.max_parallel_calls = max_parallel_calls
@@ -104,7 +110,8 @@ class HermesProtocol(TextProtocol):
         turn, ended = self.chat.without_end(text)
         if not ended:
             return Action(ActionKind.INVALID, error=CUT, ended=False)
-        said = after_thinking(self.chat.opened + turn)
+        verl = self.call_format == "verl"
+        said = turn if verl else after_thinking(self.chat.opened + turn)
         if said is None:
             return Action(ActionKind.INVALID, error=UNCLOSED)
         try:
@@ -116,7 +123,7 @@ class HermesProtocol(TextProtocol):
             content = boxed(said)
             return Action(ActionKind.ANSWER, answer=None if content is None else unwrapped(content))
         limit = self.max_parallel_calls
-        note = NOT_EXECUTED.format(limit=limit, found=len(calls)) if len(calls) > limit else None
+        note = NOT_EXECUTED.format(limit=limit, found=len(calls)) if len(calls) > limit and not verl else None
         return Action(ActionKind.CALL, calls[:limit], error=note)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:

@@ -1,4 +1,5 @@
-"""Parsers of the tool calls in one turn: Hermes tags (Qwen2.5, Qwen3) and the JSON objects of Llama 3.
+"""Parsers of the tool calls in one turn: Hermes tags (Qwen2.5, Qwen3), also as verl reads them, and the JSON
+objects of Llama 3.
 
 Hermes:  <tool_call>\\n{"name": "code_interpreter", "arguments": {"code": "print(1)"}}\\n</tool_call>
 Llama 3: {"name": "code_interpreter", "parameters": {"code": "print(1)"}}, perhaps after <|python_tag|>
@@ -16,6 +17,7 @@ from rollout.trajectory import ToolRequest
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 _INNERMOST = re.compile(r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>", re.DOTALL)
+_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _SPACE = re.compile(r"\s*")
 _CLOSING = re.compile(r"\s*(?:</tool_call>|\Z)")  # the tag, or the end of the turn
 _LLAMA3_FIRST = re.compile(r'(?:<\|python_tag\|>\s*|^[ \t]*(?=\{\s*"name"))', re.MULTILINE)
@@ -62,6 +64,24 @@ def hermes_calls(text: str) -> tuple[ToolRequest, ...]:
     return tuple(calls)
 
 
+def verl_calls(text: str) -> tuple[ToolRequest, ...]:
+    """The calls that verl's parser finds (verl/experimental/agent_loop/tool_parser.py, HermesToolParser): what stands
+    between the tags and is JSON with a name and arguments. A block that is not, or is never closed, is no call.
+    Arguments other than an object become none: there as here the tool then answers that it failed.
+    """
+    calls: list[ToolRequest] = []
+    for block in _BLOCK.findall(text):
+        try:
+            value, end = _decode(block, 0)
+        except MalformedCall:
+            continue
+        name = value.get("name") if isinstance(value, dict) else None
+        if isinstance(name, str) and "arguments" in value and not block[end:].strip():
+            arguments = value["arguments"]
+            calls.append(ToolRequest(name, arguments if isinstance(arguments, dict) else {}))
+    return tuple(calls)
+
+
 def llama3_calls(text: str) -> tuple[ToolRequest, ...]:
     """The calls from ``<|python_tag|>``, or from the first line that begins an object with a "name"; several are parted
     by white space or semicolons. None where there is neither. ("arguments" is read as "parameters".)
@@ -81,8 +101,12 @@ def llama3_calls(text: str) -> tuple[ToolRequest, ...]:
     return tuple(calls)
 
 
-READERS: dict[str, Callable[[str], tuple[ToolRequest, ...]]] = {"hermes": hermes_calls, "llama3": llama3_calls}
-FORMS = {
+READERS: dict[str, Callable[[str], tuple[ToolRequest, ...]]] = {
+    "hermes": hermes_calls,
+    "verl": verl_calls,
+    "llama3": llama3_calls,
+}
+FORMS = {  # verl needs none: it finds no call malformed
     "hermes": f'{OPEN}\n{{"name": "...", "arguments": {{...}}}}\n{CLOSE}',
     "llama3": '{"name": "...", "parameters": {...}}',
 }

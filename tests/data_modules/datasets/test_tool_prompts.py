@@ -116,6 +116,13 @@ def test_hidden_tests_are_never_shown(public, limit, shown):
         assert (f"in-{i}" in prompt) == (f"out-{i}" in prompt) == (i < shown)
 
 
+def test_as_released_the_tests_that_score_are_shown():
+    prompt = tool_prompt(contest(1), lcb_examples=None)
+    assert all(f"{side}-{i}" in prompt for side in ("in", "out") for i in range(3))
+    asserted = contest(0, tests={"test_code": "assert f(17) == 4"})
+    assert "17" not in tool_prompt(asserted, lcb_examples=None)
+
+
 def test_tests_of_training_programs_are_never_shown():
     for tests in ({**TESTS, "public": 0}, {"test_code": "assert f(17) == 4", "entry_point": "f", "public": 0}):
         prompt = tool_prompt(make("train-code-taco", "Sort it.", "code", tests=tests))

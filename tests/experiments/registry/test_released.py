@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments.registry.compose import resolve
 from experiments.registry.errors import ExperimentError
 from experiments.registry.listing import load, names, released_differences
 from experiments.registry.project import Project
@@ -106,6 +107,43 @@ def test_dgpos_invalid_turns_are_answered_in_the_released_words():
             "</search>. If I want to give the final answer, I should put the answer between <answer> and </answer>. "
             "Let me try again.\n"
         )
+
+
+RELEASED_SOD = {
+    "protocol.newline": False, "protocol.call_format": "verl", "reward.math": "strict_box",
+    "reward.tool_shaping": "as_released", "reward.code_as_released": True,
+    "environment.tools.code_interpreter.print_last_line": True, "environment.tools.code_interpreter.cut_at": 256,
+    "environment.tools.code_interpreter.hide_failures": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sod_qwen3_0.6b", "untrained_qwen3_1.7b", "sod_teacher_qwen3_4b"])
+def test_sods_twins_differ_in_the_released_switches_alone(name):
+    """In the evaluation, too: it runs on the same rollouts."""
+    found = {key: twin for key, _, twin in released_differences(name, Project()) if key.startswith("data.")}
+    assert found == {f"data.rollouts.{key}": value for key, value in RELEASED_SOD.items()} | {"data.lcb_examples": None}
+
+
+@pytest.mark.parametrize(
+    ("model", "hub", "average"),
+    [("0.6b", "SOD-0.6B", 24.22), ("1.7b", "SOD-1.7B", 42.98), ("4b", "SOD-GRPO_teacher-4B", 61.59)],
+)
+def test_sods_released_checkpoints_are_tested_as_released(model, hub, average, monkeypatch):
+    monkeypatch.delenv("COMPACT_AGENTS_MODELS", raising=False)
+    config = resolve(load(f"released_sod_qwen3_{model}", Project()), lambda name: name)
+    about, data = config["experiment"], config["data"]["init_args"]
+    assert (about["kind"], about["needs"]["base"]["hub"]) == ("test", f"youngzhong/{hub}")
+    assert about["needs"]["base"]["path"] == config["model"]["init_args"]["policy"] == f"models/{hub}"
+    assert str(average) in about["reproduces"] and about["columns"][0] == "average_of_sets/32"
+    # run_eval_aime.sh, run_eval_livecodebench.sh
+    assert (data["attempts"], data["eval_sampling"]) == (32, {"temperature": 1.0, "top_p": 0.6})
+    assert (data["max_eval_prompt_tokens"], data["lcb_examples"], len(data["test_files"])) == (4096, None, 4)
+    rollouts = data["rollouts"]["init_args"]
+    assert (rollouts["max_turns"], rollouts["max_response_tokens"]) == (16, 20480)
+    reward, protocol = rollouts["reward"]["init_args"], rollouts["protocol"]["init_args"]
+    assert (reward["math"], reward["code_as_released"]) == ("strict_box", True)
+    assert (protocol["call_format"], protocol["newline"]) == ("verl", False)
+    assert protocol["tokenizer"] == rollouts["engine"]["init_args"]["model"] == f"models/{hub}"
 
 
 def test_the_papers_average_is_the_first_column_of_its_table():

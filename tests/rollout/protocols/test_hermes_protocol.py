@@ -32,7 +32,7 @@ def qwen(protocols):
 
 
 def call_text(protocol, end=True, **arguments):
-    name = "arguments" if protocol.call_format == "hermes" else "parameters"
+    name = "parameters" if protocol.call_format == "llama3" else "arguments"
     value = json.dumps({"name": "code_interpreter", name: arguments or CODE})
     text = f"<tool_call>\n{value}\n</tool_call>" if name == "arguments" else value
     return text + (protocol.chat.end if end else "")
@@ -193,6 +193,40 @@ def test_parser_table(qwen, text, expected):
         assert action == Action(ActionKind.ANSWER, answer=expected and expected[2:])
     else:
         assert action.kind is ActionKind.INVALID and expected in action.error and not action.calls
+
+
+@pytest.fixture(scope="module")
+def verl(folders):
+    return HermesProtocol(folders["qwen3"], call_format="verl", newline=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),  # the arguments of the call that is executed; None: the trajectory ends
+    [
+        ("{CALL}", CODE),
+        ("{CALL}{CALL}", CODE),  # of the second the model is told nothing
+        ("<think> {CALL}", CODE),
+        ("<tool_call>{]</tool_call>{CALL}", CODE),
+        ('<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', {}),
+        ('<tool_call>{"name": "f", "arguments": {}}', None),
+        ('<tool_call>{"name": "f", "arguments": {}} and</tool_call>', None),
+        ('<tool_call>{"name": "f"}</tool_call>', None),
+        ('<tool_call>["f"]</tool_call>', None),
+        ("<tool_call>{]</tool_call>", None),
+    ],
+)
+def test_calls_as_verl_reads_them(verl, text, expected):
+    action = verl.parse(text.replace("{CALL}", call_text(verl, end=False)) + "<|im_end|>")
+    assert action.error is None
+    if expected is None:
+        assert action == Action(ActionKind.ANSWER, answer=None)
+    else:
+        assert (action.kind, [request.arguments for request in action.calls]) == (ActionKind.CALL, [expected])
+
+
+def test_verls_loop_forgets_the_newline(verl, qwen):
+    texts = [p.decode(p.observation_ids(CALL, [RESULT], 1000)[0]) for p in (qwen, verl)]
+    assert texts[0] == "\n" + texts[1] and texts[1].startswith("<|im_start|>")
 
 
 def test_a_turn_without_its_end_is_cut(qwen):
