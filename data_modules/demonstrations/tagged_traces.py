@@ -23,7 +23,7 @@ from rollout.protocols.arpo_tags import ARGUMENT
 from rollout.protocols.boxed import boxed
 from rollout.protocols.text import control_tokens
 from rollout.rewards.arpo import EMPTY_RESULT, answer_text, format_error
-from rollout.tokenizer import load_tokenizer
+from rollout.tokenizer import Quotes, load_tokenizer
 from rollout.trajectory import (
     Action,
     ActionKind,
@@ -85,6 +85,7 @@ class TaggedTraces(TraceStage[Trace]):
         self.instruction = instruction
         self.mask_results, self.data_source = mask_results, data_source
         self._control_tokens = control_tokens(self.tokenizer)
+        self._quotes = Quotes(self.tokenizer)
 
     read_file = staticmethod(read_traces)
 
@@ -106,7 +107,7 @@ class TaggedTraces(TraceStage[Trace]):
         content = boxed(answer)
         final = Action(ActionKind.ANSWER, answer=answer.strip() if content is None else content)
         for number, piece in enumerate(pieces):
-            said, read = self._ids(piece.text), self._ids(piece.observation)
+            said, read = self._ids(piece.text), self._observed(piece.observation)
             start, end = len(ids), len(ids) + len(said)
             ids += said + read
             mask += [1] * len(said) + [0] * len(read)
@@ -155,6 +156,12 @@ class TaggedTraces(TraceStage[Trace]):
         if any(token in message["content"] for token in self._control_tokens for message in messages):
             raise MalformedTrace("control_token_in_prompt")  # it would end or open a turn of the chat
         return messages
+
+    def _observed(self, text: str) -> list[int]:
+        """As ``ARPOProtocol`` shows it: the block's own tags, and in between text from outside."""
+        opening, tag, rest = text.partition("<result>")
+        body, closing, after = rest.rpartition("</result>")
+        return self._quotes.ids(f"{opening}{tag}{self._quotes.quote(body)}{closing}{after}")
 
     def _ids(self, text: str, plain: bool = True) -> list[int]:
         """``plain``: control tokens written in the text become ordinary text."""

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollout.protocols.text import check_thinking, control_tokens
-from rollout.tokenizer import encode
+from rollout.tokenizer import Quotes, encode
 
 Message = dict[str, Any]
 
 _TURN = "placeholder of the assistant's turn"
-_FREE = range(0xF0000, 0xFFFFE)  # characters of private use: stand in for quoted control tokens while rendering
 
 
 class ChatBoundaries:
@@ -53,7 +52,7 @@ class ChatBoundaries:
             raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has no chat template; tool calls need one")
         special = sorted(control_tokens(tokenizer), key=len, reverse=True)
         self._special = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
-        self._cut_at_special = re.compile("(" + "|".join(map(re.escape, special)) + ")")
+        self.quotes = Quotes(tokenizer)
         listed = set(stop_token_ids)
         self.ends = tuple(token for token, token_id in self._special.items() if token_id in listed)
         self._end = re.compile("|".join(map(re.escape, self.ends)) or "(?!)")
@@ -93,28 +92,17 @@ class ChatBoundaries:
         """Ids of everything between an assistant's turn and its next one: ``messages``, then the header.
 
         Args:
-            messages: of the tools, or a user's. Control tokens that their contents quote become ordinary text.
+            messages: of the tools, or a user's; see ``hide`` for what their contents quote.
             called: the turn before held a call.
             ended: the turn before holds its end; else the ids begin with it.
         """
-        hidden, quoted = self.hide(messages)
-        written = self._ids_quoting(self.text_after(hidden, called=called), quoted)
+        written = self.quotes.ids(self.text_after(self.hide(messages), called=called))
         return written if ended else [self.end_id, *written]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a whole prompt that ends with the header of the assistant's turn. Control tokens that the contents
-        quote become ordinary text."""
-        hidden, quoted = self.hide(messages)
-        return self._ids_quoting(self.render(hidden), quoted)
-
-    def _ids_quoting(self, text: str, quoted: Mapping[int, str]) -> list[int]:
-        ids: list[int] = []
-        for piece in self._cut_at_special.split(text):
-            if piece in self._special:
-                ids.append(self._special[piece])
-            elif piece:
-                ids += self._plain(piece.translate(quoted))
-        return ids
+        """Ids of a whole prompt that ends with the header of the assistant's turn; see ``hide`` for what the contents
+        quote."""
+        return self.quotes.ids(self.render(self.hide(messages)))
 
     def text_after(self, messages: Sequence[Message], *, called: bool, turns: Sequence[Message] = ()) -> str:
         """What the template writes behind the end of an assistant's turn. ``turns``: the conversation before it."""
@@ -131,22 +119,11 @@ class ChatBoundaries:
         text = self.render([{"role": "user", "content": "question"}, self._turns[True]], tools=False, open_turn=False)
         return "llama3" if re.search(r'"parameters"\s*:', text) and "<tool_call>" not in text else "hermes"
 
-    def _plain(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text, plain=True)
-
-    def hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[int, str]]:
-        """The messages with a character of its own for each control token they quote, and what it stands for."""
-        texts = "".join(message["content"] for message in messages)
-        quoted = sorted(set(self._cut_at_special.findall(texts)))
-        if not quoted:
-            return list(messages), {}
-        free = (chr(code) for code in _FREE if chr(code) not in texts)
-        stand_in = {token: next(free) for token in quoted}
-        hidden = [
-            {**message, "content": self._cut_at_special.sub(lambda token: stand_in[token[0]], message["content"])}
-            for message in messages
-        ]
-        return hidden, {ord(character): token for token, character in stand_in.items()}
+    def hide(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages quoted (``Quotes``): of tools' contents, which come from outside, all tags; of others' the
+        control tokens, since a prompt may ask for ``<think>``: who puts text from outside into one quotes it there."""
+        quote = {"tool": self.quotes.quote}
+        return [{**m, "content": quote.get(m["role"], self.quotes.quote_special)(m["content"])} for m in messages]
 
     def _placeholders(self) -> dict[bool, Message]:
         """By whether the turn held a call: a turn whose end can be found."""
@@ -184,7 +161,7 @@ class ChatBoundaries:
             earlier = [{"role": "user", "content": "other"}, before, results[0]]
             if text != self.text_after(results, called=called, turns=earlier):
                 raise ValueError(f"{self._where} writes after a turn what depends on the turns before")
-            if self.ids_after(results, called=called) != self.ids(text):
+            if self.quotes.ids_in_pieces(text) != self.ids(text):
                 raise ValueError(f"the tokenizer of {self._where} reads text between control tokens differently")
             shown = self.tokenizer.decode(self.ids_after([{"role": "tool", "content": quote}], called=called))
             if "one" not in text or quote not in shown:

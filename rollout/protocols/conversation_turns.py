@@ -34,7 +34,7 @@ def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tup
 
     Raises ValueError where a turn does not begin with its header even when it is the last.
     """
-    hidden, _ = chat.hide([message for message in messages if message["role"] == "tool"])
+    hidden = chat.hide([message for message in messages if message["role"] == "tool"])
     results = iter(hidden)
     shown = [next(results) if message["role"] == "tool" else message for message in messages]
     positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, ClassVar, Literal
 
 from retrieval.ranges import NonNegativeInt, PositiveInt
@@ -117,10 +118,10 @@ class EpisodeProtocol(TextProtocol):
         facts = task.metadata.get(FIRST_OBSERVATION, {})
         goal, actions = self._goal(task), self._actions(facts)
         shown = self._shown(task.question) if "{task}" in self.texts.first else task.question.strip()
-        return fill(self.texts.first, {"task": goal, "observation": shown, "actions": actions})
+        return self._filled(self.texts.first, {"task": goal, "observation": shown, "actions": actions})
 
     def _later(self, task: Task, steps: Sequence[PastStep], shown: int, calls: Sequence[ToolCall]) -> str:
-        past = steps[len(steps) - shown :]
+        past = [PastStep(*map(self.quotes.quote, astuple(step))) for step in steps[len(steps) - shown :]]
         facts = next((call.result.info for call in reversed(calls) if call.turn == len(steps) - 1), {})
         values = {
             "task": self._goal(task),
@@ -131,7 +132,11 @@ class EpisodeProtocol(TextProtocol):
             "observation": self._shown(steps[-1].result),
             "actions": self._actions(facts),
         }
-        return fill(self.texts.later, values)
+        return self._filled(self.texts.later, values)
+
+    def _filled(self, text: str, values: Mapping[str, str]) -> str:
+        """What the world says and the model did is quoted: its tags are text, those of ``text`` are not."""
+        return fill(text, {k: v if k == "history" else self.quotes.quote(v) for k, v in values.items()})
 
     def _goal(self, task: Task) -> str:
         """What is to be done, by the first observation: its sentence, its instruction, or all of it."""
@@ -195,7 +200,7 @@ class EpisodeProtocol(TextProtocol):
 
         def write(limit: int | None) -> list[int]:
             kept = shown if limit is None else shortened(shown, limit)
-            content = fill(self.texts.after, {"observation": kept, "actions": self._actions(facts)})
+            content = self._filled(self.texts.after, {"observation": kept, "actions": self._actions(facts)})
             return self.chat.ids_after([{"role": "user", "content": content}], called=False, ended=action.ended)
 
         return fitting(write, len(shown), budget)

@@ -111,7 +111,7 @@ class SearchR1Protocol(TextProtocol):
         What does not fit loses the end of the documents; the tags stay. ``([], True)`` if not even they fit.
         """
         if action.kind is ActionKind.INVALID:
-            ids = self._ids(self.correction, plain=True)
+            ids = self._ids(self.correction)
             return (ids, False) if len(ids) <= budget else ([], True)
         body = "\n".join(result.text.strip() for result in results)
         return self._block("\n\n" + OPEN, body, CLOSE, budget)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.protocols.base import ChatProtocol, PromptMode
-from rollout.tokenizer import decode, encode, load_tokenizer
+from rollout.tokenizer import Quotes, decode, load_tokenizer
 from rollout.tools.python.base import LEFT_OUT
 from rollout.tools.search import format_passages
 from rollout.trajectory import Task
@@ -40,6 +40,7 @@ class TextProtocol:
         self.eos_ends = eos_ends
         self.stop_token_ids = eos_token_ids(tokenizer, self.tokenizer)
         self._control_tokens = control_tokens(self.tokenizer)
+        self.quotes = Quotes(self.tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled ids, special tokens kept."""
@@ -75,8 +76,7 @@ class TextProtocol:
             return ""
         if not task.gold_passages:
             raise ValueError(f"task {task.id}: mode {mode} needs gold passages, and the task has none")
-        passages = format_passages(task.gold_passages).strip()
-        self._refuse_control_tokens(task, "a gold passage", passages)
+        passages = self.quotes.quote(format_passages(task.gold_passages).strip())
         return opening + passages + closing + ("<answer>" if mode is PromptMode.GOLD_DIRECT else "")
 
     def _question(self, task: Task) -> str:
@@ -99,18 +99,19 @@ class TextProtocol:
             return "\n".join(message["content"] for message in messages)
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
-    def _ids(self, text: str, plain: bool = False) -> list[int]:
-        """``plain``: control tokens written in the text (a passage that quotes ``<|im_end|>``) become ordinary text."""
-        return encode(self.tokenizer, text, plain)
+    def _ids(self, text: str) -> list[int]:
+        """What was quoted (``Quotes``) becomes ordinary text."""
+        return self.quotes.ids(text)
 
     def _block(self, opening: str, body: str, closing: str, budget: int) -> tuple[list[int], bool]:
         """Ids of ``opening + body + closing`` within ``budget``, and whether text was cut: what does not fit loses the
-        end of the body, the tags stay. ``([], True)`` if not even they fit."""
-        ids = self._ids(opening + body + closing, plain=True)
+        end of the body, the tags stay. ``([], True)`` if not even they fit. The body is from outside."""
+        body = self.quotes.quote(body)
+        ids = self._ids(opening + body + closing)
         if len(ids) <= budget:
             return ids, False
-        tail = self._ids(closing, plain=True)
-        head = self._ids(opening + body, plain=True)[: max(budget - len(tail), 0)]
+        tail = self._ids(closing)
+        head = self._ids(opening + body)[: max(budget - len(tail), 0)]
         for _ in range(3):  # a character has at most four bytes, so at most three tokens of a broken one are left
             if head and self.decode(head[-4:]).endswith("\ufffd"):
                 head.pop()

@@ -55,6 +55,9 @@ def strict_box(response: str) -> str | None:
     r"""Content of the last ``\boxed{``, looked for in the last 100 characters only; None without one, or where its
     braces do not match (an earlier box is not taken then). Nothing is stripped.
 
+    The response holds what tools returned: a box that a program printed at the very end pays as if the model had
+    written it, to whoever lets its last program print one. ``ReasoningReward(math: equal)`` reads the model's words.
+
     Source: SOD, verl/utils/reward_score/math_dapo.py with ``strict_box_verify=True``.
     """
     for characters in STRICT_CHARACTERS:

@@ -93,6 +93,10 @@ def as_released(text: str, golds: Sequence[str], bonus: float = 0.1) -> Reward:
     "0.5". The bonus is given for the texts "</search>" and "</python>" anywhere. A gold answer of which nothing is left
     after normalisation ("A") is never met.
 
+    What a tool returned counts as written: a page that holds ``</answer>`` and a box, or a program that prints them, in
+    the last result, pays its F1 to whoever has it found or printed; one that holds "</search>" or "</python>" pays the
+    bonus; one that breaks the format costs 1.
+
     Returns:
         total in {-1} and [0, 1 + bonus]; parts f1, format and both_tools (as this rule sees them).
     """

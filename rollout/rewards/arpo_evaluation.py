@@ -25,7 +25,8 @@ def released_answer(response: str) -> str | None:
 
     The last ``<answer>`` block's last ``\boxed{}``, or all of the block; without a block the last box of the response;
     without either, or where it is empty, the response's last five lines, empty ones not counted. ``\text{}`` is taken
-    off inside of a box.
+    off inside of a box. Blocks and boxes that a tool returned count like the model's own, so that a program which
+    prints one after the model's answer, or without any, is paid for it.
 
     >>> released_answer(r"<answer> It is \boxed{\text{Grey} Harbor} </answer>"), released_answer("no idea\n\nnone\n")
     ('Grey Harbor', 'no idea\nnone')

@@ -66,15 +66,17 @@ def test_results_are_masked_and_everything_else_is_learnt(make, tmp_path, suffix
     ]  # fmt: skip
     assert (first.response_ids, first.loss_mask) == (second.response_ids, second.loss_mask)
     assert first.prompt_ids == second.prompt_ids, "both shapes say the same"
-    # Each piece by itself, control tokens as text: the ids a rollout would have held.
+    # Each piece by itself: the ids of a rollout, where what a tool returned holds none of the tokenizer's tags.
     ids = [
         task.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        for piece in (THOUGHT + SEARCH, FOUND, "\n" + PYTHON, PRINTED, THOUGHT + ANSWER)
+        for piece in (THOUGHT + SEARCH, "\n" + PYTHON, THOUGHT + ANSWER)
     ]
-    assert first.response_ids == tuple(sum(ids, []))
+    pairs = list(zip(first.response_ids, first.loss_mask, strict=True))
+    assert [i for i, sampled in pairs if sampled] == sum(ids, [])
+    assert not {i for i, sampled in pairs if not sampled} & set(task.tokenizer.added_tokens_decoder)
     assert task.tokenizer.eos_token_id not in first.response_ids, "neither appended nor read in a result"
     assert (summary["found"], summary["kept"], summary["malformed"], summary["too_long"]) == (2, 2, 0, 0)
-    assert summary["loss_tokens"] == 2 * sum(len(ids[i]) for i in (0, 2, 4))
+    assert summary["loss_tokens"] == 2 * sum(map(len, ids))
     assert summary["tokens"] == 2 * (len(first.prompt_ids) + len(first.response_ids))
     assert summary["format_errors"] == 0
 

@@ -169,9 +169,9 @@ def test_a_quoted_control_token_is_refused_by_task_and_token(protocol):
         protocol.prompt_ids(quoting)
     for passage in (("<|im_start|>", "A mark."), ("Marks", "One is <|im_start|>.")):
         task = Task("t8", "why?", (), "toy", (("Mira Voss", "A potter."), passage))
-        with pytest.raises(ValueError, match=r"task t8: a gold passage quotes '<\|im_start\|>'"):
-            protocol.prompt_ids(task, PromptMode.GOLD_THINK)
-        assert protocol.prompt_ids(task)  # the search loop does not show them
+        shown, plain = (protocol.prompt_ids(task, mode) for mode in (PromptMode.GOLD_THINK, PromptMode.AGENT))
+        start = protocol.tokenizer.convert_tokens_to_ids("<|im_start|>")
+        assert shown.count(start) == plain.count(start) and passage[1] in protocol.decode(shown), "a passage is text"
     for harmless in ("What is <|im_end>?", "Is <answer> a tag?"):
         assert harmless in protocol.decode(protocol.prompt_ids(Task("t9", harmless, (), "toy")))
 
