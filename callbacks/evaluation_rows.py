@@ -56,6 +56,7 @@ class EvaluationRow:
     succeeded_calls: int = 0  # of those: executed without error and in time
     returned_calls: int = 0  # executed or declined: the model was given a text
     unmarked_calls: int = 0  # of those: the text holds none of FAILURE_MARKERS
+    hit_raw: float = 0.0  # 1.0 when a gold answer is a raw part of what any search returned, as released
     ability: str | None = None  # of the task, which decides how an answer is judged ("math", "choice", "code")
 
     @property
@@ -113,6 +114,14 @@ def search_hits(trajectory: Trajectory) -> tuple[float, float]:
     return (float(hits[0]), float(any(hits))) if hits else (0.0, 0.0)
 
 
+def raw_hit(trajectory: Trajectory) -> float:
+    """Whether any gold answer, as it is written, is part of what a search returned, in whatever turn: "art" is found in
+    "party", "mira" not in "Mira". So DGPO's released validation has it (main_ppo.py, info_contains_answer; it looks at
+    the text as the model read it, cut to its limit, and at the prompt's own example, which holds no answer)."""
+    texts = [call.result.text for call in executed_searches(trajectory)]
+    return float(any(gold in text for gold in trajectory.task.golden_answers if gold for text in texts))
+
+
 def valid_action_counts(trajectory: Trajectory) -> tuple[int, int]:
     """(turns that are what the protocol asks for, all turns)."""
     valid = sum(t.action.kind is not ActionKind.INVALID and t.action.well_formed for t in trajectory.turns)
@@ -167,6 +176,7 @@ def row_of(trajectory: Trajectory, probe: str = AGENT) -> EvaluationRow:
         succeeded_calls=len(executed) - failed_calls,
         returned_calls=len(returned),
         unmarked_calls=sum(not any(marker in text for marker in FAILURE_MARKERS) for text in returned),
+        hit_raw=raw_hit(trajectory),
         ability=task.metadata.get("ability"),
     )
 

@@ -1,7 +1,7 @@
 """ARCap: diagnoses which of a search agent's abilities is missing.
 
-Formulas: docs/papers/dgpo.md section 4 (Kotoge et al., arXiv 2508.20324; no code of theirs is public, so the
-definitions below are ours).
+Formulas: docs/papers/dgpo.md section 4 (Kotoge et al., arXiv 2508.20324), with the published definitions beside ours.
+No code of their probes is public; of the hit there is the validation of the released training code (``hit_raw``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ COMPONENTS: dict[str, tuple[PromptMode, Callable[[EvaluationRow], float]]] = {
     "closed_book": (PromptMode.CLOSED_BOOK, lambda row: row.em),
     "hit_first": (PromptMode.AGENT, lambda row: row.hit_first),
     "hit_any": (PromptMode.AGENT, lambda row: row.hit_any),
+    "hit_raw": (PromptMode.AGENT, lambda row: row.hit_raw),
     "searches": (PromptMode.AGENT, lambda row: float(row.executed_searches)),
 }
 
@@ -37,6 +38,7 @@ def arcap(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str
     - thinking           ``= mean EM(answer | question, gold passages in one <information> block, thinking allowed)``
     - hit_first          ``= mean 1[a gold answer occurs in a document of the first executed search]``; no search: 0
     - hit_any            the same over all executed searches
+    - hit_raw            the released code's: a gold answer is a raw part of what any search returned, case and all
     - searches           mean number of executed searches
     - closed_book        ``= mean EM(answer | question)``: what the model knows by heart
 

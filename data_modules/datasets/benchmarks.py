@@ -15,27 +15,32 @@ livecodebench_v6                                                       see livec
 
 Files are .jsonl, .json (a list) or .parquet. Several hosts publish the same sets under another of these names (AIME
 2024 is {Problem, Answer} in SOD's file), and SimpleQA's rows have question or problem: where the set's own is missing,
-the others are looked for.
+the others are looked for. FlashRAG's files (golden_answers, and paragraphs in metadata) are read, too: the supporting
+paragraphs become gold passages.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data_modules.datasets.benchmark_names import BENCHMARKS
 from data_modules.datasets.files import DatasetError, read_rows, refuse_rows, spread
+from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
 from data_modules.datasets.ground_truths import read_letter
 from data_modules.datasets.livecodebench import read_problems
 from rollout.rewards.arpo import MATH_SOURCES
 from rollout.trajectory import Task
 
+logger = logging.getLogger(__name__)
+
 CODE_SETS, CHOICE_SETS = ("livecodebench_v6",), ("gpqa_diamond",)
 QUESTION_FIELDS = ("question", "problem", "Question", "Problem")
-ANSWER_FIELDS = ("answer", "Answer")
+ANSWER_FIELDS = ("answer", "Answer", "golden_answers")
 LETTER_FIELDS = ("solution", *ANSWER_FIELDS)
 SOLUTION_MARKER = "####"  # gsm8k: the answer is what follows it
 # Reported beside the metrics, where a set has them: GAIA's and LiveCodeBench's difficulty, MATH's level and subject,
@@ -74,11 +79,12 @@ def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> lis
         questions = _questions(path, rows, (BENCHMARKS[name], *QUESTION_FIELDS))
         fields = LETTER_FIELDS if ability == "choice" else ANSWER_FIELDS
         answers = _answers(path, rows, _column(path, rows, "answer", fields), name, ability)
+    passages = _gold_passages(path, rows)
     tasks = []
     for number, (row, question, golds, own) in enumerate(zip(rows, questions, answers, particulars, strict=True)):
         details = {ours: row[field] for field, ours in DETAILS.items() if isinstance(row.get(field), (str, int))}
         metadata = {"ability": ability, "benchmark": name, **details, **own}
-        tasks.append(Task(f"{name}_{number}", question, golds, name, metadata=metadata))
+        tasks.append(Task(f"{name}_{number}", question, golds, name, passages[number], metadata))
     return spread(tasks, limit)
 
 
@@ -106,6 +112,21 @@ def _questions(path: Path, rows: Sequence[dict[str, Any]], fields: Sequence[str]
     wrong = [i for i, text in enumerate(texts) if not text]
     refuse_rows(path, len(rows), wrong, f"no text in column '{column}' (the question)")
     return texts
+
+
+def _gold_passages(path: Path, rows: Sequence[dict[str, Any]]) -> list[Passages]:
+    """The supporting paragraphs in the rows' metadata (HotpotQA, 2Wiki, MuSiQue); () where a row has none."""
+    found: list[Passages] = []
+    incomplete = 0
+    for row in rows:
+        try:
+            found.append(gold_paragraphs(row.get("metadata")))
+        except NoParagraphs:
+            incomplete += 1
+            found.append(())
+    if incomplete:
+        logger.warning("%s: %d rows name %s; they have no gold passages", path, incomplete, NOT_THERE)
+    return found
 
 
 def _answers(path: Path, rows: Sequence[dict[str, Any]], column: str, name: str, ability: str) -> list[tuple[str, ...]]:

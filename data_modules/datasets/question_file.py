@@ -12,6 +12,7 @@ from typing import Any, Literal
 import polars as pl
 
 from data_modules.datasets.files import DatasetError, read_parquet, refuse_faults, refuse_lines, said_faults
+from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
 from data_modules.datasets.ground_truths import TEST_FIELDS, GroundTruth, ability_of, read_truth
 from data_modules.datasets.own_questions import OwnRows, read_own
 from rollout.protocols.boxed import BROKEN_BOX, mended
@@ -79,6 +80,7 @@ class QuestionFile:
             and ("target" not in fields or not fields.isdisjoint(TEST_FIELDS))
         )
         self._question_in = self._find_question()
+        self._incomplete = 0  # rows whose supporting paragraphs are not all there
         if not {"golden_answers", "reward_model"} & set(self._columns):
             raise self._missing("golden_answers", "reward_model.ground_truth.target")
         if "data_source" not in self._columns:
@@ -98,6 +100,8 @@ class QuestionFile:
                 raise DatasetError(f"{self._path}: none of {total} rows is as it should be: {said}")
             left_out = total - len(tasks)
             logger.warning("%s: %d of %d rows are left out (counted from 0): %s", self._path, left_out, total, said)
+        if self._incomplete:
+            logger.warning("%s: %d rows name %s; they have no gold passages", self._path, self._incomplete, NOT_THERE)
         broken = sum(BROKEN_BOX in m["content"] for row in self._rows for m in _messages(row) if m.get("content"))
         if broken:
             logger.warning(
@@ -137,7 +141,7 @@ class QuestionFile:
         identity = _text(identity, "an id", "no id")
         source = _text(row["data_source"], "a data_source", "no data source")
         question = self._question(row)
-        metadata, passages, prompt = _metadata(row), _passages(row.get("gold_passages")), _prompt(row)
+        metadata, passages, prompt = _metadata(row), self._gold(row), _prompt(row)
         truth = _truth(row)
         if truth.tests is not None:
             metadata = {"tests": truth.tests, **metadata}
@@ -146,6 +150,16 @@ class QuestionFile:
         metadata = {"ability": ability, **metadata} if ability else metadata
         _check_truth(truth, metadata, answers)
         return Task(identity, question, truth.answers, source, passages, metadata, prompt)
+
+    def _gold(self, row: dict[str, Any]) -> Passages:
+        """The gold passages; of published rows the supporting paragraphs in their metadata."""
+        if own := _passages(row.get("gold_passages")):
+            return own
+        try:
+            return gold_paragraphs(row.get("metadata"))
+        except NoParagraphs:
+            self._incomplete += 1
+            return ()
 
     # --- columns --------------------------------------------------------------------------------------------------
 
@@ -238,7 +252,7 @@ def _prompt(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((m["role"], mended(m["content"])) for m in messages)
 
 
-def _passages(value: Any) -> tuple[tuple[str, str], ...]:
+def _passages(value: Any) -> Passages:
     passages = [p if isinstance(p, dict) else {} for p in value or ()]
     if any(p.get("title") is None or not p.get("text") for p in passages):
         raise RowFault("a gold passage without title or text")

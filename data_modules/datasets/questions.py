@@ -12,8 +12,8 @@ Columns (Search-R1 scripts/data_process/qa_search_train_merge.py)::
     extra_info      struct{split, index}            gives the id where ``id`` is missing
 
 and two optional ones of ours: ``gold_passages`` list[struct{title, text}], one per hop in order, and ``metadata``, a
-JSON object as a string or a struct (of a struct only the plain fields are kept: released HotpotQA files carry all
-ten paragraphs of a question there).
+JSON object as a string or a struct. Of a struct only the plain fields are kept: released HotpotQA files carry all
+ten paragraphs of a question there, of which the supporting ones become its gold passages (``gold_paragraphs.py``).
 
 ARPO's RL files (docs/papers/arpo.md section 5) are read too. They differ in ``reward_model.ground_truth``, which is the
 one gold answer itself, and hold the question in ``extra_info.question`` and as the bare user turn after a system

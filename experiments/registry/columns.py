@@ -58,6 +58,7 @@ COLUMNS = {
     "thinking": Column("thinking", "arcap/thinking"),
     "hit_first": Column("hit first", "arcap/hit_first"),
     "hit_any": Column("hit any", "arcap/hit_any"),
+    "hit_raw": Column("hit, as released", "arcap/hit_raw"),
     "closed_book": Column("closed book", "arcap/closed_book"),
     **{name: Column(name.replace("_", " "), name) for name in PLAIN},
     "tool_success": Column(
@@ -91,7 +92,8 @@ OVER_ATTEMPTS = (
     "average/", "average_of_sets/", "pass/", "pass_first/", "maj/", "best_bootstrap/", "maj_bootstrap/",
 )  # fmt: skip
 SHORT = {"average": "avg", "average_of_sets": "avg. of sets", "pass": "pass", "maj": "maj"}  # agreed names
-FAMILIES = ("em/", "f1/", "acc/", "calls/", "reward/", "stop/", "steps/", *OVER_ATTEMPTS)  # whatever follows is data
+# Whatever follows is data.
+FAMILIES = ("arcap/", "em/", "f1/", "acc/", "calls/", "reward/", "stop/", "steps/", *OVER_ATTEMPTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,9 @@ class SearchR1Protocol(TextProtocol):
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt; without a chat template
             the prompt is the bare text.
         template: ``search_r1`` (the full instruction, in our words), ``short`` ("Question: ...", for tiny models that
-            were trained on it), a file with your own text, or the text itself. Must hold ``{question}``. Or
-            ``dataset``: the messages of the task's own ``prompt``, word by word.
+            were trained on it), a file with your own text, or the text itself. Must hold ``{question}``. Or a question
+            file (.parquet) whose prompts' wording is taken, for questions that bring none of their own; or ``dataset``:
+            the messages of the task's own ``prompt``, word by word.
         eos_ends: what a turn means that ends with EOS without an action. False: it is invalid, the model reads the
             correction and the trajectory goes on (as in Search-R1). True: the trajectory ends there.
         correction: what the model reads after an invalid turn.

@@ -147,7 +147,8 @@ def check_thinking(tokenizer: Any, thinking: bool | None, opened: bool) -> None:
 
 
 def read_template(template: str, built_in: Mapping[str, str]) -> str:
-    """The text behind a built-in name, a file path, or the text itself. Raises ValueError if it is none of them."""
+    """The text behind a built-in name, a file path (of a question file, .parquet: its prompts' wording), or the text
+    itself. Raises ValueError if it is none of them."""
     if template in built_in:
         return built_in[template]
     if "{question}" in template:
@@ -158,10 +159,26 @@ def read_template(template: str, built_in: Mapping[str, str]) -> str:
             f"prompt template {template!r} is neither one of {sorted([*built_in, DATASET])}, nor a file, nor a text "
             "that holds {question}"
         )
-    text = path.read_text(encoding="utf-8")
+    text = _worded_in(path) if path.suffix == ".parquet" else path.read_text(encoding="utf-8")
     if "{question}" not in text:
         raise ValueError(f"prompt template {path}: expected {{question}} where the question goes, found none")
     return text
+
+
+def _worded_in(path: Path) -> str:
+    """The wording of a question file (Search-R1's): its first row's user turn, with {question} for the question and the
+    mark that ends it. Raises ValueError where the turn does not hold the question."""
+    import polars as pl
+
+    frame = pl.scan_parquet(path).head(1)
+    if not {"prompt", "question"} <= set(frame.collect_schema()):
+        raise ValueError(f"{path}: expected the columns prompt and question, for the wording of its prompts")
+    row = frame.select("prompt", "question").collect().to_dicts()[0]
+    asked, question = row["prompt"][-1]["content"], row["question"].strip()
+    if asked.count(question) != 1:
+        raise ValueError(f"{path}: the prompt of the first row does not hold its question once: {question!r}")
+    before, _, after = asked.partition(question)
+    return f"{before}{{question}}{after.removeprefix('?')}"
 
 
 def fitting(write: Callable[[int | None], list[int]], longest: int, budget: int) -> tuple[list[int], bool]:

@@ -14,6 +14,7 @@ from tests.data_modules.datasets import test_agent_rl_files as agent_rl
 from tests.data_modules.datasets.test_benchmarks import PUBLISHED, rl_row
 from tests.data_modules.datasets.test_chat_traces import TWO_ROUNDS
 from tests.data_modules.datasets.test_data_questions import search_r1_row
+from tests.data_modules.datasets.test_gold_paragraphs import EMPTY, HOTPOT, MUSIQUE, NOT_IN_CONTEXT, TWO_WIKI, flashrag
 from tests.data_modules.datasets.test_livecodebench import cases, official, packed
 from tests.data_modules.datasets.test_tagged_traces import alpaca
 
@@ -72,6 +73,10 @@ def shapes() -> dict[str, dict[str, tuple[Rows, int]]]:
         "COMPACT_AGENTS_BENCHMARKS": {f"{name}.jsonl": (rows, 0) for name, rows in benchmarks.items()},
         "COMPACT_AGENTS_ARPO_SFT": {
             "final_sft_edition9.json": ([alpaca(), alpaca("no tags at all"), {"conversations": []}], 0),
+        },
+        "COMPACT_AGENTS_FLASHRAG": {
+            "hotpotqa/dev.jsonl": (flashrag(HOTPOT, NOT_IN_CONTEXT), 0),
+            "2wikimultihopqa/dev.jsonl": (flashrag(TWO_WIKI), 0), "musique/dev.jsonl": (flashrag(MUSIQUE, EMPTY), 0),
         },
         "COMPACT_AGENTS_OPEN_AGENTRL": {"Open-AgentRL-30K.parquet": ([*agent_rl.MIXED, *programs], 2)},
         "COMPACT_AGENTS_OPEN_AGENTRL_EVAL": {

@@ -10,7 +10,7 @@ import pytest
 from callbacks.evaluation.arcap import ARCap, arcap
 from callbacks.evaluation.evaluation import Evaluation, summarize, update_evaluation_file
 from callbacks.evaluation_rows import contains_answer, record_of, row_of, save_rows, search_hits
-from rollout.trajectory import ActionKind, CallOutcome, Document, StopReason
+from rollout.trajectory import ActionKind, CallOutcome, Document, StopReason, ToolCall, ToolRequest, ToolResult
 from tests.callbacks.helpers import EvaluationData, Hands, make_call, make_trajectory
 
 HIT, MISS = ("The potter lived in Grey Harbor.",), ("Nothing of note.",)
@@ -160,3 +160,21 @@ def test_unnamed_dataloaders_and_wrong_outputs_are_errors(trainer_for):
     with pytest.raises(TypeError, match="test_step returned NoneType"):
         one = EvaluationData({"agent": [[make_trajectory()]]})
         trainer_for([Evaluation()]).test(Forgets(), datamodule=one, verbose=False)
+
+
+def test_hits_as_released_are_raw_and_those_of_ours_are_words():
+    """By hand: (gold, what two searches returned, ours at first and at any, as released)."""
+    cases = [
+        ("art", ("a party", "none"), (0.0, 0.0), 1.0),
+        ("Mira", ("mira was here", "none"), (1.0, 1.0), 0.0),
+        ("Ilo", ("none", "the port of Ilo."), (0.0, 1.0), 1.0),
+        ("the harbor", ("a harbor", "none"), (1.0, 1.0), 0.0),
+        ("", ("anything", "none"), (0.0, 0.0), 0.0),
+    ]
+    for gold, texts, ours, released in cases:
+        results = [ToolResult(text, CallOutcome.OK, (Document("1", "", text, 1.0),)) for text in texts]
+        calls = tuple(ToolCall(turn, ToolRequest("search", {}), result, 0.0) for turn, result in enumerate(results))
+        row = row_of(make_trajectory(gold=(gold,), calls=calls))
+        assert ((row.hit_first, row.hit_any), row.hit_raw) == (ours, released), gold
+    assert row_of(make_trajectory(gold=("Ilo",))).hit_raw == 0.0
+    assert arcap([row])["arcap/hit_raw"].mean == 0.0

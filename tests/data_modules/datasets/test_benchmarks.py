@@ -116,7 +116,7 @@ def test_several_sets_and_question_files_together(tmp_path, question_file):
          "1 of 2 rows with no '####' before the answer in column 'answer': row 1"),
         ("gaia", [{"query": "?", "answer": "x"}],
          "no column 'Question' or 'question' or 'problem' or 'Problem' for the question. The file has: query, answer"),
-        ("hle", [{"question": "?"}], "no column 'answer' or 'Answer' for the answer"),
+        ("hle", [{"question": "?"}], "no column 'answer' or 'Answer' or 'golden_answers' for"),
         ("hle", [{"question": "?", "answer": "x"}, {"answer": "x"}, {"question": 7, "answer": "x"}],
          r"2 of 3 rows with no text in column 'question' .the question.: row 1, 2"),
         ("hle", [{"question": "?", "answer": value} for value in ("x", "", [], None, {"a": 1}, [None])],

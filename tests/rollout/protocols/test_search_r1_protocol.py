@@ -1,5 +1,8 @@
 """Search-R1's text format: prompts, the parser's table, observations within a budget."""
 
+from dataclasses import replace
+
+import polars as pl
 import pytest
 
 from rollout.protocols.base import PromptMode
@@ -7,6 +10,7 @@ from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.protocols.text import eos_token_ids
 from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
+from tests.data_modules.datasets.test_data_questions import search_r1_row
 from tests.rollout.scripted import TASK
 
 CALL = Action(ActionKind.CALL, (ToolRequest("search", {"query": "Mira"}),))
@@ -119,6 +123,19 @@ def test_template_from_a_file_or_as_text(model_dir, tmp_path):
     for wrong in (str(path), str(tmp_path / "absent.txt"), "serch_r1"):
         with pytest.raises(ValueError, match=r"question"):
             SearchR1Protocol(str(model_dir), template=wrong)
+
+
+def test_a_template_is_the_wording_of_a_question_file(model_dir, tmp_path):
+    rows = [search_r1_row(0), search_r1_row(1)]
+    pl.DataFrame(rows).write_parquet(tmp_path / "test.parquet")
+    asked = SearchR1Protocol(str(model_dir), template=str(tmp_path / "test.parquet"))
+    published = SearchR1Protocol(str(model_dir), template="dataset")
+    prompt = (("user", rows[1]["prompt"][0]["content"]),)
+    plain = Task("q", rows[1]["question"], ("x",), "nq")
+    assert asked.prompt_ids(plain) == published.prompt_ids(replace(plain, prompt=prompt)), "question mark and all"
+    pl.DataFrame([search_r1_row(0, question="another?")]).write_parquet(tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="the prompt of the first row does not hold its question once: 'another"):
+        SearchR1Protocol(str(model_dir), template=str(tmp_path / "other.parquet"))
 
 
 def test_template_dataset_shows_the_tasks_own_messages_word_by_word(model_dir):

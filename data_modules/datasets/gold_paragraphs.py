@@ -1,0 +1,61 @@
+"""The paragraphs that hold the answer, as published rows of multi-hop questions carry them in ``metadata``.
+
+=========  ===========================================================================================
+set        where (FlashRAG's files, which Search-R1's are made of; docs/papers/dgpo.md section 4)
+=========  ===========================================================================================
+HotpotQA   supporting_facts {title, sent_id} of context {title, sentences}
+2Wiki      supporting_facts {title, sent_id} of context {title, content}
+MuSiQue    question_decomposition [{support_paragraph {title, paragraph_text}}], or one level deeper
+=========  ===========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Passages = tuple[tuple[str, str], ...]  # (title, text) per hop, in order
+NOT_THERE = "supporting paragraphs that are not among those of the question"
+
+
+class NoParagraphs(ValueError):
+    """The row names supporting paragraphs, and not all of them have a text."""
+
+
+def gold_paragraphs(metadata: Any) -> Passages:
+    """Whole paragraphs, each once, in the order in which they are named; () where a row names none.
+
+    Raises NoParagraphs.
+    """
+    if not isinstance(metadata, Mapping):
+        return ()
+    inner = metadata.get("metadata")
+    if isinstance(inner, Mapping):  # MuSiQue's, in some files
+        metadata = {**metadata, **inner}
+    if metadata.get("question_decomposition"):
+        return _of_hops(metadata["question_decomposition"])
+    facts, context = metadata.get("supporting_facts"), metadata.get("context")
+    if isinstance(facts, Mapping) and isinstance(context, Mapping) and facts.get("title"):
+        return _of_facts(facts["title"], context)
+    return ()
+
+
+def _of_hops(hops: Any) -> Passages:
+    found = [(hop.get("support_paragraph") or {}) if isinstance(hop, Mapping) else {} for hop in hops]
+    return _checked([(p.get("title"), p.get("paragraph_text")) for p in found])
+
+
+def _of_facts(titles: Any, context: Mapping[str, Any]) -> Passages:
+    sentences = context.get("sentences") or context.get("content") or ()
+    texts = {title: _joined(part) for title, part in zip(context.get("title") or (), sentences, strict=False)}
+    return _checked([(title, texts.get(title)) for title in titles])
+
+
+def _joined(sentences: Any) -> str:
+    return " ".join(s.strip() for s in sentences if s) if isinstance(sentences, list) else str(sentences or "")
+
+
+def _checked(pairs: list[tuple[Any, Any]]) -> Passages:
+    if not all(isinstance(title, str) and isinstance(text, str) and text.strip() for title, text in pairs):
+        raise NoParagraphs(NOT_THERE)
+    return tuple(dict.fromkeys((title.strip(), text.strip()) for title, text in pairs))
