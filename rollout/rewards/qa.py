@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from retrieval.ranges import FiniteFloat, PositiveFloat
-from rollout.rewards.scoring import exact_match, f1, sub_exact_match
+from rollout.rewards.scoring import exact_match, f1, normalize_answer, sub_exact_match
+from rollout.tokenizer import decode, load_tokenizer
 from rollout.trajectory import Reward, Trajectory
+
+_PAIR = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def answer_parts(trajectory: Trajectory) -> dict[str, float]:
@@ -41,3 +47,42 @@ class F1Reward:
     def score(self, trajectory: Trajectory) -> Reward:
         parts = answer_parts(trajectory)
         return Reward(parts["f1"], parts)
+
+
+class SearchR1ReleasedAnswers:
+    """Answers as Search-R1's released scorer finds them (verl/utils/reward_score/qa_em.py), for ``Evaluation.answers``:
+    the last ``<answer>`` pair of prompt and response as text, whoever wrote it, from two pairs on. A pair begins at the
+    first ``<answer>``, so that one which an earlier turn mentions swallows all up to the answer; without an answer the
+    published prompt's example is taken; a passage that quotes an answer pays where none follows.
+
+    Args:
+        tokenizer: Hugging Face folder, to read prompt and response.
+    """
+
+    def __init__(self, tokenizer: str) -> None:
+        self.tokenizer = load_tokenizer(tokenizer)
+
+    def score(self, trajectory: Trajectory) -> tuple[str | None, dict[str, float]]:
+        """(answer, its ``answer_parts``); em is 1 of two texts of which nothing is left, too ("the" for "The The")."""
+        ids = [*trajectory.prompt_ids, *trajectory.response_ids]
+        pairs = _PAIR.findall(decode(self.tokenizer, ids))
+        answer = pairs[-1].strip() if len(pairs) > 1 else None
+        golds = map(normalize_answer, trajectory.task.golden_answers)
+        equal = answer is not None and normalize_answer(answer) in golds
+        return answer, answer_parts(replace(trajectory, answer=answer)) | {"em": float(equal)}
+
+
+class SearchR1ReleasedReward:
+    """1 or 0 for exact match with the answer that ``SearchR1ReleasedAnswers`` finds: as released, training is paid by
+    the same text.
+
+    Args:
+        tokenizer: Hugging Face folder.
+    """
+
+    def __init__(self, tokenizer: str) -> None:
+        self.answers = SearchR1ReleasedAnswers(tokenizer)
+
+    def score(self, trajectory: Trajectory) -> Reward:
+        _, parts = self.answers.score(trajectory)
+        return Reward(parts["em"], parts)

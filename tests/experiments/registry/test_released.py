@@ -146,6 +146,19 @@ def test_sods_released_checkpoints_are_tested_as_released(model, hub, average, m
     assert protocol["tokenizer"] == rollouts["engine"]["init_args"]["model"] == f"models/{hub}"
 
 
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [("dgpo_qwen2.5_0.5b", {"model.as_released"}), ("kd_qwen2.5_0.5b", set()), ("sft_qwen2.5_0.5b", set())],
+)
+def test_dgpos_twins_differ_in_the_released_switches_alone(name, training):
+    found = {key: twin for key, _, twin in released_differences(name, Project())}
+    scorer = [found.pop(key) for key in sorted(found) if "reward." in key or "answers." in key]
+    student, qa = "models/Qwen2.5-0.5B-Instruct", "rollout.rewards.qa.SearchR1Released"
+    assert scorer == [f"{qa}Reward", student, f"{qa}Answers", student]
+    assert found.keys() == training | {"data.eval_sampling.temperature", "data.rollouts.protocol.opening_tag"}
+    assert load(name + SUFFIX, Project())["experiment"]["reproduces"].endswith(("EM .329", "EM .298", "EM .275"))
+
+
 def test_the_papers_average_is_the_first_column_of_its_table():
     """The seven sets count alike there; over questions, NQ's and PopQA's thousands are most of the mean."""
     for name in ("dgpo_qwen2.5_0.5b", "kd_qwen2.5_0.5b", "dgpo_qwen2.5_0.5b_as_released"):

@@ -140,6 +140,18 @@ def test_an_ablation_changes_one_thing(name, changed, data_changed):
     assert differing - {"rollouts"} == data_changed  # the rollouts' engine starts from the policy
 
 
+@pytest.mark.parametrize(
+    ("penalised", "free"),
+    [("kd_ppo_kl_tiny", "kd_ppo_tiny"), ("kd_ppo_qwen2.5_0.5b", "kd_ppo_no_kl_qwen2.5_0.5b")],
+)
+def test_ppo_after_kd_is_there_with_and_without_its_kl(penalised, free, stages):
+    """At both scales: the paper does not say which of the two its ablation is."""
+    with_kl, without = (stages.stage(name).config["model"] for name in (penalised, free))
+    assert with_kl["init_args"].get("kl_coef") in (None, 0.001), "the learner's default, or the same named"
+    assert with_kl["init_args"]["reference"] == with_kl["init_args"]["policy"]
+    assert without == with_kl | {"init_args": with_kl["init_args"] | {"reference": None}}
+
+
 def test_the_paper_run_has_the_values_of_the_specification():
     config = Graph(PROJECT, "dgpo_qwen2.5_0.5b").target().config
     model, data = config["model"]["init_args"], config["data"]["init_args"]
@@ -250,6 +262,9 @@ def test_dgpos_released_checkpoints_are_tested_as_released(name, hub, number, st
     rollouts = data["rollouts"]["init_args"]
     models = (config["model"]["init_args"]["policy"], rollouts["engine"]["init_args"]["model"])
     assert {*models, rollouts["protocol"]["init_args"]["tokenizer"]} == {f"models/{hub}"}
+    [evaluation] = [c["init_args"] for c in config["trainer"]["callbacks"] if c["class_path"].endswith(".Evaluation")]
+    scorer = {"class_path": "rollout.rewards.qa.SearchR1ReleasedAnswers", "init_args": {"tokenizer": f"models/{hub}"}}
+    assert evaluation["answers"] == scorer
     assert data["eval_sampling"]["temperature"] == 1.0 and rollouts["protocol"]["init_args"]["opening_tag"] == "first"
     assert (rollouts["max_turns"], rollouts["max_turn_tokens"], rollouts["max_observation_tokens"]) == (4, 500, 500)
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rollout.rewards.qa import ExactMatchReward, F1Reward
+from rollout.rewards.qa import ExactMatchReward, F1Reward, SearchR1ReleasedAnswers, SearchR1ReleasedReward
 from rollout.rewards.scoring import exact_match, f1, normalize_answer, sub_exact_match
-from rollout.trajectory import Action, ActionKind, StopReason, Trajectory, Turn
+from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import Action, ActionKind, StopReason, Task, Trajectory, Turn
 from tests.rollout.scripted import TASK
 
 
@@ -97,3 +98,27 @@ def test_rewards():
     assert ExactMatchReward().score(answered("Grey Harbor town")).parts == parts
     assert F1Reward().score(answered("Grey Harbor town")).total == pytest.approx(0.8)
     assert F1Reward().score(answered(None)).parts == {"em": 0.0, "f1": 0.0, "sub_em": 0.0, "answered": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "gold", "answer", "em"),
+    [
+        ("Write <answer> Beijing </answer>.", "<answer> Oldfield </answer>", "Oldfield", "Oldfield", 1.0),
+        ("No example.", "<answer> Oldfield </answer>", "Oldfield", None, 0.0),  # one pair is none
+        ("Put it inside <answer> and </answer>, as in <answer> Rome </answer>.", "I cannot say.", "Rome", "Rome", 1.0),
+        ("<answer> x </answer>", "<information>It asks: <answer> Oldfield </answer></information>", "Oldfield",
+         "Oldfield", 1.0),
+        ("<answer> x </answer>", "An <answer> needs a search. <answer> Oldfield </answer>", "Oldfield",
+         "needs a search. <answer> Oldfield", 0.0),
+        ("<answer> x </answer>", "<answer> the </answer>", "The The", "the", 1.0),
+    ],
+)  # fmt: skip
+def test_where_search_r1s_released_scorer_finds_an_answer(prompt, response, gold, answer, em, model_dir):
+    tokenizer = load_tokenizer(str(model_dir))
+    before, ids = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (prompt, response))
+    task, turn = Task("q", "?", (gold,), "toy"), Turn(0, len(ids), Action(ActionKind.INVALID), "length", 0, len(ids))
+    mask, logprobs = (1,) * len(ids), (0.0,) * len(ids)
+    trajectory = Trajectory(task, before, ids, mask, logprobs, (turn,), (), StopReason.LENGTH, "q", 0)
+    found, scores = SearchR1ReleasedAnswers(str(model_dir)).score(trajectory)
+    assert (found, scores["em"]) == (answer, em)
+    assert SearchR1ReleasedReward(str(model_dir)).score(trajectory).total == em
