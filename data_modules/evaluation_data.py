@@ -73,7 +73,8 @@ class EvaluationData(L.LightningDataModule):
             above it the run stops, since a metric over what is left would mislead.
         seed: of evaluation sampling; None is the run's seed_everything.
         prompts: ``as_given``, or ``tool_reasoning``: every question, of training too, in SOD's wording for its data
-            source (datasets/tool_prompts.py), for a protocol whose template is ``dataset``.
+            source (datasets/tool_prompts.py), for a protocol whose template is ``dataset``;
+            ``tool_reasoning_first_row``: as released, all of a file as its first row asks for.
         lcb_examples: with ``tool_reasoning``, at most so many of the tests that LiveCodeBench publishes are shown as
             examples; null: all its tests, as released, which are those that score the answer.
         max_eval_prompt_tokens: leave out validation and test questions whose prompt (chat template and tools counted)

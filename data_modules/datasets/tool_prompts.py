@@ -2,10 +2,10 @@ r"""SOD's prompts for reasoning with a tool (docs/papers/sod.md section 4.5): on
 source.
 
 The meaning is that of recipe/demystify/reward.py, the words are ours. Mended here: the released code chooses by the
-first row of a file for all of it; here every task gets its own. Its answer format shows the answer in quotation marks
-within \boxed{}, and an answer in quotation marks is never equal to the gold one; ours has none, and those in published
-prompts are taken out. Of LiveCodeBench it prints all tests, the ones that score the answer; here only public ones
-(``lcb_examples`` None: all).
+first row of a file for all of it (``by_first_row``); here every task gets its own. Its answer format shows the answer
+in quotation marks within \boxed{}, and an answer in quotation marks is never equal to the gold one; ours has none, and
+those in published prompts are taken out. Of LiveCodeBench it prints all tests, the ones that score the answer; here
+only public ones (``lcb_examples`` None: all).
 """
 
 from __future__ import annotations
@@ -49,11 +49,14 @@ PREPARED_SOURCES = ("math_dapo", "mega-science")  # the file's prompts already h
 _QUOTED_BOX = re.compile(r"\\boxed\{\s*(['\"])([^'\"{}]*)\1\s*\}")
 
 
-def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int | None = 2) -> list[Task]:
+def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int | None = 2, by_first_row: bool = False) -> list[Task]:
     """The tasks with ``prompt`` set to what ``tool_prompt`` says; all else of them stays.
 
     Args:
         lcb_examples: see ``tool_prompt``.
+        by_first_row: as released (recipe/demystify/reward.py), all tasks are put as the first is: programs behind a
+            first row of mathematics are asked for a box. Each evaluation set has its own first row; training files
+            count as one.
 
     Raises:
         DatasetError: tasks that are neither mathematics, choices between options, nor programs.
@@ -69,10 +72,14 @@ def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int | None = 2) -> li
     quoted = sum(_prepared(task) and _QUOTED_BOX.search(task.question) is not None for task in tasks)
     if quoted:
         logger.warning("%d published prompts ask for quotation marks inside \\boxed{}; they are mended", quoted)
-    return [dataclasses.replace(task, prompt=(("user", tool_prompt(task, lcb_examples)),)) for task in tasks]
+    first: dict[Any, Task] = {}
+    for task in tasks if by_first_row else ():
+        first.setdefault(task.metadata.get("benchmark"), task)
+    prompts = (tool_prompt(task, lcb_examples, first.get(task.metadata.get("benchmark"))) for task in tasks)
+    return [dataclasses.replace(task, prompt=(("user", text),)) for task, text in zip(tasks, prompts, strict=True)]
 
 
-def tool_prompt(task: Task, lcb_examples: int | None = 2) -> str:
+def tool_prompt(task: Task, lcb_examples: int | None = 2, like: Task | None = None) -> str:
     r"""The user message for a task: its question, and after it a list of rules that depend on its ability and data
     source.
 
@@ -82,18 +89,20 @@ def tool_prompt(task: Task, lcb_examples: int | None = 2) -> str:
     Args:
         lcb_examples: show at most so many of the tests that may be shown (``tests["public"]``). None: all tests, hidden
             ones, too, as released (recipe/demystify/reward.py, map_lcb); the score is then one on shown tests.
+        like: put as this task would be, by its ability and data source; None: as itself.
     """
-    question, ability = task.question.strip(), _ability(task)
+    like = like or task
+    question, ability = task.question.strip(), _ability(like)
     if ability == "code":
-        contest = "benchmark" in task.metadata
+        contest = "benchmark" in like.metadata
         return _joined(*(_contest(task, lcb_examples) if contest else (question,)), _rules(STRATEGY, SUBMIT))
-    if _prepared(task):
+    if _prepared(like):
         return _joined(_QUOTED_BOX.sub(r"\\boxed{\2}", question), NO_UNITS)
     if ability == "choice":
         kind = str(task.metadata.get("domain") or "multiple-choice")
         return _joined(BEGIN.format(kind=kind), question, _rules(TOOL, STRATEGY, FORMAT, LETTER))
-    units = () if "benchmark" in task.metadata else (NO_UNITS,)
-    kind = "science" if "science" in task.data_source else "math"
+    units = () if "benchmark" in like.metadata else (NO_UNITS,)
+    kind = "science" if "science" in like.data_source else "math"
     return _joined(BEGIN.format(kind=kind), question, _rules(TOOL, STRATEGY, FORMAT, *units))
 
 

@@ -19,7 +19,7 @@ from rollout.trajectory import Task
 
 logger = logging.getLogger(__name__)
 
-Prompts = Literal["as_given", "tool_reasoning"]
+Prompts = Literal["as_given", "tool_reasoning", "tool_reasoning_first_row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class QuestionLoading:
     Args:
         protocol: whose prompts are counted; None only where nothing is loaded.
         prompts: ``as_given`` leaves tasks as their files have them; ``tool_reasoning`` sets their ``prompt`` to
-            ``tool_prompts.tool_prompt``, for a protocol that shows it.
+            ``tool_prompts.tool_prompt``, for a protocol that shows it; ``tool_reasoning_first_row``: as the first task
+            (``tool_prompts.with_tool_prompts``).
         lcb_examples: see ``tool_prompts.tool_prompt``.
         faulty_rows, answers, columns: see ``load_tasks``.
         splits: training, validation and test have the same files, of which each takes its part; None: files of its own.
@@ -48,15 +49,15 @@ class QuestionLoading:
     splits: Splits | None = None
 
     def __post_init__(self) -> None:
-        if self.prompts not in ("as_given", "tool_reasoning"):
-            raise ValueError(f"prompts is {self.prompts!r}; expected 'as_given' or 'tool_reasoning'")
+        if self.prompts not in get_args(Prompts):
+            raise ValueError(f"prompts is {self.prompts!r}; expected one of {', '.join(get_args(Prompts))}")
         if self.faulty_rows not in get_args(FaultyRows):
             raise ValueError(f"faulty_rows is {self.faulty_rows!r}; expected 'refuse' or 'drop'")
         if self.lcb_examples is not None and self.lcb_examples < 0:
             raise ValueError(f"lcb_examples is {self.lcb_examples}; expected at least 0")
-        if self.prompts == "tool_reasoning" and self.protocol is not None and not shows_task_prompts(self.protocol):
+        if self.prompts != "as_given" and self.protocol is not None and not shows_task_prompts(self.protocol):
             raise ValueError(
-                f"prompts is 'tool_reasoning', which gives every task a prompt of its own, but "
+                f"prompts is {self.prompts!r}, which gives every task a prompt of its own, but "
                 f"{type(self.protocol).__name__} words its prompts itself; give it '{DATASET}' as its template "
                 "(HermesProtocol: instruction, ARPOProtocol: system), or leave prompts at 'as_given'"
             )
@@ -91,7 +92,9 @@ class QuestionLoading:
 
     def worded(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks with the prompts asked for. Raises DatasetError, see ``with_tool_prompts``."""
-        return with_tool_prompts(tasks, self.lcb_examples) if self.prompts == "tool_reasoning" else list(tasks)
+        if self.prompts == "as_given":
+            return list(tasks)
+        return with_tool_prompts(tasks, self.lcb_examples, self.prompts == "tool_reasoning_first_row")
 
     @property
     def identity(self) -> tuple[str | int | None, ...]:

@@ -117,7 +117,7 @@ def test_no_question_left_is_an_error_that_names_the_option(system, files):
 def test_options_that_cannot_be(protocol, system, files):
     with pytest.raises(ValueError, match="SearchR1Protocol words its prompts itself; give it 'dataset'"):
         QuestionLoading(protocol, "tool_reasoning")
-    with pytest.raises(ValueError, match="prompts is 'other'; expected 'as_given' or 'tool_reasoning'"):
+    with pytest.raises(ValueError, match="prompts is 'other'; expected one of as_given, tool_reasoning"):
         QuestionLoading(protocol, "other")
     with pytest.raises(ValueError, match="lcb_examples is -1"):
         QuestionLoading(protocol, "as_given", -1)

@@ -116,6 +116,23 @@ def test_hidden_tests_are_never_shown(public, limit, shown):
         assert (f"in-{i}" in prompt) == (f"out-{i}" in prompt) == (i < shown)
 
 
+@pytest.mark.parametrize(
+    ("first", "expected"),  # what the program behind it is asked for
+    [
+        (make("train-math-still3"), [MATH, "Sort it.", rules(TOOL, STRATEGY, FORMAT, NO_UNITS)]),
+        (make("math_dapo", "Box it: \\boxed{}."), ["Sort it.", NO_UNITS]),
+        (make("train-code-taco", "Add.", "code", tests=TESTS), ["Sort it.", rules(STRATEGY, SUBMIT)]),
+    ],
+)
+def test_as_released_the_first_row_words_all_training_rows(first, expected):
+    program = make("train-code-taco", "Sort it.", "code", tests=TESTS)
+    aime = make("aime24", benchmark="aime24")
+    tasks = with_tool_prompts([first, program, aime], by_first_row=True)
+    assert [task.question for task in tasks] == [first.question, "Sort it.", "What is it?"]
+    assert tasks[1].prompt == (("user", "\n\n".join(expected)),)
+    assert (tasks[0].prompt, tasks[2].prompt) == tuple((("user", tool_prompt(task)),) for task in (first, aime))
+
+
 def test_as_released_the_tests_that_score_are_shown():
     prompt = tool_prompt(contest(1), lcb_examples=None)
     assert all(f"{side}-{i}" in prompt for side in ("in", "out") for i in range(3))
