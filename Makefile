@@ -95,10 +95,10 @@ export: setup ## the model as a Hugging Face folder; CKPT=last|best|path TO=dir
 experiments: setup ## list experiments; LIKE=sod ALGORITHM=GRPO HARDWARE=cpu
 	@$(RUN) list $(if $(LIKE),--like "$(LIKE)") $(if $(ALGORITHM),--algorithm "$(ALGORITHM)") $(if $(HARDWARE),--hardware "$(HARDWARE)")
 
-dry-run: setup ## print and validate the configuration; loads no model
+dry-run: setup ## print and validate the configuration and its data files; loads no model
 	@$(RUN) dry-run $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(ARGS)
 
-check-data: setup ## read questions and corpus: faults, prompts, lengths
+check-data: setup ## read questions, traces and corpus: faults, prompts, lengths
 	@$(RUN) check-data $(EXP) $(ARGS)
 
 size: setup ## GPU memory by component; GPUS=1,8 GPU=4090

@@ -96,8 +96,8 @@ def read(stage: Stage, reference: str) -> DataFile:
             left_out = (f"{len(wrong)} of them are left out: {kinds}",) if wrong else ()
             return DataFile(reference, "traces", len(traces), (*left_out, *notes))
         tasks = load_tasks(reference, **reader_options(stage))
-        if arguments.get("prompts") == "tool_reasoning":
-            tasks = with_tool_prompts(tasks, arguments.get("lcb_examples", 2))
+        if (prompts := arguments.get("prompts", "as_given")) != "as_given":
+            tasks = with_tool_prompts(tasks, arguments.get("lcb_examples", 2), prompts == "tool_reasoning_first_row")
     return DataFile(reference, "questions", len(tasks), tuple(notes), tasks)
 
 
