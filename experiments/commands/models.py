@@ -103,6 +103,8 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
     target = graph.target()
     if target.kind == "task":
         raise ExperimentError(f"'{target.name}' is of kind task: there is no model to evaluate")
+    if checkpoint is None and target.kind == "test":
+        runner.require_needs([target])  # says how its model is had
     path = find_model(context, checkpoint)
     context = replace(context, verb="evaluate", variables=(f"CKPT={checkpoint}",) if checkpoint else ())
     stage = evaluation_stage(target, path, graph)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from experiments.commands.ask import asked_task
 from experiments.commands.cli import build_parser, split_overrides
 from experiments.commands.download import assemble
-from experiments.commands.models import find_model
+from experiments.commands.models import evaluate, find_model
 from experiments.commands.servers import SERVER_OPTIONS, server_options
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import ROOT
@@ -177,6 +178,15 @@ def test_an_experiment_of_kind_test_has_the_model_that_it_tests(workshop, tmp_pa
     data = "{class_path: data_modules.evaluation_data.EvaluationData}"
     workshop.write("x", f"experiment: {{kind: test}}\nmodel: {model}\ndata: {data}\n")
     assert find_model(RunContext(workshop.project, "x", (), None), None) == tmp_path / "released"
+
+
+def test_how_a_released_model_is_had_is_said_before_it_is_missed(workshop):
+    needs = "{released: {path: models/released, how: make download EXP=x}}"
+    model = "{class_path: tests.experiments.toy_modules.Walk, init_args: {policy: models/released}}"
+    data = "{class_path: data_modules.evaluation_data.EvaluationData}"
+    workshop.write("x", f"experiment: {{kind: test, needs: {needs}}}\nmodel: {model}\ndata: {data}\n")
+    with pytest.raises(ExperimentError, match=r"needs: models/released \(make download EXP=x\)"):
+        evaluate(Namespace(checkpoint=None), RunContext(workshop.project, "x", (), None))
 
 
 def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():
