@@ -96,6 +96,12 @@ def test_sdars_switches_are_those_of_its_skills_and_of_the_search_script():
     about, twin = (load(f"sdar_qwen2.5_7b_search{end}", Project())["experiment"] for end in ("", SUFFIX))
     assert "reproduces" not in about and twin["reproduces"].startswith("SDAR row")
     assert load("sdar_random_qwen2.5_7b_alfworld", Project())["experiment"]["reproduces"] == "table 2, 83.1"
+    full = load("sdar_full_qwen2.5_7b_alfworld" + SUFFIX, Project())["experiment"]
+    assert full["reproduces"] == "table 2, 83.2"
+    gigpo = load("gigpo_qwen2.5_7b_search", Project())  # verl-agent's script
+    settings = {"similarity": 0.9, "entropy_coef": 0.0, "kl_coef": "${values.kl_coef}"}
+    assert {name: gigpo["model"]["init_args"][name] for name in settings} == settings
+    assert [gigpo["values"][name] for name in ("tasks", "group_size", "mini_batches", "kl_coef")] == [256, 5, 5, 0.001]
 
 
 def test_dgpos_invalid_turns_are_answered_in_the_released_words():
