@@ -39,6 +39,7 @@ def arcap(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str
     - hit_first          ``= mean 1[a gold answer occurs in a document of the first executed search]``; no search: 0
     - hit_any            the same over all executed searches
     - hit_raw            the released code's: a gold answer is a raw part of what any search returned, case and all
+                         (its result before the cut to 500 tokens, and without blocks that the model wrote itself)
     - searches           mean number of executed searches
     - closed_book        ``= mean EM(answer | question)``: what the model knows by heart
 

@@ -41,6 +41,8 @@ def gold_paragraphs(metadata: Any) -> Passages:
 
 
 def _of_hops(hops: Any) -> Passages:
+    if not isinstance(hops, list):
+        raise NoParagraphs(NOT_THERE)
     found = [(hop.get("support_paragraph") or {}) if isinstance(hop, Mapping) else {} for hop in hops]
     return _checked([(p.get("title"), p.get("paragraph_text")) for p in found])
 
@@ -52,7 +54,7 @@ def _of_facts(titles: Any, context: Mapping[str, Any]) -> Passages:
 
 
 def _joined(sentences: Any) -> str:
-    return " ".join(s.strip() for s in sentences if s) if isinstance(sentences, list) else str(sentences or "")
+    return " ".join(str(s).strip() for s in sentences if s) if isinstance(sentences, list) else str(sentences or "")
 
 
 def _checked(pairs: list[tuple[Any, Any]]) -> Passages:

@@ -65,9 +65,10 @@ def test_rows_that_name_none_or_lack_one_have_none_and_are_counted(tmp_path, cap
     assert [task.gold_passages for task in found] == [(), (("Mine", "Of my own."),)]
     assert "1 rows name supporting paragraphs that are not among those of the question; they have" in caplog.text
     caplog.clear()
-    found = load_tasks(jsonl(tmp_path, "musique", MUSIQUE, EMPTY, {}, None))
-    assert [len(task.gold_passages) for task in found] == [2, 0, 0, 0]
-    assert "dev.jsonl: 1 rows name supporting paragraphs" in caplog.text
+    malformed = {"question_decomposition": 3}
+    found = load_tasks(jsonl(tmp_path, "musique", MUSIQUE, EMPTY, {}, None, malformed))
+    assert [len(task.gold_passages) for task in found] == [2, 0, 0, 0, 0]
+    assert "dev.jsonl: 2 rows name supporting paragraphs" in caplog.text
 
 
 def test_the_probes_run_on_them_and_the_rest_is_asked_without(tmp_path, make_system):
