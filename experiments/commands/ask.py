@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import find_model, rollouts_of
 from experiments.registry.errors import ExperimentError
-from experiments.registry.files import Config
+from experiments.registry.files import Config, data_arguments
 from experiments.stages.context import RunContext
 
 if TYPE_CHECKING:
@@ -68,14 +68,13 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
 def example_task(config: Config) -> Task:
     """The first question of the experiment's files, whose prompt shows how a question is put."""
     from data_modules.datasets.questions import load_tasks
-    from data_modules.loading.question_loading import QuestionLoading
+    from experiments.stages.data_files import wording
 
-    arguments = (config.get("data") or config["task"])["init_args"]
+    arguments = data_arguments(config)
     files = [path for key in ("test_files", "val_files", "train_files", "files") for path in arguments.get(key) or ()]
     if not files:
         raise ExperimentError("the prompt template is 'dataset', and the experiment names no question file to show one")
-    wording = {key: arguments[key] for key in ("prompts", "lcb_examples") if key in arguments}
-    return QuestionLoading(None, **wording).worded(load_tasks(files[0], answers=False)[:1])[0]
+    return wording(arguments).worded(load_tasks(files[0], answers=False)[:1])[0]
 
 
 def asked_task(question: str, example: Task | None) -> Task:

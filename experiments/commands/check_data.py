@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.commands.command import command, make_graph
 from experiments.registry.errors import ExperimentError
+from experiments.registry.files import data_arguments
 from experiments.stages.context import RunContext
 from experiments.stages.data_files import read_data_files, references
 from experiments.stages.graph import Stage
@@ -40,7 +41,7 @@ def check_data(args: argparse.Namespace, context: RunContext) -> None:
     faults += wrong
     for file in files:
         print(file)
-    arguments = (stage.config.get("data") or stage.config["task"]).get("init_args") or {}
+    arguments = data_arguments(stage.config)
     own = references(stage)
     tasks = [task for file in files if file.reference in own for task in file.tasks]
     if tasks and not wrong and arguments.get("splits"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments.commands.command import command, make_graph, option
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
-from experiments.registry.files import Config
+from experiments.registry.files import Config, data_arguments
 from experiments.registry.overrides import Overrides
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Graph, Stage, require_files
@@ -75,8 +75,7 @@ def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
 
 def rollouts_of(config: Config) -> Config:
     """The rollout system's part of a configuration. Raises ExperimentError if there is none."""
-    section = config.get("data") or config.get("task") or {}
-    rollouts = (section.get("init_args") or {}).get("rollouts")
+    rollouts = data_arguments(config).get("rollouts")
     if not rollouts:
         raise ExperimentError(f"'{config['experiment']['name']}' has no rollout system, so it cannot search or answer")
     return rollouts

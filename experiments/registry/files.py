@@ -52,6 +52,11 @@ def _read_yaml(path: str, modified: int, size: int) -> Config:
     return plain or {}
 
 
+def data_arguments(config: Config) -> Config:
+    """What the data module of a resolved configuration is built from, or the task of a stage without one."""
+    return (config.get("data") or config.get("task") or {}).get("init_args") or {}
+
+
 def short(error: Exception) -> str:
     """The message on one line: all of a YAML error, which says where, of others the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -112,11 +112,10 @@ def paired(
 ) -> PairedDifference | None:
     """Bootstrap of a minus b (``scores_by_seed``) over seeds and the questions that all of them answered; None without
     such a question. With one seed each it is over questions alone."""
-    common = _common([*a, *b]) if a and b else []
-    if not common:
+    if not (a and b):
         return None
-    first, second = (np.array([[seed[q] for q in common] for seed in scores]) for scores in (a, b))
-    return paired_bootstrap(first, second, same_seeds=same_seeds)
+    table = table_of([*a, *b])
+    return paired_bootstrap(table[: len(a)], table[len(a) :], same_seeds=same_seeds) if table.size else None
 
 
 def _common(scores: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.errors import ExperimentError
-from experiments.stages.graph import Stage, closure
+from experiments.registry.files import data_arguments
+from experiments.stages.graph import QUESTION_FILES, Stage, closure
 from experiments.stages.validate import import_class, plays_episodes
 
 if TYPE_CHECKING:
+    from data_modules.loading.question_loading import QuestionLoading
     from rollout.trajectory import Task
-
-KEYS = ("train_files", "val_files", "test_files", "files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False) -
 
 def references(stage: Stage) -> list[str]:
     """The data files that a stage reads, each once, as its configuration names them."""
-    arguments = _part(stage).get("init_args") or {}
-    given = [arguments.get(key) or () for key in KEYS]
+    arguments = data_arguments(stage.config)
+    given = [arguments.get(key) or () for key in QUESTION_FILES]
     return list(dict.fromkeys(path for paths in given for path in ([paths] if isinstance(paths, str) else paths)))
 
 
 def reader_options(stage: Stage) -> dict[str, Any]:
     """What decides, beside the file, what is read from it."""
-    arguments = _part(stage).get("init_args") or {}
+    arguments = data_arguments(stage.config)
     if _reads_traces(stage):
         return {"reader": _part(stage)["class_path"]}
     return {
@@ -85,9 +85,7 @@ def reader_options(stage: Stage) -> dict[str, Any]:
 def read(stage: Stage, reference: str) -> DataFile:
     """One file as the stage will read it. Raises ValueError (DatasetError) with what is wrong."""
     from data_modules.datasets.questions import load_tasks
-    from data_modules.datasets.tool_prompts import with_tool_prompts
 
-    arguments = _part(stage).get("init_args") or {}
     with _warnings() as notes:
         if _reads_traces(stage):
             traces = import_class(_part(stage)["class_path"], stage.name).read_file(Path(reference))
@@ -95,10 +93,15 @@ def read(stage: Stage, reference: str) -> DataFile:
             kinds = ", ".join(f"{fault} {wrong.count(fault)}" for fault in dict.fromkeys(wrong))
             left_out = (f"{len(wrong)} of them are left out: {kinds}",) if wrong else ()
             return DataFile(reference, "traces", len(traces), (*left_out, *notes))
-        tasks = load_tasks(reference, **reader_options(stage))
-        if (prompts := arguments.get("prompts", "as_given")) != "as_given":
-            tasks = with_tool_prompts(tasks, arguments.get("lcb_examples", 2), prompts == "tool_reasoning_first_row")
+        tasks = wording(data_arguments(stage.config)).worded(load_tasks(reference, **reader_options(stage)))
     return DataFile(reference, "questions", len(tasks), tuple(notes), tasks)
+
+
+def wording(arguments: Mapping[str, Any]) -> QuestionLoading:
+    """How these arguments of a data module put a question; files and splits are not in it."""
+    from data_modules.loading.question_loading import QuestionLoading
+
+    return QuestionLoading(None, **{key: arguments[key] for key in ("prompts", "lcb_examples") if key in arguments})
 
 
 def _part(stage: Stage) -> dict[str, Any]:

@@ -21,14 +21,8 @@ from experiments.registry.project import Project
 
 MARK = re.compile(r"@stage:([^@]*)@")
 MODELS = ("policy", "teacher", "reference", "critic", "model", "tokenizer")  # options that name a model
-DATA = (
-    "train_files",
-    "val_files",
-    "test_files",
-    "files",
-    "trajectories",
-    "corpus",
-)  # that name files or folders
+QUESTION_FILES = ("train_files", "val_files", "test_files", "files")  # or traces
+DATA = (*QUESTION_FILES, "trajectories", "corpus")  # that name files or folders
 
 
 @dataclass(frozen=True, slots=True)

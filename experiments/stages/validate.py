@@ -21,6 +21,7 @@ import yaml
 from experiments.registry import hardware, protocols
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest, require_keys
+from experiments.registry.files import data_arguments
 from experiments.stages import startup
 from experiments.stages.graph import Stage, require_files, strings
 
@@ -90,8 +91,7 @@ def check_trainer_options(module: Any, parsed: Any, where: str) -> None:
 
 def plays_episodes(config: Config) -> bool:
     """Whether the experiment's environment is a world that scores itself, whose tasks are no questions."""
-    block = (config.get("data") or config.get("task") or {}).get("init_args") or {}
-    environment = ((block.get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
+    environment = ((data_arguments(config).get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
     path = environment.get("class_path")
     return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
 
