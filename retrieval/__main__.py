@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-from retrieval.index import BuildIndex, EncoderConfig
+from jsonargparse import ArgumentParser
+
+from retrieval.index import BuildIndex
 from retrieval.types import RetrievalFailure
 
 
 def _build(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m retrieval build", description="Build OUTPUT/index from a corpus.")
-    parser.add_argument("--corpus", required=True, help=".jsonl or .parquet file of passages (Search-R1's format)")
+    parser = ArgumentParser(prog="python -m retrieval build", description="Build OUTPUT/index from a corpus.")
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--kind", default="bm25", choices=("bm25", "dense_flat", "dense_hnsw"))
-    parser.add_argument("--encoder", help="Hugging Face folder, for the dense kinds")
-    parser.add_argument("--query-prefix", default="", help='e5 wants "query: "')
-    parser.add_argument("--passage-prefix", default="", help='e5 wants "passage: "')
-    parser.add_argument("--max-length", type=int, default=256, help="tokens per text")
-    parser.add_argument("--vectors", help="a Faiss index of the corpus' vectors, taken instead of encoding it")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--java-heap", default="1g", help="memory of Lucene's indexer")
-    options = parser.parse_args(arguments)
-    encoder = None
-    if options.encoder:
-        encoder = EncoderConfig(
-            options.encoder, options.query_prefix, options.passage_prefix, max_length=options.max_length
-        )
+    parser.add_class_arguments(BuildIndex)
+    options = parser.instantiate(parser.parse_args(arguments))
+    output = options.pop("output")
+    options.pop("config")
     try:
-        stage = BuildIndex(
-            options.corpus, options.kind, encoder,
-            vectors=options.vectors, threads=options.threads, java_heap=options.java_heap,
-        )  # fmt: skip
-        print(json.dumps(stage.run(options.output), indent=1))
+        print(json.dumps(BuildIndex(**options).run(output), indent=1))
     except (RetrievalFailure, ValueError, OSError) as error:
         sys.exit(f"index: {error}")
+    except KeyboardInterrupt:
+        again = "goes on behind the vectors that are encoded" if options["encoder"] else "begins anew"
+        sys.exit(f"index: interrupted; {output}/index is as it was. The same command {again}")
 
 
 def main() -> None:

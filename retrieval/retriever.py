@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval.corpus import PassageStore
-from retrieval.index import EncoderConfig, IndexMetadata, check_index
+from retrieval.index import IndexMetadata, check_index
 from retrieval.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.types import Hit, IndexFolderError, Searcher
 
@@ -24,12 +24,17 @@ class SearchSettings:
     encoder: str | None = None  # dense: where the encoder lies now (where it lay when the index was built)
     device: str | None = None  # dense: where the encoder runs (auto: a GPU if there is one)
     gpu: bool | None = None  # dense_flat: vectors and encoder on the GPUs (the vectors in memory, on the CPU)
+    ef_search: PositiveInt | None = None  # dense_hnsw: width of the search (the index's own)
+    probes: PositiveInt | None = None  # dense_ivfpq: lists that a search looks into (the index's own)
 
     def check(self, indexes: list[IndexMetadata]) -> None:
         """ValueError when a setting would have no effect on these indexes."""
         kinds = {metadata.kind for metadata in indexes}
         kinds |= {"dense"} if kinds - {"bm25"} else set()
-        names_of = {"bm25": ("k1", "b", "java_heap"), "dense": ("encoder", "device"), "dense_flat": ("gpu",)}
+        names_of = {
+            "bm25": ("k1", "b", "java_heap"), "dense": ("encoder", "device"), "dense_flat": ("gpu",),
+            "dense_hnsw": ("ef_search",), "dense_ivfpq": ("probes",),
+        }  # fmt: skip
         for kind, names in names_of.items():
             given = [name for name in names if getattr(self, name) is not None]
             if given and kind not in kinds:
@@ -118,15 +123,13 @@ def _open(folder: Path, metadata: IndexMetadata, settings: SearchSettings) -> Se
 
         searcher = BM25Searcher(folder / "lucene", threads=settings.threads, **settings.for_bm25())
     else:
-        from retrieval.dense import DenseSearcher
+        from retrieval.dense.opened import open_dense
 
-        values = dict(metadata.settings["encoder"])
-        values["model"] = settings.encoder or values["model"]
-        ef_search = metadata.settings["hnsw"]["ef_search"] if "hnsw" in metadata.settings else None
         gpu = bool(settings.gpu) and metadata.kind == "dense_flat"
-        searcher = DenseSearcher(
-            folder / "faiss.index", EncoderConfig(**values), ef_search=ef_search, threads=settings.threads,
-            device=settings.device or ("cuda" if gpu else "auto"), gpu=gpu,
+        searcher = open_dense(
+            folder, metadata.kind, metadata.settings, encoder=settings.encoder, ef_search=settings.ef_search,
+            probes=settings.probes, threads=settings.threads, device=settings.device or ("cuda" if gpu else "auto"),
+            gpu=gpu,
         )  # fmt: skip
     if len(searcher) != metadata.passages:
         raise IndexFolderError(

@@ -168,6 +168,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--java-heap", help="memory of the JVM (1g)")
     parser.add_argument("--encoder", help="folder of the encoder, if it moved since the index was built")
     parser.add_argument("--device", help="where the encoder runs (auto)")
+    parser.add_argument("--ef-search", type=int, help="width of an HNSW search (the index's own)")
+    parser.add_argument("--probes", type=int, help="lists that an IVF search looks into (the index's own)")
     parser.add_argument("--gpu", action="store_true", default=None, help="exact vectors on all GPUs, as 16-bit floats")
     parser.add_argument("--announce", type=Path, help="write the server's URL into this file when it listens")
     parser.add_argument("--parent", type=int, help="end when the process with this id, our parent, ends")
@@ -190,8 +192,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.parent is not None:
         _leave_with_parent(options.parent)
     settings = SearchSettings(
-        options.threads, options.k1, options.b, options.java_heap, options.encoder, options.device, options.gpu
-    )
+        options.threads, options.k1, options.b, options.java_heap, options.encoder, options.device, options.gpu,
+        options.ef_search, options.probes,
+    )  # fmt: skip
     try:
         settings.check(check_indexes(options.index, options.corpus))
         listener = bind(options.host, options.port)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import gzip
 import shutil
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from experiments.commands.command import COMPARE, command, make_graph, unique_needs
 from experiments.registry.errors import ExperimentError
@@ -59,15 +62,37 @@ def _fetch(need: Need, hub: str, root: Path) -> str | None:
     if need.assemble:
         parts = sorted(p for pattern in need.files for p in folder.glob(pattern))
         print(f"          joining {len(parts)} files into {need.path}", flush=True)
-        assemble(parts, target)
+        try:
+            assemble(parts, target)
+        except (OSError, EOFError, tarfile.TarError) as error:
+            return f"joining {', '.join(part.name for part in parts)}: {error}"
+        for part in parts:  # 65 GB of wiki-18's vectors would stay twice
+            part.unlink()
     return None if target.exists() else f"fetched, but {need.path} is not there: {need.how}"
 
 
 def assemble(parts: Sequence[Path], target: Path) -> None:
-    """Write the parts, unpacked where they are ``.gz``, one after the other; the target appears when it is whole."""
+    """Write the parts, unpacked where they are ``.gz``, one after the other; the target appears when it is whole. Of a
+    tar archive behind ``.gz``, which wiki-18.jsonl.gz is against its name, its one file."""
     temporary = target.with_name(f".{target.name}.part")
     with temporary.open("wb") as out:
         for part in parts:
-            with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as source:
+            with _unpacked(part) as source:
                 shutil.copyfileobj(source, out, 16 << 20)
     temporary.replace(target)
+
+
+@contextmanager
+def _unpacked(part: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    if part.suffix != ".gz":
+        with part.open("rb") as source:
+            yield source
+    elif not tarfile.is_tarfile(part):
+        with gzip.open(part) as source:
+            yield source
+    else:
+        with tarfile.open(part) as archive:
+            member = next(member for member in archive if member.isfile())
+            source = archive.extractfile(member)
+            assert source is not None, "it is a file"
+            yield source

@@ -15,7 +15,9 @@ from experiments.stages.graph import closure
 
 INDEX_TASK = "retrieval.index.BuildIndex"
 # Handed through to the server.
-SERVER_OPTIONS = ("topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce")
+SERVER_OPTIONS = (
+    "topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce", "ef-search", "probes",
+)  # fmt: skip
 
 
 @command(
@@ -36,6 +38,8 @@ def retriever(args: argparse.Namespace, context: RunContext) -> None:
         if not stages:
             raise ExperimentError(f"'{context.target}' builds no index of its own: name one with --index DIR")
         index = str(runner.folder_of(context.project, stages[0]) / "index")
+        if args.threads is None:  # as many as it was built with
+            args.threads = str(stages[0].config["task"]["init_args"].get("threads", 1))
     command = [sys.executable, "-m", "retrieval.server", "--index", index, "--port", str(args.port)]
     where = f"http://{args.host or '127.0.0.1'}:{args.port}"
     print(f"search over {index}: POST {where}/retrieve (Ctrl-C ends it)", flush=True)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import tarfile
 from argparse import Namespace
 from dataclasses import replace
 
@@ -120,6 +121,10 @@ def test_parts_are_joined_and_unpacked(tmp_path):
     assemble([tmp_path / "part_aa", tmp_path / "part_ab.gz"], tmp_path / "whole")
     assert (tmp_path / "whole").read_bytes() == b"one two"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["part_aa", "part_ab.gz", "whole"]
+    with tarfile.open(tmp_path / "wiki-18.jsonl.gz", "w:gz") as archive:  # as PeterJinGo/wiki-18-corpus has it
+        archive.add(tmp_path / "whole", "data00/indexes/wiki_dump.jsonl")
+    assemble([tmp_path / "wiki-18.jsonl.gz"], tmp_path / "corpus")
+    assert (tmp_path / "corpus").read_bytes() == b"one two"
 
 
 @pytest.mark.parametrize(

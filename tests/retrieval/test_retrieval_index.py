@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonargparse
 import pytest
 
+from retrieval.__main__ import main as build_or_serve
 from retrieval.corpus import PassageStore, file_sha256
 from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, check_index, read_metadata
 from retrieval.retriever import SearchSettings, check_indexes
@@ -85,7 +86,7 @@ def test_an_index_of_another_corpus_is_refused(corpus, bm25_index, tmp_path):
 
 
 def test_indexes_of_two_corpora_do_not_fuse(bm25_index, tmp_path):
-    metadata = dataclasses.asdict(read_metadata(bm25_index)) | {"corpus_sha256": "0" * 64}
+    metadata = dataclasses.asdict(read_metadata(bm25_index)) | {"corpus_sha256": "0" * 64, "files": {}}
     (tmp_path / "metadata.json").write_text(json.dumps(metadata))
     with pytest.raises(IndexFolderError, match="hybrid retrieval needs indexes of one corpus"):
         check_indexes([bm25_index, str(tmp_path)])
@@ -159,7 +160,8 @@ def test_a_killed_build_leaves_no_index_and_does_not_block_the_next(corpus, tmp_
         ({"encoder": EncoderConfig("m")}, "encoder must be absent"),
         ({"kind": "dense_flat"}, "encoder must be given"),
         ({"kind": "dense_flat", "encoder": EncoderConfig("m"), "hnsw": HNSWConfig()}, "hnsw must be absent"),
-        ({"kind": "dense_hnsw", "encoder": EncoderConfig("m"), "vectors": "v"}, "vectors must be absent"),
+        ({"kind": "bm25", "vectors": "v"}, "vectors must be absent"),
+        ({"kind": "dense_flat", "encoder": EncoderConfig("m"), "lucene": "v"}, "lucene must be absent"),
         ({"threads": 0}, "threads must be at least 1"),
     ],
 )
@@ -188,3 +190,34 @@ def test_configurable_from_yaml():
     values = {"corpus": "c", "kind": "dense_hnsw", "encoder": encoder, "hnsw": {"m": 8}}
     stage = parser.instantiate(parser.parse_object({"task": values})).task
     assert stage.encoder == EncoderConfig("e5", "query: ") and stage.hnsw == HNSWConfig(m=8)
+
+
+def test_torn_files_are_refused_before_anything_is_opened(bm25_index, tmp_path):
+    for name, state in (
+        ("passages/00000.jsonl", "100 bytes long"),
+        ("offsets.bin", "8 bytes long"),
+        ("lucene", "missing"),
+    ):
+        folder = tmp_path / Path(name).stem
+        shutil.copytree(bm25_index, folder)
+        if name == "lucene":
+            next((folder / name).glob("*.fdt")).unlink()
+        else:
+            os.truncate(folder / name, int(state.split()[0]))
+        with pytest.raises(
+            IndexFolderError, match=f"{name}.*: {state}, [0-9]+ bytes when it was built; build the index"
+        ):
+            check_index(folder)
+
+
+def test_an_interrupted_build_says_how_to_go_on(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BuildIndex, "run", interrupted)
+    monkeypatch.setattr(
+        sys, "argv", ["retrieval", "build", "--corpus", "c.jsonl", "--output", "out", "--kind", "dense_sq8"]
+    )
+    sys.argv += ["--encoder.model", "e5", "--encoder.query_prefix", "query: "]
+    with pytest.raises(SystemExit, match="out/index is as it was. The same command goes on behind the vectors"):
+        build_or_serve()

@@ -2,6 +2,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -32,11 +33,9 @@ def test_a_wrong_index_is_told_before_anything_starts(bm25_index, tmp_path):
 
 def test_a_server_that_does_not_come_up_shows_its_log_once(bm25_index, tmp_path):
     broken = tmp_path / "index"
-    broken.mkdir()
-    for path in Path(bm25_index).iterdir():
-        if path.name != "lucene":
-            (broken / path.name).symlink_to(path)
-    (broken / "lucene").mkdir()
+    shutil.copytree(bm25_index, broken)
+    segments = next((broken / "lucene").glob("segments_*"))
+    segments.write_bytes(bytes(segments.stat().st_size))
     process = RetrieverProcess(str(broken))
 
     async def main():

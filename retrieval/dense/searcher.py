@@ -1,83 +1,27 @@
-"""Dense retrieval: unit vectors in a Faiss index, exact (flat) or approximate (HNSW); the score is their cosine."""
+"""Dense retrieval: unit vectors in a Faiss index, exact or compressed; the score is their cosine."""
 
 from __future__ import annotations
 
-import os
-import shutil
+import sys
+import time
 from pathlib import Path
 from typing import cast
 
 import faiss
 import numpy as np
 
-from retrieval.corpus import PassageStore
-from retrieval.encoder import TextEncoder
-from retrieval.index import EncoderConfig, HNSWConfig
+from retrieval.dense.build import kind_of, read_index
+from retrieval.dense.encoder import TextEncoder
+from retrieval.dense.sizes import require_memory
+from retrieval.dense.vectors import VectorShards
+from retrieval.index import EncoderConfig
 from retrieval.ranges import PositiveInt
 from retrieval.types import Hit, IndexFolderError
 
-_ENCODE_AT_ONCE = 4096  # passages; bounds the memory for texts while encoding a large corpus
+_READ_AT_ONCE = 1 << 24  # bytes
+_SAID_EVERY_S = 10.0
 # faiss-cpu ships 128000, which keeps batches of queries away from BLAS: four times slower at 64 queries
 _BLAS_THRESHOLD = 20
-
-
-def build_faiss_index(
-    store: PassageStore,
-    output: Path,
-    encoder: EncoderConfig,
-    *,
-    hnsw: HNSWConfig | None = None,
-    vectors: str | None = None,
-    threads: int = 1,
-    device: str = "auto",
-) -> None:
-    """Encode every passage and write a Faiss index whose row i is passage i.
-
-    With ``vectors`` (a Faiss index of the same passages in the same order) nothing is encoded; the file is taken
-    over, by hard link where the disk allows it.  Raises IndexFolderError when it does not fit corpus and encoder.
-    """
-    faiss.omp_set_num_threads(threads)
-    encode = TextEncoder(encoder, threads=threads, device=device)
-    if vectors is not None:
-        _adopt(Path(vectors), output, passages=len(store), dimension=encode.dimension)
-        return
-    index = _empty_index(encode.dimension, hnsw)
-    for start in range(0, len(store), _ENCODE_AT_ONCE):
-        rows = range(start, min(start + _ENCODE_AT_ONCE, len(store)))
-        index.add(encode.encode_passages([store[row].contents for row in rows]))
-    try:
-        faiss.write_index(index, str(output))
-    except RuntimeError as error:  # Faiss' own; it names the file and the system's reason
-        raise IndexFolderError(f"the vectors could not be written ({error}); is the disk full?") from error
-
-
-def _empty_index(dimension: int, hnsw: HNSWConfig | None) -> faiss.Index:
-    if hnsw is None:
-        return faiss.IndexFlatIP(dimension)
-    index = faiss.IndexHNSWFlat(dimension, hnsw.m, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = hnsw.ef_construction
-    return index
-
-
-def _adopt(vectors: Path, output: Path, *, passages: int, dimension: int) -> None:
-    index = _read(vectors)
-    if (index.ntotal, index.d) != (passages, dimension) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise IndexFolderError(
-            f"vectors {vectors}: {index.ntotal} vectors of {index.d} numbers; expected {passages} of {dimension}, for "
-            "the inner product: give the file made from this corpus with this encoder"
-        )
-    try:
-        os.link(vectors, output)
-    except OSError:  # another file system: a link cannot be made, a copy can
-        shutil.copyfile(vectors, output)
-
-
-def _read(path: Path) -> faiss.Index:
-    try:
-        # mapped, not loaded: exact vectors of wiki-18 are 65 GB, and ranks on one machine share the pages
-        return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-    except RuntimeError as error:
-        raise IndexFolderError(f"{path}: Faiss cannot open it ({error}); build the index anew") from error
 
 
 def require_gpus() -> None:
@@ -114,17 +58,34 @@ class DenseSearcher:
         encoder: EncoderConfig,
         *,
         ef_search: PositiveInt | None = None,
+        probes: PositiveInt | None = None,
+        exact: VectorShards | None = None,
+        candidates: PositiveInt = 100,
         threads: PositiveInt = 1,
         device: str = "auto",
         gpu: bool = False,
     ) -> None:
-        """Raises IndexFolderError when index or encoder cannot be opened, or do not fit each other, or, with ``gpu``,
-        when the vectors cannot be moved to the GPUs."""
+        """
+        Args:
+            ef_search: width of an HNSW search.
+            probes: lists that an IVF search looks into.
+            exact: vectors by which so many ``candidates`` of a query are ranked again.
+
+        Raises IndexFolderError when index or encoder cannot be opened, or do not fit each other, when the machine has
+        too little memory for the vectors, or, with ``gpu``, when they cannot be moved to the GPUs.
+        """
         if gpu:
             require_gpus()
         faiss.omp_set_num_threads(threads)
         faiss.cvar.distance_compute_blas_threshold = _BLAS_THRESHOLD
-        self._index = _read(path)
+        self._index = read_index(path)
+        if not gpu:
+            kind = kind_of(self._index)
+            if kind is None:
+                raise IndexFolderError(
+                    f"{path}: {type(faiss.downcast_index(self._index)).__name__} is no kind of index here"
+                )
+            require_memory(kind, path.stat().st_size, self._index.ntotal, self._index.d)
         self._encoder = TextEncoder(encoder, threads=threads, device=device)
         if self._encoder.dimension != self._index.d:
             raise IndexFolderError(
@@ -133,25 +94,55 @@ class DenseSearcher:
             )
         if gpu:
             self._index = _to_gpus(self._index)
-        self._ef_search = ef_search
+        else:
+            read_ahead(path)
+        self._ef_search, self._exact, self._candidates = ef_search, exact, candidates
+        if probes is not None:
+            faiss.extract_index_ivf(self._index).nprobe = probes
 
     def __len__(self) -> int:
         return self._index.ntotal
 
+    def encode(self, queries: list[str]) -> np.ndarray:
+        """Unit vectors [Q, dimension]."""
+        return self._encoder.encode_queries(queries)
+
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         """See ``Searcher``. Every query has hits, however remote."""
-        return self.search_vectors(self._encoder.encode_queries(queries), k)
+        return self.search_vectors(self.encode(queries), k)
 
     def search_vectors(self, vectors: np.ndarray, k: int) -> list[list[Hit]]:
         """The same for unit vectors [Q, dimension]."""
         if self._ef_search is not None:  # a search narrower than k would return fewer, worse hits
             cast(faiss.IndexHNSWFlat, self._index).hnsw.efSearch = max(self._ef_search, k)
-        scores, rows = self._index.search(vectors, k)
+        scores, rows = self.nearest(vectors, k)
         # Faiss fills up with row -1 what it did not find
         return [
             [Hit(int(row), float(score)) for row, score in zip(*pair, strict=True) if row >= 0]
             for pair in zip(rows, scores, strict=True)
         ]
 
+    def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and rows [Q, k], best first; -1 where the index found none."""
+        if self._exact is None:
+            return self._index.search(vectors, k)
+        _, rows = self._index.search(vectors, max(k, self._candidates))
+        found = self._exact.rows(np.maximum(rows, 0).ravel()).reshape(*rows.shape, -1)
+        scores = np.where(rows >= 0, np.einsum("qcd,qd->qc", found, vectors), -np.inf)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+
     def close(self) -> None:
         del self._index, self._encoder
+
+
+def read_ahead(path: Path) -> None:
+    """Read the file once from its beginning to its end, so that the first searches find it in memory: the mapping's own
+    reads come in no order, at a tenth of the speed. Says how far it is."""
+    size, done, said = path.stat().st_size, 0, time.monotonic()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(_READ_AT_ONCE):
+            done += len(part)
+            if time.monotonic() - said > _SAID_EVERY_S:
+                said = time.monotonic()
+                print(f"reading {path}: {done / 1e9:.1f} of {size / 1e9:.1f} GB", file=sys.stderr, flush=True)

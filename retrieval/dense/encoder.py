@@ -13,6 +13,32 @@ if TYPE_CHECKING:
     import torch
 
 
+def devices_of(device: str) -> list[str]:
+    """Where encoders run: of ``auto`` every GPU, or the processor where there is none."""
+    import torch
+
+    if device != "auto":
+        return [device]
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+
+
+def dimension_of(config: EncoderConfig) -> int:
+    """Numbers of a vector, without loading the model. Raises IndexFolderError."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(config.model).hidden_size
+    except (OSError, ValueError) as error:
+        raise _unloadable(config, error) from error
+
+
+def _unloadable(config: EncoderConfig, error: Exception) -> IndexFolderError:
+    return IndexFolderError(
+        f"encoder {config.model}: cannot be loaded ({error}); give the Hugging Face folder of the encoder that the "
+        "index was built with"
+    )
+
+
 class TextEncoder:
     """A text encoder as e5 and the MiniLM family use theirs.
 
@@ -35,10 +61,7 @@ class TextEncoder:
             self._tokenizer = AutoTokenizer.from_pretrained(config.model)
             self._model = AutoModel.from_pretrained(config.model, dtype=dtype).to(device).eval()
         except (OSError, ValueError) as error:
-            raise IndexFolderError(
-                f"encoder {config.model}: cannot be loaded ({error}); give the Hugging Face folder of the encoder that "
-                "the index was built with"
-            ) from error
+            raise _unloadable(config, error) from error
         self.dimension: int = self._model.config.hidden_size
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:

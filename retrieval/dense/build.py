@@ -1,0 +1,165 @@
+"""Builds Faiss indexes of every kind from vectors on disk, and adopts files that exist."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import faiss
+import numpy as np
+
+from retrieval.dense.sizes import GRAPH_FROM, GRAPH_LINKS, index_bytes, lists_of, require_memory, training_vectors
+from retrieval.dense.vectors import VectorShards
+from retrieval.index import HNSWConfig, IndexKind, IVFPQConfig
+from retrieval.types import IndexFolderError
+
+_CODES = 256  # that a byte of a code tells apart; so many vectors are the least to learn them from
+_FLAT_CODE = b"IxFI"  # how Faiss begins the file of an IndexFlatIP: code, dimension (int32), vectors (int64), ...
+
+
+def factory_of(
+    kind: IndexKind, passages: int, dimension: int, hnsw: HNSWConfig | None, ivfpq: IVFPQConfig | None
+) -> str:
+    """What ``faiss.index_factory`` makes of the kind."""
+    if kind == "dense_hnsw":
+        return f"HNSW{(hnsw or HNSWConfig()).m},Flat"
+    if kind == "dense_ivfpq":
+        config = ivfpq or IVFPQConfig()
+        if dimension % config.code_bytes:
+            raise IndexFolderError(
+                f"ivfpq.code_bytes is {config.code_bytes}, which does not divide the {dimension} numbers of a vector; "
+                f"take one of {', '.join(str(n) for n in range(1, dimension + 1) if not dimension % n)}"
+            )
+        if passages < _CODES:
+            raise IndexFolderError(f"dense_ivfpq needs {_CODES} passages, found {passages}; take dense_flat for so few")
+        lists = lists_of(config, passages)
+        return f"IVF{lists}{f'_HNSW{GRAPH_LINKS}' if lists >= GRAPH_FROM else ''},PQ{config.code_bytes}x8"
+    return {"dense_flat": "Flat", "dense_fp16": "SQfp16", "dense_sq8": "SQ8"}[kind]
+
+
+def build_faiss_index(
+    shards: VectorShards,
+    output: Path,
+    kind: IndexKind,
+    *,
+    hnsw: HNSWConfig | None = None,
+    ivfpq: IVFPQConfig | None = None,
+    threads: int = 1,
+) -> None:
+    """Write an index whose row i is vector i. Exact vectors go from file to file; other kinds are held whole."""
+    faiss.omp_set_num_threads(threads)
+    if kind == "dense_flat":
+        _write_flat(shards, output)
+        return
+    require_memory(kind, index_bytes(kind, len(shards), shards.dimension, hnsw, ivfpq), len(shards), shards.dimension)
+    index = faiss.index_factory(
+        shards.dimension, factory_of(kind, len(shards), shards.dimension, hnsw, ivfpq), faiss.METRIC_INNER_PRODUCT
+    )
+    if kind == "dense_hnsw":
+        cast(faiss.IndexHNSWFlat, index).hnsw.efConstruction = (hnsw or HNSWConfig()).ef_construction
+    if kind == "dense_ivfpq":  # an order of codes that serves Hamming distances, which nobody asks for here
+        index.do_polysemous_training = False  # pyright: ignore[reportAttributeAccessIssue]  # of IndexIVFPQ
+    if not index.is_trained:
+        index.train(_sample(shards, ivfpq))
+    for vectors in shards:
+        index.add(vectors)
+    try:
+        faiss.write_index(index, str(output))
+    except RuntimeError as error:  # Faiss' own; it names the file and the system's reason
+        raise IndexFolderError(f"the vectors could not be written ({error}); is the disk full?") from error
+
+
+def _sample(shards: VectorShards, ivfpq: IVFPQConfig | None) -> np.ndarray:
+    """Evenly spaced vectors to train on."""
+    count = training_vectors(ivfpq or IVFPQConfig(), len(shards))
+    return shards.rows(np.linspace(0, len(shards) - 1, count).astype(np.int64))
+
+
+def _write_flat(shards: VectorShards, output: Path) -> None:
+    """An IndexFlatIP as Faiss writes it, without ever holding it: 65 GB of wiki-18."""
+    one = faiss.IndexFlatIP(shards.dimension)
+    one.add(np.zeros((1, shards.dimension), dtype=np.float32))
+    written = faiss.serialize_index(one).tobytes()
+    header = bytearray(written[: -8 - 4 * shards.dimension])  # behind it: how many floats, and the floats
+    if header[:4] != _FLAT_CODE or struct.unpack_from("<iq", header, 4) != (shards.dimension, 1):
+        raise IndexFolderError(f"faiss {faiss.__version__} writes exact indexes in a form that is not known here")
+    struct.pack_into("<q", header, 8, len(shards))
+    try:
+        with output.open("wb") as file:
+            _write_parts(file, bytes(header), shards)
+    except OSError as error:
+        raise IndexFolderError(f"the vectors could not be written ({error}); is the disk full?") from error
+    if read_index(output).ntotal != len(shards):
+        raise IndexFolderError(f"{output} holds other vectors than were written; build it anew")
+
+
+def _write_parts(file: BinaryIO, header: bytes, shards: VectorShards) -> None:
+    file.write(header)
+    file.write(struct.pack("<q", len(shards) * shards.dimension))
+    for vectors in shards:
+        file.write(np.ascontiguousarray(vectors).data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------------------------------------- files that exist
+def check_vectors(path: Path, kind: IndexKind, passages: int, dimension: int) -> tuple[faiss.Index, IndexKind]:
+    """A Faiss file from which an index of ``kind`` can be made, and the kind that it is: the same, or exact. Raises
+    IndexFolderError for another, and where it does not fit corpus and encoder."""
+    index = read_index(path)
+    found = kind_of(index)
+    if found is None or found not in (kind, "dense_flat"):
+        name = type(faiss.downcast_index(index)).__name__
+        advice = f"which is kind {found}: set the kind to it" if found else "which is of no kind here"
+        raise IndexFolderError(f"vectors {path}: {name}, {advice}, or give exact vectors; expected {kind}")
+    if (index.ntotal, index.d) != (passages, dimension) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise IndexFolderError(
+            f"vectors {path}: {index.ntotal} vectors of {index.d} numbers; expected {passages} of {dimension}, for "
+            "the inner product: give the file made from this corpus with this encoder"
+        )
+    return index, found
+
+
+def kind_of(index: faiss.Index) -> IndexKind | None:
+    """What an index is; None for one of no kind of ours."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexIVFPQ):
+        return "dense_ivfpq"
+    if isinstance(index, faiss.IndexHNSWFlat):
+        return "dense_hnsw"
+    if isinstance(index, faiss.IndexScalarQuantizer):
+        kinds: dict[int, IndexKind] = {
+            faiss.ScalarQuantizer.QT_fp16: "dense_fp16", faiss.ScalarQuantizer.QT_8bit: "dense_sq8",
+        }  # fmt: skip
+        return kinds.get(index.sq.qtype)
+    return "dense_flat" if isinstance(index, faiss.IndexFlat) else None
+
+
+def read_index(path: Path) -> faiss.Index:
+    """Mapped, not loaded: exact vectors of wiki-18 are 65 GB, and ranks on one machine share the pages. Raises
+    IndexFolderError."""
+    try:
+        return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+    except RuntimeError as error:
+        raise IndexFolderError(f"{path}: Faiss cannot open it ({error}); build the index anew") from error
+
+
+# ---------------------------------------------------------------------------------------------- how good it is
+def recall(found: np.ndarray, queries: np.ndarray, shards: VectorShards) -> float:
+    """Share of the exact best k among ``found`` [Q, k]; ``queries`` [Q, dimension]."""
+    k = found.shape[1]
+    best = np.full((len(queries), k), -np.inf, dtype=np.float32)
+    rows = np.full((len(queries), k), -1, dtype=np.int64)
+    start = 0
+    for vectors in shards:
+        scores = np.concatenate([best, queries @ vectors.T], axis=1)
+        numbers = np.concatenate(
+            [rows, np.broadcast_to(np.arange(start, start + len(vectors)), (len(queries), len(vectors)))], axis=1
+        )
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        best, rows = np.take_along_axis(scores, order, 1), np.take_along_axis(numbers, order, 1)
+        start += len(vectors)
+    hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), rows.tolist(), strict=True)]
+    return sum(hits) / rows.size

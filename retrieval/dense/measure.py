@@ -1,0 +1,30 @@
+"""How many of the exact best three an index finds, asked with the first words of passages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrieval.corpus import PassageStore
+from retrieval.dense.build import recall
+from retrieval.dense.opened import open_dense
+from retrieval.dense.vectors import VectorShards
+from retrieval.index import IndexKind
+
+QUERIES, WORDS, BEST = 200, 12, 3
+
+
+def sampled_recall(
+    folder: Path, vectors: Path, kind: IndexKind, settings: dict[str, Any], threads: int, device: str
+) -> float:
+    """recall@3 of the index in ``folder``, at its own settings, against the exact search of ``vectors``."""
+    store, shards = PassageStore(folder), VectorShards(vectors)
+    rows = np.unique(np.linspace(0, len(store) - 1, min(QUERIES, len(store))).astype(int))
+    texts = [" ".join(store[int(row)].contents.partition("\n")[2].split()[:WORDS]) for row in rows]
+    searcher = open_dense(folder, kind, settings, threads=threads, device=device)
+    queries = searcher.encode(texts)
+    _, found = searcher.nearest(queries, min(BEST, len(store)))
+    searcher.close()
+    return round(recall(found, queries, shards), 4)

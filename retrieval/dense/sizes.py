@@ -1,0 +1,94 @@
+"""What an index of a kind takes of memory and disk, known before it is built, and what this machine has."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from retrieval.index import HNSWConfig, IndexKind, IVFPQConfig
+from retrieval.types import IndexFolderError
+
+DENSE: tuple[IndexKind, ...] = ("dense_flat", "dense_hnsw", "dense_fp16", "dense_sq8", "dense_ivfpq")
+GRAPH_FROM = 4096  # lists; of so many the nearest are found by a graph
+GRAPH_LINKS = 32
+_TRAIN_PER_LIST = 50  # vectors; Faiss asks for 39
+_ID = 8  # bytes
+_LARGER_THAN_FREE = 0.95  # of the free memory: the encoder and the server want some, too
+
+
+def lists_of(config: IVFPQConfig, passages: int) -> int:
+    """The given number, or a power of two near 4 sqrt(passages) that leaves each list some vectors to train on."""
+    if config.lists is not None:
+        return config.lists
+    wanted = max(1.0, min(4 * math.sqrt(passages), passages / _TRAIN_PER_LIST))
+    return 2 ** round(math.log2(wanted))
+
+
+def training_vectors(config: IVFPQConfig, passages: int) -> int:
+    return min(passages, max(_TRAIN_PER_LIST * lists_of(config, passages), 50_000))
+
+
+def index_bytes(
+    kind: IndexKind, passages: int, dimension: int, hnsw: HNSWConfig | None = None, ivfpq: IVFPQConfig | None = None
+) -> int:
+    """Bytes of the file ``faiss.index``, which a server holds in memory."""
+    numbers = passages * dimension
+    if kind == "dense_hnsw":
+        return 4 * numbers + passages * _links((hnsw or HNSWConfig()).m)
+    if kind == "dense_ivfpq":
+        config = ivfpq or IVFPQConfig()
+        lists = lists_of(config, passages)
+        graph = _links(GRAPH_LINKS) if lists >= GRAPH_FROM else 0
+        codes = 4 * 256 * dimension  # what each byte of a code stands for
+        return passages * (config.code_bytes + _ID) + lists * (4 * dimension + graph) + codes
+    return {"dense_flat": 4, "dense_fp16": 2, "dense_sq8": 1}[kind] * numbers
+
+
+def _links(m: int) -> int:
+    """Bytes a vector of an HNSW graph: 2 m neighbours below, m on each level above, where one of m goes on; 12 of
+    bookkeeping."""
+    return 4 * (2 * m + round(m / (m - 1))) + 12
+
+
+def kept_bytes(kind: IndexKind, passages: int, dimension: int) -> int:
+    """Bytes beside ``faiss.index``, on the disk alone: the 16-bit vectors by which candidates are ranked again."""
+    return 2 * passages * dimension if kind == "dense_ivfpq" else 0
+
+
+def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int, free: int | None = None) -> None:
+    """Raises IndexFolderError where an index of ``needed`` bytes is larger than what the machine has free, naming the
+    kinds that fit.
+
+    Args:
+        free: bytes; None: ``available_memory()``.
+    """
+    room = _LARGER_THAN_FREE * (available_memory() if free is None else free)
+    if needed <= room:
+        return
+    sizes = {other: index_bytes(other, passages, dimension) for other in DENSE if other != kind}
+    fitting = [f"{other} ({size / 1e9:.1f} GB)" for other, size in sizes.items() if size <= room]
+    advice = f"kinds that fit: {', '.join(fitting)}" if fitting else "no kind of this corpus would fit"
+    raise IndexFolderError(
+        f"a {kind} index of {passages:,} passages takes {needed / 1e9:.1f} GB of memory, and this machine has "
+        f"{room / 1e9:.1f} GB for it: every search would read from the disk; {advice}"
+    )
+
+
+def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be used without swapping: the kernel's estimate, within the limits of our control groups
+    (containers, Slurm)."""
+    lines = (proc / "meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    own = next((line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
+    folder = groups / own.strip().lstrip("/")
+    for group in (folder, *folder.parents):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text())
+        except OSError:  # a group without limits, or another version of them
+            continue
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # is given back when asked for
+        if limit != "max":
+            free = min(free, int(limit) - used + cached)
+    return max(free, 0)
