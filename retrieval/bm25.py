@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from retrieval.corpus import PassageStore
@@ -54,19 +54,21 @@ def anserini_jar() -> Path:
     raise LuceneUnavailable(f"BM25 needs the package pyserini==1.6.0 (for Anserini's jar): {_INSTALL}")
 
 
-def build_lucene_index(passages: Path, output: Path, *, expected: int, threads: int = 1, heap: str = "1g") -> None:
+def build_lucene_index(
+    passages: Path, output: Path, *, expected: int, threads: int = 1, heap: str = "1g", options: Sequence[str] = ()
+) -> None:
     """Index the JSON lines files of folder ``passages`` into folder ``output``.
 
-    Only what BM25 needs is written (no positions, vectors or texts), merged into one segment, so that the result
-    does not depend on ``threads``.  Raises IndexFolderError when the indexer fails or counts another number of
-    passages than ``expected``.
+    Only what BM25 needs is written (no positions, vectors or texts, but for Anserini's ``options``), merged into one
+    segment, so that the result does not depend on ``threads``.  Raises IndexFolderError when the indexer fails or
+    counts another number of passages than ``expected``.
     """
     command = [
         sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid()),
         str(java_home() / "bin" / "java"), f"-Xmx{heap}", "-XX:+UseSerialGC", "-cp", str(anserini_jar()),
         "io.anserini.index.IndexCollection", "-collection", "JsonCollection",
         "-generator", "DefaultLuceneDocumentGenerator", "-input", str(passages), "-index", str(output),
-        "-threads", str(threads), "-memoryBuffer", "256", "-optimize",
+        "-threads", str(threads), "-memoryBuffer", "256", "-optimize", *options,
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     counted = re.search(r"Total ([\d,]+) documents? indexed", done.stdout)

@@ -92,8 +92,8 @@ class HNSWConfig:
 
 @dataclass(frozen=True)
 class IVFPQConfig:
-    """Faiss IVF with product quantisation: the corpus in lists, a vector in a few bytes; the best candidates are ranked
-    again by their vectors on disk.
+    """Faiss IVF with product quantisation: the corpus in lists, a vector, turned by a random rotation, in a few bytes;
+    the best candidates are ranked again by their vectors on disk.
 
     Args:
         lists: by default a power of two near 4 sqrt(passages).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import faiss
 import numpy as np
@@ -35,7 +35,8 @@ def factory_of(
         if passages < _CODES:
             raise IndexFolderError(f"dense_ivfpq needs {_CODES} passages, found {passages}; take dense_flat for so few")
         lists = lists_of(config, passages)
-        return f"IVF{lists}{f'_HNSW{GRAPH_LINKS}' if lists >= GRAPH_FROM else ''},PQ{config.code_bytes}x8"
+        # turned first, so that no byte of the code has more to say than another
+        return f"RR{dimension},IVF{lists}{f'_HNSW{GRAPH_LINKS}' if lists >= GRAPH_FROM else ''},PQ{config.code_bytes}x8"
     return {"dense_flat": "Flat", "dense_fp16": "SQfp16", "dense_sq8": "SQ8"}[kind]
 
 
@@ -60,7 +61,8 @@ def build_faiss_index(
     if kind == "dense_hnsw":
         cast(faiss.IndexHNSWFlat, index).hnsw.efConstruction = (hnsw or HNSWConfig()).ef_construction
     if kind == "dense_ivfpq":  # an order of codes that serves Hamming distances, which nobody asks for here
-        index.do_polysemous_training = False  # pyright: ignore[reportAttributeAccessIssue]  # of IndexIVFPQ
+        inner: Any = faiss.downcast_index(faiss.extract_index_ivf(index))
+        inner.do_polysemous_training = False
     if not index.is_trained:
         index.train(_sample(shards, ivfpq))
     for vectors in shards:
@@ -125,7 +127,8 @@ def check_vectors(path: Path, kind: IndexKind, passages: int, dimension: int) ->
 def kind_of(index: faiss.Index) -> IndexKind | None:
     """What an index is; None for one of no kind of ours."""
     index = faiss.downcast_index(index)
-    if isinstance(index, faiss.IndexIVFPQ):
+    turned = isinstance(index, faiss.IndexPreTransform)
+    if isinstance(faiss.downcast_index(index.index) if turned else index, faiss.IndexIVFPQ):
         return "dense_ivfpq"
     if isinstance(index, faiss.IndexHNSWFlat):
         return "dense_hnsw"
@@ -144,22 +147,3 @@ def read_index(path: Path) -> faiss.Index:
         return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         raise IndexFolderError(f"{path}: Faiss cannot open it ({error}); build the index anew") from error
-
-
-# ---------------------------------------------------------------------------------------------- how good it is
-def recall(found: np.ndarray, queries: np.ndarray, shards: VectorShards) -> float:
-    """Share of the exact best k among ``found`` [Q, k]; ``queries`` [Q, dimension]."""
-    k = found.shape[1]
-    best = np.full((len(queries), k), -np.inf, dtype=np.float32)
-    rows = np.full((len(queries), k), -1, dtype=np.int64)
-    start = 0
-    for vectors in shards:
-        scores = np.concatenate([best, queries @ vectors.T], axis=1)
-        numbers = np.concatenate(
-            [rows, np.broadcast_to(np.arange(start, start + len(vectors)), (len(queries), len(vectors)))], axis=1
-        )
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        best, rows = np.take_along_axis(scores, order, 1), np.take_along_axis(numbers, order, 1)
-        start += len(vectors)
-    hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), rows.tolist(), strict=True)]
-    return sum(hits) / rows.size

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 
 from retrieval.corpus import PassageStore
-from retrieval.dense.build import recall
 from retrieval.dense.opened import open_dense
 from retrieval.dense.vectors import VectorShards
 from retrieval.index import IndexKind
@@ -28,3 +28,17 @@ def sampled_recall(
     _, found = searcher.nearest(queries, min(BEST, len(store)))
     searcher.close()
     return round(recall(found, queries, shards), 4)
+
+
+def recall(found: np.ndarray, queries: np.ndarray, shards: VectorShards) -> float:
+    """Share of the exact best k among the rows ``found`` [Q, k]; ``queries`` [Q, dimension]."""
+    k = found.shape[1]
+    scores, rows, start = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64), 0
+    for vectors in shards:
+        best, at = faiss.knn(queries, vectors, min(k, len(vectors)), metric=faiss.METRIC_INNER_PRODUCT)
+        scores, rows = np.concatenate([scores, best], axis=1), np.concatenate([rows, at + start], axis=1)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        scores, rows = np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+        start += len(vectors)
+    hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), rows.tolist(), strict=True)]
+    return sum(hits) / rows.size

@@ -39,7 +39,7 @@ def index_bytes(
         config = ivfpq or IVFPQConfig()
         lists = lists_of(config, passages)
         graph = _links(GRAPH_LINKS) if lists >= GRAPH_FROM else 0
-        codes = 4 * 256 * dimension  # what each byte of a code stands for
+        codes = 4 * dimension * (256 + dimension)  # what each byte of a code stands for, and the rotation
         return passages * (config.code_bytes + _ID) + lists * (4 * dimension + graph) + codes
     return {"dense_flat": 4, "dense_fp16": 2, "dense_sq8": 1}[kind] * numbers
 

@@ -17,7 +17,8 @@ import pytest
 from retrieval.corpus import write_store
 from retrieval.dense import searcher as searching
 from retrieval.dense import sizes
-from retrieval.dense.build import build_faiss_index, factory_of, kind_of, read_index, recall
+from retrieval.dense.build import build_faiss_index, factory_of, kind_of, read_index
+from retrieval.dense.measure import recall
 from retrieval.dense.searcher import DenseSearcher
 from retrieval.dense.sizes import available_memory, index_bytes, lists_of
 from retrieval.dense.vectors import VectorShards, encode_corpus, shard_files
@@ -215,7 +216,7 @@ def recall_by_hand(rows, exact):
 
 def test_the_numbers_of_a_kind():
     assert [lists_of(IVFPQConfig(), n) for n in (48, 6000, 21_015_324)] == [1, 128, 16384]
-    assert factory_of("dense_ivfpq", 21_015_324, 768, None, None) == "IVF16384_HNSW32,PQ96x8"
+    assert factory_of("dense_ivfpq", 21_015_324, 768, None, None) == "RR768,IVF16384_HNSW32,PQ96x8"
     with pytest.raises(IndexFolderError, match="code_bytes is 96, which does not divide the 383 numbers") as error:
         factory_of("dense_ivfpq", 300, 383, None, None)
     assert "take one of 1, 383" in str(error.value)

@@ -1,0 +1,302 @@
+"""Dense indexes of every kind over generated vectors, and the search server against Search-R1's form of one.
+
+    python -m benchmarks.retrieval [--passages 1000000] [--kinds dense_flat dense_fp16 dense_sq8 dense_ivfpq] \\
+        [--folder DIR] [--threads 2] [--no-http]
+
+**Kinds.** Vectors of 768 numbers in clusters, a thousand to each; what separates clusters and what separates the
+members of one has, as in the vectors of encoders, a few strong directions (variance 1 / i of the i-th). A query lies
+nearer to its passage than the members of a cluster lie to each other. Recall@3 is against exact search of the same
+16-bit vectors. The first answer is timed from opening the file to the first hits, the file's pages dropped from memory
+before; so is reading the file once from its beginning to its end. Latencies are medians. There is no encoder in them.
+
+**Server.** 64 clients that ask one query after another, as trajectories do, of BM25 over 50,000 passages. Search-R1's
+form (search/retrieval_server.py) is written anew: a FastAPI endpoint that calls pyserini's LuceneSearcher for one query
+after another and reads the passages from the index. It has one thread: pyserini's searcher is not made for more. The
+two servers take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import common
+
+DIMENSION, MEMBERS, BATCH, BEST = 768, 1000, 64, 3
+KINDS = ["dense_flat", "dense_fp16", "dense_sq8", "dense_ivfpq"]
+CLIENTS, ASKED, DOCUMENTS, ROUNDS = 64, 4000, 50_000, 3
+
+
+class Clustered:
+    """Vectors by number, as ``copy_vectors`` reads them from an index."""
+
+    def __init__(self, passages: int) -> None:
+        self.ntotal = passages
+        self.scale = (np.arange(1, DIMENSION + 1) ** -0.5).astype(np.float32)
+        self.centres = self.draw(0, max(passages // MEMBERS, 1))
+
+    def draw(self, seed: int, count: int) -> np.ndarray:
+        return np.random.default_rng(seed).standard_normal((count, DIMENSION), dtype=np.float32) * self.scale
+
+    def reconstruct_n(self, start: int, count: int) -> np.ndarray:
+        return unit(
+            self.centres[np.arange(start, start + count) % len(self.centres)] + 0.6 * self.draw(start + 1, count)
+        )
+
+    def queries(self, count: int = 4 * BATCH) -> np.ndarray:
+        """Each near one of the first passages."""
+        members = self.centres[np.arange(count) % len(self.centres)] + 0.6 * self.draw(1, self.first)[:count]
+        return unit(members + 0.3 * self.draw(self.ntotal + 1, count))
+
+    @property
+    def first(self) -> int:
+        """Vectors that are drawn at once from the first on."""
+        from retrieval.dense.vectors import ROWS
+
+        return min(ROWS, self.ntotal)
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+class NoEncoder:
+    dimension = DIMENSION
+
+
+def build(folder: str, kind: str, threads: int) -> float:
+    """Seconds."""
+    from retrieval.dense.build import build_faiss_index
+    from retrieval.dense.vectors import VectorShards
+
+    began = time.perf_counter()
+    build_faiss_index(VectorShards(f"{folder}/vectors"), Path(folder) / kind, kind, threads=threads)
+    return time.perf_counter() - began
+
+
+def search(folder: str, kind: str, passages: int, threads: int) -> dict[str, float]:
+    """Times in seconds, memory in GB."""
+    import retrieval.dense.searcher as searching
+    from retrieval.dense.measure import recall
+    from retrieval.dense.vectors import VectorShards
+    from retrieval.index import EncoderConfig, IVFPQConfig
+
+    searching.TextEncoder = lambda *_, **__: NoEncoder
+    path, shards, own = Path(folder) / kind, VectorShards(f"{folder}/vectors"), IVFPQConfig()
+    queries, options = Clustered(passages).queries(), {}
+    if kind == "dense_ivfpq":
+        options = {"probes": own.probes, "candidates": own.candidates, "exact": shards}
+    if kind == "dense_hnsw":
+        options = {"ef_search": 64}
+    read_whole(path)
+    reading = read_whole(path)
+    forget(path)
+    began = time.perf_counter()
+    searcher = searching.DenseSearcher(path, EncoderConfig("none"), threads=threads, **options)
+    searcher.search_vectors(queries[:1], BEST)
+    found = {"reading": reading, "first": time.perf_counter() - began}
+    for name, size in (("single", 1), ("batch", BATCH)):
+        times = []
+        for start in range(0, min(len(queries), 16 * size), size):
+            began = time.perf_counter()
+            searcher.search_vectors(queries[start : start + size], BEST)
+            times.append(time.perf_counter() - began)
+        found[name] = statistics.median(times)
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    found["memory"] = int(fields["VmRSS"].split()[0]) / 1e6
+    found["recall"] = recall(searcher.nearest(queries, BEST)[1], queries, shards)
+    return found
+
+
+def forget(path: Path) -> None:
+    """Drop a file's pages from memory."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_whole(path: Path) -> float:
+    """Seconds that reading a file once takes, its pages dropped before."""
+    forget(path)
+    began = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.read(1 << 24):
+            pass
+    return time.perf_counter() - began
+
+
+def kinds(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    from retrieval.dense.vectors import copy_vectors
+    from retrieval.index import EncoderConfig
+
+    copy_vectors(Clustered(options.passages), folder / "vectors", "generated", EncoderConfig("none"))
+    for kind in options.kinds:
+        path = folder / kind
+        built = (
+            f"{common.in_child(build, str(folder), kind, options.threads):.0f} s to build, "
+            if not path.is_file()
+            else ""
+        )
+        found = common.in_child(search, str(folder), kind, options.passages, options.threads)
+        yield (
+            f"{kind}, {options.passages:,} x {DIMENSION}, {options.threads} threads: "
+            f"{path.stat().st_size / 1e9:.2f} GB, {built}"
+            f"recall@{BEST} {found['recall']:.3f}; {1000 * found['single']:.1f} ms for one query, "
+            f"{1000 * found['batch']:.0f} ms for {BATCH}; first answer {found['first']:.1f} s after opening, "
+            f"{found['first'] / found['reading']:.2f} x reading the file ({found['reading']:.1f} s); "
+            f"{found['memory']:.1f} GB resident"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ the server
+def search_r1_form(lucene: str, port: int) -> None:
+    """Serves until it is ended."""
+    import uvicorn
+    from fastapi import FastAPI
+    from pydantic import BaseModel
+    from pyserini.search.lucene import LuceneSearcher
+
+    class Request(BaseModel):
+        queries: list[str]
+        topk: int = 3
+        return_scores: bool = False
+
+    app, searcher = FastAPI(), LuceneSearcher(lucene)
+
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> dict:
+        result = []
+        for query in request.queries:
+            hits = searcher.search(query, request.topk)
+            found = [json.loads(searcher.doc(hit.docid).raw())["contents"] for hit in hits]
+            documents = [
+                {"title": text.split("\n")[0].strip('"'), "text": "\n".join(text.split("\n")[1:]), "contents": text}
+                for text in found
+            ]
+            result.append([{"document": d, "score": h.score} for d, h in zip(documents, hits, strict=True)])
+        return {"result": result}
+
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)
+
+
+def make_corpus(path: Path) -> list[str]:
+    """Passages of words that are as unequally frequent as a language's; returns queries."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(3, 9))) for _ in range(40_000)]
+    weights = [1 / (rank + 3) for rank in range(len(words))]
+    with path.open("w") as file:
+        for row in range(DOCUMENTS):
+            text = " ".join(draw.choices(words, weights, k=100))
+            file.write(
+                json.dumps({"id": str(row), "contents": f'"{" ".join(draw.choices(words, k=2))}"\n{text}'}) + "\n"
+            )
+    return [" ".join(draw.choices(words, weights, k=6)) for _ in range(1000)]
+
+
+async def ask(url: str, queries: list[str]) -> float:
+    """Queries a second."""
+    from retrieval.client import RetrieverClient
+
+    client, waiting = RetrieverClient([url], max_connections=CLIENTS, timeout=60), iter(queries)
+
+    async def one() -> None:
+        for query in waiting:
+            await client.search([query], BEST)
+
+    await client.search(queries[:CLIENTS], BEST)
+    began = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(CLIENTS)))
+    seconds = time.perf_counter() - began
+    await client.close()
+    return len(queries) / seconds
+
+
+def server(folder: Path, threads: int) -> Iterator[str]:
+    import socket
+
+    from retrieval.bm25 import anserini_jar, build_lucene_index, java_home
+    from retrieval.client import RetrieverClient
+    from retrieval.index import BuildIndex
+    from retrieval.process import RetrieverProcess
+
+    folder.mkdir(exist_ok=True)
+    queries = make_corpus(folder / "corpus.jsonl")
+    index = BuildIndex(str(folder / "corpus.jsonl")).run(folder)["index"]
+    if not (folder / "lucene").is_dir():  # their texts are read from the index
+        (folder / "documents").mkdir(exist_ok=True)
+        os.link(folder / "corpus.jsonl", folder / "documents" / "corpus.jsonl")
+        build_lucene_index(folder / "documents", folder / "lucene", expected=DOCUMENTS, options=["-storeRaw"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    code = f"import benchmarks.retrieval as m; m.search_r1_form({str(folder / 'lucene')!r}, {port})"
+    variables = {"JAVA_HOME": str(java_home()), "JVM_PATH": "", "ANSERINI_CLASSPATH": str(anserini_jar().parent)}
+    theirs = subprocess.Popen([sys.executable, "-c", code], env=os.environ | variables)
+    ours = RetrieverProcess(index, threads=threads)
+    try:
+        sides = {"ours": ours.start(), "theirs": f"http://127.0.0.1:{port}"}
+        asyncio.run(_wait(RetrieverClient([sides["theirs"]], retries=60, backoff=0.01)))
+        rates: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(ROUNDS):
+            for name, url in sides.items():
+                rates[name].append(asyncio.run(ask(url, (queries * (ASKED // len(queries) + 1))[:ASKED])))
+    finally:
+        theirs.kill()
+        ours.stop()
+    ratios = [a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True)]
+    yield (
+        f"BM25 over {DOCUMENTS:,} passages, {CLIENTS} clients: {statistics.median(rates['ours']):.0f} queries/s, "
+        f"Search-R1's form {statistics.median(rates['theirs']):.0f}, ratio {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+
+
+async def _wait(client: object) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            await client.start()
+            return await client.close()
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(1)
+
+
+def metrics(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    yield from kinds(options, folder)
+    if options.http:
+        yield from server(folder / "bm25", options.threads)
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--passages", type=int, default=1_000_000)
+    parser.add_argument("--kinds", nargs="*", default=KINDS)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--folder", type=Path, help="keeps vectors and indexes, which a later run takes; 5 GB a million"
+    )
+    parser.add_argument("--no-http", dest="http", action="store_false")
+    options = parser.parse_args()
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        common.print_metrics(options, metrics(options, options.folder))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        common.print_metrics(options, metrics(options, Path(name)))
+
+
+if __name__ == "__main__":
+    main()
