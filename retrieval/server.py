@@ -26,10 +26,10 @@ from typing import Annotated, NoReturn
 
 import orjson
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
-from retrieval.batching import Answer, Batcher, OwnerThread
+from retrieval.batching import Answer, Batcher, ClientGone, OwnerThread
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.types import RetrievalFailure
 
@@ -58,13 +58,15 @@ def make_app(owner: OwnerThread, topk: int) -> FastAPI:
     app = FastAPI(title="Retriever", lifespan=lifespan)
 
     @app.post("/retrieve")
-    async def retrieve(request: RetrieveRequest) -> Response:
+    async def retrieve(request: RetrieveRequest, http: Request) -> Response:
         if not request.queries:
             return _json({"result": []})
         queries = [_well_formed(query) for query in request.queries]
         k = min(request.topk or topk, len(retriever))
         try:
-            answers = await batcher.search(queries, k)
+            answers = await batcher.search(queries, k, http.is_disconnected)
+        except ClientGone:
+            return Response(status_code=499)  # as nginx calls it; nobody reads it
         except Exception as error:
             print(f"search failed: {error!r}", file=sys.stderr, flush=True)
             return _json({"detail": f"search failed: {error!r}"}, status=500)
