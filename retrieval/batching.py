@@ -117,6 +117,8 @@ class Batcher:
 
     async def _drop_gone(self, requests: Iterable[_Waiting]) -> None:
         old = [request for request in requests if time.monotonic() - request.since > ASK_AFTER_S]
+        if not old:  # gather() of nothing would cost a turn of the loop
+            return
         for request, gone in zip(old, await asyncio.gather(*(request.gone() for request in old)), strict=True):
             if gone and not request.answers.done():
                 self.counters.dropped += 1
