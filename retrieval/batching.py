@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Answer = list[tuple[dict[str, str], float]]  # one query's documents and scores
+Progress = Callable[[str], None]  # says how far the loading is
 ASK_AFTER_S = 0.1  # no client gives up sooner; asking costs the server time
 
 
@@ -31,11 +32,20 @@ class _Retriever(Protocol):
 
 
 class OwnerThread:
-    """The only thread that ever touches the retriever: it makes it, calls it and closes it."""
+    """The only thread that ever touches the retriever: it makes it, calls it and closes it.
 
-    def __init__(self, make: Callable[[], _Retriever]) -> None:
+    ``make`` is handed a function to say how far it is: a short text such as "reading faiss.index: 12 of 65 GB". Call it
+    as often as you like, from any thread. What waits for the retriever shows the text, and takes every new one for a
+    sign of life, so that a load may take hours while one that hangs is noticed.
+    """
+
+    def __init__(self, make: Callable[[Progress], _Retriever]) -> None:
+        self.progress = "starting"  # the last text
         self._executor = ThreadPoolExecutor(1, "retriever-owner")
-        self.ready: Future[_Retriever] = self._executor.submit(make)
+        self.ready: Future[_Retriever] = self._executor.submit(make, self._say)
+
+    def _say(self, text: str) -> None:
+        self.progress = text
 
     def search(self, queries: list[str], k: int) -> Future[list[Answer]]:
         return self._executor.submit(lambda: self.ready.result().search(queries, k))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+LOADING = "loading"  # status of a server, in the JSON of its answer 503, until it can search
+
 
 class RetrievalFailure(Exception):
     """Root of everything this package raises on purpose."""

@@ -41,7 +41,7 @@ class SteppedRetriever:
 
 def run(requests: list[tuple[list[str], int]], *, max_batch: int = 1024, cancel: int | None = None):
     """The first request is in flight when the others arrive."""
-    owner = OwnerThread(SteppedRetriever)
+    owner = OwnerThread(lambda _: SteppedRetriever())
     retriever = owner.ready.result()
 
     async def main():
@@ -104,7 +104,7 @@ def test_a_client_that_has_gone_does_not_disturb_the_others(cancelled):
 
 
 def test_a_retriever_that_cannot_be_made_says_why():
-    def make():
+    def make(_):
         raise OSError("no such index")
 
     with pytest.raises(OSError, match="no such index"):
@@ -126,7 +126,7 @@ def serving(owner: OwnerThread) -> Iterator[str]:
 
 def test_what_clients_have_given_up_is_not_computed():
     """50 clients behind a slow call ask four times each: their last attempts alone are computed."""
-    owner = OwnerThread(SteppedRetriever)
+    owner = OwnerThread(lambda _: SteppedRetriever())
     retriever = owner.ready.result()
 
     async def main(url: str):
