@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 Answer = list[tuple[dict[str, str], float]]  # one query's documents and scores
 Progress = Callable[[str], None]  # says how far the loading is
-ASK_AFTER_S = 0.1  # no client gives up sooner; asking costs the server time
+ASK_AFTER_S = 0.5  # seconds; no client gives up sooner, and asking costs the server time
 
 
 class ClientGone(Exception):

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -175,7 +176,8 @@ class RetrieverProcess:
             self._finalizer = weakref.finalize(self, _terminate, self._process)
         finally:
             os.close(write_fd)
-        report, said = {"loading": None}, ""
+        report: dict[str, Any] = {"loading": None}
+        said = ""
         with open(read_fd, "rb", buffering=0) as pipe:  # a buffer would hide from select() what has come
             while "loading" in report:
                 if not select.select([pipe], [], [], self.start_timeout)[0]:

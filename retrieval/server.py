@@ -131,23 +131,23 @@ class _Server(uvicorn.Server):
 
     async def _when_loaded(self) -> None:
         loaded, said = asyncio.wrap_future(self._owner.ready), None
-        while not (await asyncio.wait([loaded], timeout=PROGRESS_S))[0]:
-            if self._owner.progress != said:
-                said = self._owner.progress
-                self._tell({"loading": said})
         try:
+            while not (await asyncio.wait([loaded], timeout=PROGRESS_S))[0]:
+                if self._owner.progress != said:
+                    said = self._owner.progress
+                    self._tell({"loading": said})
             loaded.result()
+            if self._announce is not None:
+                half = self._announce.with_name(f".{self._announce.name}.{os.getpid()}")
+                half.write_text(announced_url(self._report))
+                half.replace(self._announce)
+            print(f"retriever ready at {self._report['url']} (POST /retrieve, GET /health)", flush=True)
+            self._tell(self._report)
         except (RetrievalFailure, ValueError, OSError) as error:
             _stop(str(error), EXIT_WRONG_INPUT)
-        except BaseException:
+        except Exception:  # a task's own is not shown, and the server would be loading for ever
             traceback.print_exc()
             os._exit(1)
-        if self._announce is not None:
-            half = self._announce.with_name(f".{self._announce.name}.{os.getpid()}")
-            half.write_text(announced_url(self._report))
-            half.replace(self._announce)
-        print(f"retriever ready at {self._report['url']} (POST /retrieve, GET /health)", flush=True)
-        self._tell(self._report)
         if self._pipe is not None:
             self._pipe.close()
 
@@ -253,9 +253,8 @@ def main(arguments: list[str] | None = None) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     report = {"url": f"http://{host}:{port}", "port": port, "pid": os.getpid()}
     owner = OwnerThread(lambda progress: load(options, settings, progress))
-    config = uvicorn.Config(
-        make_app(owner, options.topk), log_level="warning", access_log=False, timeout_graceful_shutdown=5
-    )
+    app = make_app(owner, options.topk)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     _Server(config, owner, report, options.ready_fd, options.announce).run(sockets=[listener])
 
 

@@ -137,7 +137,7 @@ def test_what_clients_have_given_up_is_not_computed():
                     await asyncio.sleep(0.01)
                 return counters
 
-            slow, client = (RetrieverClient([url], timeout=s, retries=3, backoff=0.01) for s in (60, 0.8))
+            slow, client = (RetrieverClient([url], timeout=s, retries=3, backoff=0.01) for s in (60, 1))
             first = asyncio.create_task(slow.search(["slow"], 1))
             await counted("batches", 1)
             others = [asyncio.create_task(client.search([f"q{number}"], 1)) for number in range(50)]

@@ -77,6 +77,14 @@ def test_a_server_that_is_loading_can_be_stopped(bm25_index, tmp_path, number):
         assert process.wait(10) == 0
 
 
+@pytest.mark.slow
+def test_a_server_that_cannot_be_announced_ends(bm25_index, tmp_path):
+    (tmp_path / "gate").touch()
+    process, _ = start(tmp_path / "gate", bm25_index, "--announce", str(tmp_path / "none" / "search.url"))
+    with process:
+        assert process.wait(30) == 2
+
+
 def held_up(index: str, gate: Path, how: str, monkeypatch, **options) -> RetrieverProcess:
     process = RetrieverProcess(index, **options)
     command = process._command
