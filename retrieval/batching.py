@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from retrieval.types import Progress
+
 Answer = list[tuple[dict[str, str], float]]  # one query's documents and scores
-Progress = Callable[[str], None]  # says how far the loading is
 ASK_AFTER_S = 0.5  # seconds; no client gives up sooner, and asking costs the server time
 
 

@@ -35,9 +35,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
-from retrieval.batching import Answer, Batcher, ClientGone, OwnerThread, Progress
+from retrieval.batching import Answer, Batcher, ClientGone, OwnerThread
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
-from retrieval.types import LOADING, RetrievalFailure
+from retrieval.types import LOADING, Progress, RetrievalFailure
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3
