@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from retrieval.types import Progress
+
 Answer = list[tuple[dict[str, str], float]]  # one query's documents and scores
+ASK_AFTER_S = 0.5  # seconds; no client gives up sooner, and asking costs the server time
+
+
+class ClientGone(Exception):
+    """Nobody waits for this answer any more, so it was not computed."""
 
 
 class _Retriever(Protocol):
@@ -25,11 +33,20 @@ class _Retriever(Protocol):
 
 
 class OwnerThread:
-    """The only thread that ever touches the retriever: it makes it, calls it and closes it."""
+    """The only thread that ever touches the retriever: it makes it, calls it and closes it.
 
-    def __init__(self, make: Callable[[], _Retriever]) -> None:
+    ``make`` is handed a function to say how far it is: a short text such as "reading faiss.index: 12 of 65 GB". Call it
+    as often as you like, from any thread. What waits for the retriever shows the text, and takes every new one for a
+    sign of life, so that a load may take hours while one that hangs is noticed.
+    """
+
+    def __init__(self, make: Callable[[Progress], _Retriever]) -> None:
+        self.progress = "starting"  # the last text
         self._executor = ThreadPoolExecutor(1, "retriever-owner")
-        self.ready: Future[_Retriever] = self._executor.submit(make)
+        self.ready: Future[_Retriever] = self._executor.submit(make, self._say)
+
+    def _say(self, text: str) -> None:
+        self.progress = text
 
     def search(self, queries: list[str], k: int) -> Future[list[Answer]]:
         return self._executor.submit(lambda: self.ready.result().search(queries, k))
@@ -44,6 +61,8 @@ class OwnerThread:
 class _Waiting:
     queries: list[str]
     k: int
+    gone: Callable[[], Awaitable[bool]]
+    since: float  # time.monotonic()
     answers: asyncio.Future
 
 
@@ -52,7 +71,8 @@ class Counters:
     """What a server has done since it started."""
 
     requests: int = 0
-    queries: int = 0
+    dropped: int = 0  # requests whose client had gone before they were computed
+    queries: int = 0  # computed
     batches: int = 0
     largest_batch: int = 0  # queries
 
@@ -70,9 +90,12 @@ class Batcher:
         self._waiting: deque[_Waiting] = deque()
         self._worker: asyncio.Task | None = None
 
-    async def search(self, queries: list[str], k: int) -> list[Answer]:
-        """One answer per query, in order. Raises what the retriever raises."""
-        request = _Waiting(queries, k, asyncio.get_running_loop().create_future())
+    async def search(
+        self, queries: list[str], k: int, gone: Callable[[], Awaitable[bool]] | None = None
+    ) -> list[Answer]:
+        """One answer per query, in order. Raises what the retriever raises for these queries; ClientGone if ``gone``
+        says, before they are computed, that nobody waits for them any more."""
+        request = _Waiting(queries, k, gone or _stays, time.monotonic(), asyncio.get_running_loop().create_future())
         self.counters.requests += 1
         self._waiting.append(request)
         if self._worker is None or self._worker.done():
@@ -82,17 +105,35 @@ class Batcher:
     async def _work(self) -> None:
         await asyncio.sleep(0)  # let requests that arrived in the same turn of the loop join the first batch
         while self._waiting:
-            batch = self._take()
-            if not batch:  # their clients have all gone
-                continue
-            queries = [query for request in batch for query in request.queries]
-            self._count(len(queries))
-            try:
-                answers: list[Any] = await asyncio.wrap_future(self.owner.search(queries, batch[0].k))
-            except Exception as error:
-                _fail(batch, error)
-            else:
-                _distribute(batch, answers)
+            await self._drop_gone(self._waiting)
+            if batch := self._take():  # empty: their clients have all gone
+                await self._answer(batch)
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        """One call for the batch; if it fails, one for each request, so that only those fail that fail alone."""
+        queries = [query for request in batch for query in request.queries]
+        self._count(len(queries))
+        try:
+            answers: list[Any] = await asyncio.wrap_future(self.owner.search(queries, batch[0].k))
+        except Exception as error:
+            if len(batch) == 1:
+                _fail(batch[0], error)
+                return
+            for request in batch:
+                await self._drop_gone([request])
+                if not request.answers.done():
+                    await self._answer([request])
+        else:
+            _distribute(batch, answers)
+
+    async def _drop_gone(self, requests: Iterable[_Waiting]) -> None:
+        old = [request for request in requests if time.monotonic() - request.since > ASK_AFTER_S]
+        if not old:  # gather() of nothing would cost a turn of the loop
+            return
+        for request, gone in zip(old, await asyncio.gather(*(request.gone() for request in old)), strict=True):
+            if gone and not request.answers.done():
+                self.counters.dropped += 1
+                _fail(request, ClientGone())
 
     def _take(self) -> list[_Waiting]:
         k, size, batch, later = self._waiting[0].k, 0, [], []
@@ -122,7 +163,10 @@ def _distribute(batch: list[_Waiting], answers: list[Answer]) -> None:
         start = end
 
 
-def _fail(batch: list[_Waiting], error: Exception) -> None:
-    for request in batch:
-        if not request.answers.done():
-            request.answers.set_exception(error)
+def _fail(request: _Waiting, error: Exception) -> None:
+    if not request.answers.done():
+        request.answers.set_exception(error)
+
+
+async def _stays() -> bool:
+    return False

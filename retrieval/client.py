@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +15,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from retrieval.types import Document, RetrievalError, split_contents
+from retrieval.types import LOADING, Document, RetrievalError, split_contents
 
+LOADING_TIMEOUT_S = 1800.0  # seconds for a server to load
+LOADING_PAUSE_S = 2.0  # seconds until one that is loading is asked again
 FILE_PREFIX = "file:"
 _JITTER = random.Random()  # of its own: a pause must not move the seeded generators of a run
+logger = logging.getLogger(__name__)
 
 
 class RetrieverClient:
@@ -25,7 +30,8 @@ class RetrieverClient:
     Requests go round robin. A server that is down, slow, or answers nonsense (another status than 200, no JSON, wrong
     shape) is tried again at the next URL after a pause of ``backoff * 2**attempt`` seconds, times a random factor
     between 0.5 and 1.5 so that many clients do not come back at once.  A request that the server rejects as wrong
-    (status 4xx, but for 408 and 429) is not repeated.
+    (status 4xx, but for 408 and 429) is not repeated.  A server that says that it is loading is waited for: this is no
+    attempt, and no part of ``timeout``.
 
     Use it from one event loop at a time; a new loop gets new connections.
 
@@ -39,6 +45,7 @@ class RetrieverClient:
         retries: further attempts after the first.
         backoff: seconds before the first retry.
         max_connections: requests in flight at once.
+        loading_timeout: seconds that one search waits for servers that are loading.
     """
 
     def __init__(
@@ -48,16 +55,19 @@ class RetrieverClient:
         retries: NonNegativeInt = 3,
         backoff: NonNegativeFloat = 0.2,
         max_connections: PositiveInt = 64,
+        loading_timeout: PositiveFloat = LOADING_TIMEOUT_S,
     ) -> None:
         if not urls or not all(url.startswith(("http://", "https://", FILE_PREFIX)) for url in urls):
             raise ValueError(f'urls: expected at least one "http://host:port" or "file:PATH"; found {urls}')
-        if timeout <= 0 or retries < 0 or backoff < 0 or max_connections < 1:
+        if timeout <= 0 or retries < 0 or backoff < 0 or max_connections < 1 or loading_timeout <= 0:
             raise ValueError(
-                "expected timeout > 0, retries >= 0, backoff >= 0, max_connections >= 1; found "
-                f"{timeout}, {retries}, {backoff}, {max_connections}"
+                "expected timeout > 0, retries >= 0, backoff >= 0, max_connections >= 1, loading_timeout > 0; found "
+                f"{timeout}, {retries}, {backoff}, {max_connections}, {loading_timeout}"
             )
         self.urls = [url if url.startswith(FILE_PREFIX) else _endpoint(url) for url in urls]
         self.timeout, self.retries, self.backoff, self.max_connections = timeout, retries, backoff, max_connections
+        self.loading_timeout = loading_timeout
+        self._told_loading: set[str] = set()
         self._next_url = itertools.cycle(self.urls)
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,19 +94,36 @@ class RetrieverClient:
         texts = [query.encode("utf-8", "replace").decode("utf-8") for query in queries]
         body = orjson.dumps({"queries": texts, "topk": k, "return_scores": True})
         failures: list[str] = []
-        for attempt in range(self.retries + 1):
-            if attempt:
-                await asyncio.sleep(self.backoff * 2 ** (attempt - 1) * _JITTER.uniform(0.5, 1.5))
+        loading, loading_since = 0, 0.0  # answers "loading" so far
+        while len(failures) <= self.retries:
             address = url = next(urls)
             try:
                 url = _endpoint(current_url(address))
-                return parse_answer(await self._post(url, body), len(queries), k)
+                content = await self._post(url, body)
+                self._told_loading.discard(url)
+                return parse_answer(content, len(queries), k)
+            except _Loading as error:
+                loading_since = loading_since or time.monotonic()
+                if time.monotonic() - loading_since > self.loading_timeout:
+                    raise RetrievalError(
+                        f"{url} is still loading after {self.loading_timeout:g} s ({error}); wait until it says "
+                        "that it is ready, or raise loading_timeout"
+                    ) from error
+                if url not in self._told_loading:
+                    self._told_loading.add(url)
+                    logger.warning("waiting for the retriever at %s, which is loading: %s", url, error)
+                loading += 1
+                if loading % len(self.urls) == 0:  # the others may be ready
+                    await asyncio.sleep(LOADING_PAUSE_S * _JITTER.uniform(0.5, 1.5))
+                continue
             except _Rejected as error:
                 raise RetrievalError(f"{url} rejected the request: {error}") from error
             except TimeoutError:
                 failures.append(f"{url}: no answer within {self.timeout:g} s")
             except (aiohttp.ClientError, OSError, _Nonsense) as error:
                 failures.append(f"{url}: {type(error).__name__.strip('_')}: {error}")
+            if len(failures) <= self.retries:
+                await asyncio.sleep(self.backoff * 2 ** (len(failures) - 1) * _JITTER.uniform(0.5, 1.5))
         raise RetrievalError(
             f"no answer from the retriever after {len(failures)} attempts ({'; '.join(dict.fromkeys(failures))}); "
             "is it running, and is it the right address?"
@@ -112,6 +139,8 @@ class RetrieverClient:
         said = content[:200].decode("utf-8", "replace")
         if 400 <= response.status < 500 and response.status not in (408, 429):
             raise _Rejected(f"status {response.status}: {said}")
+        if response.status == 503 and (detail := loading_detail(content)) is not None:
+            raise _Loading(detail)
         raise _Nonsense(f"status {response.status}: {said}")
 
     def _connections(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
@@ -141,12 +170,26 @@ def current_url(address: str) -> str:
     return Path(address.removeprefix(FILE_PREFIX)).read_text().strip()
 
 
+def loading_detail(content: bytes) -> str | None:
+    """What a server that is loading says in its answer 503; None: it is another answer."""
+    try:
+        answer = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return None
+    loading = isinstance(answer, dict) and answer.get("status") == LOADING
+    return str(answer.get("detail")) if loading else None
+
+
 def _endpoint(url: str) -> str:
     return url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
 
 
 class _Nonsense(Exception):
     """An answer that is not one."""
+
+
+class _Loading(Exception):
+    """The server will answer when it has loaded; its text says how far it is."""
 
 
 class _Rejected(Exception):

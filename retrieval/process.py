@@ -12,6 +12,7 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -41,7 +42,8 @@ class RetrieverProcess:
         corpus: if given, the file that the index must have been built from.
         k1, b, java_heap, encoder, device, gpu, ef_search, probes: see ``retrieval.retriever.SearchSettings``.
         log: file for the server's output; by default a temporary one, removed after a clean end.
-        start_timeout: seconds until the server must listen (a large dense index takes minutes to load).
+        start_timeout: seconds without a sign of life until the server is ready. While it says how far it is (see
+            ``retrieval.batching.OwnerThread``) the wait begins anew: a large index may take as long as it needs.
         timeout, retries, backoff, max_connections: see ``RetrieverClient``.
     """
 
@@ -177,16 +179,23 @@ class RetrieverProcess:
             self._finalizer = weakref.finalize(self, _terminate, self._process)
         finally:
             os.close(write_fd)
-        with open(read_fd, "rb") as pipe:
-            if not select.select([pipe], [], [], self.start_timeout)[0]:
-                _terminate(self._process)
-                late = f"the retriever did not listen within {self.start_timeout} s"
-                raise RetrieverStartError(f"{late}; {self._log_tail()}")
-            report = pipe.readline()  # empty: the server ended without one
-        if not report:
-            code = self._process.wait()
-            raise RetrieverStartError(f"the retriever ended with code {code} while starting; {self._log_tail()}")
-        return orjson.loads(report)["url"]
+        report: dict[str, Any] = {"loading": None}
+        said = ""
+        with open(read_fd, "rb", buffering=0) as pipe:  # a buffer would hide from select() what has come
+            while "loading" in report:
+                if not select.select([pipe], [], [], self.start_timeout)[0]:
+                    _terminate(self._process)
+                    late = f"the retriever gave no sign of life for {self.start_timeout} s while starting{said}"
+                    raise RetrieverStartError(f"{late}; {self._log_tail()}")
+                line = pipe.readline()
+                if not line:
+                    code = self._process.wait()
+                    raise RetrieverStartError(
+                        f"the retriever ended with code {code} while starting; {self._log_tail()}"
+                    )
+                report = orjson.loads(line)
+                said = f" (its last one: {report.get('loading')})"
+        return report["url"]
 
     def _log_tail(self, lines: int = 15) -> str:
         if self._log_path is None:

@@ -5,12 +5,16 @@ with one list per query, in order, best first: items ``{"document": D, "score": 
 D = ``{id, title, text, contents}`` holds all that the documents of Search-R1's BM25 and dense servers hold.  ``topk``
 absent, null or 0 means the server's default.  ``GET /health`` describes the indexes and counts the work done.
 
+It listens at once. Until the retriever is loaded both answer 503 with ``{"status": "loading", "detail": "..."}``, which
+says how far it is; ``--announce``, the last line of ``--ready-fd`` and "retriever ready at" come when it is.
+
 Exit codes: 0 stopped by SIGTERM, Ctrl-C or the end of its parent; 2 wrong arguments, index or corpus; 3 port in use.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import errno
 import os
@@ -19,22 +23,25 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import orjson
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
-from retrieval.batching import Answer, Batcher, OwnerThread
+from retrieval.batching import Answer, Batcher, ClientGone, OwnerThread
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
-from retrieval.types import RetrievalFailure
+from retrieval.types import LOADING, Progress, RetrievalFailure
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3
+PROGRESS_S = 1.0  # seconds between two looks at how far the loading is
 
 
 class RetrieveRequest(BaseModel):
@@ -46,8 +53,7 @@ class RetrieveRequest(BaseModel):
 
 
 def make_app(owner: OwnerThread, topk: int) -> FastAPI:
-    """The HTTP application over a retriever that has finished loading."""
-    retriever = owner.ready.result()
+    """The HTTP application over a retriever that may still be loading."""
     batcher = Batcher(owner)
 
     @asynccontextmanager
@@ -57,14 +63,21 @@ def make_app(owner: OwnerThread, topk: int) -> FastAPI:
 
     app = FastAPI(title="Retriever", lifespan=lifespan)
 
+    def loading() -> Response:
+        return _json({"status": LOADING, "detail": owner.progress}, status=503)
+
     @app.post("/retrieve")
-    async def retrieve(request: RetrieveRequest) -> Response:
+    async def retrieve(request: RetrieveRequest, http: Request) -> Response:
+        if not owner.ready.done():
+            return loading()
         if not request.queries:
             return _json({"result": []})
         queries = [_well_formed(query) for query in request.queries]
-        k = min(request.topk or topk, len(retriever))
+        k = min(request.topk or topk, len(owner.ready.result()))
         try:
-            answers = await batcher.search(queries, k)
+            answers = await batcher.search(queries, k, http.is_disconnected)
+        except ClientGone:
+            return Response(status_code=499)  # as nginx calls it; nobody reads it
         except Exception as error:
             print(f"search failed: {error!r}", file=sys.stderr, flush=True)
             return _json({"detail": f"search failed: {error!r}"}, status=500)
@@ -72,6 +85,9 @@ def make_app(owner: OwnerThread, topk: int) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
+        if not owner.ready.done():
+            return loading()
+        retriever = owner.ready.result()
         described = {"status": "ok", "topk": topk, "passages": len(retriever), "indexes": retriever.metadata}
         return _json(described | dataclasses.asdict(batcher.counters))
 
@@ -94,22 +110,50 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that reports its address once it listens."""
+    """uvicorn server that listens while the retriever is loading, and reports its address when it is loaded."""
 
-    def __init__(self, config: uvicorn.Config, report: dict, ready_fd: int | None, announce: Path | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, owner: OwnerThread, report: dict, ready_fd: int | None, announce: Path | None
+    ) -> None:
         super().__init__(config)
-        self._report, self._ready_fd, self._announce = report, ready_fd, announce
+        self._owner, self._report, self._announce = owner, report, announce
+        self._pipe = None if ready_fd is None else os.fdopen(ready_fd, "wb", buffering=0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._ready_fd is not None:
-            with os.fdopen(self._ready_fd, "wb") as pipe:
-                pipe.write(orjson.dumps(self._report) + b"\n")
-        if self._announce is not None:
-            half = self._announce.with_name(f".{self._announce.name}.{os.getpid()}")
-            half.write_text(announced_url(self._report))
-            half.replace(self._announce)
-        print(f"retriever ready at {self._report['url']} (POST /retrieve, GET /health)", flush=True)
+        print(f"retriever loading at {self._report['url']}", flush=True)
+        self._loading = asyncio.create_task(self._when_loaded())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self._owner.ready.done():  # a graceful end would wait for it
+            os._exit(0)
+        super().handle_exit(sig, frame)
+
+    async def _when_loaded(self) -> None:
+        loaded, said = asyncio.wrap_future(self._owner.ready), None
+        try:
+            while not (await asyncio.wait([loaded], timeout=PROGRESS_S))[0]:
+                if self._owner.progress != said:
+                    said = self._owner.progress
+                    self._tell({"loading": said})
+            loaded.result()
+            if self._announce is not None:
+                half = self._announce.with_name(f".{self._announce.name}.{os.getpid()}")
+                half.write_text(announced_url(self._report))
+                half.replace(self._announce)
+            print(f"retriever ready at {self._report['url']} (POST /retrieve, GET /health)", flush=True)
+            self._tell(self._report)
+        except (RetrievalFailure, ValueError, OSError) as error:
+            _stop(str(error), EXIT_WRONG_INPUT)
+        except Exception:  # a task's own is not shown, and the server would be loading for ever
+            traceback.print_exc()
+            os._exit(1)
+        if self._pipe is not None:
+            self._pipe.close()
+
+    def _tell(self, line: dict) -> None:
+        if self._pipe is not None:
+            self._pipe.write(orjson.dumps(line) + b"\n")
 
 
 def announced_url(report: dict) -> str:
@@ -171,9 +215,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ef-search", type=int, help="width of an HNSW search (the index's own)")
     parser.add_argument("--probes", type=int, help="lists that an IVF search looks into (the index's own)")
     parser.add_argument("--gpu", action="store_true", default=None, help="exact vectors on all GPUs, as 16-bit floats")
-    parser.add_argument("--announce", type=Path, help="write the server's URL into this file when it listens")
+    parser.add_argument("--announce", type=Path, help="write the server's URL into this file when it is ready")
     parser.add_argument("--parent", type=int, help="end when the process with this id, our parent, ends")
-    parser.add_argument("--ready-fd", type=int, help="write one JSON line (url, port, pid) here when ready")
+    parser.add_argument(
+        "--ready-fd", type=int, help='write one JSON line (url, port, pid) here when ready; before it "loading" lines'
+    )
     return parser
 
 
@@ -183,6 +229,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.topk < 1 or options.threads < 1:
         parser.error(f"--topk and --threads must be at least 1; found {options.topk} and {options.threads}")
     return options
+
+
+def load(options: argparse.Namespace, settings: SearchSettings, progress: Progress) -> Retriever:
+    """What ``main`` serves. ``progress``: see ``OwnerThread``."""
+    progress(f"opening {', '.join(options.index)}")
+    return Retriever(options.index, settings)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -198,15 +250,15 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         settings.check(check_indexes(options.index, options.corpus))
         listener = bind(options.host, options.port)
-        owner = OwnerThread(lambda: Retriever(options.index, settings))
-        app = make_app(owner, options.topk)
     except (RetrievalFailure, ValueError, OSError) as error:
         _stop(str(error), EXIT_WRONG_INPUT)
     port = listener.getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     report = {"url": f"http://{host}:{port}", "port": port, "pid": os.getpid()}
+    owner = OwnerThread(lambda progress: load(options, settings, progress))
+    app = make_app(owner, options.topk)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    _Server(config, report, options.ready_fd, options.announce).run(sockets=[listener])
+    _Server(config, owner, report, options.ready_fd, options.announce).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+Progress = Callable[[str], None]  # says how far a load is, see ``retrieval.batching.OwnerThread``
+LOADING = "loading"  # status of a server, in the JSON of its answer 503, until it can search
 
 
 class RetrievalFailure(Exception):

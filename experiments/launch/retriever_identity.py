@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -29,13 +30,19 @@ def describe(config: Config, name: str) -> dict[str, Identity]:
     """Address -> identity, for every address of a search server in the configuration of stage ``name``. An address is
     a URL, or ``file:PATH``: then the server may have moved since, and is found at the URL that stands there now.
 
+    A server that is loading is waited for, as long as the client would wait.
+
     Raises:
-        ExperimentError: nothing answers at a URL, or servers that should be equal serve different indexes.
+        ExperimentError: nothing answers at a URL, a server loads for too long, or servers that should be equal serve
+            different indexes.
     """
     described: dict[str, Identity] = {}
+    from retrieval.client import LOADING_TIMEOUT_S
+
     for client in init_args_of(config, CLIENT):
+        patience = float(client.get("loading_timeout", LOADING_TIMEOUT_S))
         urls = [url.rstrip("/").removesuffix("/retrieve") for url in client["urls"]]  # as the client shortens them
-        described |= (group := {url: identity(url, name) for url in urls})
+        described |= (group := {url: identity(url, name, patience) for url in urls})
         known = [url for url in urls if group[url] != UNKNOWN]
         for url in known[1:]:
             if group[url] != group[known[0]]:
@@ -46,9 +53,10 @@ def describe(config: Config, name: str) -> dict[str, Identity]:
     return described
 
 
-def identity(url: str, name: str) -> Identity:
-    """What ``GET <url>/health`` says of the indexes; UNKNOWN if the server has no such page."""
-    from retrieval.client import FILE_PREFIX, current_url
+def identity(url: str, name: str, loading_timeout: float) -> Identity:
+    """What ``GET <url>/health`` says of the indexes; UNKNOWN if the server has no such page. One that is loading is
+    waited for, up to ``loading_timeout`` seconds."""
+    from retrieval.client import FILE_PREFIX, LOADING_PAUSE_S, current_url, loading_detail
 
     try:
         base = current_url(url).rstrip("/").removesuffix("/retrieve")
@@ -57,17 +65,32 @@ def identity(url: str, name: str) -> Identity:
             f"'{name}' searches over the server whose address stands in {url.removeprefix(FILE_PREFIX)}, which cannot "
             f'be read ({error.strerror}): start the server with make retriever EXP=... ARGS="--announce FILE"'
         ) from None
-    try:
-        with _DIRECTLY.open(f"{base}/health", timeout=TIMEOUT_S) as answer:
-            indexes = json.load(answer)["indexes"]
-            return [{key: index[key] for key in ("kind", "corpus_sha256", "passages")} for index in indexes]
-    except (urllib.error.HTTPError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return UNKNOWN  # it answers, but something else
-    except OSError as error:
-        raise ExperimentError(
-            f"'{name}' searches over {base}, where no server answers ({error}): start one in another shell "
-            "(make retriever EXP=...), or name the right address (see `paths` in make dry-run)"
-        ) from None
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            with _DIRECTLY.open(f"{base}/health", timeout=TIMEOUT_S) as answer:
+                indexes = json.load(answer)["indexes"]
+                return [{key: index[key] for key in ("kind", "corpus_sha256", "passages")} for index in indexes]
+        except urllib.error.HTTPError as error:
+            loading = loading_detail(error.read()) if error.code == 503 else None
+            if loading is None:
+                return UNKNOWN
+        except (http.client.HTTPException, ValueError, KeyError, TypeError):
+            return UNKNOWN  # it answers, but something else
+        except OSError as error:
+            raise ExperimentError(
+                f"'{name}' searches over {base}, where no server answers ({error}): start one in another shell "
+                "(make retriever EXP=...), or name the right address (see `paths` in make dry-run)"
+            ) from None
+        if time.monotonic() - began > loading_timeout:
+            raise ExperimentError(
+                f"'{name}' searches over {base}, which is still loading after {loading_timeout:g} s ({loading}): begin "
+                "when it says that it is ready, or raise the client's loading_timeout"
+            )
+        if not told:
+            print(f"'{name}' waits for the search server at {base}, which is loading: {loading}", flush=True)
+            told = True
+        time.sleep(LOADING_PAUSE_S)
 
 
 def require_same(name: str, earlier: Mapping[str, Identity], now: Mapping[str, Identity]) -> None:

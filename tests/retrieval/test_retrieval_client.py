@@ -167,6 +167,32 @@ def test_waiting_for_a_connection_is_not_held_against_the_server():
     assert asyncio.run(main()) == [[[DOCUMENT]]] * 8
 
 
+LOADING = (503, {"status": "loading", "detail": "3 of 65 GB"})
+
+
+def test_a_server_that_is_loading_is_waited_for(monkeypatch, caplog):
+    """Without an attempt: there is one alone. Another server that is ready is asked at once."""
+
+    async def main():
+        monkeypatch.setattr("retrieval.client.LOADING_PAUSE_S", 0.01)
+        async with serving(*[LOADING] * 3, GOOD, (503, "busy")) as (url, asked):
+            client = RetrieverClient([url], retries=0)
+            assert await client.search(["q"], 2) == [[DOCUMENT]] and len(asked) == 4
+            with pytest.raises(RetrievalError, match="after 1 attempts .*status 503: busy"):
+                await client.search(["q"], 2)
+            await client.close()
+        async with serving(LOADING) as (url, _):
+            with pytest.raises(RetrievalError, match=r"still loading after 0\.05 s \(3 of 65 GB\)"):
+                await ask([url], loading_timeout=0.05)
+        told = [record.getMessage() for record in caplog.records if record.name == "retrieval.client"]
+        assert len(told) == 2 and "which is loading: 3 of 65 GB" in told[0]  # once for each server
+        monkeypatch.setattr("retrieval.client.LOADING_PAUSE_S", 1000)
+        async with serving(LOADING) as (first, _), serving(GOOD) as (second, _):
+            assert await ask([first, second], retries=0) == [[[DOCUMENT]]]
+
+    asyncio.run(main())
+
+
 def test_servers_share_the_work_and_stand_in_for_each_other():
     async def main():
         async with serving(GOOD) as (first, asked_first), serving(GOOD) as (second, asked_second):
@@ -213,7 +239,15 @@ def test_one_loop_after_another_but_not_two_at_once():
 
 
 @pytest.mark.parametrize(
-    "options", [{"urls": []}, {"urls": ["localhost:8000"]}, {"timeout": 0}, {"retries": -1}, {"max_connections": 0}]
+    "options",
+    [
+        {"urls": []},
+        {"urls": ["localhost:8000"]},
+        {"timeout": 0},
+        {"retries": -1},
+        {"max_connections": 0},
+        {"loading_timeout": 0},
+    ],
 )
 def test_wrong_options_are_refused(options):
     with pytest.raises(ValueError, match="expected"):

@@ -17,12 +17,18 @@ OTHER = {**INDEX, "corpus_sha256": "b" * 64}
 
 @pytest.fixture
 def serve():
-    """serve(indexes) -> url of a server whose GET /health tells them; None: a server without that page."""
+    """serve(indexes) -> url of a server whose GET /health tells them, after ``loading`` answers that
+    it is loading; None: a server without that page."""
     servers = []
 
-    def start(indexes):
+    def start(indexes, loading=0):
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
+                if self.server.loading:
+                    self.server.loading -= 1
+                    self.send_response(503)
+                    self.end_headers()
+                    return self.wfile.write(b'{"status": "loading", "detail": "3 of 65 GB"}')
                 if self.server.indexes is None or self.path != "/health":
                     return self.send_error(404)
                 self.send_response(200)
@@ -34,7 +40,7 @@ def serve():
                 pass
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.indexes = indexes
+        server.indexes, server.loading = indexes, loading
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
         return server, f"http://127.0.0.1:{server.server_port}"
@@ -59,6 +65,19 @@ def test_servers_are_found_wherever_they_stand_and_described(serve):
     assert retriever_identity.describe(client(ours + "/retrieve"), "x") == {ours: [INDEX]}
     assert retriever_identity.describe(client(search_r1, ours), "x") == {search_r1: "unknown", ours: [INDEX]}
     assert retriever_identity.describe({"model": {"init_args": {"urls": [ours]}}}, "x") == {}
+
+
+def test_a_server_that_is_loading_is_waited_for(serve, monkeypatch, capsys):
+    """Taken for one that does not tell, its corpus would not be compared."""
+    monkeypatch.setattr("retrieval.client.LOADING_PAUSE_S", 0.01)
+    (_, url), (_, slow) = serve([INDEX], loading=3), serve([INDEX], loading=10**6)
+    assert retriever_identity.describe(client(url), "x") == {url: [INDEX]}
+    assert capsys.readouterr().out.splitlines() == [
+        f"'x' waits for the search server at {url}, which is loading: 3 of 65 GB"
+    ]
+    impatient = {"class_path": retriever_identity.CLIENT, "init_args": {"urls": [slow], "loading_timeout": 0.1}}
+    with pytest.raises(ExperimentError, match=r"still loading after 0\.1 s \(3 of 65 GB\)"):
+        retriever_identity.describe({"retriever": impatient}, "x")
 
 
 def test_equal_servers_must_be_equal_and_all_must_answer(serve):
