@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from retrieval.types import Progress
+from retrieval.types import Document, Progress, SearchBackend
 
-Answer = list[tuple[dict[str, str], float]]  # one query's documents and scores
+Answer = list[Document]  # to one query
 ASK_AFTER_S = 0.5  # seconds; no client gives up sooner, and asking costs the server time
 
 
@@ -20,30 +20,18 @@ class ClientGone(Exception):
     """Nobody waits for this answer any more, so it was not computed."""
 
 
-class _Retriever(Protocol):
-    metadata: Any  # describes the indexes, for GET /health
-
-    def __len__(self) -> int:
-        """Passages."""
-        ...
-
-    def search(self, queries: list[str], k: int) -> list[Answer]: ...
-
-    def close(self) -> None: ...
-
-
 class OwnerThread:
-    """The only thread that ever touches the retriever: it makes it, calls it and closes it.
+    """The only thread that ever touches the backend: it makes it, calls it and closes it.
 
     ``make`` is handed a function to say how far it is: a short text such as "reading faiss.index: 12 of 65 GB". Call it
     as often as you like, from any thread. What waits for the retriever shows the text, and takes every new one for a
     sign of life, so that a load may take hours while one that hangs is noticed.
     """
 
-    def __init__(self, make: Callable[[Progress], _Retriever]) -> None:
+    def __init__(self, make: Callable[[Progress], SearchBackend]) -> None:
         self.progress = "starting"  # the last text
         self._executor = ThreadPoolExecutor(1, "retriever-owner")
-        self.ready: Future[_Retriever] = self._executor.submit(make, self._say)
+        self.ready: Future[SearchBackend] = self._executor.submit(make, self._say)
 
     def _say(self, text: str) -> None:
         self.progress = text
@@ -52,7 +40,7 @@ class OwnerThread:
         return self._executor.submit(lambda: self.ready.result().search(queries, k))
 
     def close(self) -> None:
-        """Answer what has been asked, close the retriever, end the thread."""
+        """Answer what has been asked, close the backend, end the thread."""
         self._executor.submit(lambda: self.ready.result().close())
         self._executor.shutdown()
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import orjson
 
-from retrieval.types import CorpusError, split_contents
+from retrieval.types import CorpusError, Document, split_contents
 
 PART_SIZE = 500_000  # passages per part: Lucene's indexer gives one thread to each file
 _ROW_DIGITS = 10  # rows are zero-padded: Lucene breaks ties by id, so that ties come in corpus order
@@ -237,11 +237,9 @@ class PassageStore:
         record = orjson.loads(part[start : part.find(b"\n", start)])
         return Passage(record["docid"], record["contents"])
 
-    def document(self, row: int) -> dict[str, str]:
-        """The passage as the server sends it: a superset of what Search-R1's servers send."""
+    def document(self, row: int, score: float) -> Document:
         id_, contents = self[row]
-        title, text = split_contents(contents)
-        return {"id": id_, "title": title, "text": text, "contents": contents}
+        return Document(id_, *split_contents(contents), score, heading=contents.partition("\n")[0])
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retrieval.corpus import PassageStore
+from retrieval.hybrid import reciprocal_rank_fusion
 from retrieval.index import IndexMetadata, check_index
 from retrieval.ranges import NonNegativeFloat, PositiveInt, UnitInterval
-from retrieval.types import Hit, IndexFolderError, Searcher
+from retrieval.types import Document, Hit, IndexFolderError, Progress, Searcher
 
 
 @dataclass(frozen=True)
@@ -60,29 +60,16 @@ def check_indexes(indexes: list[str], corpus: str | None = None) -> list[IndexMe
     return described
 
 
-def reciprocal_rank_fusion(rankings: Sequence[Sequence[Hit]], k: int, constant: int = 60) -> list[Hit]:
-    """The best ``k`` of several rankings by ``sum of 1 / (constant + rank)``, ranks from 1.
+class _Fused:
+    """Asks every searcher for ``depth`` rows of the one corpus and fuses them."""
 
-    Scores of the rankings play no part, so that BM25 weights and cosines need no common scale; equal sums come in
-    corpus order.  Source: Cormack, Clarke, Buettcher (SIGIR 2009), whose constant is 60.
-    """
-    weights: dict[int, float] = {}
-    for ranking in rankings:
-        for rank, hit in enumerate(ranking, start=1):
-            weights[hit.row] = weights.get(hit.row, 0.0) + 1.0 / (constant + rank)
-    best = sorted(weights.items(), key=lambda item: (-item[1], item[0]))[:k]
-    return [Hit(row, weight) for row, weight in best]
-
-
-class HybridSearcher:
-    """Asks every searcher for ``depth`` hits and fuses them."""
-
-    def __init__(self, searchers: list[Searcher], depth: PositiveInt = 100) -> None:
+    def __init__(self, searchers: list[Searcher], depth: int = 100) -> None:
         self.searchers, self.depth = searchers, depth
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         rankings = [searcher.search(queries, max(k, self.depth)) for searcher in self.searchers]
-        return [reciprocal_rank_fusion(of_query, k) for of_query in zip(*rankings, strict=True)]
+        rows = [[[hit.row for hit in ranking] for ranking in of_query] for of_query in zip(*rankings, strict=True)]
+        return [[Hit(*fused) for fused in reciprocal_rank_fusion(of_query, k)] for of_query in rows]
 
     def close(self) -> None:
         for searcher in self.searchers:
@@ -90,34 +77,43 @@ class HybridSearcher:
 
 
 class Retriever:
-    """Texts in, ranked passages out. Create it and use it in one thread (see ``bm25``)."""
+    """The ``SearchBackend`` over an index folder, or over several of one corpus, whose rankings are fused.
 
-    def __init__(self, indexes: list[str], settings: SearchSettings, corpus: str | None = None) -> None:
-        """Raises IndexFolderError when a folder is missing, broken or of another corpus."""
-        self.metadata = check_indexes(indexes, corpus)
-        self.store = PassageStore(Path(indexes[0]))
-        pairs = zip(indexes, self.metadata, strict=True)
-        searchers = [_open(Path(folder), metadata, settings) for folder, metadata in pairs]
-        self._searcher = searchers[0] if len(searchers) == 1 else HybridSearcher(searchers)
+    Args:
+        index: folder, or folders.
+        corpus: if given, the file that they must have been built from.
+        progress: is told how far the opening is.
 
-    def search(self, queries: list[str], k: int) -> list[list[tuple[dict[str, str], float]]]:
-        """For each query at most ``k`` pairs (document as in ``PassageStore.document``, score), best first."""
+    Raises IndexFolderError when a folder is missing, broken or of another corpus, ValueError for settings that would
+    have no effect.
+    """
+
+    def __init__(
+        self,
+        index: str | list[str],
+        settings: SearchSettings = SearchSettings(),
+        corpus: str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        folders = [index] if isinstance(index, str) else index
+        self.metadata = check_indexes(folders, corpus)
+        settings.check(self.metadata)
+        self.store = PassageStore(Path(folders[0]))
+        pairs = zip(folders, self.metadata, strict=True)
+        searchers = [_open(Path(folder), metadata, settings, progress) for folder, metadata in pairs]
+        self._searcher = searchers[0] if len(searchers) == 1 else _Fused(searchers)
+
+    def search(self, queries: list[str], k: int) -> list[list[Document]]:
         if not queries:
             return []
-        return [[self._resolve(hit) for hit in hits] for hits in self._searcher.search(queries, k)]
-
-    def __len__(self) -> int:
-        """Passages."""
-        return len(self.store)
-
-    def _resolve(self, hit: Hit) -> tuple[dict[str, str], float]:
-        return self.store.document(hit.row), hit.score
+        found = self._searcher.search(queries, min(k, len(self.store)))
+        return [[self.store.document(hit.row, hit.score) for hit in hits] for hits in found]
 
     def close(self) -> None:
         self._searcher.close()
 
 
-def _open(folder: Path, metadata: IndexMetadata, settings: SearchSettings) -> Searcher:
+def _open(folder: Path, metadata: IndexMetadata, settings: SearchSettings, progress: Progress | None) -> Searcher:
     if metadata.kind == "bm25":
         from retrieval.bm25 import BM25Searcher
 
@@ -129,7 +125,7 @@ def _open(folder: Path, metadata: IndexMetadata, settings: SearchSettings) -> Se
         searcher = open_dense(
             folder, metadata.kind, metadata.settings, encoder=settings.encoder, ef_search=settings.ef_search,
             probes=settings.probes, threads=settings.threads, device=settings.device or ("cuda" if gpu else "auto"),
-            gpu=gpu,
+            gpu=gpu, progress=progress,
         )  # fmt: skip
     if len(searcher) != metadata.passages:
         raise IndexFolderError(

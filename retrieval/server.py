@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -32,12 +32,16 @@ from typing import Annotated, NoReturn
 
 import orjson
 import uvicorn
+import yaml
 from fastapi import FastAPI, Request, Response
+from jsonargparse import ArgumentError, ArgumentParser
 from pydantic import BaseModel, Field
 
 from retrieval.batching import Answer, Batcher, ClientGone, OwnerThread
+from retrieval.hybrid import describe
+from retrieval.protocols import compare_by_calls, explain
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
-from retrieval.types import LOADING, Progress, RetrievalFailure
+from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3
@@ -73,9 +77,8 @@ def make_app(owner: OwnerThread, topk: int) -> FastAPI:
         if not request.queries:
             return _json({"result": []})
         queries = [_well_formed(query) for query in request.queries]
-        k = min(request.topk or topk, len(owner.ready.result()))
         try:
-            answers = await batcher.search(queries, k, http.is_disconnected)
+            answers = await batcher.search(queries, request.topk or topk, http.is_disconnected)
         except ClientGone:
             return Response(status_code=499)  # as nginx calls it; nobody reads it
         except Exception as error:
@@ -87,17 +90,18 @@ def make_app(owner: OwnerThread, topk: int) -> FastAPI:
     async def health() -> Response:
         if not owner.ready.done():
             return loading()
-        retriever = owner.ready.result()
-        described = {"status": "ok", "topk": topk, "passages": len(retriever), "indexes": retriever.metadata}
+        described = {"status": "ok", "topk": topk, "indexes": describe(owner.ready.result())}
         return _json(described | dataclasses.asdict(batcher.counters))
 
     return app
 
 
 def _render(answer: Answer, with_scores: bool) -> list[dict]:
-    if with_scores:
-        return [{"document": document, "score": score} for document, score in answer]
-    return [document for document, _ in answer]
+    """A superset of what Search-R1's servers send."""
+    documents = [{"id": d.id, "title": d.title, "text": d.text, "contents": d.contents} for d in answer]
+    if not with_scores:
+        return documents
+    return [{"document": document, "score": d.score} for document, d in zip(documents, answer, strict=True)]
 
 
 def _well_formed(text: str) -> str:
@@ -135,6 +139,7 @@ class _Server(uvicorn.Server):
             while not (await asyncio.wait([loaded], timeout=PROGRESS_S))[0]:
                 if self._owner.progress != said:
                     said = self._owner.progress
+                    print(f"retriever: {said}", file=sys.stderr, flush=True)
                     self._tell({"loading": said})
             loaded.result()
             if self._announce is not None:
@@ -201,7 +206,9 @@ def _leave_with_parent(parent: int, interval: float = 0.5) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m retrieval.server", description="Serve passages over HTTP.")
-    parser.add_argument("--index", nargs="+", required=True, help="index folder; several are fused (hybrid)")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--index", nargs="+", help="index folder; several are fused (hybrid)")
+    source.add_argument("--backend", help="YAML file with class_path and init_args of what is searched instead")
     parser.add_argument("--corpus", help="fail unless the index was built from this file")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
@@ -231,10 +238,33 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def load(options: argparse.Namespace, settings: SearchSettings, progress: Progress) -> Retriever:
+def read_backend(path: str) -> Callable[[], SearchBackend]:
+    """What makes the backend that a YAML file describes. Raises ValueError when it describes none."""
+    compare_by_calls()
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--backend", type=SearchBackend, required=True)
+    try:
+        parsed = parser.parse_object({"backend": yaml.safe_load(Path(path).read_text())})
+    except (ArgumentError, yaml.YAMLError) as error:
+        reason = explain(" ".join(str(error).split()))
+        raise ValueError(f"{path}: no backend ({reason}); see docs/new_retriever.md") from error
+    return lambda: parser.instantiate_classes(parsed)["backend"]
+
+
+def load(options: argparse.Namespace, settings: SearchSettings, progress: Progress) -> SearchBackend:
     """What ``main`` serves. ``progress``: see ``OwnerThread``."""
+    if options.backend is not None:
+        progress(f"opening {options.backend}")
+        return read_backend(options.backend)()
     progress(f"opening {', '.join(options.index)}")
-    return Retriever(options.index, settings)
+    return Retriever(options.index, settings, progress=progress)
+
+
+def _require_none_given(options: argparse.Namespace) -> None:
+    names = ("corpus", "k1", "b", "java_heap", "encoder", "device", "ef_search", "probes", "gpu")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)}: of --index; with --backend they stand in {options.backend}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -248,7 +278,11 @@ def main(arguments: list[str] | None = None) -> None:
         options.ef_search, options.probes,
     )  # fmt: skip
     try:
-        settings.check(check_indexes(options.index, options.corpus))
+        if options.backend is None:
+            settings.check(check_indexes(options.index, options.corpus))
+        else:
+            _require_none_given(options)
+            read_backend(options.backend)
         listener = bind(options.host, options.port)
     except (RetrievalFailure, ValueError, OSError) as error:
         _stop(str(error), EXIT_WRONG_INPUT)

@@ -1,4 +1,4 @@
-"""Documents, hits, the Searcher protocol, and the errors of retrieval."""
+"""Documents, hits, what a search server answers from, and the errors of retrieval."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Document:
     @property
     def contents(self) -> str:
         """The passage as in a Search-R1 corpus: ``"Title"``, a line break, the text."""
-        return f'"{self.title}"\n{self.text}'
+        heading = self.heading or f'"{self.title}"'
+        return f"{heading}\n{self.text}"
 
 
 class Hit(NamedTuple):
@@ -54,6 +55,22 @@ class Hit(NamedTuple):
 
     row: int  # position of the passage in the corpus, from 0
     score: float
+
+
+class SearchBackend(Protocol):
+    """What a search server answers from: index folders (``retrieval.retriever.Retriever``), another engine, several
+    fused (``retrieval.hybrid.Hybrid``), one ranked again (``retrieval.rerank.Reranked``).
+
+    Every method, the constructor too, is called from one and the same thread. ``metadata``, if there is one, is shown
+    by ``GET /health``.
+    """
+
+    def search(self, queries: list[str], k: int) -> list[list[Document]]:
+        """For each query at most ``k`` documents, best first; none when nothing matches. A document has the same
+        ``id`` in every answer."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Searcher(Protocol):

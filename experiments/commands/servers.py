@@ -17,6 +17,7 @@ INDEX_TASK = "retrieval.index.BuildIndex"
 # Handed through to the server.
 SERVER_OPTIONS = (
     "topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce", "ef-search", "probes",
+    "backend",
 )  # fmt: skip
 
 
@@ -31,18 +32,19 @@ SERVER_OPTIONS = (
 def retriever(args: argparse.Namespace, context: RunContext) -> None:
     """The search server over the index that an experiment depends on, in the foreground."""
     require_free_port(args.port, "make retriever PORT=8001")
-    index = args.index
-    if index is None:
+    searched = args.backend or args.index
+    if searched is None:
         graph = make_graph(context)
         stages = [s for s in closure([graph.target()]) if (s.config.get("task") or {}).get("class_path") == INDEX_TASK]
         if not stages:
             raise ExperimentError(f"'{context.target}' builds no index of its own: name one with --index DIR")
-        index = str(runner.folder_of(context.project, stages[0]) / "index")
+        searched = str(runner.folder_of(context.project, stages[0]) / "index")
         if args.threads is None:  # as many as it was built with
             args.threads = str(stages[0].config["task"]["init_args"].get("threads", 1))
-    command = [sys.executable, "-m", "retrieval.server", "--index", index, "--port", str(args.port)]
+    index = [] if args.backend else ["--index", searched]
+    command = [sys.executable, "-m", "retrieval.server", *index, "--port", str(args.port)]
     where = f"http://{args.host or '127.0.0.1'}:{args.port}"
-    print(f"search over {index}: POST {where}/retrieve (Ctrl-C ends it)", flush=True)
+    print(f"search over {searched}: POST {where}/retrieve (Ctrl-C ends it)", flush=True)
     serve([*command, *server_options(args)], "search server", context)
 
 

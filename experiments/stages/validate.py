@@ -18,12 +18,13 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from experiments.registry import hardware, protocols
+from experiments.registry import hardware
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import data_arguments
 from experiments.stages import startup
 from experiments.stages.graph import Stage, require_files, strings
+from retrieval import protocols
 
 # None of them takes a metric of torchmetrics.
 WITHOUT_METRICS = ("callbacks.", "data_modules.", "experiments.", "lightning", "retrieval.", "rollout.", "torch.")

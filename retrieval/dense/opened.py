@@ -9,6 +9,7 @@ from typing import Any
 from retrieval.dense.searcher import DenseSearcher
 from retrieval.dense.vectors import VectorShards
 from retrieval.index import EncoderConfig, IndexKind
+from retrieval.types import Progress
 
 
 def open_dense(
@@ -22,6 +23,7 @@ def open_dense(
     threads: int = 1,
     device: str = "auto",
     gpu: bool = False,
+    progress: Progress | None = None,
 ) -> DenseSearcher:
     """
     Args:
@@ -42,5 +44,6 @@ def open_dense(
         options |= {"probes": probes or own["probes"], "candidates": own["candidates"]}
         options["exact"] = VectorShards(exact) if exact.is_dir() else None
     return DenseSearcher(
-        folder / "faiss.index", EncoderConfig(**values), threads=threads, device=device, gpu=gpu, **options
-    )
+        folder / "faiss.index", EncoderConfig(**values),
+        threads=threads, device=device, gpu=gpu, progress=progress, **options,
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import cast
@@ -16,10 +15,10 @@ from retrieval.dense.sizes import require_memory
 from retrieval.dense.vectors import VectorShards
 from retrieval.index import EncoderConfig
 from retrieval.ranges import PositiveInt
-from retrieval.types import Hit, IndexFolderError
+from retrieval.types import Hit, IndexFolderError, Progress
 
 _READ_AT_ONCE = 1 << 24  # bytes
-_SAID_EVERY_S = 10.0
+_SAID_EVERY_S = 5.0
 # faiss-cpu ships 128000, which keeps batches of queries away from BLAS: four times slower at 64 queries
 _BLAS_THRESHOLD = 20
 
@@ -64,11 +63,13 @@ class DenseSearcher:
         threads: PositiveInt = 1,
         device: str = "auto",
         gpu: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         """
         Args:
             ef_search: width of an HNSW search.
             probes: lists that an IVF search looks into.
+            progress: is told how far the reading of the file is.
             exact: vectors by which so many ``candidates`` of a query are ranked again.
 
         Raises IndexFolderError when index or encoder cannot be opened, or do not fit each other, when the machine has
@@ -95,7 +96,7 @@ class DenseSearcher:
         if gpu:
             self._index = _to_gpus(self._index)
         else:
-            read_ahead(path)
+            read_ahead(path, progress or (lambda text: None))
         self._ef_search, self._exact, self._candidates = ef_search, exact, candidates
         if probes is not None:
             faiss.extract_index_ivf(self._index).nprobe = probes
@@ -136,13 +137,13 @@ class DenseSearcher:
         del self._index, self._encoder
 
 
-def read_ahead(path: Path) -> None:
+def read_ahead(path: Path, progress: Progress) -> None:
     """Read the file once from its beginning to its end, so that the first searches find it in memory: the mapping's own
-    reads come in no order, at a tenth of the speed. Says how far it is."""
+    reads come in no order, at a tenth of the speed."""
     size, done, said = path.stat().st_size, 0, time.monotonic()
     with path.open("rb", buffering=0) as file:
         while part := file.read(_READ_AT_ONCE):
             done += len(part)
             if time.monotonic() - said > _SAID_EVERY_S:
                 said = time.monotonic()
-                print(f"reading {path}: {done / 1e9:.1f} of {size / 1e9:.1f} GB", file=sys.stderr, flush=True)
+                progress(f"reading {path}: {done / 1e9:.1f} of {size / 1e9:.1f} GB")

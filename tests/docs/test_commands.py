@@ -21,6 +21,7 @@ NOT_RUN = "# not run here"
 EXECUTED = {  # pages that stand on files of the reader's own, and the tests that execute them
     "new_algorithm.md": "lightning_modules/algorithms/test_new_algorithm_page.py",
     "new_environment.md": "rollout/environments/test_own_environment.py",
+    "new_retriever.md": "retrieval/test_retrieval_backends.py",
     "new_tool.md": "rollout/tools/test_new_tool_page.py",
     "own_reward.md": "rollout/rewards/test_own_reward_page.py",
 }

@@ -15,12 +15,12 @@ from lightning.pytorch.strategies import Strategy
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypeAliasType
 
-from experiments.registry import protocols
 from experiments.registry.errors import ExperimentError
 from experiments.registry.overrides import parse
 from experiments.registry.project import ROOT, Project
 from experiments.stages import validate
 from experiments.stages.graph import Graph
+from retrieval import protocols
 from rollout.system import RolloutSystem
 
 ROOMS = ("callbacks", "data_modules", "lightning_modules", "retrieval", "rollout")

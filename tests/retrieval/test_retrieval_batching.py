@@ -12,6 +12,7 @@ import uvicorn
 from retrieval.batching import Batcher, OwnerThread
 from retrieval.client import RetrieverClient
 from retrieval.server import bind, make_app
+from retrieval.types import Document
 
 
 class SteppedRetriever:
@@ -30,10 +31,7 @@ class SteppedRetriever:
         self.go_on.acquire()
         if "bad" in queries:
             raise RuntimeError("no index")
-        return [[({"id": query, "contents": query}, 1.0)] for query in queries]
-
-    def __len__(self) -> int:
-        return 10
+        return [[Document(query, query, "", 1.0)] for query in queries]
 
     def close(self) -> None:
         self.threads.add(threading.get_ident())
@@ -65,7 +63,7 @@ def run(requests: list[tuple[list[str], int]], *, max_batch: int = 1024, cancel:
 
 
 def ids(answer) -> list[str]:
-    return [documents[0][0]["id"] for documents in answer]
+    return [documents[0].id for documents in answer]
 
 
 def test_waiting_requests_become_one_call():

@@ -32,8 +32,9 @@ def test_text_outside_ascii_and_line_breaks_survive(tmp_path):
     contents = '"Zoë ☃"\nfirst\nsecond \u2028 third 😀'
     (tmp_path / "c.jsonl").write_bytes(orjson.dumps({"id": 7, "contents": contents}))
     write_store(tmp_path / "c.jsonl", tmp_path / "store")
-    document = PassageStore(tmp_path / "store").document(0)
-    assert document == {"id": "7", "title": "Zoë ☃", "text": contents.partition("\n")[2], "contents": contents}
+    document = PassageStore(tmp_path / "store").document(0, 0.0)
+    assert (document.id, document.title, document.contents) == ("7", "Zoë ☃", contents)
+    assert document.text == contents.partition("\n")[2]
 
 
 def test_title_and_text_as_in_search_r1():

@@ -22,9 +22,10 @@ from retrieval.dense.measure import recall
 from retrieval.dense.searcher import DenseSearcher
 from retrieval.dense.sizes import available_memory, index_bytes, lists_of
 from retrieval.dense.vectors import VectorShards, encode_corpus, shard_files
+from retrieval.hybrid import reciprocal_rank_fusion
 from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, IVFPQConfig, read_metadata
 from retrieval.process import RetrieverProcess
-from retrieval.retriever import Retriever, SearchSettings, reciprocal_rank_fusion
+from retrieval.retriever import Retriever, SearchSettings
 from retrieval.server import parse_arguments
 from retrieval.types import Hit, IndexFolderError
 
@@ -248,13 +249,15 @@ def test_free_memory_is_what_the_control_group_leaves(tmp_path):
 
 def test_an_index_is_read_from_its_beginning_to_its_end_before_it_is_ready(flat, config, monkeypatch):
     read = []
-    monkeypatch.setattr(searching, "read_ahead", lambda path: read.append(path))
+    monkeypatch.setattr(searching, "read_ahead", lambda path, progress: read.append(path))
     DenseSearcher(flat / "faiss.index", config).close()
     assert read == [flat / "faiss.index"]
     monkeypatch.undo()
     monkeypatch.setattr(searching, "_READ_AT_ONCE", 1000)
     monkeypatch.setattr(searching, "_SAID_EVERY_S", -1.0)
-    searching.read_ahead(flat / "faiss.index")
+    said = []
+    searching.read_ahead(flat / "faiss.index", said.append)
+    assert len(said) == 74 and said[-1] == f"reading {flat / 'faiss.index'}: 0.0 of 0.0 GB"
 
 
 ENCODE = """
@@ -335,7 +338,7 @@ def test_a_compressed_index_keeps_its_vectors_says_its_recall_and_serves_as_vect
     assert not (tmp_path / "pq" / "vectors").exists(), "what only the build needs is gone"
     folder = Path(built["index"])
     found = Retriever([str(folder)], SearchSettings(probes=1)).search(list(QUESTIONS), 1)
-    assert sum(hits[0][0]["title"] == title for hits, title in zip(found, QUESTIONS.values(), strict=True)) >= 2
+    assert sum(hits[0].title == title for hits, title in zip(found, QUESTIONS.values(), strict=True)) >= 2
     sq8 = BuildIndex(str(facts), "dense_sq8", config, vectors=str(folder / "vectors")).run(tmp_path / "sq8")
     assert sq8["recall"] >= 0.9 and read_metadata(sq8["index"]).recall == sq8["recall"]
     with pytest.raises(ValueError, match="probes: for dense_ivfpq indexes only"):
@@ -354,11 +357,8 @@ def test_an_encoder_that_does_not_fit_is_refused(flat, config, model_dir, tmp_pa
 
 
 def test_reciprocal_rank_fusion_by_hand():
-    first, second = [Hit(7, 9.0), Hit(3, 8.0), Hit(5, 7.0)], [Hit(3, 0.9), Hit(1, 0.8)]
-    fused = reciprocal_rank_fusion([first, second], 3)
-    assert fused == [Hit(3, 1 / 62 + 1 / 61), Hit(7, 1 / 61), Hit(1, 1 / 62)]
-    tied = reciprocal_rank_fusion([[Hit(4, 1.0)], [Hit(2, 1.0)]], 2)
-    assert [hit.row for hit in tied] == [2, 4]
+    assert reciprocal_rank_fusion([[7, 3, 5], [3, 1]], 3) == [(3, 1 / 62 + 1 / 61), (7, 1 / 61), (1, 1 / 62)]
+    assert [row for row, _ in reciprocal_rank_fusion([[4], [2]], 2)] == [2, 4], "of equal sums the smaller first"
     assert reciprocal_rank_fusion([[], []], 3) == []
 
 
@@ -385,7 +385,8 @@ def test_hybrid_server_fuses_both(facts, tmp_path, config):
     by_meaning = DenseSearcher(Path(graph) / "faiss.index", config, ef_search=64).search(queries, 48)
     for query, documents, ranking, found in zip(queries, by_words, by_meaning, fused, strict=True):
         of_words = [Hit(int(document.id[1:]), document.score) for document in documents]
-        expected = reciprocal_rank_fusion([of_words, ranking], 48)
+        rows = [[hit.row for hit in hits] for hits in (of_words, ranking)]
+        expected = [Hit(*fused) for fused in reciprocal_rank_fusion(rows, 48)]
         assert [Hit(int(document.id[1:]), document.score) for document in found] == expected, query
         assert len(expected) == 48
     assert by_words[-1] == [] and by_words[4][0].title == "Ledger 7"

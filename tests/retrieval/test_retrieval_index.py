@@ -73,7 +73,7 @@ def test_an_index_of_other_columns_of_the_same_corpus_is_not_kept(tmp_path):
         before = (tmp_path / "out" / "index").exists() and (tmp_path / "out" / "index").stat().st_ino
         BuildIndex(str(path), columns={"title": "head", "text": text}).run(tmp_path / "out")
     assert (tmp_path / "out" / "index").stat().st_ino == before, "the third is the second"
-    assert PassageStore(tmp_path / "out" / "index").document(0)["contents"] == '"A"\none'
+    assert PassageStore(tmp_path / "out" / "index").document(0, 0.0).contents == '"A"\none'
 
 
 def test_an_index_of_another_corpus_is_refused(corpus, bm25_index, tmp_path):

@@ -101,7 +101,7 @@ def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
 
 def test_health_describes_the_index(server, corpus):
     described = health(server.url)
-    assert (described["status"], described["topk"], described["passages"]) == ("ok", 3, 200)
+    assert (described["status"], described["topk"], described["indexes"][0]["passages"]) == ("ok", 3, 200)
     assert described["indexes"][0]["kind"] == "bm25" and described["indexes"][0]["corpus"] == str(corpus.path)
 
 

@@ -2,7 +2,7 @@
 
 jsonargparse compares the signatures of a class and of a Protocol with their annotations, and refuses a class whose
 annotations are written another way (postponed, narrower, none at all). Here names, order, defaults and ``async`` count,
-and annotations do not; a type checker is the one to compare those.
+and annotations do not; a type checker is the one to compare those. In this room because every other may import it.
 """
 
 from __future__ import annotations
