@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.commands import index_size
 from experiments.commands.command import command, make_graph, numbers, option
 from experiments.registry import sizing
 from experiments.registry.errors import ExperimentError, nearest
@@ -30,6 +31,11 @@ REMEDIES: tuple[tuple[str, dict[str, Any]], ...] = (  # of a trainer that is too
         f"{STRATEGY} {OFFLOAD}_optimizer true {OFFLOAD}_parameters true",
         SHARDED | {"offload_optimizer": True, "offload_parameters": True},
     ),
+)
+INDEX_NOTE = (
+    "Memory of the server, disk of the index with its texts. Seconds are those of one processor\n"
+    "(docs/results/benchmarks.md) in proportion, without encoding the queries. IVF-PQ and HNSW\n"
+    "miss some of what exact search finds: `recall` in the index's metadata.json."
 )
 MICRO_BATCH = 4096  # tokens; smaller ones no longer fill a GPU
 MORE = 1.25  # times as many sequences at once are worth another setting
@@ -83,6 +89,12 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(f"no GPU '{args.gpu}' is known{nearest(args.gpu, CHIPS)}; there are: {', '.join(CHIPS)}")
     counts = numbers("--gpus", args.gpus, "1,8,16", least=1)
     stage = make_graph(context).target()
+    if index_size.is_index(stage):
+        root = context.project.root
+        print(f"{index_size.title(stage, root)}\n")
+        print_table(index_size.rows(stage, root), args.markdown)
+        print(f"\n{INDEX_NOTE}")
+        return
     if stage.kind != "fit":
         raise ExperimentError(f"'{stage.name}' is of kind {stage.kind}: it trains nothing")
     chip = CHIPS[args.gpu]

@@ -13,6 +13,10 @@ GRAPH_FROM = 4096  # lists; of so many the nearest are found by a graph
 GRAPH_LINKS = 32
 _TRAIN_PER_LIST = 50  # vectors; Faiss asks for 39
 _ID = 8  # bytes
+_NANOSECONDS: dict[str, float] = {  # of a thread, for a query and a vector of 768 numbers (docs/results/benchmarks.md)
+    "dense_flat": 25, "dense_fp16": 170, "dense_sq8": 160, "dense_hnsw": 300, "dense_ivfpq": 20,
+}  # fmt: skip
+_VISITED = 64  # vectors of a graph that are compared for each one of ef_search
 _LARGER_THAN_FREE = 0.95  # of the free memory: the encoder and the server want some, too
 
 
@@ -53,6 +57,27 @@ def _links(m: int) -> int:
 def kept_bytes(kind: IndexKind, passages: int, dimension: int) -> int:
     """Bytes beside ``faiss.index``, on the disk alone: the 16-bit vectors by which candidates are ranked again."""
     return 2 * passages * dimension if kind == "dense_ivfpq" else 0
+
+
+def search_seconds(
+    kind: IndexKind,
+    passages: int,
+    dimension: int,
+    queries: int,
+    threads: int,
+    hnsw: HNSWConfig | None = None,
+    ivfpq: IVFPQConfig | None = None,
+) -> float:
+    """Of one call, in proportion to what ``benchmarks.retrieval`` measured: an estimate."""
+    if kind == "dense_hnsw":
+        vectors = _VISITED * (hnsw or HNSWConfig()).ef_search
+    elif kind == "dense_ivfpq":
+        config = ivfpq or IVFPQConfig()
+        lists = lists_of(config, passages)
+        vectors = min(1.0, config.probes / lists) * passages
+    else:
+        vectors = passages
+    return queries * vectors * _NANOSECONDS[kind] * dimension / 768 * 1e-9 / threads
 
 
 def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int, free: int | None = None) -> None:

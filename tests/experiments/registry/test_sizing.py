@@ -264,7 +264,12 @@ def test_command(capsys, monkeypatch, tmp_path):
     assert "policy 0.49 B, critic" in capsys.readouterr().out, "no teacher"
     assert main(["size", "my_kd", "--gpus", "1", "--gpu", "l4", "--paths.teacher", "Qwen/Qwen3-1.7B"]) == 0
     assert "1 GPU: fits with --data.rollouts." in capsys.readouterr().out, "a smaller engine, or one that sleeps"
+    assert main(["size", "index_wiki18_e5_sq8"]) == 0
+    out = capsys.readouterr().out
+    assert "21,015,324 passages, 14.4 GB of text" in out
+    assert re.search(r"dense_flat +64\.6 +79\.9 .*dense_sq8 \* +16\.1 +31\.5 .*dense_ivfpq +2\.2 +49\.9", out, re.DOTALL)
     for words, message in (
+        (["index_my", "--paths.corpus", "corpus.txt"], "nothing is known of the corpus corpus.txt, and no such"),
         (["sdar_tiny", "--gpu", "h10"], "no GPU 'h10' is known; did you mean 'h100'"),
         (["sdar_tiny", "--gpus", "0"], "--gpus 0: expected numbers"),
         (["untrained_tiny"], "of kind test: it trains nothing"),
