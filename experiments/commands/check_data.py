@@ -61,9 +61,10 @@ def check_corpus(arguments: dict[str, Any]) -> list[str]:
 
     corpus, good = arguments["corpus"], 0
     kinds: dict[str, list[int]] = {}  # lines, by what is wrong with them
+    form: list[str] = []
     unit = "row" if corpus.endswith(".parquet") else "line"
     try:
-        for number, passage in passages(require_corpus(corpus), arguments.get("columns")):
+        for number, passage in passages(require_corpus(corpus), arguments.get("columns"), form.append):
             if isinstance(passage, CorpusError):
                 kinds.setdefault(str(passage).removeprefix(f"{corpus}, {unit} {number}: "), []).append(number)
             else:
