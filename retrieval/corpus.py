@@ -1,20 +1,30 @@
 """Reads corpus files and stores their passages, validated, for random access.
 
-A corpus is what Search-R1 uses: one passage per line, ``{"id": "7", "contents": "\\"Title\\"\\ntext"}``, or a parquet
-file with the same two columns.  With ``columns`` it is of your own shape: a title and a text, or a text alone, with
-ids or without.  The store is a copy of it that every kind of index keeps beside itself: JSON lines in
-parts (Lucene's indexer reads these files as they are) and an array of byte offsets.  It is read through memory maps,
-so that a server over 21 million passages starts at once and keeps no passage in its own memory.
+A corpus is a file of JSON lines, compressed by gzip or not, or of parquet.  Its first usable row says which form it
+has: Search-R1's ``{"id": "7", "contents": "\\"Title\\"\\ntext"}``, Pyserini's ``{id, contents}`` without titles (MS
+MARCO), or ``{_id, title, text}`` (BEIR); ids may be called ``id``, ``_id`` or ``docid``.  Other names are told by
+``columns``.  The store is a copy of it that every kind of index keeps beside itself: JSON lines in parts (Lucene's
+indexer reads these files as they are) and an array of byte offsets.  It is read through memory maps, so that a server
+over 21 million passages starts at once and keeps no passage in its own memory.
 """
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import hashlib
+import io
 import itertools
 import json
 import mmap
+import os
+import shutil
+import sys
+import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +35,9 @@ from retrieval.types import CorpusError, Document, split_contents
 PART_SIZE = 500_000  # passages per part: Lucene's indexer gives one thread to each file
 _ROW_DIGITS = 10  # rows are zero-padded: Lucene breaks ties by id, so that ties come in corpus order
 OWN = ("id", "title", "text", "contents")  # the columns of a corpus of your own shape
-_FORMAT = 'expected {"id": "7", "contents": "\\"Title\\"\\nText of the passage"}'
+IDS = ("id", "_id", "docid")  # what corpora without ``columns`` call the id
+SHOWN = 3  # messages about malformed rows
+_FORMS = '{"id": "7", "contents": "\\"Title\\"\\nText"} or {"id": "7", "title": "Title", "text": "Text"}'
 
 
 class Passage(NamedTuple):
@@ -36,6 +48,20 @@ class Passage(NamedTuple):
 class StoreSummary(NamedTuple):
     passages: int
     sha256: str  # of the corpus file's bytes
+    skipped: int = 0  # malformed rows that were left out
+
+
+@dataclass
+class Malformed:
+    """Rows that ``read_corpus`` left out."""
+
+    rows: int = 0
+    first: list[str] = field(default_factory=list)  # messages of the first of them
+
+    def add(self, fault: CorpusError) -> None:
+        self.rows += 1
+        if len(self.first) < SHOWN:
+            self.first.append(str(fault))
 
 
 def file_sha256(path: Path) -> str:
@@ -48,29 +74,41 @@ def require_corpus(corpus: str | Path) -> Path:
     """The corpus file, or a CorpusError that says what is missing."""
     path = Path(corpus)
     if not path.is_file():
-        raise CorpusError(f"corpus {path}: no such file; give a .jsonl or .parquet file of passages ({_FORMAT})")
+        raise CorpusError(
+            f"corpus {path}: no such file; give a .jsonl, .jsonl.gz or .parquet file of passages, {_FORMS}"
+        )
     return path
 
 
-def read_corpus(path: Path, columns: Mapping[str, str] | None = None) -> Iterator[Passage]:
-    """Passages in file order.
+def read_corpus(
+    path: Path, columns: Mapping[str, str] | None = None, malformed: Malformed | None = None
+) -> Iterator[Passage]:
+    """Passages in file order; what form they were read as is printed to stderr.
 
     Args:
         columns: for a corpus of your own shape, ``id``, ``title`` and ``text`` (or ``contents``) by the file's own
             names; {} where it has these names. Without an id it is the row's number, without a title the id stands
-            there. None: ``id`` and ``contents``, as in Search-R1.
+            there. None: the first usable row decides, see this module.
+        malformed: counts the rows that cannot be used; they are left out.
 
     Raises:
-        CorpusError: at the first line that cannot be used.
+        CorpusError: at the first row that cannot be used, without ``malformed``.
     """
-    for _, found in passages(path, columns):
-        if isinstance(found, CorpusError):
+    for _, found in passages(path, columns, lambda form: print(f"{path}: read as {form}", file=sys.stderr, flush=True)):
+        if not isinstance(found, CorpusError):
+            yield found
+        elif malformed is None:
             raise found
-        yield found
+        else:
+            malformed.add(found)
 
 
-def passages(path: Path, columns: Mapping[str, str] | None = None) -> Iterator[tuple[int, Passage | CorpusError]]:
+def passages(
+    path: Path, columns: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None
+) -> Iterator[tuple[int, Passage | CorpusError]]:
     """Of every line (of parquet: row, both from 1) its passage, or why it cannot be used; see ``read_corpus``.
+
+    Blank lines are passed over. ``say`` is told the form that was recognised, in words.
 
     Raises:
         CorpusError: a file that is not what its ending says, or without a column that is needed.
@@ -78,56 +116,150 @@ def passages(path: Path, columns: Mapping[str, str] | None = None) -> Iterator[t
     if unknown := sorted(set(columns or {}) - set(OWN)):
         raise CorpusError(f"columns.{unknown[0]} is no column of a corpus; expected {', '.join(OWN)}")
     unit = "row" if path.suffix == ".parquet" else "line"
-    seen = _SeenIds(path, unit)
+    seen = _SeenIds()
     rows = _json_rows(path) if unit == "line" else _parquet_rows(path, columns)
     mapped = {theirs: ours for ours, theirs in (columns or {}).items()}
     found: list[str] = []  # of the last line, while a mapped column was in none
-    for number, record in rows:
+    form = None if columns is None else _SEARCH_R1
+    for row, (number, record) in enumerate(rows, start=1):
         try:
             if isinstance(record, CorpusError):
                 raise record
-            if mapped and isinstance(record, dict):
-                found = list(record)
-                mapped = {theirs: ours for theirs, ours in mapped.items() if theirs not in record}
-            where = f"{path}, {unit} {number}"
-            passage = _to_passage(record if columns is None else _ours(record, columns, number, where), where)
-            seen.add(passage.id, number)
+            if columns is not None:
+                if mapped and isinstance(record, dict):
+                    found = list(record)
+                    mapped = {theirs: ours for theirs, ours in mapped.items() if theirs not in record}
+                record = _ours(record, columns, row)
+            if form:
+                passage = form.read(record, row)
+            else:
+                recognised = _recognise(record)
+                passage = recognised.read(record, row)
+                form = recognised
+                if say:
+                    say(form.described())
+            first = seen.add(passage.id, row)
+            if first is not None:
+                at = f"{unit} {first}" if number == row else f"passage {first} (blank lines do not count)"
+                raise CorpusError(
+                    f"id {passage.id!r} was already used in {at}; ids must be unique: "
+                    "number the passages anew or remove one of them"
+                )
             yield number, passage
         except CorpusError as fault:
-            yield number, fault
+            yield number, CorpusError(f"{path}, {unit} {number}: {fault}")
     for theirs, ours in mapped.items() if found else ():
         raise CorpusError(f"{path}: no line has '{theirs}' (columns.{ours}); they have {', '.join(found)}")
 
 
-def _ours(record: object, columns: Mapping[str, str], number: int, where: str) -> object:
+class _Form(NamedTuple):
+    """How rows hold a passage: what the first usable row decides for the whole file."""
+
+    id: str | None  # the name of the ids' column; None: rows are numbered from 0
+    text: str  # the name of the text's column, ``contents`` or ``text``
+    title_line: bool  # ``contents`` begin with a title line; otherwise a ``title`` or the id becomes one
+    titled: bool = False  # that row has a ``title``
+
+    def __str__(self) -> str:
+        return f"{{{', '.join(filter(None, (self.id, 'title' if self.titled else '', self.text)))}}}"
+
+    def described(self) -> str:
+        title = "the first line is the title" if self.title_line else "the id stands where there is no title"
+        return f"{self}; {title}" + ("" if self.id else "; ids are the passages' numbers from 0")
+
+    def read(self, record: object, row: int) -> Passage:
+        """The passage of a row, the ``row``-th from 1."""
+        if not isinstance(record, dict):
+            raise CorpusError(f"found {type(record).__name__}, expected {_FORMS}")
+        if self.id is not None:
+            id_ = record.get(self.id)
+        elif others := [name for name in IDS if name in record]:
+            raise CorpusError(f"found an {others[0]!r}, but the first passage of the file has none; give all or none")
+        else:
+            id_ = row - 1
+        contents = record.get(self.text)
+        if id_ is None or contents is None:
+            name = self.id if id_ is None else self.text
+            raise CorpusError(f"no {name!r}; found the keys {sorted(record)}, expected {self}")
+        if isinstance(id_, bool) or not isinstance(id_, (str, int)) or id_ == "":
+            raise CorpusError(f"{self.id} is {id_!r}; expected a text or a whole number")
+        if not isinstance(contents, str):
+            raise CorpusError(f"{self.text} is {type(contents).__name__}; expected a text")
+        if self.title_line:
+            title, line_break, text = contents.partition("\n")
+            if not line_break or not title.strip() or not text.strip():
+                raise CorpusError(f'contents {contents[:80]!r} is not a title line followed by text ("Title"\\ntext)')
+            return Passage(str(id_), contents)
+        if not contents.strip():
+            raise CorpusError(f"{self.text} is {contents!r:.80}; expected the text of a passage")
+        if self.text == "contents" and "\n" in contents:
+            raise CorpusError(
+                f"contents {contents[:80]!r} has a line break, as after a title line, but the file's first passage has "
+                "none; give all passages a title line, or say columns.text contents if none has one"
+            )
+        return Passage(str(id_), _with_title(record.get("title"), id_, contents))
+
+
+_SEARCH_R1 = _Form("id", "contents", title_line=True)
+
+
+def _recognise(record: object) -> _Form:
+    if not isinstance(record, dict):
+        raise CorpusError(f"found {type(record).__name__}, expected {_FORMS}")
+    text = next((name for name in ("contents", "text") if record.get(name) is not None), None)
+    if text is None:
+        raise CorpusError(
+            f"no 'contents' and no 'text', but {', '.join(record)}; expected {_FORMS}; "
+            "for other names say columns, --paths.corpus_columns.text NAME"
+        )
+    id_ = next((name for name in IDS if name in record), None)
+    title_line = text == "contents" and "\n" in str(record[text])
+    return _Form(id_, text, title_line, titled=not title_line and "title" in record)
+
+
+def _with_title(title: object, id_: object, text: str) -> str:
+    """Contents as in Search-R1; the id stands where there is no title."""
+    line = " ".join(str(id_ if title is None else title).split()) or str(id_)
+    return f'"{line}"\n{text}'
+
+
+def _ours(record: object, columns: Mapping[str, str], row: int) -> object:
     """A row of a corpus of your own shape as Search-R1 would write it."""
     if not isinstance(record, dict):
         return record
     id_, title, text, contents = (record.get(columns.get(name, name)) for name in OWN)
-    id_ = number - 1 if id_ is None else id_
-    if contents is None:
+    id_ = row - 1 if id_ is None else id_
+    if contents is None or (columns.get("text") == "contents" and "contents" not in columns):
         if not isinstance(text, str) or not text.strip():
             name = columns.get("text", "text")
             if name not in record and "text" not in columns:
-                there = ", ".join(record)
-                raise CorpusError(f"{where}: no '{name}', but {there}; say --paths.corpus_columns.text NAME")
-            raise CorpusError(f"{where}: {name} is {text!r:.80}; expected the text of a passage (columns.text)")
-        title = " ".join(str(id_ if title is None else title).split()) or str(id_)
-        contents = f'"{title}"\n{text}'
+                raise CorpusError(f"no '{name}', but {', '.join(record)}; say --paths.corpus_columns.text NAME")
+            raise CorpusError(f"{name} is {text!r:.80}; expected the text of a passage (columns.text)")
+        contents = _with_title(title, id_, text)
     return {"id": id_, "contents": contents}
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                record = CorpusError(
-                    f"{path}, line {number}: not JSON ({error}); found {line[:80]!r}, {_FORMAT}; "
-                    "mend or remove the line"
-                )
-            yield number, record
+    """Line numbers and what stands there; a CorpusError where it is no JSON. Streams, gzip as well."""
+    number = 0
+    try:
+        zipped = path.suffix == ".gz"
+        with io.BufferedReader(gzip.open(path), 2**20) if zipped else path.open("rb") as file:  # type: ignore[arg-type]
+            if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                file.seek(0)
+            for number, line in enumerate(file, start=1):
+                try:
+                    record = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    if not line.strip():
+                        continue
+                    found = f"not JSON ({error}); found {line[:80]!r}, expected {_FORMS}; mend or remove the line"
+                    record = CorpusError(found)
+                yield number, record
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CorpusError(
+            f"{path}: no gzip, or torn, after line {number} ({error}); fetch it anew, or call it .jsonl if it is plain"
+        ) from error
 
 
 def _parquet_rows(path: Path, own: Mapping[str, str] | None, chunk: int = 100_000) -> Iterator[tuple[int, object]]:
@@ -138,71 +270,68 @@ def _parquet_rows(path: Path, own: Mapping[str, str] | None, chunk: int = 100_00
         columns = frame.collect_schema().names()
     except (pl.exceptions.PolarsError, OSError) as error:
         raise CorpusError(f"{path}: not a parquet file ({error}); write it again or give a .jsonl file") from error
-    wanted = ["id", "contents"]
-    if own is not None:
-        named = dict.fromkeys(own.get(name, name) for name in OWN)
-        wanted = [name for name in named if name in columns or name in own.values()]
-        if not {own.get("text", "text"), own.get("contents", "contents")} & set(wanted):
-            wanted.append("text")
+    names = dict.fromkeys((*IDS, *OWN) if own is None else [own.get(name, name) for name in OWN])
+    wanted = [name for name in names if name in columns or name in (own or {}).values()]
+    own = own or {}
+    if not {own.get("text", "text"), own.get("contents", "contents")} & set(wanted):
+        wanted.append("text")
     missing = set(wanted) - set(columns)
     if missing:
-        raise CorpusError(f"{path}: no column {', '.join(sorted(missing))}; it has {', '.join(columns)}; {_FORMAT}")
+        have = ", ".join(columns)
+        raise CorpusError(f"{path}: no column {', '.join(sorted(missing))}; it has {have}; expected {_FORMS}")
     start = 0
     while len(rows := frame.select(wanted).slice(start, chunk).collect()):
         yield from enumerate(rows.iter_rows(named=True), start=start + 1)
         start += chunk
 
 
-def _to_passage(record: object, where: str) -> Passage:
-    if not isinstance(record, dict):
-        raise CorpusError(f"{where}: found {type(record).__name__}, {_FORMAT}")
-    for key in ("id", "contents"):
-        if record.get(key) is None:
-            raise CorpusError(f"{where}: no {key!r}; found the keys {sorted(record)}, {_FORMAT}")
-    id_, contents = record["id"], record["contents"]
-    if isinstance(id_, bool) or not isinstance(id_, (str, int)) or id_ == "":
-        raise CorpusError(f"{where}: id is {id_!r}; expected a text or a whole number")
-    if not isinstance(contents, str):
-        raise CorpusError(f"{where}: contents is {type(contents).__name__}; expected a text")
-    title, line_break, text = contents.partition("\n")
-    if not line_break or not title.strip() or not text.strip():
-        raise CorpusError(f'{where}: contents {contents[:80]!r} is not a title line followed by text ("Title"\\ntext)')
-    return Passage(str(id_), contents)
-
-
 class _SeenIds:
-    """Finds duplicate ids; costs no memory for ids that are the row numbers, as wiki-18's 21 million are."""
+    """Finds duplicate ids. Numbers that count up by one, as the ids of wiki-18's 21 million passages do, are kept as
+    runs: they cost no memory, wherever a run begins."""
 
-    def __init__(self, path: Path, unit: str) -> None:
-        self.path, self.unit = path, unit
-        self.others: dict[str, int] = {}  # id -> line, for ids that are not their own row number
-        self.other_lines: set[int] = set()
+    def __init__(self) -> None:
+        self.starts, self.ends, self.rows = array("q"), array("q"), array("q")  # of each run, rising; its first row
+        self.others: dict[str, int] = {}  # id -> row
+        self._next, self._row = "", 0  # what lengthens the last run: its next id, and the row after this one
 
-    def add(self, id_: str, line: int) -> None:
-        first = self.others.get(id_)
-        if first is None and id_ != str(line - 1):
-            if id_.isascii() and id_.isdecimal() and str(int(id_)) == id_:
-                candidate = int(id_) + 1
-                first = candidate if candidate < line and candidate not in self.other_lines else None
-            if first is None:
-                self.others[id_] = line
-                self.other_lines.add(line)
-                return
-        if first is not None:
-            raise CorpusError(
-                f"{self.path}, {self.unit} {line}: id {id_!r} was already used in {self.unit} {first}; "
-                "ids must be unique: number the passages anew or remove one of them"
-            )
+    def add(self, id_: str, row: int) -> int | None:
+        """Remember an id; the row that used it before, or None."""
+        lengthens = id_ == self._next and row == self._row + 1
+        if id_ in self.others:
+            return self.others[id_]
+        if lengthens:
+            self.ends[-1] += 1
+        elif len(id_) < 19 and id_.isascii() and id_.isdecimal() and str(int(id_)) == id_:
+            number = int(id_)
+            at = bisect_right(self.starts, number) - 1
+            if at >= 0 and number < self.ends[at]:
+                return self.rows[at] + number - self.starts[at]
+            if at < len(self.starts) - 1:
+                self.others[id_] = row
+                return None
+            self.starts.append(number)
+            self.ends.append(number + 1)
+            self.rows.append(row)
+        else:
+            self.others[id_] = row
+            return None
+        self._next, self._row = str(self.ends[-1]), row
+        return None
 
 
 def write_store(
-    corpus: Path, folder: Path, part_size: int = PART_SIZE, columns: Mapping[str, str] | None = None
+    corpus: Path,
+    folder: Path,
+    part_size: int = PART_SIZE,
+    columns: Mapping[str, str] | None = None,
+    skip_malformed: bool = False,
 ) -> StoreSummary:
     """Validate ``corpus`` (``columns``: see ``read_corpus``) and copy it into ``folder``: ``passages/*.jsonl`` and
-    ``offsets.bin``."""
+    ``offsets.bin``. With ``skip_malformed`` rows that cannot be used are left out and told on stderr."""
     parts = folder / "passages"
     parts.mkdir(parents=True)
-    offsets, numbered = array("q"), enumerate(read_corpus(corpus, columns))
+    malformed = Malformed()
+    offsets, numbered = array("q"), enumerate(read_corpus(corpus, columns, malformed if skip_malformed else None))
     for first in numbered:
         with (parts / f"{first[0] // part_size:05d}.jsonl").open("wb") as part:
             for row, passage in itertools.chain([first], itertools.islice(numbered, part_size - 1)):
@@ -210,10 +339,36 @@ def write_store(
                 offsets.append(part.tell())
                 part.write(orjson.dumps(record) + b"\n")
     if not offsets:
-        raise CorpusError(f"{corpus}: no passages; {_FORMAT}")
+        why = f"all {malformed.rows} rows are malformed: {malformed.first[0]}" if malformed.rows else "no passages"
+        raise CorpusError(f"{corpus}: {why}; expected {_FORMS}")
+    if malformed.rows:
+        told = "".join(f"\n  {message}" for message in malformed.first)
+        print(f"{corpus}: {malformed.rows} malformed rows left out; the first:{told}", file=sys.stderr, flush=True)
     (folder / "offsets.bin").write_bytes(offsets.tobytes())
     (folder / "store.json").write_text(json.dumps({"passages": len(offsets), "part_size": part_size}))
-    return StoreSummary(len(offsets), file_sha256(corpus))
+    return StoreSummary(len(offsets), file_sha256(corpus), malformed.rows)
+
+
+def link_store(source: Path, folder: Path) -> None:
+    """The store of another index of the same corpus, see ``link``."""
+    (folder / "passages").mkdir(parents=True)
+    for path in (source / "offsets.bin", source / "store.json", *sorted((source / "passages").glob("*.jsonl"))):
+        link(path, folder / path.relative_to(source))
+
+
+def link(source: Path, target: Path) -> None:
+    """A copy of a file, by hard link where the disk allows it."""
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """A copy of a folder of files, see ``link``."""
+    target.mkdir()
+    for path in source.iterdir():
+        link(path, target / path.name)
 
 
 class PassageStore:

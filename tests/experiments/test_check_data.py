@@ -56,3 +56,15 @@ def test_a_question_that_quotes_a_control_token_and_a_missing_corpus_are_told(wo
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "quotes '<|im_end|>', a control token" in said and "c.jsonl: no such file" in said
+
+
+def test_the_form_of_a_corpus_and_its_malformed_rows_are_told(words, tmp_path, capsys):
+    (tmp_path / "c.jsonl").write_text('{"_id": "a", "text": "x"}\n{oops\n')
+    words = [word for word in words if "corpus_columns" not in word]
+    told = f"{tmp_path}/c.jsonl: 1 passages, 1 malformed line, read as {{_id, text}}; the id stands"
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert told in said.out and "c.jsonl, line 2: not JSON" in said.err
+    assert main([*words, "--paths.skip_malformed=true"]) == 0
+    said = capsys.readouterr().out
+    assert told in said and "left out (skip_malformed):" in said and "c.jsonl, line 2: not JSON" in said

@@ -79,7 +79,7 @@ def encoder(config):
 def write_shards(folder: Path, vectors: np.ndarray, rows: int) -> VectorShards:
     """As ``encode_corpus`` leaves them."""
     folder.mkdir()
-    described = {"format": 1, "corpus_sha256": "", "encoder": {}, "passages": len(vectors), "rows": rows}
+    described = {"format": 1, "corpus": "", "encoder": {}, "passages": len(vectors), "rows": rows}
     (folder / "vectors.json").write_text(json.dumps({**described, "dimension": vectors.shape[1]}))
     for path, part in shard_files(folder, len(vectors), rows):
         np.save(path, vectors[part.start : part.stop].astype(np.float16))
@@ -301,7 +301,7 @@ def test_a_killed_encoding_loses_one_file_at_most_and_goes_on(facts, config, tmp
     resumed = VectorShards(vectors)
     np.testing.assert_allclose(resumed.rows(np.arange(48)), whole.rows(np.arange(48)), atol=HALF)
     again = encode_corpus(tmp_path / "store", "of another corpus", vectors, config, rows=48)
-    assert "vectors of another corpus_sha256 are removed" in capsys.readouterr().err
+    assert "vectors of another corpus are removed" in capsys.readouterr().err
     assert len(list(vectors.glob("*.npy"))) == 1 and len(again) == 48, "vectors of another corpus are not kept"
 
 

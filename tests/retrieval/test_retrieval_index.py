@@ -15,7 +15,7 @@ import pytest
 from retrieval.__main__ import main as build_or_serve
 from retrieval.corpus import PassageStore, file_sha256
 from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, check_index, read_metadata
-from retrieval.retriever import SearchSettings, check_indexes
+from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.types import CorpusError, IndexFolderError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +76,36 @@ def test_an_index_of_other_columns_of_the_same_corpus_is_not_kept(tmp_path):
     assert PassageStore(tmp_path / "out" / "index").document(0, 0.0).contents == '"A"\none'
 
 
+def test_an_index_that_leaves_malformed_rows_out_says_so_and_is_not_kept_without(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"_id": "a", "text": "x"}\n{oops\n')
+    built = BuildIndex(str(path), skip_malformed=True).run(tmp_path / "out")
+    assert (built["passages"], built["skipped"]) == (1, 1)
+    with pytest.raises(CorpusError, match="line 2: not JSON"):
+        BuildIndex(str(path)).run(tmp_path / "out")
+
+
+def test_two_indexes_of_a_corpus_store_its_text_once(corpus, bm25_index, tmp_path):
+    first = Path(bm25_index)
+    second = Path(BuildIndex(str(corpus.path), passages_of=bm25_index).run(tmp_path)["index"])
+    for name in ("passages/00000.jsonl", "offsets.bin", "store.json"):
+        assert (first / name).stat().st_ino == (second / name).stat().st_ino
+    query = corpus.contents[7].partition("\n")[2]
+    for folder in (first, second):
+        retriever = Retriever([str(folder)], SearchSettings())
+        assert retriever.search([query], 1)[0][0].id == "p7"
+        retriever.close()
+
+
+def test_passages_of_another_corpus_or_of_other_columns_are_refused(corpus, bm25_index, tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"id": "0", "text": "x"}\n')
+    with pytest.raises(IndexFolderError, match="was built from another corpus than .*other.jsonl"):
+        BuildIndex(str(tmp_path / "other.jsonl"), passages_of=bm25_index).run(tmp_path)
+    with pytest.raises(IndexFolderError, match="read with the defaults, this index says {'skip_malformed': True}"):
+        BuildIndex(str(corpus.path), passages_of=bm25_index, skip_malformed=True).run(tmp_path)
+    assert not (tmp_path / "index").exists()
+
+
 def test_an_index_of_another_corpus_is_refused(corpus, bm25_index, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_bytes(corpus.path.read_bytes().replace(b"p0", b"q0", 1))  # same size
@@ -88,7 +118,7 @@ def test_an_index_of_another_corpus_is_refused(corpus, bm25_index, tmp_path):
 def test_indexes_of_two_corpora_do_not_fuse(bm25_index, tmp_path):
     metadata = dataclasses.asdict(read_metadata(bm25_index)) | {"corpus_sha256": "0" * 64, "files": {}}
     (tmp_path / "metadata.json").write_text(json.dumps(metadata))
-    with pytest.raises(IndexFolderError, match="hybrid retrieval needs indexes of one corpus"):
+    with pytest.raises(IndexFolderError, match="a hybrid needs the same passages"):
         check_indexes([bm25_index, str(tmp_path)])
 
 

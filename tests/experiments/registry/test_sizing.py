@@ -267,9 +267,11 @@ def test_command(capsys, monkeypatch, tmp_path):
     assert main(["size", "index_wiki18_e5_sq8"]) == 0
     out = capsys.readouterr().out
     assert "21,015,324 passages, 14.4 GB of text" in out
-    assert re.search(r"dense_flat +64\.6 +79\.9 .*dense_sq8 \* +16\.1 +31\.5 .*dense_ivfpq +2\.2 +49\.9", out, re.DOTALL)
+    assert re.search(
+        r"dense_flat +64\.6 +79\.9 .*dense_sq8 \* +16\.1 +31\.5 .*dense_ivfpq +2\.2 +49\.9", out, re.DOTALL
+    )
     for words, message in (
-        (["index_my", "--paths.corpus", "corpus.txt"], "nothing is known of the corpus corpus.txt, and no such"),
+        (["my_index", "--paths.corpus", "corpus.txt"], "nothing is known of the corpus corpus.txt, which is no"),
         (["sdar_tiny", "--gpu", "h10"], "no GPU 'h10' is known; did you mean 'h100'"),
         (["sdar_tiny", "--gpus", "0"], "--gpus 0: expected numbers"),
         (["untrained_tiny"], "of kind test: it trains nothing"),
