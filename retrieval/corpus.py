@@ -98,7 +98,7 @@ def read_corpus(
         if not isinstance(found, CorpusError):
             yield found
         elif malformed is None:
-            raise found
+            raise CorpusError(f"{found}; mend the row, or leave such rows out (skip_malformed: true)")
         else:
             malformed.add(found)
 
@@ -253,7 +253,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
                 except orjson.JSONDecodeError as error:
                     if not line.strip():
                         continue
-                    found = f"not JSON ({error}); found {line[:80]!r}, expected {_FORMS}; mend or remove the line"
+                    found = f"not JSON ({error}); found {line[:80]!r}, expected {_FORMS}"
                     record = CorpusError(found)
                 yield number, record
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -31,7 +31,7 @@ def rows(stage: Stage, root: Path) -> list[list[str]]:
     threads, own, encoder = int(arguments.get("threads", 1)), arguments.get("kind", "bm25"), arguments.get("encoder")
     text = (size + ROW * passages) / GB
     found = [["", "memory, GB", "disk, GB", f"s for {BATCH} queries, {threads} threads"]]
-    found.append(["bm25", str(arguments.get("java_heap", "1g")), f"{text + LUCENE * size / GB:.1f}", "-"])
+    found.append(["bm25", str(arguments.get("java_heap", "1g")), _gb(text + LUCENE * size / GB), "-"])
     if encoder is not None:
         dimension = _dimension(root / encoder["model"], stage.name)
         hnsw, ivfpq = HNSWConfig(**(arguments.get("hnsw") or {})), IVFPQConfig(**(arguments.get("ivfpq") or {}))
@@ -39,8 +39,12 @@ def rows(stage: Stage, root: Path) -> list[list[str]]:
             memory = sizes.index_bytes(kind, passages, dimension, hnsw, ivfpq) / GB
             disk = text + memory + sizes.kept_bytes(kind, passages, dimension) / GB
             seconds = sizes.search_seconds(kind, passages, dimension, BATCH, threads, hnsw, ivfpq)
-            found.append([kind, f"{memory:.1f}", f"{disk:.1f}", f"{seconds:.2g}"])
+            found.append([kind, _gb(memory), _gb(disk), f"{seconds:.2g}"])
     return [[f"{row[0]} *" if row[0] == own else row[0], *row[1:]] for row in found]
+
+
+def _gb(size: float) -> str:
+    return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
 
 
 def title(stage: Stage, root: Path) -> str:

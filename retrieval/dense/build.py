@@ -63,6 +63,7 @@ def build_faiss_index(
     if kind == "dense_ivfpq":  # an order of codes that serves Hamming distances, which nobody asks for here
         inner: Any = faiss.downcast_index(faiss.extract_index_ivf(index))
         inner.do_polysemous_training = False
+        inner.cp.min_points_per_centroid = inner.pq.cp.min_points_per_centroid = 1  # of a small corpus: no warnings
     if not index.is_trained:
         index.train(_sample(shards, ivfpq))
     for vectors in shards:

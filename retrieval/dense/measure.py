@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ def sampled_recall(
     queries = searcher.encode(texts)
     _, found = searcher.nearest(queries, min(BEST, len(store)))
     searcher.close()
-    return round(recall(found, queries, shards), 4)
+    share = round(recall(found, queries, shards), 4)
+    print(f"recall@{BEST} of {kind} against exact search, {len(texts)} queries: {share}", file=sys.stderr, flush=True)
+    return share
 
 
 def recall(found: np.ndarray, queries: np.ndarray, shards: VectorShards) -> float:

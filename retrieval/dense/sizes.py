@@ -70,7 +70,7 @@ def search_seconds(
 ) -> float:
     """Of one call, in proportion to what ``benchmarks.retrieval`` measured: an estimate."""
     if kind == "dense_hnsw":
-        vectors = _VISITED * (hnsw or HNSWConfig()).ef_search
+        vectors = min(passages, _VISITED * (hnsw or HNSWConfig()).ef_search)
     elif kind == "dense_ivfpq":
         config = ivfpq or IVFPQConfig()
         lists = lists_of(config, passages)
