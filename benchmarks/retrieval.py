@@ -1,7 +1,7 @@
 """Dense indexes of every kind over generated vectors, and the search server against Search-R1's form of one.
 
     python -m benchmarks.retrieval [--passages 1000000] [--kinds dense_flat dense_fp16 dense_sq8 dense_ivfpq] \\
-        [--folder DIR] [--threads 2] [--no-http]
+        [--folder DIR] [--threads 2] [--documents 50000] [--asked 4000]
 
 **Kinds.** Vectors of 768 numbers in clusters, a thousand to each; what separates clusters and what separates the
 members of one has, as in the vectors of encoders, a few strong directions (variance 1 / i of the i-th). A query lies
@@ -10,9 +10,9 @@ nearer to its passage than the members of a cluster lie to each other. Recall@3 
 before; so is reading the file once from its beginning to its end. Latencies are medians. There is no encoder in them.
 
 **Server.** 64 clients that ask one query after another, as trajectories do, of BM25 over 50,000 passages. Search-R1's
-form (search/retrieval_server.py) is written anew: a FastAPI endpoint that calls pyserini's LuceneSearcher for one query
-after another and reads the passages from the index. It has one thread: pyserini's searcher is not made for more. The
-two servers take turns.
+form (search/retrieval_server.py) is written anew: a FastAPI endpoint that asks Anserini's searcher, as pyserini's
+LuceneSearcher does, for one query after another, and reads the passages from the index. It has one thread, since that
+searcher is not made for more. The two servers take turns.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,12 +32,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel
 
 from benchmarks import common
 
 DIMENSION, MEMBERS, BATCH, BEST = 768, 1000, 64, 3
 KINDS = ["dense_flat", "dense_fp16", "dense_sq8", "dense_ivfpq"]
-CLIENTS, ASKED, DOCUMENTS, ROUNDS = 64, 4000, 50_000, 3
+CLIENTS, ROUNDS = 64, 3
 
 
 class Clustered:
@@ -161,26 +163,31 @@ def kinds(options: argparse.Namespace, folder: Path) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------ the server
+class Request(BaseModel):
+    queries: list[str]
+    topk: int = 3
+    return_scores: bool = False
+
+
 def search_r1_form(lucene: str, port: int) -> None:
     """Serves until it is ended."""
     import uvicorn
     from fastapi import FastAPI
-    from pydantic import BaseModel
-    from pyserini.search.lucene import LuceneSearcher
 
-    class Request(BaseModel):
-        queries: list[str]
-        topk: int = 3
-        return_scores: bool = False
+    from retrieval.bm25 import start_jvm
 
-    app, searcher = FastAPI(), LuceneSearcher(lucene)
+    start_jvm("1g")
+    from jnius import autoclass
+
+    searcher = autoclass("io.anserini.search.SimpleSearcher")(lucene)  # what pyserini's LuceneSearcher is made of
+    app = FastAPI()
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> dict:
         result = []
         for query in request.queries:
             hits = searcher.search(query, request.topk)
-            found = [json.loads(searcher.doc(hit.docid).raw())["contents"] for hit in hits]
+            found = [json.loads(searcher.doc_raw(hit.docid))["contents"] for hit in hits]
             documents = [
                 {"title": text.split("\n")[0].strip('"'), "text": "\n".join(text.split("\n")[1:]), "contents": text}
                 for text in found
@@ -191,13 +198,13 @@ def search_r1_form(lucene: str, port: int) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)
 
 
-def make_corpus(path: Path) -> list[str]:
+def make_corpus(path: Path, documents: int) -> list[str]:
     """Passages of words that are as unequally frequent as a language's; returns queries."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(3, 9))) for _ in range(40_000)]
     weights = [1 / (rank + 3) for rank in range(len(words))]
     with path.open("w") as file:
-        for row in range(DOCUMENTS):
+        for row in range(documents):
             text = " ".join(draw.choices(words, weights, k=100))
             file.write(
                 json.dumps({"id": str(row), "contents": f'"{" ".join(draw.choices(words, k=2))}"\n{text}'}) + "\n"
@@ -223,61 +230,52 @@ async def ask(url: str, queries: list[str]) -> float:
     return len(queries) / seconds
 
 
-def server(folder: Path, threads: int) -> Iterator[str]:
-    import socket
-
-    from retrieval.bm25 import anserini_jar, build_lucene_index, java_home
-    from retrieval.client import RetrieverClient
+def server(folder: Path, threads: int, documents: int, asked: int) -> Iterator[str]:
+    from retrieval.bm25 import build_lucene_index
     from retrieval.index import BuildIndex
     from retrieval.process import RetrieverProcess
 
     folder.mkdir(exist_ok=True)
-    queries = make_corpus(folder / "corpus.jsonl")
+    queries = make_corpus(folder / "corpus.jsonl", documents)
     index = BuildIndex(str(folder / "corpus.jsonl")).run(folder)["index"]
     if not (folder / "lucene").is_dir():  # their texts are read from the index
         (folder / "documents").mkdir(exist_ok=True)
         os.link(folder / "corpus.jsonl", folder / "documents" / "corpus.jsonl")
-        build_lucene_index(folder / "documents", folder / "lucene", expected=DOCUMENTS, options=["-storeRaw"])
+        build_lucene_index(folder / "documents", folder / "lucene", expected=documents, options=["-storeRaw"])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     code = f"import benchmarks.retrieval as m; m.search_r1_form({str(folder / 'lucene')!r}, {port})"
-    variables = {"JAVA_HOME": str(java_home()), "JVM_PATH": "", "ANSERINI_CLASSPATH": str(anserini_jar().parent)}
-    theirs = subprocess.Popen([sys.executable, "-c", code], env=os.environ | variables)
+    theirs = subprocess.Popen([sys.executable, "-c", code])
     ours = RetrieverProcess(index, threads=threads)
     try:
         sides = {"ours": ours.start(), "theirs": f"http://127.0.0.1:{port}"}
-        asyncio.run(_wait(RetrieverClient([sides["theirs"]], retries=60, backoff=0.01)))
+        while theirs.poll() is None and not _listens(port):
+            time.sleep(0.1)
         rates: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(ROUNDS):
             for name, url in sides.items():
-                rates[name].append(asyncio.run(ask(url, (queries * (ASKED // len(queries) + 1))[:ASKED])))
+                rates[name].append(asyncio.run(ask(url, (queries * (asked // len(queries) + 1))[:asked])))
     finally:
         theirs.kill()
         ours.stop()
     ratios = [a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True)]
     yield (
-        f"BM25 over {DOCUMENTS:,} passages, {CLIENTS} clients: {statistics.median(rates['ours']):.0f} queries/s, "
+        f"BM25 over {documents:,} passages, {CLIENTS} clients: {statistics.median(rates['ours']):.0f} queries/s, "
         f"Search-R1's form {statistics.median(rates['theirs']):.0f}, ratio {statistics.median(ratios):.2f} "
         f"({min(ratios):.2f} to {max(ratios):.2f})"
     )
 
 
-async def _wait(client: object) -> None:
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            await client.start()
-            return await client.close()
-        except Exception:
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(1)
+def _listens(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 def metrics(options: argparse.Namespace, folder: Path) -> Iterator[str]:
-    yield from kinds(options, folder)
-    if options.http:
-        yield from server(folder / "bm25", options.threads)
+    if options.kinds:
+        yield from kinds(options, folder)
+    if options.documents:
+        yield from server(folder / "bm25", options.threads, options.documents, options.asked)
 
 
 def main() -> None:
@@ -288,7 +286,8 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="keeps vectors and indexes, which a later run takes; 5 GB a million"
     )
-    parser.add_argument("--no-http", dest="http", action="store_false")
+    parser.add_argument("--documents", type=int, default=50_000, help="that the servers search; 0: no servers")
+    parser.add_argument("--asked", type=int, default=4000, help="queries of each server and round")
     options = parser.parse_args()
     if options.folder:
         options.folder.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ def _tail(text: str, lines: int = 15) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
-def _start_jvm(heap: str) -> None:
+def start_jvm(heap: str) -> None:
     """Start the JVM of this process, once. -Xrs leaves SIGTERM and Ctrl-C to Python."""
     import jnius_config
 
@@ -133,7 +133,7 @@ class BM25Searcher:
     ) -> None:
         if k1 < 0 or not 0 <= b <= 1:
             raise ValueError(f"BM25 needs k1 >= 0 and 0 <= b <= 1; found k1={k1}, b={b}")
-        _start_jvm(heap)
+        start_jvm(heap)
         from jnius import JavaException, autoclass  # pyright: ignore[reportAttributeAccessIssue]  # defined in Cython
 
         self._list = autoclass("java.util.ArrayList")
