@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from pathlib import Path
 from typing import cast
@@ -17,7 +19,8 @@ from retrieval.index import EncoderConfig
 from retrieval.ranges import PositiveInt
 from retrieval.types import Hit, IndexFolderError, Progress
 
-_READ_AT_ONCE = 1 << 24  # bytes
+_READ_AT_ONCE = 1 << 26  # bytes, whole pages
+_POPULATE_READ = 22  # MADV_POPULATE_READ: into memory and into the page tables
 _SAID_EVERY_S = 5.0
 # faiss-cpu ships 128000, which keeps batches of queries away from BLAS: four times slower at 64 queries
 _BLAS_THRESHOLD = 20
@@ -138,12 +141,25 @@ class DenseSearcher:
 
 
 def read_ahead(path: Path, progress: Progress) -> None:
-    """Read the file once from its beginning to its end, so that the first searches find it in memory: the mapping's own
-    reads come in no order, at a tenth of the speed."""
-    size, done, said = path.stat().st_size, 0, time.monotonic()
+    """Read what is mapped of a file from its beginning to its end, so that the first searches find it in memory: the
+    mapping's own reads come in no order, at a tenth of the speed."""
+    libc, size, said = ctypes.CDLL(None), path.stat().st_size, time.monotonic()
     with path.open("rb", buffering=0) as file:
-        while part := file.read(_READ_AT_ONCE):
-            done += len(part)
-            if time.monotonic() - said > _SAID_EVERY_S:
-                said = time.monotonic()
-                progress(f"reading {path}: {done / 1e9:.1f} of {size / 1e9:.1f} GB")
+        for start, end, offset in _mappings(path):
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_NORMAL)  # Faiss says random
+            for at in range(start, end, _READ_AT_ONCE):
+                part = min(_READ_AT_ONCE, end - at)
+                if libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(part), _POPULATE_READ):  # Linux before 5.14
+                    file.seek(at - start + offset)
+                    file.read(part)
+                if time.monotonic() - said > _SAID_EVERY_S:
+                    said, done = time.monotonic(), min(at - start + offset + part, size)
+                    progress(f"reading {path}: {done / 1e9:.1f} of {size / 1e9:.1f} GB")
+
+
+def _mappings(path: Path) -> list[tuple[int, int, int]]:
+    """Where this process has mapped a file: address, end, offset in the file."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    own = [line for line in lines if len(line) == 6 and line[5] == str(path.resolve())]
+    ends = [[int(end, 16) for end in line[0].split("-")] for line in own]
+    return [(start, end, int(line[2], 16)) for (start, end), line in zip(ends, own, strict=True)]

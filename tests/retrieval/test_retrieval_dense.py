@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -253,11 +254,21 @@ def test_an_index_is_read_from_its_beginning_to_its_end_before_it_is_ready(flat,
     DenseSearcher(flat / "faiss.index", config).close()
     assert read == [flat / "faiss.index"]
     monkeypatch.undo()
-    monkeypatch.setattr(searching, "_READ_AT_ONCE", 1000)
+    monkeypatch.setattr(searching, "_READ_AT_ONCE", 4096)
     monkeypatch.setattr(searching, "_SAID_EVERY_S", -1.0)
-    said = []
-    searching.read_ahead(flat / "faiss.index", said.append)
-    assert len(said) == 74 and said[-1] == f"reading {flat / 'faiss.index'}: 0.0 of 0.0 GB"
+    path, said = flat / "faiss.index", []
+    opened = read_index(path)
+    before = in_memory(path)
+    searching.read_ahead(path, said.append)
+    assert before < in_memory(path) and in_memory(path) * 1024 >= path.stat().st_size
+    assert len(said) == -(-path.stat().st_size // 4096) and said[-1] == f"reading {path}: 0.0 of 0.0 GB"
+    del opened
+
+
+def in_memory(path: Path) -> int:
+    """KB of a mapped file in this process' page tables."""
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    return sum(int(re.search(r"Rss: +([0-9]+)", found)[1]) for found in maps if str(path.resolve()) in found)
 
 
 ENCODE = """
