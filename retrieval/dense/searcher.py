@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import faiss
 import numpy as np
@@ -19,6 +19,7 @@ from retrieval.index import EncoderConfig
 from retrieval.ranges import PositiveInt
 from retrieval.types import Hit, IndexFolderError, Progress
 
+_LISTS_WIDTH = 128
 _READ_AT_ONCE = 1 << 26  # bytes, whole pages
 _POPULATE_READ = 22  # MADV_POPULATE_READ: into memory and into the page tables
 _SAID_EVERY_S = 5.0
@@ -102,7 +103,11 @@ class DenseSearcher:
             read_ahead(path, progress or (lambda text: None))
         self._ef_search, self._exact, self._candidates = ef_search, exact, candidates
         if probes is not None:
-            faiss.extract_index_ivf(self._index).nprobe = probes
+            lists: Any = faiss.extract_index_ivf(self._index)
+            lists.nprobe = probes
+            nearest = faiss.downcast_index(lists.quantizer)
+            if isinstance(nearest, faiss.IndexHNSW):  # Faiss' width of 16 misses some of the nearest lists
+                cast(faiss.IndexHNSWFlat, nearest).hnsw.efSearch = max(_LISTS_WIDTH, 2 * probes)
 
     def __len__(self) -> int:
         return self._index.ntotal
