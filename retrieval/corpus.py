@@ -245,6 +245,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
     try:
         zipped = path.suffix == ".gz"
         with io.BufferedReader(gzip.open(path), 2**20) if zipped else path.open("rb") as file:  # type: ignore[arg-type]
+            if file.peek(512)[257:262] == b"ustar":  # as Search-R1's wiki-18.jsonl.gz is, against its name
+                unpack = f"tar -xO{'z' if zipped else ''}f {path.name} > corpus.jsonl"
+                raise CorpusError(f"{path}: a tar archive; unpack the file in it: {unpack}")
             if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
                 file.seek(0)
             for number, line in enumerate(file, start=1):

@@ -1,5 +1,7 @@
 import gzip
+import json
 import random
+import tarfile
 
 import orjson
 import polars as pl
@@ -257,3 +259,13 @@ def test_a_mapping_that_does_not_fit_is_refused(tmp_path):
         list(read_corpus(tmp_path / "c.parquet", {"text": "bdy"}))
     with pytest.raises(CorpusError, match="no column text; it has body"):
         list(read_corpus(tmp_path / "c.parquet", {}))
+
+
+def test_a_tar_archive_is_told_with_its_cure(tmp_path):
+    """What ``gzip -d wiki-18.jsonl.gz`` leaves, and the file itself."""
+    (tmp_path / "c.jsonl").write_text(json.dumps({"id": "0", "contents": '"A"\none'}))
+    for name, mode, flags in (("wiki-18.jsonl", "w", "-xOf"), ("wiki-18.jsonl.gz", "w:gz", "-xOzf")):
+        with tarfile.open(tmp_path / name, mode) as archive:
+            archive.add(tmp_path / "c.jsonl", "dump.jsonl")
+        with pytest.raises(CorpusError, match=f"a tar archive; .*: tar {flags} {name} > corpus.jsonl"):
+            list(read_corpus(tmp_path / name))
