@@ -321,12 +321,13 @@ class BuildIndex:
     def _build_dense(self, folder: Path, passages: str, encoder: EncoderConfig) -> float | None:
         """Encode (or take the vectors), build, and measure the recall where the kind is not exact. ``passages``: of
         which corpus (sha256), and how it was read."""
-        from retrieval.dense.build import build_faiss_index, check_vectors
+        from retrieval.dense.build import build_faiss_index, check_kind, check_vectors
         from retrieval.dense.encoder import dimension_of
         from retrieval.dense.measure import sampled_recall
         from retrieval.dense.vectors import VectorShards, copy_vectors, encode_corpus
 
         output, store, shards = folder / "faiss.index", PassageStore(folder), None
+        check_kind(self.kind, len(store), dimension_of(encoder), self.hnsw, self.ivfpq)
         own = folder.parent / "vectors"  # outlives a build that is killed
         if self.vectors is not None and Path(self.vectors).is_dir():
             shards = VectorShards(self.vectors)

@@ -40,6 +40,15 @@ def factory_of(
     return {"dense_flat": "Flat", "dense_fp16": "SQfp16", "dense_sq8": "SQ8"}[kind]
 
 
+def check_kind(
+    kind: IndexKind, passages: int, dimension: int, hnsw: HNSWConfig | None, ivfpq: IVFPQConfig | None
+) -> None:
+    """Raises IndexFolderError where such an index cannot be built, or not in this machine's memory."""
+    factory_of(kind, passages, dimension, hnsw, ivfpq)
+    if kind != "dense_flat":  # which goes from file to file
+        require_memory(kind, index_bytes(kind, passages, dimension, hnsw, ivfpq), passages, dimension)
+
+
 def build_faiss_index(
     shards: VectorShards,
     output: Path,
@@ -54,7 +63,6 @@ def build_faiss_index(
     if kind == "dense_flat":
         _write_flat(shards, output)
         return
-    require_memory(kind, index_bytes(kind, len(shards), shards.dimension, hnsw, ivfpq), len(shards), shards.dimension)
     index = faiss.index_factory(
         shards.dimension, factory_of(kind, len(shards), shards.dimension, hnsw, ivfpq), faiss.METRIC_INNER_PRODUCT
     )

@@ -122,6 +122,7 @@ def serving(owner: OwnerThread) -> Iterator[str]:
             thread.join()
 
 
+@pytest.mark.slow
 def test_what_clients_have_given_up_is_not_computed():
     """50 clients behind a slow call ask four times each: their last attempts alone are computed."""
     owner = OwnerThread(lambda _: SteppedRetriever())

@@ -226,12 +226,15 @@ def test_the_numbers_of_a_kind():
         factory_of("dense_ivfpq", 255, 384, None, None)
 
 
-def test_a_machine_with_too_little_memory_is_told_which_kinds_fit(flat, config, monkeypatch):
+def test_a_machine_with_too_little_memory_is_told_which_kinds_fit(flat, facts, config, monkeypatch, tmp_path):
     monkeypatch.setattr(sizes, "available_memory", lambda: 50_000)
     with pytest.raises(
         IndexFolderError, match=r"a dense_flat index of 48 passages .* kinds that fit: dense_fp16 .0.0 GB"
     ):
         DenseSearcher(flat / "faiss.index", config)
+    with pytest.raises(IndexFolderError, match="a dense_hnsw index of 48 passages takes"):  # before it encodes anything
+        BuildIndex(str(facts), "dense_hnsw", config).run(tmp_path)
+    assert not (tmp_path / "vectors").exists()
 
 
 def test_free_memory_is_what_the_control_group_leaves(tmp_path):
@@ -290,6 +293,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_killed_encoding_loses_one_file_at_most_and_goes_on(facts, config, tmp_path, capsys):
     write_store(facts, tmp_path / "store")
     script = tmp_path / "encode.py"
