@@ -326,20 +326,21 @@ class BuildIndex:
         from retrieval.dense.measure import sampled_recall
         from retrieval.dense.vectors import VectorShards, copy_vectors, encode_corpus
 
-        output, store, shards = folder / "faiss.index", PassageStore(folder), None
-        check_kind(self.kind, len(store), dimension_of(encoder), self.hnsw, self.ivfpq)
-        own = folder.parent / "vectors"  # outlives a build that is killed
-        if self.vectors is not None and Path(self.vectors).is_dir():
-            shards = VectorShards(self.vectors)
-            if shards.described["corpus"] != passages:
-                raise IndexFolderError(f"vectors {self.vectors} are of another corpus than {self.corpus}")
-        elif self.vectors is not None:
-            index, kind = check_vectors(Path(self.vectors), self.kind, len(store), dimension_of(encoder))
+        output, store = folder / "faiss.index", PassageStore(folder)
+        own, dimension, exact = folder.parent / "vectors", dimension_of(encoder), None  # own outlives a killed build
+        if self.vectors is not None and not Path(self.vectors).is_dir():
+            exact, kind = check_vectors(Path(self.vectors), self.kind, len(store), dimension)
             if kind == self.kind:
                 link(Path(self.vectors), output)
                 return None
-            shards = copy_vectors(index, own, passages, encoder)
-        if shards is None:
+        check_kind(self.kind, len(store), dimension, self.hnsw, self.ivfpq)
+        if exact is not None:
+            shards = copy_vectors(exact, own, passages, encoder)
+        elif self.vectors is not None:
+            shards = VectorShards(self.vectors)
+            if shards.described["corpus"] != passages:
+                raise IndexFolderError(f"vectors {self.vectors} are of another corpus than {self.corpus}")
+        else:
             shards = encode_corpus(folder, passages, own, encoder, threads=self.threads, device=self.device)
         build_faiss_index(shards, output, self.kind, hnsw=self.hnsw, ivfpq=self.ivfpq, threads=self.threads)
         if self.kind == "dense_ivfpq":

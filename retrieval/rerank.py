@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from retrieval.dense.encoder import devices_of
 from retrieval.hybrid import describe
 from retrieval.ranges import PositiveInt
 from retrieval.types import Document, IndexFolderError, SearchBackend
@@ -42,8 +43,7 @@ class Reranked:
         self.backend, self.model, self.candidates = backend, model, candidates
         self.max_length, self.batch_size = max_length, batch_size
         torch.set_num_threads(threads)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = devices_of(device)[0]
         self._device = device
         dtype = torch.float16 if device.startswith("cuda") else torch.float32
         try:

@@ -255,7 +255,7 @@ def load(options: argparse.Namespace, settings: SearchSettings, progress: Progre
     """What ``main`` serves. ``progress``: see ``OwnerThread``."""
     if options.backend is not None:
         progress(f"opening {options.backend}")
-        return read_backend(options.backend)()
+        return options.make_backend()
     progress(f"opening {', '.join(options.index)}")
     return Retriever(options.index, settings, progress=progress)
 
@@ -282,7 +282,7 @@ def main(arguments: list[str] | None = None) -> None:
             settings.check(check_indexes(options.index, options.corpus))
         else:
             _require_none_given(options)
-            read_backend(options.backend)
+            options.make_backend = read_backend(options.backend)
         listener = bind(options.host, options.port)
     except (RetrievalFailure, ValueError, OSError) as error:
         _stop(str(error), EXIT_WRONG_INPUT)

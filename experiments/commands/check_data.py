@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.commands.command import command, make_graph
+from experiments.commands.command import builds_index, command, make_graph
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import data_arguments
 from experiments.stages.context import RunContext
@@ -21,7 +21,6 @@ EXAMPLES = 3
 COUNTED = 2000  # prompts whose lengths are counted, evenly spaced: a thousand take about a second
 SHOWN_FAULTS = 200  # kinds of them in a corpus; a file of another format has one in every line
 PARTS = ("train", "val", "test")
-INDEX = "retrieval.index.BuildIndex"
 
 
 @command("check-data", "read questions and corpus, name all faults, show prompts and their lengths; loads no model")
@@ -35,7 +34,7 @@ def check_data(args: argparse.Namespace, context: RunContext) -> None:
     stage, plan = graph.target(), graph.plan(compare=False)
     faults: list[str] = []
     for other in plan:
-        if other.kind == "task" and other.config["task"]["class_path"] == INDEX:
+        if builds_index(other):
             faults += check_corpus(other.config["task"]["init_args"])
     files, wrong = read_data_files(plan, context.project.root, absent=True)
     faults += wrong

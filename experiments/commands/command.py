@@ -92,3 +92,8 @@ def serve(command: Sequence[str], name: str, context: RunContext, environment: M
     code = subprocess.run(command, cwd=context.project.root, env=environment, check=False).returncode
     if code not in (0, -2, 130):
         raise StageFailed(f"the {name} ended with exit code {code}", 1)
+
+
+def builds_index(stage: Stage) -> bool:
+    """Whether the stage makes a search index."""
+    return (stage.config.get("task") or {}).get("class_path") == "retrieval.index.BuildIndex"

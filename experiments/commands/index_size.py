@@ -20,8 +20,8 @@ ROW = 45  # bytes that the index adds to a passage: its row, its offset, keys
 LUCENE = 0.16  # of the text: 2.3 GB of wiki-18, as released
 
 
-def rows(stage: Stage, root: Path) -> list[list[str]]:
-    """The table, its head first: every kind, with the stage's own marked.
+def table(stage: Stage, root: Path) -> tuple[str, list[list[str]]]:
+    """A title, and the rows, their head first: every kind, with the stage's own marked.
 
     Raises:
         ExperimentError: nothing is known of the corpus or the encoder.
@@ -40,16 +40,12 @@ def rows(stage: Stage, root: Path) -> list[list[str]]:
             disk = text + memory + sizes.kept_bytes(kind, passages, dimension) / GB
             seconds = sizes.search_seconds(kind, passages, dimension, BATCH, threads, hnsw, ivfpq)
             found.append([kind, _gb(memory), _gb(disk), f"{seconds:.2g}"])
-    return [[f"{row[0]} *" if row[0] == own else row[0], *row[1:]] for row in found]
+    title = f"{stage.name}: {passages:,} passages, {size / GB:.1f} GB of text (* is its kind)"
+    return title, [[f"{row[0]} *" if row[0] == own else row[0], *row[1:]] for row in found]
 
 
 def _gb(size: float) -> str:
     return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
-
-
-def title(stage: Stage, root: Path) -> str:
-    passages, size = _corpus(root / stage.config["task"]["init_args"]["corpus"], stage.name)
-    return f"{stage.name}: {passages:,} passages, {size / GB:.1f} GB of text (* is its kind)"
 
 
 def _corpus(path: Path, name: str) -> tuple[int, int]:
@@ -73,7 +69,3 @@ def _dimension(folder: Path, name: str) -> int:
     if folder.name in DIMENSIONS:
         return DIMENSIONS[folder.name]
     raise ExperimentError(f"'{name}': nothing is known of the encoder {folder.name}, and it is not there")
-
-
-def is_index(stage: Stage) -> bool:
-    return (stage.config.get("task") or {}).get("class_path") == "retrieval.index.BuildIndex"

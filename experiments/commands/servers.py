@@ -6,14 +6,13 @@ import argparse
 import json
 import sys
 
-from experiments.commands.command import command, make_graph, option, require_free_port, serve
+from experiments.commands.command import builds_index, command, make_graph, option, require_free_port, serve
 from experiments.commands.models import rollouts_of
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import closure
 
-INDEX_TASK = "retrieval.index.BuildIndex"
 # Handed through to the server.
 SERVER_OPTIONS = (
     "topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce", "ef-search", "probes",
@@ -35,7 +34,7 @@ def retriever(args: argparse.Namespace, context: RunContext) -> None:
     searched = args.backend or args.index
     if searched is None:
         graph = make_graph(context)
-        stages = [s for s in closure([graph.target()]) if (s.config.get("task") or {}).get("class_path") == INDEX_TASK]
+        stages = [stage for stage in closure([graph.target()]) if builds_index(stage)]
         if not stages:
             raise ExperimentError(f"'{context.target}' builds no index of its own: name one with --index DIR")
         searched = str(runner.folder_of(context.project, stages[0]) / "index")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.commands import index_size
-from experiments.commands.command import command, make_graph, numbers, option
+from experiments.commands.command import builds_index, command, make_graph, numbers, option
 from experiments.registry import sizing
 from experiments.registry.errors import ExperimentError, nearest
 from experiments.registry.known_models import known_model
@@ -89,10 +89,10 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(f"no GPU '{args.gpu}' is known{nearest(args.gpu, CHIPS)}; there are: {', '.join(CHIPS)}")
     counts = numbers("--gpus", args.gpus, "1,8,16", least=1)
     stage = make_graph(context).target()
-    if index_size.is_index(stage):
-        root = context.project.root
-        print(f"{index_size.title(stage, root)}\n")
-        print_table(index_size.rows(stage, root), args.markdown)
+    if builds_index(stage):
+        title, rows = index_size.table(stage, context.project.root)
+        print(f"{title}\n")
+        print_table(rows, args.markdown)
         print(f"\n{INDEX_NOTE}")
         return
     if stage.kind != "fit":

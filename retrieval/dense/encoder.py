@@ -52,8 +52,7 @@ class TextEncoder:
         from transformers import AutoModel, AutoTokenizer
 
         torch.set_num_threads(threads)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = devices_of(device)[0]
         self.config, self.device = config, device
         # float16 as in Search-R1 on a GPU; CPUs want float32
         dtype = torch.float16 if device.startswith("cuda") else torch.float32

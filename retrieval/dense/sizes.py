@@ -17,7 +17,7 @@ _NANOSECONDS: dict[str, float] = {  # of a thread, for a query and a vector of 7
     "dense_flat": 22, "dense_fp16": 71, "dense_sq8": 82, "dense_hnsw": 220, "dense_ivfpq": 138,
 }  # fmt: skip
 _VISITED = 64  # vectors of a graph that are compared for each one of ef_search
-_LARGER_THAN_FREE = 0.95  # of the free memory: the encoder and the server want some, too
+_USABLE = 0.95  # of the free memory: the encoder and the server want some, too
 
 
 def lists_of(config: IVFPQConfig, passages: int) -> int:
@@ -80,14 +80,10 @@ def search_seconds(
     return queries * vectors * _NANOSECONDS[kind] * dimension / 768 * 1e-9 / threads
 
 
-def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int, free: int | None = None) -> None:
+def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int) -> None:
     """Raises IndexFolderError where an index of ``needed`` bytes is larger than what the machine has free, naming the
-    kinds that fit.
-
-    Args:
-        free: bytes; None: ``available_memory()``.
-    """
-    room = _LARGER_THAN_FREE * (available_memory() if free is None else free)
+    kinds that fit."""
+    room = _USABLE * available_memory()
     if needed <= room:
         return
     sizes = {other: index_bytes(other, passages, dimension) for other in DENSE if other != kind}

@@ -320,7 +320,7 @@ def test_a_killed_encoding_loses_one_file_at_most_and_goes_on(facts, config, tmp
     assert len(list(vectors.glob("*.npy"))) == 1 and len(again) == 48, "vectors of another corpus are not kept"
 
 
-def test_vectors_made_elsewhere_are_taken_over(facts, flat, config, corpus, tmp_path):
+def test_vectors_made_elsewhere_are_taken_over(facts, flat, config, corpus, tmp_path, monkeypatch):
     vectors = flat / "faiss.index"
     adopted = BuildIndex(str(facts), "dense_flat", config, vectors=str(vectors)).run(tmp_path / "a")
     assert (Path(adopted["index"]) / "faiss.index").read_bytes() == vectors.read_bytes()
@@ -337,6 +337,8 @@ def test_vectors_made_elsewhere_are_taken_over(facts, flat, config, corpus, tmp_
     )
     with pytest.raises(IndexFolderError, match="which is kind dense_sq8: set the kind to it, or give exact vectors"):
         BuildIndex(str(facts), "dense_fp16", config, vectors=str(sq8)).run(tmp_path / "f")
+    monkeypatch.setattr(sizes, "available_memory", lambda: 0)
+    BuildIndex(str(facts), "dense_sq8", config, vectors=str(sq8)).run(tmp_path / "g")  # a link takes no memory
 
 
 @pytest.mark.slow
