@@ -106,13 +106,13 @@ class IVFPQConfig:
 
     Args:
         lists: by default a power of two near 4 sqrt(passages).
-        code_bytes: of a vector; must divide its dimension.
+        code_bytes: of a vector; must divide its dimension. By default a quarter of it.
         probes: lists that a search looks into.
         candidates: of a query that are ranked again.
     """
 
     lists: PositiveInt | None = None
-    code_bytes: PositiveInt = 96
+    code_bytes: PositiveInt | None = None
     probes: PositiveInt = 64
     candidates: PositiveInt = 100
 

@@ -10,11 +10,20 @@ from typing import Any, BinaryIO, cast
 import faiss
 import numpy as np
 
-from retrieval.dense.sizes import GRAPH_FROM, GRAPH_LINKS, index_bytes, lists_of, require_memory, training_vectors
+from retrieval.dense.sizes import (
+    GRAPH_FROM,
+    GRAPH_LINKS,
+    code_bytes_of,
+    index_bytes,
+    lists_of,
+    require_memory,
+    training_vectors,
+)
 from retrieval.dense.vectors import VectorShards
 from retrieval.index import HNSWConfig, IndexKind, IVFPQConfig
 from retrieval.types import IndexFolderError
 
+_ROUNDS = 10  # of k-means for the lists: most of the time that building takes
 _CODES = 256  # that a byte of a code tells apart; so many vectors are the least to learn them from
 _FLAT_CODE = b"IxFI"  # how Faiss begins the file of an IndexFlatIP: code, dimension (int32), vectors (int64), ...
 
@@ -27,16 +36,17 @@ def factory_of(
         return f"HNSW{(hnsw or HNSWConfig()).m},Flat"
     if kind == "dense_ivfpq":
         config = ivfpq or IVFPQConfig()
-        if dimension % config.code_bytes:
+        code_bytes = code_bytes_of(config, dimension)
+        if dimension % code_bytes:
             raise IndexFolderError(
-                f"ivfpq.code_bytes is {config.code_bytes}, which does not divide the {dimension} numbers of a vector; "
+                f"ivfpq.code_bytes is {code_bytes}, which does not divide the {dimension} numbers of a vector; "
                 f"take one of {', '.join(str(n) for n in range(1, dimension + 1) if not dimension % n)}"
             )
         if passages < _CODES:
             raise IndexFolderError(f"dense_ivfpq needs {_CODES} passages, found {passages}; take dense_flat for so few")
         lists = lists_of(config, passages)
         # turned first, so that no byte of the code has more to say than another
-        return f"RR{dimension},IVF{lists}{f'_HNSW{GRAPH_LINKS}' if lists >= GRAPH_FROM else ''},PQ{config.code_bytes}x8"
+        return f"RR{dimension},IVF{lists}{f'_HNSW{GRAPH_LINKS}' if lists >= GRAPH_FROM else ''},PQ{code_bytes}x8"
     return {"dense_flat": "Flat", "dense_fp16": "SQfp16", "dense_sq8": "SQ8"}[kind]
 
 
@@ -71,6 +81,7 @@ def build_faiss_index(
     if kind == "dense_ivfpq":  # an order of codes that serves Hamming distances, which nobody asks for here
         inner: Any = faiss.downcast_index(faiss.extract_index_ivf(index))
         inner.do_polysemous_training = False
+        inner.cp.niter = _ROUNDS
         inner.cp.min_points_per_centroid = inner.pq.cp.min_points_per_centroid = 1  # of a small corpus: no warnings
     if not index.is_trained:
         index.train(_sample(shards, ivfpq))

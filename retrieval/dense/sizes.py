@@ -28,6 +28,10 @@ def lists_of(config: IVFPQConfig, passages: int) -> int:
     return 2 ** round(math.log2(wanted))
 
 
+def code_bytes_of(config: IVFPQConfig, dimension: int) -> int:
+    return config.code_bytes or max(1, dimension // 4)
+
+
 def training_vectors(config: IVFPQConfig, passages: int) -> int:
     return min(passages, max(_TRAIN_PER_LIST * lists_of(config, passages), 50_000))
 
@@ -44,7 +48,7 @@ def index_bytes(
         lists = lists_of(config, passages)
         graph = _links(GRAPH_LINKS) if lists >= GRAPH_FROM else 0
         codes = 4 * dimension * (256 + dimension)  # what each byte of a code stands for, and the rotation
-        return passages * (config.code_bytes + _ID) + lists * (4 * dimension + graph) + codes
+        return passages * (code_bytes_of(config, dimension) + _ID) + lists * (4 * dimension + graph) + codes
     return {"dense_flat": 4, "dense_fp16": 2, "dense_sq8": 1}[kind] * numbers
 
 

@@ -218,8 +218,8 @@ def recall_by_hand(rows, exact):
 
 def test_the_numbers_of_a_kind():
     assert [lists_of(IVFPQConfig(), n) for n in (48, 6000, 21_015_324)] == [1, 128, 16384]
-    assert factory_of("dense_ivfpq", 21_015_324, 768, None, None) == "RR768,IVF16384_HNSW32,PQ96x8"
-    with pytest.raises(IndexFolderError, match="code_bytes is 96, which does not divide the 383 numbers") as error:
+    assert factory_of("dense_ivfpq", 21_015_324, 768, None, None) == "RR768,IVF16384_HNSW32,PQ192x8"
+    with pytest.raises(IndexFolderError, match="code_bytes is 95, which does not divide the 383 numbers") as error:
         factory_of("dense_ivfpq", 300, 383, None, None)
     assert "take one of 1, 383" in str(error.value)
     with pytest.raises(IndexFolderError, match="needs 256 passages, found 255; take dense_flat"):
