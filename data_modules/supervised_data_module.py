@@ -132,6 +132,8 @@ class SupervisedDataModule(TrainingData):
         tokenizer: Hugging Face folder whose EOS that is; None takes the rollout system's.
         max_tokens: leave out trajectories with more tokens than that, prompt included. How many is reported.
         max_train: use at most so many trajectories, evenly spaced over the files.
+        held_out: keep so many of these, evenly spaced, out of the training: their losses are logged at every
+            validation, as ``val/ce`` and so on.
         evaluation: see ``EvaluationData``.
 
     Raises (on ``setup``):
@@ -149,6 +151,7 @@ class SupervisedDataModule(TrainingData):
         tokenizer: str | None = None,
         max_tokens: PositiveInt | None = None,
         max_train: PositiveInt | None = None,
+        held_out: NonNegativeInt = 0,
         **evaluation: Any,
     ) -> None:
         super().__init__(**evaluation)
@@ -164,10 +167,17 @@ class SupervisedDataModule(TrainingData):
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.max_train = max_train
+        self.held_out = held_out
+        self._held_out: list[Trajectory] = []
         self.report: dict[str, int] = {}  # how many trajectories of the files were kept or left out
         self._trajectories: list[Trajectory] = []
         self._plan: BatchPlan | None = None
         self._batches: tuple[int, list[list[int]]] = (-1, [])  # (pass, its batches)
+
+    @property
+    def held_out_rows(self) -> list[Trajectory]:
+        """This rank's share of what is held out; known after ``setup``."""
+        return self._held_out[self.rank :: self.world_size]
 
     def setup(self, stage: str) -> None:
         if stage == "fit" and self._loader is None:
@@ -185,13 +195,17 @@ class SupervisedDataModule(TrainingData):
         found = [t for path in expand(self.trajectory_files) for t in load_trajectories(path)]
         usable = [t for t in found if not t.failed_by_infrastructure and any(t.loss_mask)]
         eos = self._eos_id() if self.append_eos else None
-        chosen = [t if eos is None else append_eos(t, eos) for t in spread(usable, self.max_train)]
+        taken = [t if eos is None else append_eos(t, eos) for t in spread(usable, self.max_train)]
+        apart = set(spread(range(len(taken)), self.held_out)) if self.held_out else set()
+        self._held_out = self._short_rows([t for i, t in enumerate(taken) if i in apart])
+        chosen = [t for i, t in enumerate(taken) if i not in apart]
         rows = [row for t in chosen for row in turn_rows(t)]  # where every turn has a prompt of its own, the turns
-        kept = [t for t in rows if self.max_tokens is None or length_of(t) <= self.max_tokens]
+        kept = self._short_rows(chosen)
         self.report = {
             "found": len(found),
             "unusable": len(found) - len(usable),
-            "beyond_max_train": len(usable) - len(chosen),
+            "beyond_max_train": len(usable) - len(taken),
+            **({"held_out": len(apart)} if apart else {}),
             "too_long": len(rows) - len(kept),
             "kept": len(kept),
             "tokens": sum(map(length_of, kept)),
@@ -206,13 +220,21 @@ class SupervisedDataModule(TrainingData):
             )
         return kept
 
+    def _short_rows(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        rows = (row for t in trajectories for row in turn_rows(t))
+        return [row for row in rows if self.max_tokens is None or length_of(row) <= self.max_tokens]
+
     def _eos_id(self) -> int:
         if self.tokenizer is None:
             return self.rollouts.protocol.stop_token_ids[0]  # type: ignore[union-attr]  # checked in __init__
         return load_tokenizer(self.tokenizer).eos_token_id
 
     def _batch(self, position: int) -> list[Trajectory]:
+        return self._rows(position)[self.rank :: self.world_size]
+
+    def _rows(self, position: int) -> list[Trajectory]:
+        """The whole batch, of all ranks."""
         number, index = divmod(position, self._plan.batches)  # type: ignore[union-attr]  # made in setup
         if self._batches[0] != number:
             self._batches = (number, self._plan.of_pass(number))  # type: ignore[union-attr]
-        return [self._trajectories[i] for i in self._batches[1][index][self.rank :: self.world_size]]
+        return [self._trajectories[i] for i in self._batches[1][index]]

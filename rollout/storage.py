@@ -67,7 +67,7 @@ def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> N
     list), OSError if the disk does not take it.
     """
     path = Path(path)
-    frame = pl.DataFrame([_to_row(t) for t in trajectories], schema=SCHEMA)
+    frame = pl.DataFrame([to_row(t) for t in trajectories], schema=SCHEMA)
     with replacing(path) as unfinished:
         frame.write_parquet(unfinished)
 
@@ -99,13 +99,13 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
     trajectories = []
     for number, row in enumerate(frame.iter_rows(named=True)):
         try:
-            trajectories.append(_from_row(row))
+            trajectories.append(from_row(row))
         except (ValueError, TypeError, KeyError) as error:
             raise TrajectoryFileError(f"{path}, row {number}: {type(error).__name__}: {error}") from error
     return trajectories
 
 
-def _to_row(t: Trajectory) -> dict[str, Any]:
+def to_row(t: Trajectory) -> dict[str, Any]:
     where = f"trajectory {t.group}/{t.index}"
     return {name: getattr(t, name) for name in _PLAIN} | {
         **{name: getattr(t.task, name) for name in _PLAIN_OF_TASK},
@@ -123,7 +123,7 @@ def _to_row(t: Trajectory) -> dict[str, Any]:
     }
 
 
-def _from_row(row: dict[str, Any]) -> Trajectory:
+def from_row(row: dict[str, Any]) -> Trajectory:
     task = {name: row[name] for name in _PLAIN_OF_TASK} | {
         "id": row["task_id"],
         "gold_passages": [(passage["title"], passage["text"]) for passage in row["gold_passages"]],

@@ -21,7 +21,8 @@ PROBE_TEXT = "Where is the old lighthouse?"
 
 class WeightSync(L.Callback):
     """Calls ``datamodule.rollouts.load_weights(module.policy_weights(), version=global_step)`` when training starts,
-    after each training iteration, and before each validation and test, unless the engine already has that version.
+    after each training iteration that another batch is sampled after, and before each validation and test, unless the
+    engine already has that version.
 
     Args:
         during_training: False for supervised stages, whose engine is used for evaluation only: then weights are
@@ -96,7 +97,8 @@ class WeightSync(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.during_training:
+        # Data that mixes saved batches with sampled ones says which comes next.
+        if self.during_training and getattr(trainer.datamodule, "samples_next", True):  # type: ignore[attr-defined]
             self.push(trainer, pl_module)
             if self.gap is not None:
                 pl_module.log("weight_sync/probe_gap", self.gap, batch_size=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rollout.trajectory import InfrastructureError, Trajectory
 
@@ -11,14 +12,20 @@ class TooManyFailuresError(InfrastructureError):
     """Too large a share of trajectories failed for reasons that are not the model's; the run can be resumed."""
 
 
-def sum_over_ranks(counts: tuple[int, int]) -> tuple[int, int]:
-    """Element-wise sum, the same on every rank. A collective where torch.distributed runs, else the identity."""
+def gather_over_ranks(own: Any) -> list[Any]:
+    """Every rank's, in their order, on every rank. A collective where torch.distributed runs."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        return counts
-    everything: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-    dist.all_gather_object(everything, counts)
+        return [own]
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, own)
+    return everything
+
+
+def sum_over_ranks(counts: tuple[int, int]) -> tuple[int, int]:
+    """Element-wise sum, the same on every rank. A collective where torch.distributed runs, else the identity."""
+    everything = gather_over_ranks(counts)
     return sum(c[0] for c in everything), sum(c[1] for c in everything)
 
 

@@ -102,7 +102,12 @@ class ColdStartKD(SupervisedModule):
         require_same_tokenizer(self.policy_path, self.teacher_path)
         self.teacher = load_frozen_lm(self.teacher_path, self.teacher_dtype, self.attention)
 
+    @property
+    def imitates_tokens(self) -> bool:
+        return self.ce_coef > 0
+
     def on_train_start(self) -> None:
+        super().on_train_start()
         if self.taid is not None:
             self.taid.total_steps = self.trainer.estimated_stepping_batches
 

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_modules import ranks
@@ -77,6 +78,43 @@ class SupervisedModule(PolicyModule):
         groups = [group | {"lr": self.lr} for group in optimisation.decay_groups(self.policy, self.weight_decay)]
         return optimisation.adamw(groups, [factor] * len(groups), betas=self.betas, weight_decay=self.weight_decay)
 
+    def accept_data(self, data: Any) -> None:
+        """Raises ValueError for data that is learnt from in another way (data modules ask before an engine starts)."""
+        if getattr(data, "samples_student", False) and self.imitates_tokens:
+            raise ValueError(
+                f"{type(data).__name__} yields the student's own trajectories, and cross-entropy on these would only "
+                "repeat them; distil from a teacher with ce_coef: 0, or take SupervisedDataModule"
+            )
+
+    @property
+    def imitates_tokens(self) -> bool:
+        """Whether the loss makes the tokens of the trajectories likelier, whoever wrote them."""
+        return True
+
+    def on_train_start(self) -> None:
+        self._validate_held_out(log=False)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self._validate_held_out(log=True)
+
+    @torch.no_grad()
+    def _validate_held_out(self, log: bool) -> None:
+        """Token means of the losses on held-out trajectories: for the log, and for data that follows them."""
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if not getattr(data, "held_out", 0):
+            return
+        batch = collate(data.held_out_rows, self.device)
+        metrics = StepMetrics()
+        for group, length in scoring.plan(batch, range(len(batch.lengths)), self.micro_batch_tokens, self.packing):
+            for name, values in self.token_losses(batch.rows(group, length)).items():
+                metrics.mean(name, values.sum(), values.numel())
+        losses = metrics.reduce()
+        if log:
+            self.log_dict({f"val/{name}": value for name, value in losses.items()}, batch_size=1)
+        if callable(validated := getattr(data, "validated", None)):
+            validated(losses)
+
     def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
         batch = collate([t for t in trajectories if not t.failed_by_infrastructure], self.device)
         tokens = ranks.sum_over_ranks(batch.mask.sum())
@@ -89,7 +127,7 @@ class SupervisedModule(PolicyModule):
                 metrics.mean(f"train/{name}", values.sum(), values.numel())
         self._step(metrics, idle=not bool(tokens > 0))
         metrics.mean("train/tokens", batch.mask.sum(), 1.0 / ranks.world_size())
-        reduced = metrics.reduce()
+        reduced = metrics.reduce() | getattr(getattr(self.trainer, "datamodule", None), "batch_metrics", {})
         self.after_step(reduced)
         self.log_dict(reduced, batch_size=1)
 

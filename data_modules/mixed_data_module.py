@@ -1,0 +1,130 @@
+"""Data module of distillation that mixes saved trajectories with fresh ones of the student."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from data_modules.loading.decoding import UNCHANGED, Decoding
+from data_modules.loading.failure_guard import FailureGuard, gather_over_ranks
+from data_modules.loading.mixing import Mixing, Source
+from data_modules.supervised_data_module import SupervisedDataModule, append_eos
+from rollout.seeds import derive_seed
+from rollout.storage import from_row, to_row
+from rollout.system import RolloutSystem
+from rollout.trajectory import Trajectory
+
+
+class MixedDataModule(SupervisedDataModule):
+    """Yields batches of saved trajectories, or in their place the student's own for the same questions, rolled out with
+    the current weights through the real tools, or kept ones of these: as ``mixing`` decides.
+
+    The student's trajectories are scored, for the log, and get an EOS after final answers like the saved ones
+    (``append_eos``): a divergence from a teacher says there whether to stop. What decides, and what is drawn, depends
+    on the seed and the step alone; what is kept is in the checkpoint, so that a resumed run goes on as it would have.
+
+    Args:
+        trajectories: parquet files written by rollout.storage, or folders of them; their tasks are what the student is
+            asked.
+        rollouts: rolls them out; evaluates, too.
+        mixing: ``OnPolicyShare`` (GKD) or ``AdaptiveOffPolicy`` (DistiLLM), or one of your own.
+        train_sampling: decoding of the student's trajectories.
+        failure_patience: consecutive fresh batches above ``max_infrastructure_failures`` after which training stops.
+        supervised: see ``SupervisedDataModule``.
+
+    Raises (on ``setup``): ValueError where ``mixing`` follows a loss on held-out trajectories and none are, or nothing
+        validates.
+    """
+
+    samples_student = True
+
+    def __init__(
+        self,
+        trajectories: Sequence[str],
+        rollouts: RolloutSystem,
+        mixing: Mixing,
+        train_sampling: Decoding = UNCHANGED,
+        failure_patience: int = 3,
+        **supervised: Any,
+    ) -> None:
+        super().__init__(trajectories, rollouts=rollouts, **supervised)
+        if mixing.follows is not None and not (self.held_out and self.files["val"]):
+            raise ValueError(
+                f"{type(mixing).__name__} follows the loss on held-out trajectories, found held_out {self.held_out} "
+                f"and {len(self.files['val'])} val_files; give both"
+            )
+        self.mixing, self.train_sampling = mixing, train_sampling
+        self.batch_metrics: dict[str, float] = {}  # of the last batch, for the log
+        self.generation_s: float | None = None  # seconds that generating it took; None: it was not generated
+        self._kept: deque[Trajectory] = deque(maxlen=mixing.capacity)
+        self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self.start_rollouts()
+
+    @property
+    def samples_next(self) -> bool:
+        """Whether the next batch will be generated, and so needs the current weights."""
+        return self._loader is not None and self._source(self._loader.position) == "fresh"
+
+    def validated(self, losses: Mapping[str, float]) -> None:
+        """Losses on the held-out trajectories, by name."""
+        if self.mixing.follows is not None:
+            self.mixing.validated(losses[self.mixing.follows])
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"kept": [to_row(t) for t in self._kept], "mixing": self.mixing.state_dict()}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if "kept" in state_dict:
+            self._kept.extend(from_row(row) for row in state_dict["kept"])
+            self.mixing.load_state_dict(state_dict["mixing"])
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _source(self, position: int) -> Source:
+        draw = random.Random(derive_seed(self.seed, "source", position)).random()
+        total = getattr(self.trainer, "estimated_stepping_batches", float("inf"))
+        return self.mixing.source(draw, position + 1, total, len(self._kept))
+
+    def _rows(self, position: int) -> list[Trajectory]:
+        saved = super()._rows(position)
+        source = self._source(position)
+        rows, self.generation_s, reward = saved, None, {}
+        if source == "fresh":
+            sampled = self._sample(position, saved)
+            rows = self._short_rows(sampled)
+            self._kept.extend(rows)
+            scores = [t.reward.total for t in sampled if t.reward is not None]
+            reward = {"data/fresh_reward": sum(scores) / len(scores)} if scores else {}
+        elif source == "kept":
+            drawn = random.Random(derive_seed(self.seed, "kept", position))
+            rows = drawn.sample(list(self._kept), min(len(saved), len(self._kept)))
+        shares = {f"data/{name}": float(name == source) for name in ("fresh", "kept")}
+        self.batch_metrics = {**shares, **reward, **self.mixing.metrics()}
+        return rows
+
+    def _sample(self, position: int, saved: Sequence[Trajectory]) -> list[Trajectory]:
+        """One trajectory for each saved one, of all ranks; those that infrastructure failed are left out."""
+        began = time.perf_counter()
+        tasks = list({(t.group, t.index): t.task for t in saved}.values())
+        found = self.rollouts.rollout(  # type: ignore[union-attr]  # required in __init__
+            tasks[self.rank :: self.world_size],
+            n=1,
+            sampling=self.train_sampling.params,
+            seed=derive_seed(self.seed, "fresh", position),
+        )
+        self.rollouts.sleep()  # type: ignore[union-attr]
+        self._guard.check(found, f"training step {position + 1}", self.rollouts.failures)  # type: ignore[union-attr]
+        eos = self._eos_id() if self.append_eos else None
+        everyone = [t for part in gather_over_ranks(found) for t in part]
+        usable = [t for t in everyone if not t.failed_by_infrastructure and any(t.loss_mask)]
+        self.generation_s = time.perf_counter() - began
+        return [t if eos is None else append_eos(t, eos) for t in usable]
