@@ -99,6 +99,7 @@ def result_row(stage: Stage) -> dict[str, Any]:
     return {
         "name": stage.name,
         "label": stage.label,
+        "group": stage.config["experiment"].get("group"),
         "seed": stage.config["seed_everything"],
         "fixed_seed": bool(stage.config["experiment"].get("fixed_seed")),
         "folder": stage.folder,

@@ -29,6 +29,7 @@ SECTIONS = ("experiment", "seed_everything", "trainer", "model", "data", "task",
 EXPERIMENT_KEYS = {
     "kind",
     "label",
+    "group",  # of methods that are compared with each other in a results page
     "summary",
     "algorithm",
     "models",

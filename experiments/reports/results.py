@@ -32,16 +32,17 @@ class Run:
     sampled: Path | None = None  # folder of the same model's test at temperature 1, if there is one
     model: Path | None = None  # folder of the tested model, which holds its tokenizer; None: in the stage's
     fixed_seed: bool = False  # the same one for every seed of the methods that it is compared with
+    group: str | None = None  # what the method's name ends with, if it is compared with those alone that share it
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
         """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled, model,
-        fixed_seed."""
+        fixed_seed, group."""
         folders = {name: Path(row[name]) if row.get(name) else None for name in ("sampled", "model")}
         return cls(
             experiment=row["name"], method=row["label"], seed=row["seed"], folder=Path(row["folder"]),
             seconds=row["seconds"], command=row["command"], commit=row["commit"],
-            fixed_seed=row.get("fixed_seed", False), **folders,
+            fixed_seed=row.get("fixed_seed", False), group=row.get("group"), **folders,
         )  # fmt: skip
 
 

@@ -54,7 +54,8 @@ class Stage:
 
     @property
     def label(self) -> str:
-        return str(self.config["experiment"].get("label") or self.name)
+        about = self.config["experiment"]
+        return ", ".join(str(part) for part in (about.get("label") or self.name, about.get("group")) if part)
 
 
 class Graph:

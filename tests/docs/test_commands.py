@@ -19,6 +19,7 @@ from experiments.stages.validate import check
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = "# not run here"
 EXECUTED = {  # pages that stand on files of the reader's own, and the tests that execute them
+    "combining.md": "end_to_end/test_combining.py",
     "new_algorithm.md": "lightning_modules/algorithms/test_new_algorithm_page.py",
     "new_environment.md": "rollout/environments/test_own_environment.py",
     "new_retriever.md": "retrieval/test_retrieval_backends.py",

@@ -140,6 +140,21 @@ def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):
     assert all(d[-1] == "20" for d in differences)
 
 
+def test_methods_are_compared_within_their_group(stages, tmp_path):
+    rows = [
+        row | {"name": f"{row['name']}_{group}", "label": f"{row['label']}, {group}", "group": group,
+               "folder": tmp_path / group / row["name"] / row["folder"].name}
+        for group in ("easy", "hard") for row in rows_of(stages)
+    ]  # fmt: skip
+    for group in ("easy", "hard"):
+        (tmp_path / group).symlink_to(stages)
+    [page, *_] = write_results("arpo_easy", rows, tmp_path / "results", "make")
+    differences = table_of(page.read_text(), "## ARPO against the others")
+    assert [row["difference"] for row in differences if row["seed"] == "all"] == [
+        "ARPO, easy - GRPO, easy", "ARPO, hard - GRPO, hard",
+    ]  # fmt: skip
+
+
 def test_stages_of_earlier_versions_fit_into_the_same_tables(stages, tmp_path):
     """A stage from before there were calls, attempts and training.json: its EM counts, the rest is not measured."""
     old = tmp_path / "old" / "key0"

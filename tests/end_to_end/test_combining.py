@@ -1,0 +1,46 @@
+"""Every file of docs/combining.md trains: shortened, by the command that users type."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from experiments.registry.project import ROOT
+
+PAGE = (ROOT / "docs" / "combining.md").read_text()
+FILES = {name: text for text, name in re.findall(r"```yaml\n(# (\w+)\.yaml\n.*?)```", PAGE, re.DOTALL)}
+TEACHER = "smoke_teacher"
+SHORT = [
+    "--stages.smoke_world.task.articles=16",
+    "--stages.smoke_world.task.demonstrations=48",
+    "--stages.smoke_world.task.test=4",
+    "--stages.smoke_sft.trainer.max_epochs=1",
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("combined")
+    for name, text in FILES.items():
+        (folder / f"{name}.yaml").write_text(text)
+    [skills] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    (folder / "searching.json").write_text(skills)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    return own | {"COMPACT_AGENTS_EXPERIMENTS": str(folder), "COMPACT_AGENTS_OUTPUTS": str(folder / "out")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FILES if name != TEACHER])
+def test_a_combination_trains(name, environment):
+    words = ["--data.batch_size=8"] if "batch_size" in FILES[name] else ["--data.iterations=2"]
+    if f"stage:{TEACHER}" in FILES[name]:
+        words.append(f"--stages.{TEACHER}.trainer.max_epochs=1")
+    command = [sys.executable, "-m", "experiments", "train", name, *SHORT, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_there_are_files_and_a_teacher():
+    assert len(FILES) == 7 and TEACHER in FILES
