@@ -21,6 +21,7 @@ from experiments.registry.errors import ExperimentError, nearest
 from experiments.registry.files import Config, Loader, load_yaml, merge
 
 STAGE_PREFIX = "stages"
+OVERRIDDEN = [*(s for s in SECTIONS if s != "experiment"), "config"]
 NAMED = "trainer.strategy"  # takes a name (zero3) as well as a class, whose arguments then go with it
 
 
@@ -58,7 +59,9 @@ def parse(arguments: Sequence[str]) -> Overrides:
             value = rest.pop(0)
         head, _, tail = path.partition(".")
         if head == STAGE_PREFIX:
-            stage, _, inner = tail.partition(".")
+            heads = "|".join(OVERRIDDEN)  # names have dots, too: kd_qwen2.5_0.5b
+            named = re.fullmatch(rf"(.+?)\.((?:{heads})(?:[.+].*)?)", tail)
+            stage, inner = named.groups() if named else tail.partition(".")[::2]
             if not inner:
                 raise ExperimentError(f"override '--{path}': expected --stages.NAME.section.name VALUE")
             _check_head(inner)
@@ -72,7 +75,7 @@ def parse(arguments: Sequence[str]) -> Overrides:
 
 
 def _check_head(path: str) -> None:
-    valid = [s for s in SECTIONS if s != "experiment"] + ["config", STAGE_PREFIX]
+    valid = [*OVERRIDDEN, STAGE_PREFIX]
     head = path.partition(".")[0].rstrip("+")
     if head not in valid:
         raise ExperimentError(f"override '--{path}': unknown section '{head}'{nearest(head, valid)}")

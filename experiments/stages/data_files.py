@@ -91,6 +91,8 @@ def read(stage: Stage, reference: str) -> DataFile:
             traces = import_class(_part(stage)["class_path"], stage.name).read_file(Path(reference))
             wrong = [trace.fault for trace in traces if trace.fault is not None]
             kinds = ", ".join(f"{fault} {wrong.count(fault)}" for fault in dict.fromkeys(wrong))
+            if wrong and len(wrong) == len(traces):
+                raise ValueError(f"{reference}: all {len(traces)} traces would be left out: {kinds}; give others")
             left_out = (f"{len(wrong)} of them are left out: {kinds}",) if wrong else ()
             return DataFile(reference, "traces", len(traces), (*left_out, *notes))
         tasks = wording(data_arguments(stage.config)).worded(load_tasks(reference, **reader_options(stage)))

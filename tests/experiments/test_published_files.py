@@ -71,6 +71,14 @@ def test_the_dry_run_says_what_is_left_out_and_a_fault_stops_it_there(
         and "1 of 10 rows are left out (counted from 0): 1 with no gold" in said
     )
     assert "final_sft_edition9.json: 3 traces" in said and "1 of them are left out: not_one_exchange 1" in said
+    [traces] = published.rglob("final_sft_edition9.json")
+    whole = traces.read_text()
+    traces.write_text('[{"conversations": []}]')
+    try:
+        assert main(["dry-run", "arpo_qwen2.5_3b"]) == 2
+    finally:
+        traces.write_text(whole)
+    assert "all 1 traces would be left out: not_one_exchange 1" in capsys.readouterr().err
     broken = published / "COMPACT_AGENTS_BENCHMARKS" / "gaia.jsonl"
     text = broken.read_text()
     broken.write_text('{"Question": "", "answer": "x"}\n')

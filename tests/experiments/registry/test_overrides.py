@@ -92,6 +92,8 @@ def test_overrides_for_other_stages():
     overrides = parse(["--stages.kd_tiny.trainer.max_steps", "5", "--trainer.max_steps", "6"])
     assert overrides.own == (("trainer.max_steps", "6"),)
     assert overrides.stages == {"kd_tiny": (("trainer.max_steps", "5"),)}
+    dotted = parse(["--stages.kd_qwen2.5_0.5b.model.lr=1", "--stages.sft_qwen2.5_0.5b.data", "a.B"]).stages
+    assert dotted == {"kd_qwen2.5_0.5b": (("model.lr", "1"),), "sft_qwen2.5_0.5b": (("data", "a.B"),)}
 
 
 @pytest.mark.parametrize(
