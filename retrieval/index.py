@@ -16,7 +16,7 @@ dense_flat    float32                     3,072                                 
 dense_fp16    16-bit floats               1,536                                  exact but for rounding
 dense_sq8     8 bits a number             768                                    nearly exact
 dense_hnsw    float32 and a graph         3,584 (m 64)                           approximate, fast
-dense_ivfpq   96 bytes, ids; 16-bit       104 in memory, 1,536 on disk           approximate, re-ranked
+dense_ivfpq   192 bytes, ids; 16-bit      200 in memory, 1,536 on disk           approximate, re-ranked
               floats on disk
 ============  ==========================  ====================================  =====================
 """
