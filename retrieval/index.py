@@ -114,7 +114,7 @@ class IVFPQConfig:
     lists: PositiveInt | None = None
     code_bytes: PositiveInt | None = None
     probes: PositiveInt = 64
-    candidates: PositiveInt = 100
+    candidates: PositiveInt = 200
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from retrieval.index import EncoderConfig
 from retrieval.ranges import PositiveInt
 from retrieval.types import Hit, IndexFolderError, Progress
 
-_LISTS_WIDTH = 128
+_LISTS_WIDTH = 512
 _READ_AT_ONCE = 1 << 26  # bytes, whole pages
 _POPULATE_READ = 22  # MADV_POPULATE_READ: into memory and into the page tables
 _SAID_EVERY_S = 5.0
@@ -63,7 +63,7 @@ class DenseSearcher:
         ef_search: PositiveInt | None = None,
         probes: PositiveInt | None = None,
         exact: VectorShards | None = None,
-        candidates: PositiveInt = 100,
+        candidates: PositiveInt = 200,
         threads: PositiveInt = 1,
         device: str = "auto",
         gpu: bool = False,

@@ -10,6 +10,7 @@ A killed encoding goes on behind its last whole file.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import faiss
 import numpy as np
@@ -71,10 +72,21 @@ class VectorShards:
         """[len(numbers), dimension] float32."""
         files, within = np.divmod(numbers, self.described["rows"])
         found = np.empty((len(numbers), self.dimension), dtype=np.float32)
-        for file in np.unique(files):
+        named = np.unique(files)
+        for file in named:
+            _ask_for(self._parts[file], within[files == file])
+        for file in named:
             at = files == file
             found[at] = self._parts[file][within[at]]
         return found
+
+
+def _ask_for(part: np.memmap, rows: np.ndarray) -> None:
+    """Let a cold disk read these rows side by side: a page that is missed is waited for before the next is asked for."""
+    size, mapped = part.strides[0], cast("mmap.mmap", part._mmap)
+    for begin in (part.offset + rows * size).tolist():
+        page = begin - begin % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
 
 def shard_files(folder: Path, passages: int, rows: int) -> list[tuple[Path, range]]:
