@@ -82,7 +82,7 @@ class VectorShards:
 
 
 def _ask_for(part: np.memmap, rows: np.ndarray) -> None:
-    """Let a cold disk read these rows side by side: a page that is missed is waited for before the next is asked for."""
+    """Let the disk read these rows side by side: a page that is missed is waited for before the next is asked for."""
     size, mapped = part.strides[0], cast("mmap.mmap", part._mmap)
     for begin in (part.offset + rows * size).tolist():
         page = begin - begin % mmap.PAGESIZE
