@@ -12,6 +12,7 @@ from data_modules.loading.decoding import UNCHANGED, Decoding
 from data_modules.loading.failure_guard import FailureGuard, gather_over_ranks
 from data_modules.loading.mixing import Mixing, Source
 from data_modules.supervised_data_module import SupervisedDataModule, append_eos
+from retrieval.ranges import PositiveInt
 from rollout.seeds import derive_seed
 from rollout.storage import from_row, to_row
 from rollout.system import RolloutSystem
@@ -47,7 +48,7 @@ class MixedDataModule(SupervisedDataModule):
         rollouts: RolloutSystem,
         mixing: Mixing,
         train_sampling: Decoding = UNCHANGED,
-        failure_patience: int = 3,
+        failure_patience: PositiveInt = 3,
         **supervised: Any,
     ) -> None:
         super().__init__(trajectories, rollouts=rollouts, **supervised)

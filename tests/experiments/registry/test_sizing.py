@@ -268,7 +268,7 @@ def test_command(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert "21,015,324 passages, 14.4 GB of text" in out
     assert re.search(
-        r"dense_flat +64\.6 +79\.9 .*dense_sq8 \* +16\.1 +31\.5 .*dense_ivfpq +2\.2 +49\.9", out, re.DOTALL
+        r"dense_flat +64\.6 +79\.9 .*dense_sq8 \* +16\.1 +31\.5 .*dense_ivfpq +4\.3 +51\.9", out, re.DOTALL
     )
     for words, message in (
         (["my_index", "--paths.corpus", "corpus.txt"], "nothing is known of the corpus corpus.txt, which is no"),
