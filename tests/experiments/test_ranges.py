@@ -34,9 +34,9 @@ NEGATIVE = {
     "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "WrongOnly.correct_from",
 }  # fmt: skip
 ZERO_INTEGERS = {
-    "bucket_batches", "cache_size", "critic_warmup_steps", "entropy_tokens", "held_out", "lcb_examples", "max_calls", "max_turns",
-    "persistence_threshold", "retries", "seed", "staleness", "test_unseen", "LocalSandbox.threads", "train_every",
-    "warm", "warmup_steps", "window",
+    "bucket_batches", "cache_size", "critic_warmup_steps", "entropy_tokens", "held_out", "lcb_examples", "max_calls",
+    "max_turns", "persistence_threshold", "retries", "seed", "staleness", "test_unseen", "LocalSandbox.threads",
+    "train_every", "warm", "warmup_steps", "window",
 }  # fmt: skip
 
 
