@@ -34,9 +34,10 @@ def environment(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FILES if name != TEACHER])
 def test_a_combination_trains(name, environment):
-    words = ["--data.batch_size=8"] if "batch_size" in FILES[name] else ["--data.iterations=2"]
+    rounds = ["--data.iterations=2", "--trainer.val_check_interval=2"]
+    words = ["--data.batch_size=8"] if "batch_size" in FILES[name] else rounds
     if f"stage:{TEACHER}" in FILES[name]:
-        words.append(f"--stages.{TEACHER}.trainer.max_epochs=1")
+        words.append(f"--stages.{TEACHER}.trainer.max_epochs=2")
     command = [sys.executable, "-m", "experiments", "train", name, *SHORT, *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
