@@ -22,13 +22,13 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("combined")
+    folder, outputs = tmp_path_factory.mktemp("combined"), tmp_path_factory.mktemp("outputs")
     for name, text in FILES.items():
         (folder / f"{name}.yaml").write_text(text)
     [skills] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     (folder / "searching.json").write_text(skills)
     own = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
-    return own | {"COMPACT_AGENTS_EXPERIMENTS": str(folder), "COMPACT_AGENTS_OUTPUTS": str(folder / "out")}
+    return own | {"COMPACT_AGENTS_EXPERIMENTS": str(folder), "COMPACT_AGENTS_OUTPUTS": str(outputs)}
 
 
 @pytest.mark.slow
