@@ -83,7 +83,7 @@ class VectorShards:
 
 def _ask_for(part: np.memmap, rows: np.ndarray) -> None:
     """Let the disk read these rows side by side: a page that is missed is waited for before the next is asked for."""
-    size, mapped = part.strides[0], cast("mmap.mmap", part._mmap)
+    size, mapped = part.strides[0], cast("mmap.mmap", part.base)
     for begin in (part.offset + rows * size).tolist():
         page = begin - begin % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
