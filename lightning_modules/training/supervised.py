@@ -92,7 +92,8 @@ class SupervisedModule(PolicyModule):
         return True
 
     def on_train_start(self) -> None:
-        self._validate_held_out(log=False)
+        if not self.trainer.global_step:  # a resumed run knows what the loss was
+            self._validate_held_out(log=False)
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:

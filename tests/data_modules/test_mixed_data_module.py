@@ -196,6 +196,23 @@ def test_held_out_losses_are_those_of_the_model_and_reach_the_schedule(make_data
     assert [m["val/ce"] for m in seen if "val/ce" in m] == pytest.approx(told[1:])
 
 
+def test_a_resumed_run_takes_nothing_for_a_validation(make_data, model_dir, teacher_dir, tmp_path):
+    """A validation that a resume adds would raise phi here, where every loss counts as a rise."""
+
+    def fit_on(epochs, checkpoint=None):
+        data = make_data(AdaptiveOffPolicy(tolerance=0.0), held_out=5)
+        module = ColdStartKD(str(model_dir), str(teacher_dir), ce_coef=0.0, lr=0.0)
+        kept = ModelCheckpoint(
+            tmp_path / "c", filename="last", enable_version_counter=False, save_on_train_epoch_end=True
+        )
+        options = {"enable_checkpointing": True, "callbacks": [WeightSync(), kept]}
+        trainer(tmp_path, max_epochs=epochs, **options).fit(module, datamodule=data, ckpt_path=checkpoint)
+        return data.mixing.phi
+
+    assert fit_on(1) == pytest.approx(0.1)
+    assert fit_on(2, tmp_path / "c" / "last.ckpt") == pytest.approx(0.2)
+
+
 def test_what_cannot_be_learnt_is_refused(make_data, model_dir, teacher_dir, tmp_path):
     for module in (SFT(str(model_dir)), ColdStartKD(str(model_dir), str(teacher_dir))):
         with pytest.raises(ValueError, match="would only repeat them"):
