@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data_modules.loading.decoding import UNCHANGED, Decoding
-from data_modules.loading.failure_guard import FailureGuard, gather_over_ranks
+from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.mixing import Mixing, Source
+from data_modules.loading.ranks import gather_over_ranks
 from data_modules.supervised_data_module import SupervisedDataModule, append_eos
 from retrieval.ranges import PositiveInt
 from rollout.seeds import derive_seed
 from rollout.storage import from_row, to_row
 from rollout.system import RolloutSystem
-from rollout.trajectory import Trajectory
+from rollout.trajectory import Trajectory, turn_rows
 
 
 class MixedDataModule(SupervisedDataModule):
@@ -36,7 +36,7 @@ class MixedDataModule(SupervisedDataModule):
         failure_patience: consecutive fresh batches above ``max_infrastructure_failures`` after which training stops.
         supervised: see ``SupervisedDataModule``.
 
-    Raises (on ``setup``): ValueError where ``mixing`` follows a loss on held-out trajectories and none are, or nothing
+    Raises: ValueError where ``mixing`` follows a loss on held-out trajectories and none are, or nothing
         validates.
     """
 
@@ -59,7 +59,6 @@ class MixedDataModule(SupervisedDataModule):
             )
         self.mixing, self.train_sampling = mixing, train_sampling
         self.batch_metrics: dict[str, float] = {}  # of the last batch, for the log
-        self.generation_s: float | None = None  # seconds that generating it took; None: it was not generated
         self._kept: deque[Trajectory] = deque(maxlen=mixing.capacity)
         self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
 
@@ -98,10 +97,10 @@ class MixedDataModule(SupervisedDataModule):
     def _rows(self, position: int) -> list[Trajectory]:
         saved = super()._rows(position)
         source = self._source(position)
-        rows, self.generation_s, reward = saved, None, {}
+        rows, reward = saved, {}
         if source == "fresh":
             sampled = self._sample(position, saved)
-            rows = self._short_rows(sampled)
+            rows = self._short(row for t in sampled for row in turn_rows(t))
             self._kept.extend(rows)
             scores = [t.reward.total for t in sampled if t.reward is not None]
             reward = {"data/fresh_reward": sum(scores) / len(scores)} if scores else {}
@@ -114,7 +113,6 @@ class MixedDataModule(SupervisedDataModule):
 
     def _sample(self, position: int, saved: Sequence[Trajectory]) -> list[Trajectory]:
         """One trajectory for each saved one, of all ranks; those that infrastructure failed are left out."""
-        began = time.perf_counter()
         tasks = list({(t.group, t.index): t.task for t in saved}.values())
         found = self.rollouts.rollout(  # type: ignore[union-attr]  # required in __init__
             tasks[self.rank :: self.world_size],
@@ -127,5 +125,4 @@ class MixedDataModule(SupervisedDataModule):
         eos = self._eos_id() if self.append_eos else None
         everyone = [t for part in gather_over_ranks(found) for t in part]
         usable = [t for t in everyone if not t.failed_by_infrastructure and any(t.loss_mask)]
-        self.generation_s = time.perf_counter() - began
         return [t if eos is None else append_eos(t, eos) for t in usable]

@@ -227,7 +227,7 @@ class RolloutDataModule(TrainingData):
         if self.world_size == 1:
             return [t for group in kept for t in group]
         first = self.rank * (self.prompts_per_step // self.world_size) * self.samples_per_prompt
-        share = balance(kept, first, self.rank, self.world_size, self.balance_tokens)
+        share = balance(kept, first, self.rank, self.balance_tokens)
         self.token_imbalance = share.imbalance
         return share.trajectories
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from data_modules.datasets.files import DatasetError, expand, spread
@@ -197,10 +197,10 @@ class SupervisedDataModule(TrainingData):
         eos = self._eos_id() if self.append_eos else None
         taken = [t if eos is None else append_eos(t, eos) for t in spread(usable, self.max_train)]
         apart = set(spread(range(len(taken)), self.held_out)) if self.held_out else set()
-        self._held_out = self._short_rows([t for i, t in enumerate(taken) if i in apart])
-        chosen = [t for i, t in enumerate(taken) if i not in apart]
-        rows = [row for t in chosen for row in turn_rows(t)]  # where every turn has a prompt of its own, the turns
-        kept = self._short_rows(chosen)
+        # where every turn has a prompt of its own, the turns
+        rows = [row for i, t in enumerate(taken) if i not in apart for row in turn_rows(t)]
+        kept = self._short(rows)
+        self._held_out = self._short(row for i in sorted(apart) for row in turn_rows(taken[i]))
         self.report = {
             "found": len(found),
             "unusable": len(found) - len(usable),
@@ -220,8 +220,7 @@ class SupervisedDataModule(TrainingData):
             )
         return kept
 
-    def _short_rows(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        rows = (row for t in trajectories for row in turn_rows(t))
+    def _short(self, rows: Iterable[Trajectory]) -> list[Trajectory]:
         return [row for row in rows if self.max_tokens is None or length_of(row) <= self.max_tokens]
 
     def _eos_id(self) -> int:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from data_modules.loading.ranks import gather_over_ranks
 from rollout.trajectory import InfrastructureError, Trajectory
 
 
 class TooManyFailuresError(InfrastructureError):
     """Too large a share of trajectories failed for reasons that are not the model's; the run can be resumed."""
-
-
-def gather_over_ranks(own: Any) -> list[Any]:
-    """Every rank's, in their order, on every rank. A collective where torch.distributed runs."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, own)
-    return everything
 
 
 def sum_over_ranks(counts: tuple[int, int]) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from data_modules.loading.ranks import gather_over_ranks
 from rollout.trajectory import Trajectory, turn_rows
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,7 @@ def imbalance(sums: Sequence[int]) -> float:
     return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
 
 
-def balance(
-    groups: Sequence[Sequence[Trajectory]], first_index: int, rank: int, ranks: int, exchange: bool = True
-) -> Share:
+def balance(groups: Sequence[Sequence[Trajectory]], first_index: int, rank: int, exchange: bool = True) -> Share:
     """Number this rank's trajectories, and exchange groups over the ranks' process group. Every rank must call.
 
     Args:
@@ -103,28 +101,14 @@ def balance(
         index += len(group)
     if not exchange:
         return Share([t for group in own for t in group])
-    costs = _gather([tokens_of(group) for group in own], ranks)
+    costs = gather_over_ranks([tokens_of(group) for group in own])
     wanted = assign(costs)
     moved = {(rank, i): own[i] for i in range(len(own)) if (rank, i) not in wanted[rank]}
     # All ranks get all that moves, over the host's network: some megabytes of token ids an iteration.
-    arrived = {key: group for part in _gather(moved, ranks) for key, group in part.items()}
+    arrived = {key: group for part in gather_over_ranks(moved) for key, group in part.items()}
     found = [own[key[1]] if key[0] == rank else arrived[key] for key in wanted[rank]]
     before, after = (sum(part) for part in costs), (sum(costs[r][i] for r, i in part) for part in wanted)
     ratios = imbalance([*before]), imbalance([*after])
     if rank == 0:
         logger.info("tokens per rank, largest over mean: %.3f as rolled out, %.3f balanced", *ratios)
     return Share([t for group in found for t in group], ratios)
-
-
-_HOSTS: dict[str, Any] = {}  # the process group that objects go through, where the main one is the GPUs'
-
-
-def _gather(value: Any, ranks: int) -> list[Any]:
-    import torch.distributed as dist
-
-    group = None
-    if dist.get_backend() == "nccl":  # would send pickles through the GPUs' memory
-        group = _HOSTS.get("gloo") or _HOSTS.setdefault("gloo", dist.new_group(backend="gloo"))
-    out: list[Any] = [None] * ranks
-    dist.all_gather_object(out, value, group=group)
-    return out

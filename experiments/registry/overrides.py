@@ -21,7 +21,7 @@ from experiments.registry.errors import ExperimentError, nearest
 from experiments.registry.files import Config, Loader, load_yaml, merge
 
 STAGE_PREFIX = "stages"
-OVERRIDDEN = [*(s for s in SECTIONS if s != "experiment"), "config"]
+OVERRIDE_SECTIONS = [*(s for s in SECTIONS if s != "experiment"), "config"]
 NAMED = "trainer.strategy"  # takes a name (zero3) as well as a class, whose arguments then go with it
 
 
@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> Overrides:
             value = rest.pop(0)
         head, _, tail = path.partition(".")
         if head == STAGE_PREFIX:
-            heads = "|".join(OVERRIDDEN)  # names have dots, too: kd_qwen2.5_0.5b
+            heads = "|".join(OVERRIDE_SECTIONS)  # names have dots, too: kd_qwen2.5_0.5b
             named = re.fullmatch(rf"(.+?)\.((?:{heads})(?:[.+].*)?)", tail)
             stage, inner = named.groups() if named else tail.partition(".")[::2]
             if not inner:
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str]) -> Overrides:
 
 
 def _check_head(path: str) -> None:
-    valid = [*OVERRIDDEN, STAGE_PREFIX]
+    valid = [*OVERRIDE_SECTIONS, STAGE_PREFIX]
     head = path.partition(".")[0].rstrip("+")
     if head not in valid:
         raise ExperimentError(f"override '--{path}': unknown section '{head}'{nearest(head, valid)}")

@@ -23,7 +23,7 @@ from retrieval.dense.vectors import VectorShards
 from retrieval.index import HNSWConfig, IndexKind, IVFPQConfig
 from retrieval.types import IndexFolderError
 
-_ROUNDS = 10  # of k-means for the lists: most of the time that building takes
+_KMEANS_ITERATIONS = 10  # for the lists: most of the time that building takes
 _CODES = 256  # that a byte of a code tells apart; so many vectors are the least to learn them from
 _FLAT_CODE = b"IxFI"  # how Faiss begins the file of an IndexFlatIP: code, dimension (int32), vectors (int64), ...
 
@@ -81,7 +81,7 @@ def build_faiss_index(
     if kind == "dense_ivfpq":  # an order of codes that serves Hamming distances, which nobody asks for here
         inner: Any = faiss.downcast_index(faiss.extract_index_ivf(index))
         inner.do_polysemous_training = False
-        inner.cp.niter = _ROUNDS
+        inner.cp.niter = _KMEANS_ITERATIONS
         inner.cp.min_points_per_centroid = inner.pq.cp.min_points_per_centroid = 1  # of a small corpus: no warnings
     if not index.is_trained:
         index.train(_sample(shards, ivfpq))

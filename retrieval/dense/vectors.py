@@ -72,16 +72,15 @@ class VectorShards:
         """[len(numbers), dimension] float32."""
         files, within = np.divmod(numbers, self.described["rows"])
         found = np.empty((len(numbers), self.dimension), dtype=np.float32)
-        named = np.unique(files)
-        for file in named:
-            _ask_for(self._parts[file], within[files == file])
-        for file in named:
-            at = files == file
-            found[at] = self._parts[file][within[at]]
+        places = [(self._parts[file], np.flatnonzero(files == file)) for file in np.unique(files)]
+        for part, at in places:
+            _prefetch(part, within[at])
+        for part, at in places:
+            found[at] = part[within[at]]
         return found
 
 
-def _ask_for(part: np.memmap, rows: np.ndarray) -> None:
+def _prefetch(part: np.memmap, rows: np.ndarray) -> None:
     """Let the disk read these rows side by side: a page that is missed is waited for before the next is asked for."""
     size, mapped = part.strides[0], cast("mmap.mmap", part.base)
     for begin in (part.offset + rows * size).tolist():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from data_modules.datasets.benchmark_names import split_reference
@@ -27,6 +29,17 @@ def published(folder, monkeypatch, tmp_path):
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path / "out"))
     return folder
+
+
+@contextmanager
+def holding(file, text):
+    """The file with another text, for a while: the folder is all tests'."""
+    own = file.read_text()
+    file.write_text(text)
+    try:
+        yield
+    finally:
+        file.write_text(own)
 
 
 def recipes(project: Project) -> list[str]:
@@ -72,18 +85,9 @@ def test_the_dry_run_says_what_is_left_out_and_a_fault_stops_it_there(
     )
     assert "final_sft_edition9.json: 3 traces" in said and "1 of them are left out: not_one_exchange 1" in said
     [traces] = published.rglob("final_sft_edition9.json")
-    whole = traces.read_text()
-    traces.write_text('[{"conversations": []}]')
-    try:
+    with holding(traces, '[{"conversations": []}]'):
         assert main(["dry-run", "arpo_qwen2.5_3b"]) == 2
-    finally:
-        traces.write_text(whole)
     assert "all 1 traces would be left out: not_one_exchange 1" in capsys.readouterr().err
-    broken = published / "COMPACT_AGENTS_BENCHMARKS" / "gaia.jsonl"
-    text = broken.read_text()
-    broken.write_text('{"Question": "", "answer": "x"}\n')
-    try:
+    with holding(published / "COMPACT_AGENTS_BENCHMARKS" / "gaia.jsonl", '{"Question": "", "answer": "x"}\n'):
         assert main(["dry-run", "arpo_qwen3_8b"]) == 2
-    finally:
-        broken.write_text(text)
     assert "gaia.jsonl: 1 of 1 rows with no text in column 'Question'" in capsys.readouterr().err
