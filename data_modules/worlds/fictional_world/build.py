@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 from abc import abstractmethod
 from pathlib import Path
@@ -23,6 +24,7 @@ from rollout.tools.search import format_passages
 from rollout.trajectory import Task
 
 UNSEEN_SHARE = 0.15  # of the entities of each kind: kept away from training questions
+HOP_TOLERANCE = 0.05  # besides chance
 LANGUAGE_SEED_OFFSET = 1_000_003  # the articles' world: same words, other facts
 
 
@@ -153,7 +155,19 @@ class BuildWorld(FictionalWorldTask):
                 if question not in taken and not any(entity.id in avoid for entity in chain.path):
                     taken.add(question)
                     tasks.append(as_task(world, chain, question, f"{name}-{len(tasks)}", name))
+        self._check_hops(name, tasks)
         return tasks
+
+    def _check_hops(self, name: str, tasks: list[Task]) -> None:
+        # Questions already asked are drawn anew, hops and all: where one-hop questions run out, others take their place.
+        wanted = [share / sum(self.hop_shares) for share in self.hop_shares]
+        found = [sum(t.metadata["hops"] == hops for t in tasks) / len(tasks) for hops in range(1, 4)] if tasks else wanted
+        if any(abs(f - w) > HOP_TOLERANCE + 2 / math.sqrt(len(tasks)) for f, w in zip(found, wanted, strict=True)):
+            raise ValueError(
+                f"{name}: shares of one-, two- and three-hop questions are {', '.join(f'{f:.2f}' for f in found)}, "
+                f"expected {', '.join(f'{w:.2f}' for w in wanted)}: {self.entities} entities do not have enough "
+                "questions of each kind; give more entities or ask for fewer questions"
+            )
 
     def _transcript(self, task: Task) -> list[str]:
         """The expert's turns when every search shows exactly the gold passages."""
