@@ -9,6 +9,7 @@ from typing import Any
 
 from data_modules.loading.decoding import UNCHANGED, Decoding
 from data_modules.loading.failure_guard import FailureGuard
+from data_modules.loading.loaders import fingerprint
 from data_modules.loading.mixing import Mixing, Source
 from data_modules.loading.ranks import gather_over_ranks
 from data_modules.supervised_data_module import SupervisedDataModule, append_eos
@@ -58,6 +59,8 @@ class MixedDataModule(SupervisedDataModule):
                 f"and {len(self.files['val'])} val_files; give both"
             )
         self.mixing, self.train_sampling = mixing, train_sampling
+        self._how_sampled = fingerprint(type(mixing).__name__, sorted(vars(mixing).items()), train_sampling)
+        self.just_sampled = False  # whether the last batch was rolled out for its step
         self.batch_metrics: dict[str, float] = {}  # of the last batch, for the log
         self._kept: deque[Trajectory] = deque(maxlen=mixing.capacity)
         self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
@@ -79,11 +82,11 @@ class MixedDataModule(SupervisedDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         own = {"kept": [to_row(t) for t in self._kept], "mixing": self.mixing.state_dict()}
-        return super().state_dict() | own
+        return super().state_dict() | (own if self._loader is not None else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if "kept" in state_dict:
+        if self._loader is not None:
             self._kept.extend(from_row(row) for row in state_dict["kept"])
             self.mixing.load_state_dict(state_dict["mixing"])
 
@@ -98,6 +101,7 @@ class MixedDataModule(SupervisedDataModule):
         saved = super()._rows(position)
         source = self._source(position)
         rows, reward = saved, {}
+        self.just_sampled = source == "fresh"
         if source == "fresh":
             sampled = self._sample(position, saved)
             rows = self._short(row for t in sampled for row in turn_rows(t))

@@ -168,6 +168,7 @@ class SupervisedDataModule(TrainingData):
         self.max_tokens = max_tokens
         self.max_train = max_train
         self.held_out = held_out
+        self._how_sampled = ""  # nothing is; subclasses
         self._held_out: list[Trajectory] = []
         self.report: dict[str, int] = {}  # how many trajectories of the files were kept or left out
         self._trajectories: list[Trajectory] = []
@@ -186,7 +187,7 @@ class SupervisedDataModule(TrainingData):
             self._plan = BatchPlan(lengths, self.seed, self.batch_size, self.batch_tokens, self.bucket_batches)
             settings = (self.batch_size, self.batch_tokens, self.bucket_batches, self.seed)
             data = fingerprint([(t.group, t.index, length_of(t)) for t in self._trajectories], settings)
-            self._loader = TrainLoader(self._plan.batches, self._batch, data)
+            self._loader = TrainLoader(self._plan.batches, self._batch, data, self._how_sampled)
         super().setup(stage)
 
     # ------------------------------------------------------------------------------------------------------------
@@ -212,9 +213,9 @@ class SupervisedDataModule(TrainingData):
         }
         if self.rank == 0:
             logger.info("training trajectories: %s", ", ".join(f"{k} {v}" for k, v in self.report.items()))
-        if not kept:
+        if not kept or (apart and not self._held_out):
             raise DatasetError(
-                f"{', '.join(self.trajectory_files)}: no trajectory left to train on ("
+                f"{', '.join(self.trajectory_files)}: no trajectory left to {'validate' if kept else 'train'} on ("
                 + ", ".join(f"{k} {v}" for k, v in self.report.items())
                 + "); see max_tokens and max_train, or generate more"
             )

@@ -193,6 +193,16 @@ class IterationCheckpoint(Checkpoint):
         self._rng_states = state_dict["rng"]
         self.best_score = state_dict["best_score"]
 
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Raises ValueError where Lightning would start the data anew without a word: it keeps their state by class."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        name = type(data).__qualname__
+        if trainer.state.fn == TrainerFn.FITTING and data is not None and data.state_dict() and name not in checkpoint:
+            raise ValueError(
+                f"the checkpoint holds no position in the data of a {name}: it was written with another data module. "
+                "Resume with that one, or start anew"
+            )
+
     # --- how --------------------------------------------------------------------------------------------------
 
     def _save(self, trainer: L.Trainer, best: bool = False) -> None:

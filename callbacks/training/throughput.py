@@ -64,7 +64,7 @@ class Throughput(L.Callback):
         now, phases = time.perf_counter(), phase_seconds(trainer)
         self._waited = {phase: phases[phase] - self._phases.get(phase, 0.0) for phase in phases}
         waiting = now - self._since - self._train - sum(self._waited.values())
-        self._waited["rollout" if self.on_policy else "data"] = max(waiting, 1e-9)
+        self._waited["rollout" if self.on_policy and just_sampled(trainer) else "data"] = max(waiting, 1e-9)
         self._since, self._phases = now, phases
 
     def on_train_batch_end(
@@ -76,16 +76,22 @@ class Throughput(L.Callback):
         sync = trainer.world_size > 1
         times = {f"time/{phase}": seconds for phase, seconds in self._waited.items()} | {"time/train": self._train}
         pl_module.log_dict(times, sync_dist=sync, batch_size=1)
-        generated = getattr(data_module(trainer), "generation_s", None) if self.on_policy else None
+        sampled = "rollout" in self._waited
+        generated = getattr(data_module(trainer), "generation_s", None) if sampled else None
         if generated:
             hidden = max(0.0, 1.0 - self._waited["rollout"] / generated)
             metrics = {"time/generation": generated, "throughput/hidden_generation": hidden}
             pl_module.log_dict(metrics, sync_dist=sync, batch_size=1)
         if is_trajectories(batch):
             pl_module.log_dict(_rates(batch, sum(times.values())), sync_dist=sync, reduce_fx="sum", batch_size=1)
-            if self.on_policy:
+            if sampled:
                 rate = rollout_rate(batch, generated or self._waited["rollout"])
                 pl_module.log("throughput/rollout_tokens_per_s", rate, sync_dist=sync, batch_size=1)
+
+
+def just_sampled(trainer: L.Trainer) -> bool:
+    """Whether the batch was rolled out for this step; a data module that also yields saved ones says so."""
+    return getattr(data_module(trainer), "just_sampled", True)
 
 
 def is_trajectories(batch: Any) -> bool:

@@ -12,7 +12,7 @@ import lightning as L
 from callbacks.ranks import gather_objects
 from callbacks.tracking.run_info import TRAINING_FILE
 from callbacks.trainer import data_module, stage_dir
-from callbacks.training.throughput import is_trajectories
+from callbacks.training.throughput import is_trajectories, just_sampled
 from rollout.files import write_atomically
 from rollout.trajectory_metrics import RolloutMetrics, rollout_metrics
 
@@ -28,7 +28,8 @@ class TrainingTotals(L.Callback):
     and ``last_entropy_after_tools``.
 
     Written after every iteration, before its checkpoint, since a run may be killed between its last checkpoint and
-    its end. A resumed run goes on from the sums in its checkpoint. Batches that are no rollouts are not counted.
+    its end. A resumed run goes on from the sums in its checkpoint. Batches that were not rolled out for their step
+    are not counted.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class TrainingTotals(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not is_trajectories(batch):
+        if not is_trajectories(batch) or not just_sampled(trainer):
             return
         mine = (rollout_metrics(batch), rollout_metrics(getattr(data_module(trainer), "discarded", [])))
         ranks = gather_objects(mine)

@@ -40,7 +40,7 @@ class WeightSync(L.Callback):
 
     With ``rollouts.colocate: sleep`` a push wakes the engine, and the optimisers' states lie in the host's memory from
     before it until the next training step. The data module lets the engine sleep when a batch is complete; a supervised
-    stage's sleeps after each validation.
+    stage's sleeps after each validation, and so does one whose next batch is a saved one.
 
     Every rank's own engine gets them, or the servers that all share; ``policy_weights`` gathers collectively.
     """
@@ -85,7 +85,7 @@ class WeightSync(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Not on_fit_start: DeepSpeed restores its checkpoint after that hook.
-        if self.during_training:
+        if self._sampling_next(trainer):
             self.push(trainer, pl_module)
 
     def on_train_batch_start(
@@ -97,8 +97,7 @@ class WeightSync(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Data that mixes saved batches with sampled ones says which comes next.
-        if self.during_training and getattr(trainer.datamodule, "samples_next", True):  # type: ignore[attr-defined]
+        if self._sampling_next(trainer):
             self.push(trainer, pl_module)
             if self.gap is not None:
                 pl_module.log("weight_sync/probe_gap", self.gap, batch_size=1)
@@ -107,11 +106,15 @@ class WeightSync(L.Callback):
         self.push(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.during_training:
+        if not self._sampling_next(trainer):
             _rollouts(trainer).sleep()  # elsewhere the next batch is generated at once, and the data module says when
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.push(trainer, pl_module)
+
+    def _sampling_next(self, trainer: L.Trainer) -> bool:
+        # Data that mixes saved batches with sampled ones says which comes next.
+        return self.during_training and getattr(trainer.datamodule, "samples_next", True)  # type: ignore[attr-defined]
 
     def push(self, trainer: L.Trainer, module: Any) -> None:
         """Push now, if the engine does not hold this version yet. A collective over ranks."""

@@ -80,8 +80,8 @@ class TrainLoader:
             )
         if state.get("sampling", self._sampling) != self._sampling:
             raise ValueError(
-                "the checkpoint was written with another sampling: samples_per_prompt, train_sampling or "
-                "dynamic_sampling differ from this run's. Resume with the same ones, or start anew"
+                "the checkpoint was written with another sampling: samples_per_prompt, train_sampling, "
+                "dynamic_sampling or mixing differ from this run's. Resume with the same ones, or start anew"
             )
         self.position = state["position"]
 

@@ -107,9 +107,13 @@ class SupervisedModule(PolicyModule):
             return
         batch = collate(data.held_out_rows, self.device)
         metrics = StepMetrics()
-        for group, length in scoring.plan(batch, range(len(batch.lengths)), self.micro_batch_tokens, self.packing):
-            for name, values in self.token_losses(batch.rows(group, length)).items():
-                metrics.mean(name, values.sum(), values.numel())
+        was_training = self.policy.training  # it is before the first step, and no longer within a validation
+        self.policy.eval()
+        with self.trainer.precision_plugin.val_step_context():  # Lightning enters it for steps alone
+            for group, length in scoring.plan(batch, range(len(batch.lengths)), self.micro_batch_tokens, self.packing):
+                for name, values in self.token_losses(batch.rows(group, length)).items():
+                    metrics.mean(name, values.sum(), values.numel())
+        self.policy.train(was_training)
         losses = metrics.reduce()
         if log:
             self.log_dict({f"val/{name}": value for name, value in losses.items()}, batch_size=1)

@@ -10,7 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from callbacks.training.resume import IterationCheckpoint, find_checkpoint
+from callbacks.training.throughput import Throughput
+from callbacks.training.training_totals import TrainingTotals
 from callbacks.training.weight_sync import WeightSync
+from data_modules.datasets.files import DatasetError
+from data_modules.loading.decoding import Decoding
 from data_modules.loading.mixing import AdaptiveOffPolicy, OnPolicyShare
 from data_modules.mixed_data_module import MixedDataModule
 from data_modules.supervised_data_module import SupervisedDataModule
@@ -158,7 +163,7 @@ def test_ranks_share_fresh_and_kept_batches(make_data, monkeypatch):
         assert {t.response_ids for batch in batches for t in batch} == {t.response_ids for t in expected[position]}
 
 
-def test_weights_are_pushed_before_what_is_sampled_alone(make_data, model_dir, teacher_dir, tmp_path):
+def test_weights_are_pushed_and_costs_counted_for_what_is_sampled_alone(make_data, model_dir, teacher_dir, tmp_path):
     data = make_data(OnPolicyShare(0.5))
     pushed, load = [], data.rollouts.load_weights
     data.rollouts.load_weights = lambda weights, version, **kw: (pushed.append(version), load(weights, version, **kw))[
@@ -167,9 +172,12 @@ def test_weights_are_pushed_before_what_is_sampled_alone(make_data, model_dir, t
     module = ColdStartKD(str(model_dir), str(teacher_dir), ce_coef=0.0, divergence="jsd", lr=1e-3)
     seen: list[dict] = []
     module.log_dict = lambda metrics, **_: seen.append(metrics)
-    trainer(tmp_path, max_epochs=2, limit_val_batches=0, callbacks=[WeightSync()]).fit(module, datamodule=data)
-    fresh = [step for step, metrics in enumerate(seen) if metrics["data/fresh"]]
-    assert 2 <= len(fresh) <= 8 and set(fresh) <= set(pushed) and set(pushed) <= {0, *fresh}
+    callbacks = [WeightSync(), Throughput(), TrainingTotals()]
+    trainer(tmp_path, max_epochs=2, limit_val_batches=0, callbacks=callbacks).fit(module, datamodule=data)
+    fresh = [metrics["data/fresh"] for metrics in seen if "data/fresh" in metrics]
+    assert 2 <= sum(fresh) <= 8 and pushed == [step for step, is_fresh in enumerate(fresh) if is_fresh]
+    assert ["time/rollout" in metrics for metrics in seen if "time/train" in metrics] == fresh
+    assert callbacks[2].totals()["trajectories"] == 8 * sum(fresh)
 
 
 def test_held_out_losses_are_those_of_the_model_and_reach_the_schedule(make_data, model_dir, teacher_dir, tmp_path):
@@ -219,3 +227,25 @@ def test_what_cannot_be_learnt_is_refused(make_data, model_dir, teacher_dir, tmp
             trainer(tmp_path, max_epochs=1).fit(module, datamodule=make_data(OnPolicyShare()))
     with pytest.raises(ValueError, match="found held_out 0 and 1 val_files; give both"):
         make_data(AdaptiveOffPolicy())
+    shortest = make_data(AdaptiveOffPolicy(), held_out=5)
+    shortest._short = lambda rows: [row for row in rows if row.group not in kept_out]
+    kept_out = {f"q{i}" for i in range(40)} - {"q1"}
+    with pytest.raises(DatasetError, match="no trajectory left to validate on"):
+        trainer(tmp_path, max_epochs=1).fit(Recorder(), datamodule=shortest)
+
+
+def test_a_checkpoint_of_another_mixing_is_refused(make_data, saved, protocol, tmp_path):
+    plain = SupervisedDataModule([saved], batch_size=8, tokenizer=protocol.tokenizer.name_or_path, seed=1)
+    others = [make_data(OnPolicyShare(0.25)), make_data(OnPolicyShare(), train_sampling=Decoding(temperature=0.9))]
+    for i, (written, error) in enumerate([(plain, "of a MixedDataModule"), *((o, "or mixing differ") for o in others)]):
+        folder = tmp_path / str(i)
+        options = {
+            "callbacks": [IterationCheckpoint()],
+            "enable_checkpointing": True,
+            "max_epochs": 1,
+            "limit_val_batches": 0,
+        }
+        trainer(folder, **options).fit(Recorder(push=written is not plain), datamodule=written)
+        with pytest.raises(ValueError, match=error):
+            resumed = trainer(folder, **options)
+            resumed.fit(Recorder(), datamodule=make_data(OnPolicyShare()), ckpt_path=find_checkpoint(folder))

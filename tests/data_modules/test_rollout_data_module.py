@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_sampling_is_refused_but_not_one_from_before_it_
     for other in (make_data(samples_per_prompt=3), make_data(train_sampling=Decoding(temperature=0.7)),
                   make_data(dynamic_sampling=1)):  # fmt: skip
         other.setup("fit")
-        with pytest.raises(ValueError, match="samples_per_prompt, train_sampling or dynamic_sampling differ"):
+        with pytest.raises(ValueError, match="samples_per_prompt, train_sampling, dynamic_sampling or mixing differ"):
             other.load_state_dict(state)
         older = {"train": {name: value for name, value in state["train"].items() if name != "sampling"}}
         other.load_state_dict(older | {"train": older["train"] | {"position": 2}})

@@ -161,7 +161,9 @@ class BuildWorld(FictionalWorldTask):
     def _check_hops(self, name: str, tasks: list[Task]) -> None:
         # Questions already asked are drawn anew, hops and all: where one-hop questions run out, others take their place.
         wanted = [share / sum(self.hop_shares) for share in self.hop_shares]
-        found = [sum(t.metadata["hops"] == hops for t in tasks) / len(tasks) for hops in range(1, 4)] if tasks else wanted
+        found = (
+            [sum(t.metadata["hops"] == hops for t in tasks) / len(tasks) for hops in range(1, 4)] if tasks else wanted
+        )
         if any(abs(f - w) > HOP_TOLERANCE + 2 / math.sqrt(len(tasks)) for f, w in zip(found, wanted, strict=True)):
             raise ValueError(
                 f"{name}: shares of one-, two- and three-hop questions are {', '.join(f'{f:.2f}' for f in found)}, "

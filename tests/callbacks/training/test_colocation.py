@@ -12,13 +12,17 @@ import torch
 from callbacks.training.weight_sync import WeightSync
 from data_modules.datasets.questions import write_tasks
 from data_modules.loading.decoding import Decoding
+from data_modules.loading.mixing import OnPolicyShare
+from data_modules.mixed_data_module import MixedDataModule
 from data_modules.rollout_data_module import RolloutDataModule
 from experiments.commands.cli import main
+from lightning_modules.algorithms.cold_start_kd import ColdStartKD
 from lightning_modules.algorithms.grpo import GRPO
 from rollout.engines.base import SamplingParams
 from rollout.engines.server.engine import ServerEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.storage import save_trajectories
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from rollout.trajectory import Reward
@@ -79,6 +83,24 @@ def test_a_supervised_stage_wakes_the_engine_for_its_validations_alone(trainer_f
     rollouts.close()
     calls = (tmp_path / "log").read_text().split("\n")[:-1]
     assert calls == ["sleep", *["wake weights", "load", "wake kv_cache", "sleep"] * 2]
+
+
+def test_the_engine_sleeps_where_a_mixed_run_trains_on_saved_batches(trainer_for, model_dir, tmp_path):
+    questions, log = str(tmp_path / "questions.parquet"), tmp_path / "log"
+    write_tasks(Path(questions), [make_task(i) for i in range(4)])
+    rollouts = system(SleepingEngine(str(model_dir), log=str(log)), model_dir, colocate="sleep")
+    rollouts.start()
+    asked = rollouts.rollout([make_task(i) for i in range(8)], sampling=SamplingParams(8), seed=3)
+    save_trajectories(tmp_path / "saved.parquet", asked)
+    rollouts.sleep()
+    log.write_text("")
+    saved = [str(tmp_path / "saved.parquet")]
+    data = MixedDataModule(saved, rollouts, OnPolicyShare(0.0), batch_size=2, val_files=[questions], append_eos=False)
+    module = ColdStartKD(str(model_dir), str(model_dir), ce_coef=0.0)
+    trainer_for([WeightSync()], max_epochs=1, val_check_interval=2).fit(module, datamodule=data)
+    rollouts.close()
+    calls = [name for name, _ in itertools.groupby(log.read_text().split("\n")[:-1])]
+    assert calls == ["wake weights", "load", "wake kv_cache", "generate", "sleep"] * 2
 
 
 def test_what_would_end_the_engine_is_refused_before_it_is_asked(model_dir, tmp_path):

@@ -137,3 +137,8 @@ def test_more_names_than_the_pools_hold_is_refused():
 def test_more_questions_than_the_world_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match="ask for fewer or more entities"):
         small_world(entities=20, train=2000, val=1, test=1, test_unseen=1, demonstrations=1).run(tmp_path)
+
+
+def test_a_kind_of_question_that_runs_out_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected 0.50, 0.50, 0.00: 100 entities do not have enough"):
+        small_world(entities=100, train=700, demonstrations=100, hop_shares=(0.5, 0.5, 0.0)).run(tmp_path)
