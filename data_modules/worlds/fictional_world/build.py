@@ -159,7 +159,7 @@ class BuildWorld(FictionalWorldTask):
         return tasks
 
     def _check_hops(self, name: str, tasks: list[Task]) -> None:
-        # Questions already asked are drawn anew, hops and all: where one-hop questions run out, others take their place.
+        # A question already asked is drawn anew, hops and all: where one-hop ones run out, others take their place.
         wanted = [share / sum(self.hop_shares) for share in self.hop_shares]
         found = (
             [sum(t.metadata["hops"] == hops for t in tasks) / len(tasks) for hops in range(1, 4)] if tasks else wanted
