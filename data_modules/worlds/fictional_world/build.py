@@ -160,10 +160,10 @@ class BuildWorld(FictionalWorldTask):
 
     def _check_hops(self, name: str, tasks: list[Task]) -> None:
         # A question already asked is drawn anew, hops and all: where one-hop ones run out, others take their place.
+        if not tasks:
+            return
         wanted = [share / sum(self.hop_shares) for share in self.hop_shares]
-        found = (
-            [sum(t.metadata["hops"] == hops for t in tasks) / len(tasks) for hops in range(1, 4)] if tasks else wanted
-        )
+        found = [sum(t.metadata["hops"] == hops for t in tasks) / len(tasks) for hops in range(1, 4)]
         if any(abs(f - w) > HOP_TOLERANCE + 2 / math.sqrt(len(tasks)) for f, w in zip(found, wanted, strict=True)):
             raise ValueError(
                 f"{name}: shares of one-, two- and three-hop questions are {', '.join(f'{f:.2f}' for f in found)}, "
