@@ -3,7 +3,7 @@
 # Variables that a command may be given; others that it is given are refused, but for those of the environment.
 VARIABLES := EXP SEED COMPARE RESUME FRESH ARGS LAUNCH NNODES NPROC PARTITION ACCOUNT TIME SBATCH MASTER_ADDR MASTER_PORT \
 	NODE_RANK LAUNCH_TIMEOUT CKPT PORT INDEX EXPS TO DTYPE LIKE ALGORITHM HARDWARE GPUS GPU Q SEEDS ABLATION_SEEDS ALL FORCE \
-	BENCHMARKS
+	BENCHMARKS ALLOW QUESTIONS
 ENVIRONMENT := COMPACT_AGENTS_% CUDA_% FORCE_CPU HF_% HTTP_% HTTPS_% MLFLOW_% NCCL_% OMP_% PIP_% PYTHON% TMPDIR VLLM_% http_% https_%
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
 UNKNOWN := $(firstword $(filter-out $(VARIABLES) $(ENVIRONMENT) MAKE%,$(GIVEN)))
@@ -23,6 +23,7 @@ SEED_FLAG := $(if $(SEED),--seed $(SEED))
 RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 COMPARE_FLAG := $(if $(filter-out 0,$(COMPARE)),--compare)
 FRESH_FLAG := $(if $(FRESH),--fresh)
+ALLOW_FLAG := $(if $(ALLOW),--allow $(ALLOW))
 SBATCH_ALL := $(strip $(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) $(if $(TIME),--time=$(TIME)) $(SBATCH))
 LAUNCH_FLAGS = $(if $(LAUNCH),--launch $(LAUNCH)) $(if $(NNODES),--nodes $(NNODES)) $(if $(NPROC),--processes $(NPROC)) $(if $(SBATCH_ALL),--sbatch="$(SBATCH_ALL)")
 BENCHMARKS := rollouts orchestration engine_steps household memory retrieval trl_comparison tool_calls
@@ -30,7 +31,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all retriever engine compare ui export experiments dry-run check-data size ask download reproduce benchmark gpu-check status clean docs docs-serve
+.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all retriever engine compare ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -50,7 +51,7 @@ trl: ## make .venv-trl, for benchmarks.trl_comparison and tool_calls (2 minutes)
 	@./scripts/setup_trl.sh
 
 train: setup ## make an experiment; COMPARE=1, RESUME=last, FRESH=1
-	@$(RUN) train $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(LAUNCH_FLAGS) $(ARGS)
+	@$(RUN) train $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(ALLOW_FLAG) $(LAUNCH_FLAGS) $(ARGS)
 
 help-launch: ## several devices, several nodes, torchrun, Slurm
 	@echo "several devices:       make train EXP=... ARGS=\"--trainer.strategy=zero3 --trainer.devices 8\""
@@ -109,6 +110,9 @@ ask: setup ## put a question to a trained model; Q="..."
 
 download: setup ## fetch the weights and data that an experiment needs
 	@$(RUN) download $(EXP) $(COMPARE_FLAG) $(ARGS)
+
+preconditions: setup ## gates of SOD and SDAR before they train; QUESTIONS=64 ALLOW=a,b
+	@$(RUN) preconditions $(EXP) $(SEED_FLAG) $(if $(QUESTIONS),--questions $(QUESTIONS)) $(ALLOW_FLAG) $(ARGS)
 
 reproduce: setup ## several seeds and ablations, then docs/results/; SEEDS=0,1,2
 	@$(RUN) reproduce $(EXP) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(ABLATION_SEEDS),--ablation-seeds $(ABLATION_SEEDS)) $(ARGS)

@@ -20,11 +20,12 @@ from callbacks.evaluation.step_rows import (
     step_metrics,
     step_rows,
     turns_with_tokens,
+    verdicts_of,
 )
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT
 from callbacks.ranks import gather_lists, gather_objects
-from callbacks.trainer import stage_dir
+from callbacks.trainer import data_module, stage_dir
 from retrieval.ranges import PositiveInt
 from rollout.storage import save_trajectories
 from rollout.trajectory import Trajectory
@@ -98,7 +99,9 @@ class StepDivergence(EvaluationHooks):
             return
         mine, self._kept = self._chosen(trainer), []
         scored = cast(Any, pl_module).step_divergences(mine, self.teacher)  # a collective: every rank calls it
-        own = [row for t, metrics in zip(mine, scored, strict=True) for row in step_rows(t, metrics)]
+        judge = getattr(data_module(trainer), "rollouts", None)
+        verdicts = [verdicts_of(getattr(judge, "environment", None), t) for t in mine]
+        own = [row for parts in zip(mine, scored, verdicts, strict=True) for row in step_rows(*parts)]
         steps = by_trajectory(gather_lists(own))
         metrics = step_metrics(steps)
         log_metrics(pl_module, split, metrics)

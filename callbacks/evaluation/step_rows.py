@@ -42,6 +42,7 @@ class StepRow:
     teacher_entropy: float  # mean entropy of the teacher's distributions at the step's tokens, nats
     outcome: str  # see ``rollout.trajectory_metrics.outcome_of``
     acc: float | None  # raw correctness of the trajectory; None: its reward has no such part
+    verdict: bool | None = None  # the environment's, see ``verdicts_of``; None: it has none of this step
 
 
 def turns_with_tokens(trajectory: Trajectory) -> list[int]:
@@ -49,8 +50,17 @@ def turns_with_tokens(trajectory: Trajectory) -> list[int]:
     return [i for i, turn in enumerate(trajectory.turns) if turn.end > turn.start]
 
 
-def step_rows(trajectory: Trajectory, metrics: Mapping[str, Sequence[float]]) -> list[StepRow]:
-    """Rows of one trajectory. ``metrics``: each of ``MEASURES`` with one value per step.
+def verdicts_of(environment: object, trajectory: Trajectory) -> Sequence[bool | None]:
+    """Of each turn, whether it was right, by the ``verdicts`` of an environment (``EnvironmentFactory``); None where
+    nobody can tell."""
+    judge = getattr(environment, "verdicts", None)
+    return [None] * len(trajectory.turns) if judge is None else judge(trajectory)
+
+
+def step_rows(
+    trajectory: Trajectory, metrics: Mapping[str, Sequence[float]], verdicts: Sequence[bool | None] | None = None
+) -> list[StepRow]:
+    """Rows of one trajectory. ``metrics``: each of ``MEASURES`` with one value per step; ``verdicts``: one per turn.
 
     Raises:
         ValueError: a measure is missing, has not one value per step, or is not a finite number.
@@ -75,6 +85,7 @@ def step_rows(trajectory: Trajectory, metrics: Mapping[str, Sequence[float]]) ->
             tokens=trajectory.turns[turn].end - trajectory.turns[turn].start,
             outcome=outcome_of(trajectory, turn),
             acc=acc,
+            verdict=None if verdicts is None else verdicts[turn],
             **{name: float(metrics[name][k]) for name in MEASURES},
         )
         for k, turn in enumerate(turns)
@@ -87,6 +98,11 @@ def by_trajectory(rows: Iterable[StepRow]) -> list[list[StepRow]]:
     for row in sorted(rows, key=lambda row: (row.id, row.attempt, row.step)):
         of.setdefault((row.id, row.attempt), []).append(row)
     return list(of.values())
+
+
+def is_wrong(outcome: str, verdict: bool | None) -> bool:
+    """Whether a step went wrong: by the verdict, or where there is none by its outcome."""
+    return outcome in ERRONEOUS if verdict is None else not verdict
 
 
 def after_error(trajectory: Sequence[StepRow]) -> list[StepRow]:
@@ -122,7 +138,13 @@ def _mean(rows: Sequence[StepRow], name: str, resamples: int) -> Interval:
 
 
 def save_steps(path: Path, rows: Sequence[StepRow]) -> None:
-    types = {"str": pl.String, "int": pl.Int64, "float": pl.Float64, "float | None": pl.Float64}
+    types = {
+        "str": pl.String,
+        "int": pl.Int64,
+        "float": pl.Float64,
+        "float | None": pl.Float64,
+        "bool | None": pl.Boolean,
+    }
     schema = {field.name: types[str(field.type)] for field in dataclasses.fields(StepRow)}
     with replacing(path) as temporary:
         pl.DataFrame([asdict(row) for row in rows], schema=schema).write_parquet(temporary)

@@ -16,6 +16,7 @@ import yaml
 
 from experiments.commands.command import COMPARE, command, make_graph, option, unique_needs
 from experiments.commands.models import to_meet
+from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
 from experiments.registry.listing import released_differences
@@ -32,6 +33,7 @@ LAUNCH = "torchrun: start the ranks with it, on every node that runs this comman
     "train",
     "make an experiment and all its stages, then show the results",
     COMPARE,
+    ALLOW,
     option("--resume", choices=["last"], help=RESUME),
     option("--fresh", action="store_true", help="make the experiment's own stage anew, even if it is done"),
     option("--launch", choices=["torchrun", "slurm"], help=LAUNCH),
@@ -57,6 +59,8 @@ def train(args: argparse.Namespace, context: RunContext) -> None:
     if args.launch == "torchrun":
         context = dataclasses.replace(context, node=nodes.this_node(args, os.environ, ranks.nodes))
     context.stop.install()
+    if target.config["experiment"].get("preconditions") and runner.to_make([target]) and context.node is None:
+        require_gates(graph, context, args.allow)
     target, compared = runner.make(graph, context)
     if not context.is_main_node:
         print(f"{target.name} is done: {context.project.relative(target.folder)}")

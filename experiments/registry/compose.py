@@ -44,6 +44,7 @@ EXPERIMENT_KEYS = {
     "score",
     "sampled",
     "needs",
+    "preconditions",  # whether `make train` measures its gates first, and goes no further where one fails
 }
 KINDS = ("fit", "test", "task")
 

@@ -57,6 +57,8 @@ class EnvironmentFactory(Protocol):
     - ``scores_itself = True``: its episodes end with a reward of their own, so its tasks need no gold answer.
     - ``tools``: the names of the tools that it executes; a protocol that calls others is refused.
     - ``check(tasks)``: raises ValueError for tasks that it cannot play, before a model loads.
+    - ``verdicts(trajectory)``: of each turn of a finished trajectory whether it was right, None where that cannot be
+      said: an expert's opinion, for ``make preconditions`` alone; no training reads it.
     - ``async start()``: what takes time, before the first episode.
 
     ``__call__`` is annotated to return Any where it returns an Environment: jsonargparse takes a protocol whose

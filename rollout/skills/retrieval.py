@@ -137,6 +137,30 @@ class Random(SkillRetriever):
         require_categories(self, bank)
 
 
+class Shuffled(SkillRetriever):
+    """General skills, and in the place of the categories that ``retriever`` chooses as many of the others, drawn from
+    (seed, task id): advice of the same form about something else, as a control. All others where they are fewer."""
+
+    def __init__(self, retriever: SkillRetriever, seed: NonNegativeInt = 0) -> None:
+        if retriever.learns:
+            raise ValueError(
+                f"Shuffled cannot tell {type(retriever).__name__} what became of its choices; take another"
+            )
+        self.retriever, self.seed = retriever, seed
+
+    def select(self, task: Task, text: str) -> Selection:
+        chosen = self.retriever.select(task, text).categories
+        others = [name for name in self.bank.by_category if name not in chosen]
+        random.Random(f"{self.seed}:{task.id}").shuffle(others)
+        return self.with_categories(*others[: len(chosen)])
+
+    def check_task(self, task: Task) -> None:
+        self.retriever.check_task(task)
+
+    def _check(self, bank: SkillBank) -> None:
+        self.retriever.bind(bank)
+
+
 class Keyword(SkillRetriever):
     """General skills and every category any of whose keywords stands in the text, as part of a word or whole.
 

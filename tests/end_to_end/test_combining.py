@@ -43,5 +43,18 @@ def test_a_combination_trains(name, environment):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "gates"), [("sod_branches", ["no_success", "first_step"]), ("sdar_branches", ["shuffled_skills"])]
+)
+def test_preconditions_are_measured_on_what_it_starts_from(name, gates, environment):
+    words = ["--questions", "4", "--stages.smoke_teacher.trainer.max_epochs=2"][: 3 if name.startswith("sod") else 2]
+    command = [sys.executable, "-m", "experiments", "preconditions", name, *words, *SHORT]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 1 and "gates failed" in done.stderr, done.stdout[-2000:] + done.stderr[-2000:]
+    lines = {line.split()[1]: line.split()[-2] for line in done.stdout.splitlines() if line.count("│") == 6}
+    assert {lines[gate] for gate in gates} == {"pass"}, done.stdout
+
+
 def test_there_are_files_and_a_teacher():
     assert len(FILES) == 7 and TEACHER in FILES

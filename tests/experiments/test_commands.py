@@ -53,6 +53,7 @@ def make(*words):
         (["dry-run", "EXP=x"], "dry-run x"),
         (["retriever", "EXP=x", "ARGS=--threads 8 --gpu"], "retriever x --port 8000 --threads 8 --gpu"),
         (["engine", "PORT=8101", "CKPT=a b"], 'engine-server dgpo_tiny --port 8101 --checkpoint "a b"'),
+        (["preconditions", "EXP=x", "QUESTIONS=9", "ALLOW=a,b"], "preconditions x --questions 9 --allow a,b"),
         (["reproduce", "SEEDS=0,1"], "reproduce dgpo_tiny --seeds 0,1"),
         (["ui", "PORT=5001"], "ui --port 5001"),
         (["clean", "ALL=1"], "clean --all"),

@@ -4,9 +4,10 @@ import collections
 
 import pytest
 
+from rollout.skills.bandit import UCB
 from rollout.skills.bank import SkillBank
 from rollout.skills.reading import read_bank
-from rollout.skills.retrieval import Full, Keyword, NoSkills, Random, TaskType
+from rollout.skills.retrieval import Full, Keyword, NoSkills, Random, Shuffled, TaskType
 from tests.rollout.skills.skill_examples import bank_json, task
 
 BANK = SkillBank.from_json(bank_json())
@@ -174,3 +175,14 @@ def test_a_bank_with_keywords_knows_no_unknown_source_either():
     assert categories(silent, task(question="Who?", data_source="text"), "who?") == ()
     asked = task(question="Which is older, Ena or Ilo?", data_source="unmapped")
     assert categories(Keyword(data_source=True, compare=False, unknown_sources="general"), asked, "which or") == ()
+
+
+def test_shuffled_gives_other_categories_in_the_same_number():
+    retriever = bound(Shuffled(TaskType(), seed=1))
+    chosen = [retriever.select(task(id=f"t{i}", data_source="clean"), "") for i in range(60)]
+    assert {s.categories for s in chosen} == {("heat",), ("compare",)}
+    assert all(s.general == BANK.general for s in chosen)
+    assert retriever.select(task(id="t0", data_source="clean"), "") == chosen[0]
+    assert bound(Shuffled(Full())).select(task(), "").categories == (), "no others are left"
+    with pytest.raises(ValueError, match="Shuffled cannot tell UCB"):
+        Shuffled(UCB())

@@ -1,0 +1,122 @@
+"""What a policy makes of another one's beginnings: prefixes of saved trajectories, clean or after an error, are
+continued by the model under test."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
+from callbacks.evaluation.statistics import Interval, bootstrap_interval
+from callbacks.evaluation.step_rows import is_wrong, verdicts_of
+from callbacks.evaluation_hooks import EvaluationHooks
+from callbacks.evaluation_rows import AGENT, row_of
+from callbacks.ranks import gather_lists
+from callbacks.trainer import data_module, stage_dir
+from retrieval.ranges import PositiveInt
+from rollout.environments.base import EnvironmentFactory
+from rollout.samplers.continuation import ContinuationSampler
+from rollout.seeds import derive_seed
+from rollout.storage import load_trajectories
+from rollout.trajectory import Trajectory
+from rollout.trajectory_metrics import outcome_of
+
+PREFIX = "continues/"  # of these metrics in evaluation.json
+CLEAN, DRIFTED = "clean", "drifted"
+Prefix = tuple[Trajectory, int]  # a trajectory, and the turn that is sampled anew
+
+
+def prefixes(trajectories: Iterable[Trajectory], environment: EnvironmentFactory) -> dict[str, list[Prefix]]:
+    """All beginnings that end before a turn but the first: clean where no turn of theirs is wrong (``is_wrong``), else
+    drifted."""
+    found: dict[str, list[Prefix]] = {CLEAN: [], DRIFTED: []}
+    for trajectory in trajectories:
+        wrong = False
+        verdicts = verdicts_of(environment, trajectory)
+        for turn in range(1, len(trajectory.turns)):
+            wrong = wrong or is_wrong(outcome_of(trajectory, turn - 1), verdicts[turn - 1])
+            found[DRIFTED if wrong else CLEAN].append((trajectory, turn))
+    return found
+
+
+def choose(of_a_kind: Sequence[Prefix], count: int) -> list[Prefix]:
+    """At most ``count``, in an order of chance that depends on nothing but their names."""
+
+    def key(prefix: Prefix) -> bytes:
+        trajectory, turn = prefix
+        return hashlib.sha256(f"{trajectory.task.id} {trajectory.index} {turn}".encode()).digest()
+
+    return sorted(of_a_kind, key=key)[:count]
+
+
+class Continuations(EvaluationHooks):
+    """After the test, lets the tested model continue prefixes of saved trajectories, once each, and adds the share of
+    right ends to ``evaluation.json``: ``continues/clean``, ``continues/drifted``, and each ``/<k>``, where the model
+    takes over at its step k. Sampled as the test is, and judged as in its table (``EvaluationRow.accuracy``).
+
+    Args:
+        trajectories: file or folder of ``rollout.storage``, sampled by a policy with the same tokenizer.
+        max_prefixes: continued of either kind.
+    """
+
+    def __init__(self, trajectories: str, max_prefixes: PositiveInt = 150) -> None:
+        if max_prefixes < 1:
+            raise ValueError(f"Continuations(max_prefixes={max_prefixes}): expected at least 1")
+        self.trajectories, self.max_prefixes = trajectories, max_prefixes
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        rollouts = getattr(data_module(trainer), "rollouts", None)
+        if rollouts is None or getattr(rollouts.protocol, "windowed", False):
+            raise ValueError(
+                "Continuations goes on with other trajectories, which takes a rollout system, and a protocol that "
+                "writes one conversation (window: null)"
+            )
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
+        if split != "test":
+            return
+        data = data_module(trainer)
+        saved = load_trajectories(Path(self.trajectories))
+        found = prefixes((t for t in saved if not t.failed_by_infrastructure), data.rollouts.environment)
+        metrics: dict[str, Interval] = {}
+        for kind, of_a_kind in found.items():
+            chosen = choose(of_a_kind, self.max_prefixes)
+            mine = continued(data, chosen[trainer.global_rank :: trainer.world_size])
+            outcomes = gather_lists(mine)
+            if not outcomes:
+                continue
+            metrics[PREFIX + kind] = bootstrap_interval([right for _, right in outcomes])
+            for step in sorted({turn + 1 for turn, _ in outcomes}):
+                part = [right for turn, right in outcomes if turn + 1 == step]
+                metrics[f"{PREFIX}{kind}/{step}"] = bootstrap_interval(part)
+        log_metrics(pl_module, split, metrics)
+        if trainer.is_global_zero:
+            path = stage_dir(trainer) / "evaluation.json"
+            update_evaluation_file(path, split, metrics, lambda name: name.startswith(PREFIX), {})
+
+
+def continued(data: Any, chosen: Sequence[Prefix]) -> list[tuple[int, float]]:
+    """(turn taken over, 1.0 where it ended right) of each prefix that infrastructure has not spoiled."""
+    tasks, starts = [], {}
+    for trajectory, turn in chosen:
+        name = f"{trajectory.task.id} {trajectory.index} {turn}"
+        tasks.append(dataclasses.replace(trajectory.task, id=name))
+        starts[name] = (trajectory, trajectory.turns[turn].start)
+    if not tasks:
+        return []
+    sampled = data.rollouts.rollout(
+        tasks,
+        n=1,
+        sampling=data.eval_sampling.params,
+        seed=derive_seed(data.seed, "continuations"),
+        sampler=ContinuationSampler(starts),
+        test=True,
+    )
+    turns = {task.id: turn for task, (_, turn) in zip(tasks, chosen, strict=True)}
+    judged = [(turns[t.task.id], row_of(t, AGENT).accuracy) for t in sampled if not t.failed_by_infrastructure]
+    return [(turn, accuracy) for turn, accuracy in judged if accuracy is not None]

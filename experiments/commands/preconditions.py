@@ -1,0 +1,204 @@
+"""``make preconditions``: whether SOD or SDAR has something to work on, measured on its start."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.commands.command import command, make_graph, option
+from experiments.commands.models import evaluation_stage, is_model_folder, rollouts_of
+from experiments.launch import runner
+from experiments.registry.errors import ExperimentError
+from experiments.registry.files import Config, data_arguments
+from experiments.stages.context import RunContext, StageFailed
+from experiments.stages.graph import Graph, Stage, require_files
+
+if TYPE_CHECKING:
+    from experiments.reports.preconditions import Gate
+
+QUESTIONS = 64
+CALLBACKS = ("RankWatch", "Progress", "WeightSync", "Evaluation", "TrajectoryLog")  # that the tests keep
+DISTILLS = ("lightning_modules.algorithms.sod.SOD", "lightning_modules.annotations.distillation.Distillation")
+ALLOW = option("--allow", default="", metavar="GATES", help="names of gates that may fail, separated by commas")
+
+
+@command(
+    "preconditions",
+    "measure whether SOD or SDAR has something to work on, before it trains",
+    option("--questions", type=int, default=QUESTIONS, help=f"of the training set; default {QUESTIONS}"),
+    ALLOW,
+)
+def preconditions(args: argparse.Namespace, context: RunContext) -> None:
+    """Make what the experiment starts from, test it as it will train, and print the gates.
+
+    Raises:
+        ExperimentError: nothing can be measured.
+        StageFailed: a gate failed that is not allowed to.
+    """
+    require_gates(make_graph(context), replace(context, verb="preconditions"), args.allow, args.questions)
+
+
+def require_gates(graph: Graph, context: RunContext, allow: str, questions: int = QUESTIONS) -> None:
+    """Measure and print the gates of the graph's target. Raises as ``preconditions``."""
+    target = graph.target()
+    measured(target, questions)  # refuses what has no gates before anything is made
+    runner.make(graph, replace(context, compare=False), without_target=True)
+    from experiments.reports.preconditions import gates_table
+
+    gates = measure(graph, context, questions)
+    allowed = {name.strip() for name in allow.split(",") if name.strip()}
+    if unknown := sorted(allowed - {gate.name for gate in gates}):
+        raise ExperimentError(
+            f"ALLOW={allow}: no gate {', '.join(unknown)}; there are {', '.join(g.name for g in gates)}"
+        )
+    print(gates_table(gates, f"{target.name}: what its mechanism has to work on ({questions} training questions)"))
+    failed = [gate for gate in gates if not gate.passed]
+    for gate in failed:
+        advice = (
+            "nothing to measure it on among these trajectories; try more QUESTIONS"
+            if gate.found is None
+            else gate.advice
+        )
+        print(f"  {gate.name}: {advice}{' (allowed)' if gate.name in allowed else ''}")
+    if refused := [gate.name for gate in failed if gate.name not in allowed]:
+        raise StageFailed(
+            f"{len(refused)} of {len(gates)} gates failed: {', '.join(refused)}. Change what they say, or go on "
+            f"nevertheless with ALLOW={','.join(refused)}",
+            1,
+        )
+
+
+def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
+    """Test the target's start in stages of its own (made once), and read the gates from what they found."""
+    from callbacks.evaluation.step_rows import TRAJECTORIES_FILE, by_trajectory, load_steps
+    from experiments.reports.preconditions import distillation_gates, skill_gates
+
+    target = graph.target()
+    teacher, skills = find_teacher(target), find_skills(target)
+    config, size = measured(target, questions)
+    policy = str(target.config["model"]["init_args"]["policy"])
+
+    def tested(name: str, model: str, config: Config) -> Path:
+        stage = probe(target, graph, name, model, config)
+        require_files([stage], graph.project.root)
+        if runner.to_make([stage]):
+            print(f"  measuring: {name}", flush=True)
+            runner.make_stage(stage, context, fresh=False)
+        return stage.folder
+
+    if teacher is not None:
+        scored = {"teacher": teacher, "max_trajectories": questions * size}
+        start = tested("start", policy, watched(config, "step_divergence.StepDivergence", scored))
+        continued = {"trajectories": str(start / TRAJECTORIES_FILE)}
+        other = copy.deepcopy(config)
+        data_arguments(other)["attempts"] = 1
+        end = tested("teacher", teacher, watched(other, "continuations.Continuations", continued))
+        return distillation_gates(test_of(start), by_trajectory(load_steps(start) or []), test_of(end), size)
+    arms = {"start": None, "with skills": skills, "with other skills": shuffled(skills)}
+    tests = [test_of(tested(name, policy, advised(config, arm))) for name, arm in arms.items()]
+    plain, skilled, other = tests
+    return skill_gates(plain, skilled, other, size)
+
+
+def find_teacher(target: Stage) -> str | None:
+    """The teacher's folder of SOD, or of GRPO with ``Distillation``."""
+    for part in dictionaries(target.config.get("model")):
+        if part.get("class_path") in DISTILLS:
+            arguments = part.get("init_args") or {}
+            if (arguments.get("teacher_server") or arguments.get("server")) is not None:
+                raise ExperimentError(
+                    f"'{target.name}' asks a teacher behind a server, which cannot continue trajectories here; "
+                    "name its folder instead: --model.teacher FOLDER"
+                )
+            if arguments.get("opd_mode") != "none" and arguments.get("opd_coef", 1) and arguments.get("teacher"):
+                return str(arguments["teacher"])
+    return None
+
+
+def find_skills(target: Stage) -> Config | None:
+    """The arguments of the skills of SDAR and its relatives."""
+    for part in dictionaries(target.config.get("model")):
+        if (skills := part.get("skills")) is not None and part.get("skills_coef") != 0:
+            return skills.get("init_args", skills)  # with or without their class
+    return None
+
+
+def dictionaries(value: object) -> Iterator[dict[str, Any]]:
+    """All mappings of a nested configuration, outer ones first."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from dictionaries(inner)
+
+
+def measured(target: Stage, questions: int) -> tuple[Config, int]:
+    """The experiment's configuration with its training questions as the test, sampled as it trains, and the size of a
+    group."""
+    config = copy.deepcopy(target.config)
+    data = data_arguments(config)
+    size = data.get("samples_per_prompt") or 1
+    if (find_teacher(target), find_skills(target)) == (None, None):
+        raise ExperimentError(
+            f"'{target.name}' has neither a teacher that is distilled from (SOD) nor skills (SDAR): it has no gates"
+        )
+    if size < 2 or not data.get("train_files"):
+        raise ExperimentError(
+            f"'{target.name}' samples no groups (samples_per_prompt {size}): there is nothing to measure"
+        )
+    data |= {
+        "test_files": data["train_files"], "val_files": [], "probes": [], "attempts": size, "max_test": questions,
+        "eval_sampling": data.get("train_sampling") or {"temperature": 1.0},
+        "max_eval_prompt_tokens": data.get("max_prompt_tokens"),
+    }  # fmt: skip
+    rollouts_of(config)["init_args"].pop("test_limits", None)
+    callbacks = config["trainer"]["callbacks"]
+    config["trainer"]["callbacks"] = [c for c in callbacks if c["class_path"].rpartition(".")[2] in CALLBACKS]
+    return config, size
+
+
+def watched(config: Config, callback: str, arguments: Config) -> Config:
+    config = copy.deepcopy(config)
+    config["trainer"]["callbacks"].append({"class_path": f"callbacks.evaluation.{callback}", "init_args": arguments})
+    return config
+
+
+def advised(config: Config, skills: Config | None) -> Config:
+    """With the skills in the student's own prompt, where they are the same in every turn, and room for them."""
+    config = copy.deepcopy(config)
+    arguments = rollouts_of(config)["init_args"]
+    arguments["skills"] = None
+    data_arguments(config)["eval_skills"] = skills is not None
+    if skills is None:
+        return config
+    arguments["skills"] = {**skills, "place": "user_turn", "every_turn": False}
+    for part in (arguments, arguments["engine"]["init_args"]):
+        if part.get("max_length") is not None:
+            part["max_length"] += skills.get("max_tokens", 2048)
+    return config
+
+
+def shuffled(skills: Config | None) -> Config | None:
+    if skills is None:
+        return None
+    other = {"class_path": "rollout.skills.retrieval.Shuffled", "init_args": {"retriever": skills["retriever"]}}
+    return {**skills, "retriever": other}
+
+
+def probe(target: Stage, graph: Graph, name: str, model: str, config: Config) -> Stage:
+    """A stage of kind test, in a folder of its own beside the target's."""
+    folder = graph.project.root / model
+    if not is_model_folder(folder):
+        raise ExperimentError(
+            f"'{target.name}': no model folder at {model}; fetch it first: make download EXP={target.name}"
+        )
+    settings = json.dumps([config["data"], config["trainer"]["callbacks"]], sort_keys=True)
+    return evaluation_stage(replace(target, config=config, key=f"{target.key}, {name} {settings}"), folder, graph)
+
+
+def test_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "evaluation.json").read_text())["test"]

@@ -1,0 +1,172 @@
+"""Gates of ``make preconditions``: whether a mechanism has something to work on, before any reinforcement. Pure.
+
+The bounds are ours (docs/preconditions.md); nothing published measures them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from callbacks.evaluation.continuations import CLEAN, DRIFTED, PREFIX
+from callbacks.evaluation.step_rows import StepRow, is_wrong
+
+SHUFFLED_TOLERANCE = 0.1  # of success, between shuffled skills and none
+
+Test = Mapping[str, Any]  # "test" of an evaluation.json: metric -> {mean, low, high, n}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """``found`` is None where nothing could be measured, which is no pass."""
+
+    name: str  # by which it is overridden
+    title: str
+    found: float | None
+    least: float | None  # one of the two bounds
+    most: float | None
+    advice: str  # what to change where it fails
+
+    @property
+    def passed(self) -> bool:
+        if self.found is None:
+            return False
+        return (self.least is None or self.found >= self.least) and (self.most is None or self.found <= self.most)
+
+    @property
+    def expected(self) -> str:
+        return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+
+
+def groups_gate(start: Test, size: int, least: float) -> Gate:
+    """``size``: trajectories in a group."""
+    found = start.get(f"pass/{size}")
+    return Gate(
+        "no_success",
+        f"groups of {size} without any success",
+        None if found is None else 1.0 - found["mean"],
+        least,
+        None,
+        "outcome rewards alone teach enough here: take harder tasks, fewer turns, or an earlier cold start",
+    )
+
+
+def distillation_gates(start: Test, steps: Sequence[Sequence[StepRow]], teacher: Test, size: int) -> list[Gate]:
+    """SOD's: of the student's test, the steps of its trajectories as the teacher scored them (``by_trajectory``), and
+    the teacher's test with ``Continuations`` of these."""
+    placed = [(row, drifted) for rows in steps for row, drifted in zip(rows, drift(rows), strict=True)]
+    first = [rows[0].divergence for rows in steps if rows]
+    return [
+        groups_gate(start, size, 0.8),
+        Gate(
+            "teacher_clean", "teacher continues right, clean prefixes", mean(teacher, PREFIX + CLEAN), 0.8, None,
+            "the teacher cannot do the task: train it longer, or take a larger one",
+        ),
+        Gate(
+            "teacher_drifted", "teacher continues right, drifted prefixes", mean(teacher, PREFIX + DRIFTED), None, 0.3,
+            "the teacher knows the way back, so that its advice after an error is good: there is nothing to weigh down",
+        ),
+        Gate(
+            "auc_clean", "AUC of a step's mean T - S for the verdict, clean", auc_of(placed, drifted=False), 0.8, None,
+            "the teacher's log-ratio does not tell good steps from bad ones: take a more certain teacher",
+        ),
+        Gate(
+            "auc_drifted", "the same after an error", auc_of(placed, drifted=True), None, 0.6,
+            "the teacher's log-ratio is as good after an error as before: there is nothing to weigh down",
+        ),
+        Gate(
+            "weight_ratio", "weight of drifted over clean steps, from the second", weight_ratio(placed), None, 0.5,
+            "the divergence does not rise after an error: take a teacher that has never seen a recovery",
+        ),
+        Gate(
+            "first_step", "coefficient of variation of d_1", variation(first), None, 1.0,
+            "the reference of all weights is noise: longer first steps, or reference_step: batch_median",
+        ),
+    ]  # fmt: skip
+
+
+def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[Gate]:
+    """SDAR's: of three tests of the student as it starts, without skills, with them, and with others in their place."""
+    without, average = mean(plain, f"average/{size}"), f"average/{size}"
+    return [
+        groups_gate(plain, size, 0.7),
+        Gate(
+            "without_skills", "success without skills", without, None, 0.05,
+            "the student can do it without advice: take harder tasks or an earlier cold start",
+        ),
+        Gate(
+            "with_skills", "success with skills", mean(skilled, average), 0.8, None,
+            "the self-teacher cannot follow its skills: show skills in more of the cold start's demonstrations",
+        ),
+        Gate(
+            "shuffled_skills", "success with other tasks' skills", mean(shuffled, average), None,
+            SHUFFLED_TOLERANCE + (without or 0.0),
+            "what helps is not what the skills say (their form, their length): look at the bank and its retriever",
+        ),
+    ]  # fmt: skip
+
+
+def mean(test: Test, metric: str) -> float | None:
+    return None if metric not in test else float(test[metric]["mean"])
+
+
+def drift(rows: Sequence[StepRow]) -> list[bool]:
+    """Of each step of a trajectory, whether one before it went wrong."""
+    found, wrong = [], False
+    for row in rows:
+        found.append(wrong)
+        wrong = wrong or is_wrong(row.outcome, row.verdict)
+    return found
+
+
+def auc_of(placed: Sequence[tuple[StepRow, bool]], *, drifted: bool) -> float | None:
+    """Of ``signed`` for the environment's verdict on the step, or where it has none for the trajectory's success."""
+    part = [row for row, after_error in placed if after_error is drifted]
+    judged = [(row.signed, _is_good(row)) for row in part]
+    return auc([s for s, good in judged if good is True], [s for s, good in judged if good is False])
+
+
+def _is_good(row: StepRow) -> bool | None:
+    if row.verdict is not None or row.acc is None:
+        return row.verdict
+    return row.acc >= 1.0
+
+
+def auc(good: Sequence[float], bad: Sequence[float]) -> float | None:
+    """Probability that a good one scores above a bad one, ties by half; None without one of either."""
+    if not good or not bad:
+        return None
+    above = np.subtract.outer(good, bad)
+    return float(np.mean((above > 0) + 0.5 * (above == 0)))
+
+
+def weight_ratio(placed: Sequence[tuple[StepRow, bool]]) -> float | None:
+    """Means over steps; the first ones, which weigh 1 by definition, are left out."""
+    after = [row.weight for row, drifted in placed if drifted and row.step > 1]
+    clean = [row.weight for row, drifted in placed if not drifted and row.step > 1]
+    return statistics.fmean(after) / statistics.fmean(clean) if after and clean and statistics.fmean(clean) else None
+
+
+def variation(values: Sequence[float]) -> float | None:
+    """Standard deviation over mean."""
+    if len(values) < 2 or not statistics.fmean(values):
+        return None
+    return statistics.stdev(values) / statistics.fmean(values)
+
+
+def gates_table(gates: Sequence[Gate], title: str) -> str:
+    from rich.table import Table
+
+    from experiments.reports.compare import table_text
+
+    table = Table(title=title)
+    for column in ("gate", "", "found", "expected", ""):
+        table.add_column(column)
+    for gate in gates:
+        found = "not measured" if gate.found is None else f"{gate.found:.3f}"
+        table.add_row(gate.name, gate.title, found, gate.expected, "pass" if gate.passed else "FAIL")
+    return table_text(table)

@@ -1,0 +1,26 @@
+"""Trajectories that go on where others were cut: what a policy makes of another one's beginnings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollout.samplers.base import GroupRunner
+from rollout.trajectory import Trajectory
+
+
+class ContinuationSampler:
+    """Every group continues one prefix, ``n`` times.
+
+    Args:
+        prefixes: by the id of the task: a finished trajectory, and the response offset at which to go on, the
+            beginning of one of its turns.
+    """
+
+    forks = True
+
+    def __init__(self, prefixes: Mapping[str, tuple[Trajectory, int]]) -> None:
+        self._prefixes = prefixes
+
+    async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:
+        start, at = self._prefixes[group.task.id]
+        return [await group.run(index, start=start, at=at) for index in range(n)]
