@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,9 @@ def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
         end = tested("teacher", teacher, watched(other, "continuations.Continuations", continued))
         return distillation_gates(test_of(start), by_trajectory(load_steps(start) or []), test_of(end), size)
     arms = {"start": None, "with skills": skills, "with other skills": shuffled(skills)}
-    tests = [test_of(tested(name, policy, advised(config, arm))) for name, arm in arms.items()]
+    about = json.loads((graph.project.root / policy / "config.json").read_text())
+    positions = about.get("max_position_embeddings") or math.inf
+    tests = [test_of(tested(name, policy, advised(config, arm, positions))) for name, arm in arms.items()]
     plain, skilled, other = tests
     return skill_gates(plain, skilled, other, size)
 
@@ -167,8 +170,9 @@ def watched(config: Config, callback: str, arguments: Config) -> Config:
     return config
 
 
-def advised(config: Config, skills: Config | None) -> Config:
-    """With the skills in the student's own prompt, where they are the same in every turn, and room for them."""
+def advised(config: Config, skills: Config | None, positions: float) -> Config:
+    """With the skills in the student's own prompt, where they are the same in every turn, and room for them, as far as
+    the model's positions go."""
     config = copy.deepcopy(config)
     arguments = rollouts_of(config)["init_args"]
     arguments["skills"] = None
@@ -178,7 +182,7 @@ def advised(config: Config, skills: Config | None) -> Config:
     arguments["skills"] = {**skills, "place": "user_turn", "every_turn": False}
     for part in (arguments, arguments["engine"]["init_args"]):
         if part.get("max_length") is not None:
-            part["max_length"] += skills.get("max_tokens", 2048)
+            part["max_length"] = min(part["max_length"] + skills.get("max_tokens", 2048), positions)
     return config
 
 

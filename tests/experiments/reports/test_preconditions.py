@@ -84,7 +84,7 @@ def test_skills_go_into_the_students_prompt(context):
     target = graph.target()
     skills = find_skills(target)
     config, _ = measured(target, 16)
-    given = advised(config, shuffled(skills))["data"]["init_args"]
+    given = advised(config, shuffled(skills), 32768)["data"]["init_args"]
     found = given["rollouts"]["init_args"]["skills"]
     assert found["bank"] == skills["bank"] and found["retriever"]["init_args"]["retriever"] == skills["retriever"]
     assert found["place"] == "user_turn" and given["eval_skills"]
@@ -92,7 +92,7 @@ def test_skills_go_into_the_students_prompt(context):
         d["rollouts"]["init_args"]["engine"]["init_args"]["max_length"] for d in (given, config["data"]["init_args"])
     )
     assert longer == before + skills["max_tokens"], "what the student reads besides"
-    assert advised(config, None)["data"]["init_args"]["rollouts"]["init_args"]["skills"] is None
+    assert advised(config, None, 32768)["data"]["init_args"]["rollouts"]["init_args"]["skills"] is None
 
 
 @pytest.mark.parametrize(
