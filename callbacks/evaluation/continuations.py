@@ -39,8 +39,10 @@ def prefixes(trajectories: Iterable[Trajectory], environment: EnvironmentFactory
         wrong = False
         verdicts = verdicts_of(environment, trajectory)
         for turn in range(1, len(trajectory.turns)):
+            before = trajectory.turns[turn - 1]
             wrong = wrong or is_wrong(outcome_of(trajectory, turn - 1), verdicts[turn - 1])
-            found[DRIFTED if wrong else CLEAN].append((trajectory, turn))
+            if before.observation_end > before.end:  # nothing goes on after a turn that nothing answered
+                found[DRIFTED if wrong else CLEAN].append((trajectory, turn))
     return found
 
 
