@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rollout.samplers.base import GroupRunner
-from rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:  # no configuration gives a trajectory
+    from rollout.trajectory import Trajectory
 
 
 class ContinuationSampler:
