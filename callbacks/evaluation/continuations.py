@@ -20,6 +20,7 @@ from callbacks.ranks import gather_lists
 from callbacks.trainer import data_module, stage_dir
 from retrieval.ranges import PositiveInt
 from rollout.environments.base import EnvironmentFactory
+from rollout.samplers.base import check_forks
 from rollout.samplers.continuation import ContinuationSampler
 from rollout.seeds import derive_seed
 from rollout.storage import load_trajectories
@@ -73,11 +74,10 @@ class Continuations(EvaluationHooks):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         rollouts = getattr(data_module(trainer), "rollouts", None)
-        if rollouts is None or getattr(rollouts.protocol, "windowed", False):
-            raise ValueError(
-                "Continuations goes on with other trajectories, which takes a rollout system, and a protocol that "
-                "writes one conversation (window: null)"
-            )
+        if rollouts is None:
+            raise ValueError("Continuations goes on with other trajectories, which takes a rollout system; found none")
+        if getattr(rollouts.protocol, "windowed", False):
+            check_forks(ContinuationSampler, type(rollouts.protocol).__name__)
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
         if split != "test":

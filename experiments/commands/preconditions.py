@@ -78,6 +78,7 @@ def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
     """Test the target's start in stages of its own (made once), and read the gates from what they found."""
     from callbacks.evaluation.step_rows import TRAJECTORIES_FILE, by_trajectory, load_steps
     from experiments.reports.preconditions import distillation_gates, skill_gates
+    from experiments.reports.results import read_evaluation
 
     target = graph.target()
     teacher, skills = find_teacher(target), find_skills(target)
@@ -99,12 +100,14 @@ def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
         other = copy.deepcopy(config)
         data_arguments(other)["attempts"] = 1
         end = tested("teacher", teacher, watched(other, "continuations.Continuations", continued))
-        return distillation_gates(test_of(start), by_trajectory(load_steps(start) or []), test_of(end), size)
+        return distillation_gates(
+            read_evaluation(start)["test"], by_trajectory(load_steps(start) or []), read_evaluation(end)["test"], size
+        )
     arms = {"start": None, "with skills": skills, "with other skills": shuffled(skills)}
     about = json.loads((graph.project.root / policy / "config.json").read_text())
     positions = about.get("max_position_embeddings") or math.inf
-    tests = [test_of(tested(name, policy, advised(config, arm, positions))) for name, arm in arms.items()]
-    plain, skilled, other = tests
+    folders = [tested(name, policy, advised(config, arm, positions)) for name, arm in arms.items()]
+    plain, skilled, other = (read_evaluation(folder)["test"] for folder in folders)
     return skill_gates(plain, skilled, other, size)
 
 
@@ -202,7 +205,3 @@ def probe(target: Stage, graph: Graph, name: str, model: str, config: Config) ->
         )
     settings = json.dumps([config["data"], config["trainer"]["callbacks"]], sort_keys=True)
     return evaluation_stage(replace(target, config=config, key=f"{target.key}, {name} {settings}"), folder, graph)
-
-
-def test_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "evaluation.json").read_text())["test"]
