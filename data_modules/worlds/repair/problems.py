@@ -1,0 +1,67 @@
+"""Stories of a stock that changes six to eight times, by numbers of two digits: one token each."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.trajectory import Task
+
+WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
+# Apart, so that a tiny model can tell them apart: a total that was overwritten by a change is one that no careful
+# ledger has held.
+TOTALS = range(40, 100)
+CHANGES = range(11, 40)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``changes``: with their signs, as a formula writes them ("+ 12"); ``totals``: from the start to the answer."""
+
+    question: str
+    changes: tuple[str, ...]
+    totals: tuple[int, ...]
+
+
+def make_problem(rng: random.Random, changes: int) -> Problem:
+    """One problem with so many changes (1 to 8), no two alike: a month each."""
+    months = WORDS["months"][:changes]
+    if not 1 <= changes == len(months):
+        raise ValueError(f"a problem has 1 to {len(WORDS['months'])} changes, not {changes}")
+    words = {"place": rng.choice(WORDS["places"]), "things": rng.choice(WORDS["things"])}
+    total = rng.choice(TOTALS)
+    sentences = [rng.choice(WORDS["openings"]).format(start=total, **words)]
+    signed, totals, left = [], [total], list(CHANGES)
+    for month in months:
+        sign, change = rng.choice([(s, c) for c in left for s in (1, -1) if total + s * c in TOTALS])
+        left.remove(change)
+        total += sign * change
+        signed.append(f"{'+' if sign > 0 else '-'} {change}")
+        totals.append(total)
+        sentences.append(rng.choice(WORDS["more" if sign > 0 else "fewer"]).format(month=month, change=change))
+    return Problem(" ".join([*sentences, rng.choice(WORDS["endings"])]), tuple(signed), tuple(totals))
+
+
+def draw_problems(count: int, sizes: range, rng: random.Random, taken: set[str]) -> list[Problem]:
+    """``count`` problems, their numbers of changes drawn from ``sizes``, none whose question is in ``taken`` (which
+    grows)."""
+    problems: list[Problem] = []
+    while len(problems) < count:
+        problem = make_problem(rng, rng.choice(sizes))
+        if problem.question not in taken:
+            taken.add(problem.question)
+            problems.append(problem)
+    return problems
+
+
+def as_task(problem: Problem, task_id: str) -> Task:
+    """Its metadata: ``changes`` and ``totals``, see ``Problem``."""
+    return Task(
+        id=task_id,
+        question=problem.question,
+        golden_answers=(str(problem.totals[-1]),),
+        data_source=f"ledger_{len(problem.changes)}",
+        metadata={"changes": list(problem.changes), "totals": list(problem.totals)},
+    )

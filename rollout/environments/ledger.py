@@ -1,0 +1,59 @@
+"""A notebook in which one running total is kept, with an expert's opinion of every turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.environments.notebook import Notebook
+from rollout.tools.base import Tool
+from rollout.trajectory import ActionKind, CallOutcome, Trajectory
+
+TOTAL = "t"  # the variable
+_SHOWN = re.compile(rf"^{TOTAL} = (-?\d+)$", re.MULTILINE)
+
+
+def shown_total(text: str) -> int | None:
+    """The total that a cell's result ends with; None where there is none."""
+    found = _SHOWN.findall(text)
+    return int(found[-1]) if found else None
+
+
+class Ledger(Notebook):
+    """A notebook that shows the running total ``t`` after each cell. Tasks have the right totals, from the first to
+    the answer, as ``metadata["totals"]``.
+
+    Args:
+        notebook: see ``Notebook``; what it watches is given.
+    """
+
+    def __init__(self, tools: dict[str, Tool], **notebook: Any) -> None:
+        super().__init__(tools, watched=(TOTAL,), **notebook)
+
+    def verdicts(self, trajectory: Trajectory) -> Sequence[bool | None]:
+        """Of each turn whether it was right where it was taken. While the total is right: the next total, or after the
+        last one the answer. While it is wrong: the last right total, or the one after it. A cell that leaves a right
+        total as it is says nothing, unless it fails."""
+        totals = [int(total) for total in trajectory.task.metadata["totals"]]
+        calls = {call.turn: call for call in trajectory.calls}
+        known, sound = -1, True  # index of the last total that was right; whether the notebook's is that one
+        found: list[bool | None] = []
+        for number, turn in enumerate(trajectory.turns):
+            call = calls.get(number)
+            if turn.action.kind is not ActionKind.CALL:
+                answered = turn.action.kind is ActionKind.ANSWER and turn.action.answer == str(totals[-1])
+                found.append(answered and sound and known == len(totals) - 1)
+            elif call is None or not call.executed:
+                found.append(None)
+            else:
+                value = shown_total(call.result.text)
+                if known + 1 < len(totals) and value == totals[known + 1]:
+                    known, sound, right = known + 1, True, True
+                elif known >= 0 and value == totals[known]:
+                    right = (None if call.result.outcome is CallOutcome.OK else False) if sound else True
+                    sound = True
+                else:
+                    sound, right = sound and value is None, False  # nothing is shown of a cell that did not run
+                found.append(right)
+        return found

@@ -1,0 +1,122 @@
+"""Question answering with a Python interpreter that persists within a trajectory, as a notebook's does.
+
+The tool below stays stateless: before each cell, the earlier cells of its trajectory run again in the same program,
+silently. Equal histories are equal programs, so the tool's cache (``cache_size``) holds them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.environments.base import Environment, StepResult
+from rollout.environments.question_answering import QuestionAnswering, QuestionAnsweringEnvironment
+from rollout.tools.base import Tool
+from rollout.tools.limits import LimitedTool
+from rollout.tools.python.tool import program_text
+from rollout.trajectory import Action, CallOutcome, Task, ToolCall, ToolRequest, ToolResult, Turn
+
+# Runs in front of a cell, and leaves no name behind. What is watched is printed at the end of the program: also of one
+# that fails.
+REPLAY = """\
+def _replay(cells, watched):
+    import atexit, contextlib, io
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for cell in cells:
+            with contextlib.suppress(BaseException):
+                exec(cell, globals())
+    shown = globals()
+    atexit.register(lambda: [print(name, '=', repr(shown[name])) for name in watched if name in shown])
+_replay({cells!r}, {watched!r})
+del _replay
+"""
+_FRAMES = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t]+.*\n)*", re.MULTILINE)
+
+
+class Notebook(QuestionAnswering):
+    """Question answering in which the calls of one tool are the cells of a notebook: what a cell defines, later cells
+    of the trajectory have, also what it defined before it failed. The model reads what its last cell prints, of an
+    error the last lines alone (frames would count the lines of the replay), then the variables that are watched.
+
+    Cells have to be deterministic: what one drew by chance is drawn anew for every later cell. One that was stopped
+    (time, memory) leaves nothing behind. The calls of one action run in order.
+
+    Args:
+        tools: see ``QuestionAnswering``.
+        cells: name of the tool with an argument ``code`` whose calls are cells.
+        watched: variables whose values are shown after each cell, as ``t = 4``; those that are not there are left out.
+        limits: ``limits``, ``tool_limits`` and ``max_calls`` of ``QuestionAnswering``.
+
+    Raises:
+        ValueError: there is no tool named ``cells``; as ``QuestionAnswering``.
+    """
+
+    def __init__(
+        self, tools: dict[str, Tool], cells: str = "python", watched: tuple[str, ...] = (), **limits: Any
+    ) -> None:
+        super().__init__(tools, **limits)
+        if cells not in tools:
+            raise ValueError(f"cells is '{cells}', but the tools are {sorted(tools)}; name one of them")
+        self.cells, self.watched = cells, tuple(watched)
+
+    def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
+        return NotebookEnvironment(self.tools, tools_enabled, self.max_calls, self.cells, self.watched)
+
+
+class NotebookEnvironment(QuestionAnsweringEnvironment):
+    """One notebook."""
+
+    def __init__(
+        self,
+        tools: dict[str, LimitedTool],
+        tools_enabled: bool,
+        max_calls: int | None,
+        cells: str,
+        watched: tuple[str, ...],
+    ) -> None:
+        super().__init__(tools, tools_enabled, max_calls)
+        self._tool, self._watched = cells, watched
+        self._cells: list[str] = []
+
+    async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
+        for call in calls:
+            self._keep(call.request, call.result)
+        return await super().resume(turns, calls)
+
+    async def step(self, action: Action) -> StepResult:
+        results: list[ToolResult] = []
+        latencies: list[float] = []
+        for request in action.calls:
+            step = await super().step(dataclasses.replace(action, calls=(request,)))
+            results += step.results
+            latencies += step.latencies_s
+        return StepResult(tuple(results), tuple(latencies))
+
+    async def _run(self, request: ToolRequest, refusal: ToolResult | None) -> tuple[ToolResult, float]:
+        result, seconds = await super()._run(self._with_history(request), refusal)
+        self._keep(request, result)
+        if result.outcome is CallOutcome.ERROR:
+            result = dataclasses.replace(result, text=_FRAMES.sub("", result.text))
+        return result, seconds
+
+    def _with_history(self, request: ToolRequest) -> ToolRequest:
+        """The request with the earlier cells in front of its own; as it is where it holds no program."""
+        cell = self._cell(request)
+        if cell is None:
+            return request
+        before = REPLAY.format(cells=self._cells, watched=self._watched)
+        return ToolRequest(request.name, {**request.arguments, "code": before + cell})
+
+    def _cell(self, request: ToolRequest) -> str | None:
+        code = request.arguments.get("code")
+        return (program_text(code) or None) if request.name == self._tool and isinstance(code, str) else None
+
+    def _keep(self, request: ToolRequest, result: ToolResult) -> None:
+        """A cell that was executed becomes part of the history. The tool gives the reason (``detail``) of an error that
+        is no exception of the program's own: it was stopped, and would stop every later cell."""
+        failed = result.outcome is CallOutcome.ERROR and result.detail is None
+        cell = self._cell(request)
+        if cell is not None and (failed or result.outcome in (CallOutcome.OK, CallOutcome.EMPTY)):
+            self._cells.append(cell)
