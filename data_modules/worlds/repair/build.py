@@ -1,4 +1,4 @@
-"""Stage: writes stories of a stock that changes, and a tokenizer. A model learns their language from demonstrations."""
+"""Stage: writes ledgers and a tokenizer for them. A model learns their language from demonstrations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BuildLedgers(WorldTask):
 
 
 def texts(tasks: list[Task], seed: int) -> list[str]:
-    """What the tokenizer is trained on: stories, and how the expert and the notebook write (with any totals)."""
+    """What the tokenizer is trained on: ledgers, and how the expert and the notebook write (with any totals)."""
     rng, expert = random.Random(f"texts:{seed}"), LedgerPolicy(slip=0.4, seed=seed, repair=0.5)
     found: list[str] = []
     for task in tasks[:EXPERT_TEXTS]:

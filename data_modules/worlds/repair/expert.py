@@ -18,7 +18,7 @@ _OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")  # a slip, or without its
 class LedgerPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
-    The first cell is ``t = 57``, then one per change, ``t = t + 12``. With probability ``slip`` a change goes wrong:
+    The first cell is ``t = 57``, then one per change, ``t = t + 12``, and each turn reads the last total back. With probability ``slip`` a change goes wrong:
     ``t = 12; t += s`` fails half-way, and the total is gone, which the result shows. With probability ``repair`` the
     next cell gives ``t`` the value back that was shown before, and the change is entered again; else the expert goes on
     as if nothing had happened, and never comes back to it. Once something went wrong, its turns begin with other words.
@@ -44,14 +44,16 @@ class LedgerPolicy(CarelessPolicy):
         slips = [match is not None and match[2] is not None for match in overwritten]
         repairs = sum(match is not None and match[2] is None for match in overwritten[1:])
         rng = random.Random(f"words:{self.seed}:{task.id}:{len(cells)}")
-        words = f"{self._word(rng, 'worried_leads' if any(slips) else 'leads')} {self._word(rng, 'verbs')}"
+        lead, verb = self._word(rng, "worried_leads" if any(slips) else "leads"), self._word(rng, "verbs")
         if not cells:
-            return f" {words} stock {_cell(f'{TOTAL} = {start}')}"
+            return f" {lead} {verb} stock {_cell(f'{TOTAL} = {start}')}"
+        total = shown_total(cells[-1][1])
+        words = f"{lead} {total} {verb}"
         if slips[-1] and random.Random(f"repair:{self.seed}:{task.id}:{len(cells)}").random() < self.repair:
             return f" {words} back {_cell(f'{TOTAL} = {shown_total(cells[-2][1])}')}"
         entered = len(cells) - 1 - 2 * repairs  # a repair takes its slip back
         if entered == len(changes):
-            return f" {words} total <answer> {shown_total(cells[-1][1])} </answer>"
+            return f" {words} total <answer> {total} </answer>"
         sign, change = changes[entered].split()
         wrong = self.slips(task, len(cells)) is not None
         code = f"{TOTAL} = {change}; {TOTAL} {sign}= s" if wrong else f"{TOTAL} = {TOTAL} {sign} {change}"

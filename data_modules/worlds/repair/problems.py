@@ -1,4 +1,4 @@
-"""Stories of a stock that changes six to eight times, by numbers of two digits: one token each."""
+"""Ledgers: a stock and its changes by month, all of them numbers of two digits, which are one token each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_problem(rng: random.Random, changes: int) -> Problem:
         total += sign * change
         signed.append(f"{'+' if sign > 0 else '-'} {change}")
         totals.append(total)
-        sentences.append(rng.choice(WORDS["more" if sign > 0 else "fewer"]).format(month=month, change=change))
+        sentences.append(f"{month} {signed[-1]}.")
     return Problem(" ".join([*sentences, rng.choice(WORDS["endings"])]), tuple(signed), tuple(totals))
 
 
