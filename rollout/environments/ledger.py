@@ -31,7 +31,8 @@ class Ledger(Notebook):
     def __init__(self, tools: dict[str, Tool], **notebook: Any) -> None:
         super().__init__(tools, watched=(TOTAL,), **notebook)
 
-    def verdicts(self, trajectory: Trajectory) -> Sequence[bool | None]:
+    @staticmethod
+    def verdicts(trajectory: Trajectory) -> Sequence[bool | None]:
         """Of each turn whether it was right where it was taken. While the total is right: the next total, or after the
         last one the answer. While it is wrong: the last right total, or the one after it. A cell that leaves a right
         total as it is says nothing, unless it fails."""

@@ -18,10 +18,11 @@ _OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")  # a slip, or without its
 class LedgerPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
-    The first cell is ``t = 57``, then one per change, ``t = t + 12``, and each turn reads the last total back. With probability ``slip`` a change goes wrong:
-    ``t = 12; t += s`` fails half-way, and the total is gone, which the result shows. With probability ``repair`` the
-    next cell gives ``t`` the value back that was shown before, and the change is entered again; else the expert goes on
-    as if nothing had happened, and never comes back to it. Once something went wrong, its turns begin with other words.
+    The first cell is ``t = 57``, then one per change, ``t = t + 12``; each turn reads the last total back. With
+    probability ``slip`` a change goes wrong: ``t = 12; t += s`` fails half-way, and the total is gone, which the result
+    shows. With probability ``repair`` the next cell gives ``t`` the value back that was shown before, and the change is
+    entered again; else the expert goes on as if nothing had happened, and never comes back to it. Once something went
+    wrong, its turns begin with other words: a teacher that saw no error has never used them.
 
     Args:
         slip: see above.
