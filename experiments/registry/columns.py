@@ -71,6 +71,7 @@ COLUMNS = {
         )
         for score, title in {"em": "EM", "f1": "F1", "accuracy": "accuracy"}.items()
     },
+    "with_skills": Column("with skills", "with_skills"),
     "entropy_first": Column("entropy, first turn", "entropy_first"),
     "response_tokens": Column("tokens", "response_tokens"),
     "infrastructure_failures": Column("failed", "infrastructure_failures"),

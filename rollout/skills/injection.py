@@ -38,8 +38,8 @@ class Skills:
           max_tokens: 1500
 
     Args:
-        bank: the name of one of our banks (``household``, ``household_tiny``, ``shopping``, ``shopping_tiny``,
-            ``search``), a ``.json`` file in SkillRL's form, or a folder of Markdown in SDAR's.
+        bank: the name of one of our banks (``household``, ``household_tiny``, ``recipes_tiny``, ``shopping``,
+            ``shopping_tiny``, ``search``), a ``.json`` file in SkillRL's form, or a folder of Markdown in SDAR's.
         retriever: which skills a task gets.
         max_tokens: of the text, header included. Beyond what the student's prompt has: nothing else is cut for it.
         form: see ``rollout/skills/render.py``.

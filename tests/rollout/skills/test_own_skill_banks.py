@@ -8,7 +8,7 @@ import pytest
 from rollout.environments.shopping.assortment import KINDS
 from rollout.skills.reading import OWN_BANKS, read_bank
 
-NAMES = ["household", "household_tiny", "search", "shopping", "shopping_tiny"]
+NAMES = ["household", "household_tiny", "recipes_tiny", "search", "shopping", "shopping_tiny"]
 SIZES = {
     "household": (
         12,

@@ -1,0 +1,74 @@
+"""How well a policy does with skills in its prompt that it otherwise goes without: the self-teacher of SDAR, acting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import lightning as L
+
+from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
+from callbacks.evaluation.statistics import bootstrap_interval
+from callbacks.evaluation_hooks import EvaluationHooks
+from callbacks.evaluation_rows import AGENT, row_of
+from callbacks.ranks import gather_lists
+from callbacks.trainer import data_module, stage_dir
+from rollout.samplers.independent import IndependentSampler
+from rollout.seeds import derive_seed
+from rollout.skills.injection import Skills
+from rollout.skills.render import token_counter
+from rollout.trajectory import Task, Trajectory
+
+METRIC = "with_skills"
+
+
+class SkilledSuccess(EvaluationHooks):
+    """After each validation and test, puts its tasks once more to the model, once each, with skills in the prompt:
+    ``with_skills``, the share that ended right (``EvaluationRow.accuracy``), logged and in ``evaluation.json``.
+
+    A self-teacher that has forgotten how to read its skills shows here, and not in its loss.
+
+    Args:
+        skills: what is put into the prompts, whatever skills the rollout system has itself.
+    """
+
+    def __init__(self, skills: Skills) -> None:
+        self.skills = skills
+        self._tasks: dict[str, Task] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if getattr(data_module(trainer), "rollouts", None) is None:
+            raise ValueError(
+                "SkilledSuccess puts tasks to the model once more, which takes a rollout system; found none"
+            )
+
+    def begin(self, split: str) -> None:
+        self._tasks = {}
+
+    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
+        if probe == AGENT:
+            self._tasks |= {t.task.id: t.task for t in trajectories}
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
+        if trainer.sanity_checking:
+            return
+        data = data_module(trainer)
+        count = token_counter(data.rollouts.protocol.tokenizer)
+        advised = [
+            dataclasses.replace(task, skills=self.skills.inject(task, task.question, count).text)
+            for task in self._tasks.values()
+        ]
+        sampled = data.rollouts.rollout(
+            advised,
+            n=1,
+            sampling=(data.val_sampling if split == "val" else data.eval_sampling).params,
+            seed=derive_seed(data.seed, split, METRIC),
+            sampler=IndependentSampler(),
+            advise=False,  # its own skills, if it has any, would take the place of these
+            test=split == "test",
+        )
+        judged = [row_of(t, AGENT).accuracy for t in sampled if not t.failed_by_infrastructure]
+        metrics = {METRIC: bootstrap_interval([a for a in gather_lists(judged) if a is not None])}
+        log_metrics(pl_module, split, metrics)
+        if trainer.is_global_zero:
+            update_evaluation_file(stage_dir(trainer) / "evaluation.json", split, metrics, METRIC.__eq__, {})
