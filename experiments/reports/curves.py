@@ -33,15 +33,22 @@ def styles(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def curves_figure(history: pl.DataFrame, metrics: Sequence[str], looks: Mapping[str, dict[str, Any]]) -> Figure:
+def curves_figure(
+    history: pl.DataFrame,
+    metrics: Sequence[str],
+    looks: Mapping[str, dict[str, Any]],
+    groups: Sequence[Sequence[str]] = (),
+) -> Figure:
     """A panel a metric, with a line for each method: the mean over its runs, in a band from the lowest to the highest.
-    More than ``TOGETHER`` methods are shared out among columns, which all have the first. Metrics that were logged at a
-    single step have no panel (their values are in tables), unless there are no others.
+    Several ``groups`` have a column each; without, more than ``TOGETHER`` methods are shared out among columns, which
+    all have the first. Metrics that were logged at a single step have no panel (their values are in tables), unless
+    there are no others.
 
     Args:
         history: as ``compare.history_frame`` makes it; ``run`` is the method.
         metrics: in the order of the panels.
         looks: ``styles`` of the methods, in their order; the first is the one that the others are compared with.
+        groups: methods that are compared with each other alone.
 
     Raises:
         ValueError: nothing to draw.
@@ -59,7 +66,10 @@ def curves_figure(history: pl.DataFrame, metrics: Sequence[str], looks: Mapping[
     first, *others = [method for method in looks if method in named]
     columns = max(1, -(-len(others) // (TOGETHER - 1)))
     size = -(-len(others) // columns)
-    groups = [[first, *others[i * size : (i + 1) * size]] for i in range(columns)]
+    shared = [[first, *others[i * size : (i + 1) * size]] for i in range(columns)]
+    given = [[method for method in group if method in named] for group in groups]
+    groups = [group for group in given if group] if len(groups) > 1 else shared
+    columns = len(groups)
     if columns == 1:  # the metrics themselves stand side by side
         across = min(2, len(shown))
         panels = [(metric, groups[0]) for metric in shown]

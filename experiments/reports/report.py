@@ -84,6 +84,8 @@ def write_results(
     """
     chosen, main = columns_of(columns), score_of(score)
     runs = list({Path(row["folder"]): Run.of(row) for row in rows}.values())
+    groups = list(dict.fromkeys(run.group for run in runs))
+    runs.sort(key=lambda run: groups.index(run.group))
     mine = [run for run in runs if run.experiment == experiment]
     if not mine:
         raise ValueError(f"none of the rows is a run of '{experiment}', only {sorted({r.experiment for r in runs})}")
@@ -91,7 +93,8 @@ def write_results(
     curves = out_dir / f"{experiment}_curves.png"
     uri = tracking_uri or default_tracking_uri(mine[0].folder.resolve().parent.parent)
     metrics = dict.fromkeys((*main.curves, *RESULT_CURVES, *(c.curve for c in chosen.values() if c.curve)))
-    looks = styles([mine[0].method, *(run.method for run in runs)])
+    colours = styles([mine[0].ungrouped, *(run.ungrouped for run in runs)])
+    looks = {run.method: colours[run.ungrouped] for run in (mine[0], *runs)}
     has_curves = _write_curves(curves, runs, uri, tuple(metrics), looks)
     objects = results_json(runs, chosen, score or "em")
     steps, pictures = write_steps(mine[0].method, runs, out_dir / f"{experiment}_steps.png")
@@ -117,5 +120,8 @@ def _write_curves(
     if len(learning):  # iterations of supervised learning are another measure of time
         history = history.filter(pl.col("run_id").is_in(learning.implode()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    curves_figure(history, metrics, looks).savefig(path, dpi=DPI)
+    groups: dict[str | None, dict[str, None]] = {}
+    for run in runs:
+        groups.setdefault(run.group, {})[run.method] = None
+    curves_figure(history, metrics, looks, [list(group) for group in groups.values()]).savefig(path, dpi=DPI)
     return True

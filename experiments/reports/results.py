@@ -34,6 +34,11 @@ class Run:
     fixed_seed: bool = False  # the same one for every seed of the methods that it is compared with
     group: str | None = None  # what the method's name ends with, if it is compared with those alone that share it
 
+    @property
+    def ungrouped(self) -> str:
+        """The method's name without its group."""
+        return self.method.removesuffix(f", {self.group}")
+
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
         """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled, model,

@@ -94,7 +94,7 @@ def results_page(
         f"## Every seed\n\n{score.title} [95 % interval over questions alone], n questions, wall-clock time of the "
         "stage itself, commit (+: with changes that were not committed).\n",
         _seed_table(objects, columns, score),
-        f"## {_ungrouped(main)} against the others\n\n{DIFFERENCE_NOTE.format(score.title)}\n",
+        f"## {main.ungrouped} against the others\n\n{DIFFERENCE_NOTE.format(score.title)}\n",
         _difference_table(of, main, score),
         "## Curves\n",
         "Lines: means over seeds. Bands: from the lowest to the highest seed.\n\n"
@@ -192,17 +192,13 @@ def short_commit(commit: str) -> str:
     return name[:7] + ("+" if changes else "")
 
 
-def _ungrouped(run: Run) -> str:
-    return run.method.removesuffix(f", {run.group}")
-
-
 def _difference_table(of: dict[str, list[Run]], about: Run, score: Score) -> str:
     kinds = (False, True) if _any_sampled(of) else (False,)
     rows: list[list[str]] = []
     found: list[list[PairedDifference | None]] = []  # of each row, by kind
     ranked: list[int] = []  # rows with enough seeds
     for method, others in of.items():
-        own = f"{_ungrouped(about)}, {others[0].group}"  # the same method in the other's group
+        own = f"{about.ungrouped}, {others[0].group}"  # the same method in the other's group
         main = own if own in of else about.method
         for seed, mine, theirs, same_seeds in _pairs(of[main], others) if method != main else ():
             scores = [[scores_by_seed(runs, score.rows, sampled=kind) for runs in (mine, theirs)] for kind in kinds]

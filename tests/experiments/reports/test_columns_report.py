@@ -144,11 +144,13 @@ def test_methods_are_compared_within_their_group(stages, tmp_path):
     rows = [
         row | {"name": f"{row['name']}_{group}", "label": f"{row['label']}, {group}", "group": group,
                "folder": tmp_path / group / row["name"] / row["folder"].name}
-        for group in ("easy", "hard") for row in rows_of(stages)
+        for row in rows_of(stages) for group in ("easy", "hard")
     ]  # fmt: skip
     for group in ("easy", "hard"):
         (tmp_path / group).symlink_to(stages)
     [page, *_] = write_results("arpo_easy", rows, tmp_path / "results", "make")
+    methods = [row["method"] for row in table_of(page.read_text(), "## Test set")]
+    assert methods == sorted(methods, key=lambda method: method.endswith("hard")), "each group in one piece"
     differences = table_of(page.read_text(), "## ARPO against the others")
     assert [row["difference"] for row in differences if row["seed"] == "all"] == [
         "ARPO, easy - GRPO, easy", "ARPO, hard - GRPO, hard",

@@ -47,3 +47,11 @@ def test_many_methods_are_shared_out_among_columns_which_all_have_the_first():
     assert sorted(name for names in drawn for name in names[1:]) == sorted(methods[1:])
     assert panels[0, 0].get_ylim() == panels[0, 2].get_ylim()
     assert len(curves_figure(once, ["val/em"], looks).axes) == 3, "unless there is nothing else"
+
+
+def test_groups_have_a_column_each():
+    looks = styles(["A, easy", "B, easy", "A, hard", "B, hard"])
+    groups = [["A, easy", "B, easy"], ["A, hard", "not logged"]]
+    figure = curves_figure(history(["A, easy", "B, easy", "A, hard"]), ["train/em"], looks, groups)
+    drawn = [[line.get_label() for line in axis.lines] for axis in figure.axes]
+    assert drawn == [["A, easy", "B, easy"], ["A, hard"]]
