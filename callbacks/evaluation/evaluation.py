@@ -24,7 +24,7 @@ from rollout.files import write_atomically
 from rollout.trajectory import Task, Trajectory
 
 ARCAP_PREFIX = "arcap/"
-OTHERS = (ARCAP_PREFIX, STEPS_PREFIX)  # metrics that other callbacks write
+OTHERS = (ARCAP_PREFIX, STEPS_PREFIX, "continues/", "with_skills")  # metrics that other callbacks write
 
 
 class AnswersProtocol(Protocol):

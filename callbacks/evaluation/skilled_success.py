@@ -1,9 +1,10 @@
-"""How well a policy does with skills in its prompt that it otherwise goes without: the self-teacher of SDAR, acting."""
+"""How well a policy does with skills in its prompt that it otherwise goes without."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import lightning as L
 
@@ -13,6 +14,7 @@ from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.ranks import gather_lists
 from callbacks.trainer import data_module, stage_dir
+from rollout.protocols.text import control_tokens
 from rollout.samplers.independent import IndependentSampler
 from rollout.seeds import derive_seed
 from rollout.skills.injection import Skills
@@ -26,21 +28,35 @@ class SkilledSuccess(EvaluationHooks):
     """After each validation and test, puts its tasks once more to the model, once each, with skills in the prompt:
     ``with_skills``, the share that ended right (``EvaluationRow.accuracy``), logged and in ``evaluation.json``.
 
-    A self-teacher that has forgotten how to read its skills shows here, and not in its loss.
+    Where the self-teacher of SDAR has the current weights, this is its own success: one that has forgotten how to read
+    its skills shows here, and not in its loss.
 
     Args:
-        skills: what is put into the prompts, whatever skills the rollout system has itself.
+        skills: what is put into the prompts, in the user's turn, whatever skills the rollout system has itself.
+
+    Raises:
+        ValueError: skills with a retriever that learns, which would be another one than the teacher's.
     """
 
     def __init__(self, skills: Skills) -> None:
+        if skills.retriever.learns:
+            raise ValueError(
+                f"SkilledSuccess chooses by a rule; {type(skills.retriever).__name__} learns: take another"
+            )
         self.skills = skills
         self._tasks: dict[str, Task] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if getattr(data_module(trainer), "rollouts", None) is None:
+        self.accept_data(data_module(trainer))
+
+    def accept_data(self, data: Any) -> None:
+        """Refuse skills that do not fit. Before a training its data module asks, ere a model loads."""
+        if getattr(data, "rollouts", None) is None:
             raise ValueError(
                 "SkilledSuccess puts tasks to the model once more, which takes a rollout system; found none"
             )
+        tokenizer = data.rollouts.protocol.tokenizer
+        self.skills.check(token_counter(tokenizer), control_tokens(tokenizer))
 
     def begin(self, split: str) -> None:
         self._tasks = {}
@@ -71,4 +87,6 @@ class SkilledSuccess(EvaluationHooks):
         metrics = {METRIC: bootstrap_interval([a for a in gather_lists(judged) if a is not None])}
         log_metrics(pl_module, split, metrics)
         if trainer.is_global_zero:
-            update_evaluation_file(stage_dir(trainer) / "evaluation.json", split, metrics, METRIC.__eq__, {})
+            update_evaluation_file(
+                stage_dir(trainer) / "evaluation.json", split, metrics, lambda name: name == METRIC, {}
+            )

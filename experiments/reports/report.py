@@ -23,7 +23,7 @@ __all__ = ["Run", "closing_table", "compare", "write_results"]
 
 RESULT_CURVES = (  # beside those of the score; drawn where a run has them
     "train/kl", "train/entropy", "train/tool_calls_per_trajectory", "train/opd_log_ratio",
-    "train/divergence/last", "train/weight/last",
+    "train/divergence/last", "train/weight/last", "val/with_skills",
 )  # fmt: skip
 
 

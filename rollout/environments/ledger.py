@@ -35,14 +35,16 @@ class Ledger(Notebook):
     def verdicts(trajectory: Trajectory) -> Sequence[bool | None]:
         """Of each turn whether it was right where it was taken. While the total is right: the next total, or after the
         last one the answer. While it is wrong: the last right total, or the one after it. A cell that leaves a right
-        total as it is says nothing, unless it fails."""
+        total as it is says nothing, unless it fails; nor does a last turn that was cut off."""
         totals = [int(total) for total in trajectory.task.metadata["totals"]]
         calls = {call.turn: call for call in trajectory.calls}
         known, sound = -1, True  # index of the last total that was right; whether the notebook's is that one
         found: list[bool | None] = []
         for number, turn in enumerate(trajectory.turns):
             call = calls.get(number)
-            if turn.action.kind is not ActionKind.CALL:
+            if turn.action.kind is ActionKind.INVALID and number == len(trajectory.turns) - 1:
+                found.append(None)
+            elif turn.action.kind is not ActionKind.CALL:
                 answered = turn.action.kind is ActionKind.ANSWER and turn.action.answer == str(totals[-1])
                 found.append(answered and sound and known == len(totals) - 1)
             elif call is None or not call.executed:

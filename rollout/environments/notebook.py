@@ -1,7 +1,7 @@
 """Question answering with a Python interpreter that persists within a trajectory, as a notebook's does.
 
 The tool below stays stateless: before each cell, the earlier cells of its trajectory run again in the same program,
-silently. Equal histories are equal programs, so the tool's cache (``cache_size``) holds them all.
+silently. Equal histories are equal programs, which the tool's cache (``cache_size``) holds, but for those that failed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rollout.trajectory import Action, CallOutcome, Task, ToolCall, ToolRequest,
 # that fails.
 REPLAY = """\
 def _replay(cells, watched):
-    import atexit, contextlib, io
+    import atexit, builtins, contextlib, io
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for cell in cells:
             with contextlib.suppress(BaseException):
-                exec(cell, globals())
-    shown = globals()
-    atexit.register(lambda: [print(name, '=', repr(shown[name])) for name in watched if name in shown])
+                builtins.exec(cell, builtins.globals())
+    shown, show, text = builtins.globals(), builtins.print, builtins.repr
+    atexit.register(lambda: [show(name, '=', text(shown[name])) for name in watched if name in shown])
 _replay({cells!r}, {watched!r})
 del _replay
 """
-_FRAMES = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t]+.*\n)*", re.MULTILINE)
+_FRAMES = re.compile(r"^(?:Traceback \(most recent call last\):\n|(?=[ \t]+File ))(?:[ \t]+.*\n)*", re.MULTILINE)
 
 
 class Notebook(QuestionAnswering):
@@ -41,7 +41,8 @@ class Notebook(QuestionAnswering):
     error the last lines alone (frames would count the lines of the replay), then the variables that are watched.
 
     Cells have to be deterministic: what one drew by chance is drawn anew for every later cell. One that was stopped
-    (time, memory) leaves nothing behind. The calls of one action run in order.
+    (time, memory) leaves nothing behind. All cells of a trajectory together have the time and length of one program,
+    and ``from __future__`` belongs in none but the first. The calls of one action run in order.
 
     Args:
         tools: see ``QuestionAnswering``.

@@ -21,8 +21,8 @@ class LedgerPolicy(CarelessPolicy):
     The first cell is ``t = 57``, then one per change, ``t = t + 12``; each turn reads the last total back. With
     probability ``slip`` a change goes wrong: ``t = 12; t += s`` fails half-way, and the total is gone, which the result
     shows. With probability ``repair`` the next cell gives ``t`` the value back that was shown before, and the change is
-    entered again; else the expert goes on as if nothing had happened, and never comes back to it. Once something went
-    wrong, its turns begin with other words: a teacher that saw no error has never used them.
+    entered again; else the expert goes on as if nothing had happened, and never comes back to it. While the total
+    is wrong, its turns begin with other words: a teacher that saw no error has never used them.
 
     Args:
         slip: see above.
@@ -45,7 +45,7 @@ class LedgerPolicy(CarelessPolicy):
         slips = [match is not None and match[2] is not None for match in overwritten]
         repairs = sum(match is not None and match[2] is None for match in overwritten[1:])
         rng = random.Random(f"words:{self.seed}:{task.id}:{len(cells)}")
-        lead, verb = self._word(rng, "worried_leads" if any(slips) else "leads"), self._word(rng, "verbs")
+        lead, verb = self._word(rng, "worried_leads" if sum(slips) > repairs else "leads"), self._word(rng, "verbs")
         if not cells:
             return f" {lead} {verb} stock {_cell(f'{TOTAL} = {start}')}"
         total = shown_total(cells[-1][1])

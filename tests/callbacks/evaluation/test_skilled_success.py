@@ -3,12 +3,15 @@
 import json
 import re
 
+import pytest
+
 from callbacks.evaluation.evaluation import Evaluation
 from callbacks.evaluation.skilled_success import SkilledSuccess
 from data_modules.evaluation_data import EvaluationData
 from data_modules.worlds.recipes.build import BuildRecipes
 from rollout.environments.recipes import Recipes
 from rollout.protocols.episodes import EpisodeProtocol
+from rollout.skills.bandit import UCB
 from rollout.skills.injection import Skills
 from rollout.skills.retrieval import Keyword
 from rollout.system import RolloutSystem
@@ -16,7 +19,8 @@ from tests.callbacks.helpers import Hands
 from tests.rollout.scripted_engine import ScriptedEngine
 
 
-def test_a_model_that_reads_is_right_with_skills_alone(trainer_for, tmp_path):
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_that_reads_is_right_with_skills_alone(trainer_for, tmp_path, first):
     """The engine reads: it does what the prompt says, and uses the kiln where it says nothing."""
     BuildRecipes(train=1, val=1, test=16, demonstrations=50).run(tmp_path)
     protocol = EpisodeProtocol(str(tmp_path / "tokenizer"), "bare", None, require_thinking=False)
@@ -31,7 +35,19 @@ def test_a_model_that_reads_is_right_with_skills_alone(trainer_for, tmp_path):
     rollouts = RolloutSystem(engine, protocol, Recipes(), max_turns=6, final_turn=False)
     data = EvaluationData(rollouts, test_files=[str(tmp_path / "test.parquet")])
     skills = Skills("recipes_tiny", Keyword(), max_tokens=512, form="sentences", header="")
-    trainer_for([Evaluation(200), SkilledSuccess(skills)]).test(Hands(), datamodule=data, verbose=False)
+    callbacks = [Evaluation(200), SkilledSuccess(skills)]
+    trainer_for([callbacks[first], callbacks[1 - first]]).test(Hands(), datamodule=data, verbose=False)
     found = json.loads((tmp_path / "stage" / "evaluation.json").read_text())["test"]
     assert found["acc"]["mean"] == 0.0
     assert (found["with_skills"]["mean"], found["with_skills"]["n"]) == (1.0, 16)
+
+
+def test_skills_that_do_not_fit_are_refused_before_a_model_loads(tmp_path):
+    BuildRecipes(train=1, val=1, test=1, demonstrations=50).run(tmp_path)
+    protocol = EpisodeProtocol(str(tmp_path / "tokenizer"), "bare", None, require_thinking=False)
+    rollouts = RolloutSystem(ScriptedEngine([]), protocol, Recipes(), max_turns=6, final_turn=False)
+    data = EvaluationData(rollouts, test_files=[str(tmp_path / "test.parquet")])
+    with pytest.raises(ValueError, match="max_tokens is 10"):
+        SkilledSuccess(Skills("recipes_tiny", Keyword(), max_tokens=10)).accept_data(data)
+    with pytest.raises(ValueError, match="UCB learns: take another"):
+        SkilledSuccess(Skills("recipes_tiny", UCB(), max_tokens=512))

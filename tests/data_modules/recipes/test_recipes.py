@@ -21,7 +21,7 @@ SPLITS = ("demonstrations", "train", "val", "test")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
-    summary = BuildRecipes(train=32, val=16, test=16, demonstrations=200).run(folder)
+    summary = BuildRecipes(train=32, val=16, test=16, demonstrations=400).run(folder)
     return folder, summary, {name: load_tasks(folder / f"{name}.parquet", answers=False) for name in SPLITS}
 
 
@@ -29,7 +29,7 @@ def test_orders_ask_for_the_banks_recipes_and_demonstrations_for_others(world):
     _, summary, splits = world
     assert {name: len(tasks) for name, tasks in splits.items()} == {name: summary[name] for name in SPLITS}
     questions = [task.question for tasks in splits.values() for task in tasks]
-    assert len(set(questions)) == len(questions) == 264
+    assert len(set(questions)) == len(questions) == 464
     bank = read_bank("recipes_tiny").by_category
     for name in ("train", "val", "test"):
         for task in splits[name]:
@@ -40,9 +40,9 @@ def test_orders_ask_for_the_banks_recipes_and_demonstrations_for_others(world):
     drawn = [task.metadata["recipe"] for task in splits["demonstrations"]]
     known = [read_recipe(bank[task.metadata["product"]][0]) for task in splits["demonstrations"]]
     same = sum(a == b for a, b in zip(drawn, known, strict=True))
-    assert same < 8 and {len(set(recipe)) for recipe in drawn} == {3}, "of 336 recipes each is as likely"
+    assert same < 10 and {len(set(recipe)) for recipe in drawn} == {3}, "of 336 recipes each is as likely"
     shown = sum(task.metadata["shown"] for task in splits["demonstrations"])
-    assert 70 < shown < 130
+    assert 160 < shown < 240
 
 
 def test_a_skill_that_is_no_recipe_is_refused():
@@ -76,7 +76,7 @@ def test_the_expert_follows_what_it_is_shown_and_guesses_else(world):
         if careful.task.skills:
             assert careful.reward.total == 1.0 and len(careful.turns) == 3
     part = [t.reward.total for t in made[0.0] if not t.task.skills]
-    assert sum(part) / len(part) < 0.15, "a guess is right once in eight"
+    assert 0 < sum(part) < 0.12 * len(part), "three of six guesses, each right once in eight: one in 34"
     part = [len(t.turns) for t in made[0.3] if t.task.skills]
     assert 3.2 < sum(part) / len(part) < 5.0
     guesses = {call.request.arguments["action"] for t in made[0.0] if not t.task.skills for call in t.calls}

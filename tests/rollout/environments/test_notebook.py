@@ -63,8 +63,14 @@ def test_a_cell_that_fails_half_way_spoils_what_follows_and_does_not_end_the_not
     assert (failed.result.outcome, failed.result.text) == (ERROR, "NameError: name 's' is not defined\nt = 25")
     assert bench.texts(notebook, "t = t + 10", "raise SystemExit", "t = 37", "t = t + 25")[0] == "t = 35"
     assert bench.texts(notebook, "t = t + 10") == ["t = 72"]
-    assert bench.step(notebook, "t = (")[0].result.outcome is ERROR
+    [unread] = bench.step(notebook, "t = t + 1 2")
+    assert unread.result.outcome is ERROR and unread.result.text.startswith("SyntaxError: ")
     assert bench.texts(notebook, "t") == ["72\nt = 72"]
+
+
+def test_a_cell_may_take_the_names_that_the_replay_uses(bench):
+    notebook = bench.factory(TASK)
+    assert bench.texts(notebook, "t = 1", "exec = print = repr = None", "t = t + 1") == ["t = 1", "t = 1", "t = 2"]
 
 
 def test_a_cell_that_was_stopped_leaves_nothing_behind(bench):
@@ -93,6 +99,6 @@ def test_cells_of_one_action_run_in_order_and_equal_histories_once(bench):
 
 def test_where_tools_are_off_nothing_is_kept(bench):
     notebook = bench.factory(TASK, tools_enabled=False)
-    assert bench.step(notebook, "t = 1")[0].result.outcome is REFUSED
+    assert bench.step(notebook, "t = 1")[0].result.outcome is REFUSED and notebook._cells == []
     with pytest.raises(ValueError, match="cells is 'shell', but the tools are .'python'.; name one"):
         Notebook({"python": PythonTool(bench.sandbox)}, cells="shell")
