@@ -45,7 +45,7 @@ class WorldTask(ABC):
         self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``{demonstrations,train,val,test}.parquet``, ``tokenizer/``, ``articles.parquet``."""
+        """Write ``{demonstrations,train,val,test}.parquet``, ``tokenizer/``, ``articles.parquet`` (if it has text)."""
         splits = self._splits()
         figures = write_splits(output_dir, splits, self._prompt)
         return {"vocabulary": self._write_language(output_dir, splits["demonstrations"])} | figures
@@ -56,7 +56,7 @@ class WorldTask(ABC):
 
     @abstractmethod
     def _write_language(self, folder: Path, demonstrations: list[Task]) -> int:
-        """Write ``tokenizer/`` and ``articles.parquet``. Returns the size of the vocabulary."""
+        """Write ``tokenizer/``, and ``articles.parquet`` if it has text. Returns the size of the vocabulary."""
 
     def _prompt(self, task: Task) -> str:
         """Text of the task's prompt in its file."""

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from data_modules.worlds.tokenizer import train_tokenizer
-from data_modules.worlds.world_task import write_splits
+from data_modules.worlds.world_task import WorldTask
 from retrieval.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from rollout.skills.bank import Skill
 from rollout.skills.reading import read_bank
 from rollout.trajectory import Task
-from rollout.validation import check_at_least_one
 
 SOURCE = "recipes"
 ORDERS = range(1000, 10_000)  # numbers of orders, by which those of one product differ
@@ -22,7 +21,7 @@ DIGITS = 2  # of a number that stay together
 STEP = re.compile(r"step (\d+) (\w+)")
 
 
-class BuildRecipes:
+class BuildRecipes(WorldTask):
     """Orders for products, each with a recipe of some devices in order. Deterministic.
 
     In train, val and test a product has the recipe that its skill says, which stands in no order: to know it is what
@@ -52,23 +51,23 @@ class BuildRecipes:
         shown: UnitInterval = 0.5,
         vocab_size: PositiveInt = 512,
     ) -> None:
-        self.sizes = {"demonstrations": demonstrations, "train": train, "val": val, "test": test}
-        check_at_least_one(**self.sizes)
+        super().__init__(seed, train, val, test, demonstrations, vocab_size)
         self.recipes = {name: read_recipe(skills[0]) for name, skills in read_bank(bank).by_category.items()}
         self.devices = sorted({device for recipe in self.recipes.values() for device in recipe})
         most = len(self.recipes) * len(ORDERS) // 2
         if (found := sum(self.sizes.values())) > most:
             raise ValueError(f"{found} orders of {len(self.recipes)} products; expected at most {most} in all")
-        self.seed, self.shown, self.vocab_size = seed, shown, vocab_size
+        self.shown = shown
 
-    def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``{demonstrations,train,val,test}.parquet``, ``tokenizer/``."""
+    def _splits(self) -> dict[str, list[Task]]:
         rng = random.Random(f"recipes:{self.seed}")
         taken: set[str] = set()
-        splits = {name: self._orders(name, n, rng, taken) for name, n in self.sizes.items()}
-        tokenizer = train_tokenizer(texts(splits["demonstrations"]), self.vocab_size, DIGITS, spaced_numbers=True)
-        tokenizer.save_pretrained(Path(output_dir) / "tokenizer")
-        return {"vocabulary": len(tokenizer)} | write_splits(Path(output_dir), splits)
+        return {name: self._orders(name, n, rng, taken) for name, n in self.sizes.items()}
+
+    def _write_language(self, folder: Path, demonstrations: list[Task]) -> int:
+        tokenizer = train_tokenizer(texts(demonstrations), self.vocab_size, DIGITS, spaced_numbers=True)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        return len(tokenizer)
 
     def _orders(self, split: str, n: int, rng: random.Random, taken: set[str]) -> list[Task]:
         """``n`` orders that are not in ``taken`` (which grows); products take turns."""
