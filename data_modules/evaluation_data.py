@@ -18,6 +18,7 @@ from data_modules.loading.loaders import EvaluationLoader, run_seed
 from data_modules.loading.question_loading import Prompts, QuestionLoading
 from retrieval.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from rollout.protocols.base import PromptMode
+from rollout.samplers.base import Sampler
 from rollout.samplers.independent import IndependentSampler
 from rollout.seeds import derive_seed
 from rollout.system import RolloutSystem
@@ -267,25 +268,53 @@ class EvaluationData(L.LightningDataModule):
         ours = (self.eval_batch, rollout, self.rank, self.world_size)
         return [EvaluationLoader(tasks, mode, *ours) for mode, tasks in chosen]
 
+    def sample(
+        self, split: str, tasks: Sequence[Task], what: str, sampler: Sampler | None = None, *, advise: bool = True
+    ) -> list[Trajectory]:
+        """For callbacks: these tasks of this rank, once each, as the split is sampled, with a seed of their own; those
+        that infrastructure spoiled are left out. A collective: every rank calls it, be it with no task.
+
+        Args:
+            split: whose sampling is taken.
+            tasks: of this rank.
+            what: is done, for the message of too many failures; the seed follows from it.
+            sampler: by default each task is rolled out by itself, whatever the training's sampler does.
+            advise: False leaves the tasks' skills as they are.
+
+        Raises:
+            TooManyFailuresError: see ``max_infrastructure_failures``.
+        """
+        options: dict[str, Any] = {"sampler": sampler} if sampler is not None else {}
+        sampled = self._rollout(split, tasks, what, advise=advise, test=split == "test", **options)
+        return [t for t in sampled if not t.failed_by_infrastructure]
+
     def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
+        agent = split == "test" and mode is PromptMode.AGENT
+        attempts = self.attempts if agent else 1
+        # One seed for the whole split: requests derive theirs from the task's id (and the attempt), so batches do
+        # not matter. An attempt is a group of its own: members of one group may be branches of each other.
+        trajectories = self._rollout(
+            split,
+            [task for task in tasks for _ in range(attempts)],
+            mode.value,
+            mode=mode,
+            on_progress=getattr(getattr(self.trainer, "progress_bar_callback", None), "rolled_out", None),
+            advise=self.eval_skills,
+            test=agent,
+        )
+        return [t.replace(index=i % attempts) for i, t in enumerate(trajectories)]
+
+    def _rollout(self, split: str, tasks: Sequence[Task], what: str, **options: Any) -> list[Trajectory]:
         rollouts = self.rollouts
         assert rollouts is not None, "files need rollouts, see __init__"
-        attempts = self.attempts if split == "test" and mode is PromptMode.AGENT else 1
         trajectories: list[Trajectory] = []
         if tasks:
-            # One seed for the whole split: requests derive theirs from the task's id (and the attempt), so batches do
-            # not matter. An attempt is a group of its own: members of one group may be branches of each other.
             trajectories = rollouts.rollout(
-                [task for task in tasks for _ in range(attempts)],
+                tasks,
                 n=1,
                 sampling=(self.val_sampling if split == "val" else self.eval_sampling).params,
-                seed=derive_seed(self.seed, split, mode.value),
-                mode=mode,
-                on_progress=getattr(getattr(self.trainer, "progress_bar_callback", None), "rolled_out", None),
-                sampler=IndependentSampler(),  # whatever the training's sampler does with a group
-                advise=self.eval_skills,
-                test=split == "test" and mode is PromptMode.AGENT,
+                seed=derive_seed(self.seed, split, what),
+                **{"sampler": IndependentSampler(), **options},  # whatever the training's does with a group
             )
-            trajectories = [t.replace(index=i % attempts) for i, t in enumerate(trajectories)]
-        self._eval_guard.check(trajectories, f"{split} ({mode.value})", rollouts.failures)
+        self._eval_guard.check(trajectories, f"{split} ({what})", rollouts.failures)
         return trajectories

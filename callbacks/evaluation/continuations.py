@@ -22,7 +22,6 @@ from retrieval.ranges import PositiveInt
 from rollout.environments.base import EnvironmentFactory
 from rollout.samplers.base import check_forks
 from rollout.samplers.continuation import ContinuationSampler
-from rollout.seeds import derive_seed
 from rollout.storage import load_trajectories
 from rollout.trajectory import Trajectory
 from rollout.trajectory_metrics import outcome_of
@@ -109,16 +108,7 @@ def continued(data: Any, chosen: Sequence[Prefix]) -> list[tuple[int, float]]:
         name = f"{trajectory.task.id} {trajectory.index} {turn}"
         tasks.append(dataclasses.replace(trajectory.task, id=name))
         starts[name] = (trajectory, trajectory.turns[turn].start)
-    if not tasks:
-        return []
-    sampled = data.rollouts.rollout(
-        tasks,
-        n=1,
-        sampling=data.eval_sampling.params,
-        seed=derive_seed(data.seed, "continuations"),
-        sampler=ContinuationSampler(starts),
-        test=True,
-    )
+    sampled = data.sample("test", tasks, "continuations", ContinuationSampler(starts))
     turns = {task.id: turn for task, (_, turn) in zip(tasks, chosen, strict=True)}
-    judged = [(turns[t.task.id], row_of(t, AGENT).accuracy) for t in sampled if not t.failed_by_infrastructure]
+    judged = [(turns[t.task.id], row_of(t, AGENT).accuracy) for t in sampled]
     return [(turn, accuracy) for turn, accuracy in judged if accuracy is not None]

@@ -15,8 +15,6 @@ from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.ranks import gather_lists
 from callbacks.trainer import data_module, stage_dir
 from rollout.protocols.text import control_tokens
-from rollout.samplers.independent import IndependentSampler
-from rollout.seeds import derive_seed
 from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
 from rollout.trajectory import Task, Trajectory
@@ -74,16 +72,9 @@ class SkilledSuccess(EvaluationHooks):
             dataclasses.replace(task, skills=self.skills.inject(task, task.question, count).text)
             for task in self._tasks.values()
         ]
-        sampled = data.rollouts.rollout(
-            advised,
-            n=1,
-            sampling=(data.val_sampling if split == "val" else data.eval_sampling).params,
-            seed=derive_seed(data.seed, split, METRIC),
-            sampler=IndependentSampler(),
-            advise=False,  # its own skills, if it has any, would take the place of these
-            test=split == "test",
-        )
-        judged = [row_of(t, AGENT).accuracy for t in sampled if not t.failed_by_infrastructure]
+        # its own skills, if it has any, would take the place of these
+        sampled = data.sample(split, advised, METRIC, advise=False)
+        judged = [row_of(t, AGENT).accuracy for t in sampled]
         metrics = {METRIC: bootstrap_interval([a for a in gather_lists(judged) if a is not None])}
         log_metrics(pl_module, split, metrics)
         if trainer.is_global_zero:

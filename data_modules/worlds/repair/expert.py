@@ -18,7 +18,8 @@ _OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")  # a slip, or without its
 class LedgerPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
-    The first cell is ``t = 57``, then one per change, ``t = t + 12``; each turn reads the last total back. With
+    The first cell is ``t = 57``, then one per change, ``t = t + 12``; each turn reads the last total back, and the
+    change, which a tiny model then copies from beside the cell. With
     probability ``slip`` a change goes wrong: ``t = 12; t += s`` fails half-way, and the total is gone, which the result
     shows. With probability ``repair`` the next cell gives ``t`` the value back that was shown before, and the change is
     entered again; else the expert goes on as if nothing had happened, and never comes back to it. While the total
@@ -58,7 +59,7 @@ class LedgerPolicy(CarelessPolicy):
         sign, change = changes[entered].split()
         wrong = self.slips(task, len(cells)) is not None
         code = f"{TOTAL} = {change}; {TOTAL} {sign}= s" if wrong else f"{TOTAL} = {TOTAL} {sign} {change}"
-        return f" {words} {WORDS['months'][entered]} {_cell(code)}"
+        return f" {words} {WORDS['months'][entered]} {sign} {change} {_cell(code)}"
 
     def _word(self, rng: random.Random, kind: str) -> str:
         words = WORDS[kind][::-1] if self.backwards else WORDS[kind]
