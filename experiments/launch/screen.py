@@ -141,7 +141,7 @@ def _chain_eta(progress: Progress | None, chain: Chain, elapsed: float) -> str:
     if chain.own_s is not None:
         own.append(chain.own_s - elapsed)
     known = chain.own_s is not None and chain.rest_known
-    return f" chain {'' if known else '>'}{clock(max(0.0, *own) + chain.rest_s)}"
+    return f" chain {'' if known else '>'}{clock(max([0.0, *own]) + chain.rest_s)}"
 
 
 def _fitting(figures: tuple[str, ...], room: int) -> str:

@@ -41,6 +41,8 @@ def test_a_bar_says_how_far_the_stage_and_the_chain_are():
     known = Chain(4, 13, own_s=100.0, rest_s=660.0)
     assert "chain 12:00 " in bar(at(0.5, "em 0.3"), known, 60.0, 100), "60 s by its pace, more than 40 by last time"
     assert bar(None, CHAIN, 30.0, 79) == "stage 4 of 13 running for 0:30 (last time 1:40) chain >12:10"
+    never = Chain(4, 13, own_s=None, rest_s=660.0, rest_known=False)
+    assert line(at(0.0), never, 1.0, 160).endswith("chain >11:00"), "nothing is known of the stage itself"
     assert line(at(1.0, "em 0.3"), CHAIN, 60.0, 160) == "  stage 4 of 13 train 100% in 1:00 em 0.3"
     assert [clock(s) for s in (5, 760, 7510, math.nan)] == ["0:05", "12:40", "2:05:10", "?"]
 
