@@ -6,7 +6,7 @@ import random
 import re
 
 from data_modules.worlds.expert_engine import CarelessPolicy, WorldExpert
-from data_modules.worlds.repair.problems import WORDS
+from data_modules.worlds.repair.problems import WORDS, moved
 from retrieval.ranges import BelowOne, NonNegativeInt, UnitInterval
 from rollout.environments.ledger import TOTAL, shown_total
 from rollout.trajectory import Task
@@ -19,11 +19,11 @@ class LedgerPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
     The first cell is ``t = 57``, then one per change, ``t = t + 12``; each turn reads the last total back, and the
-    change, which a tiny model then copies from beside the cell. With
-    probability ``slip`` a change goes wrong: ``t = 12; t += s`` fails half-way, and the total is gone, which the result
-    shows. With probability ``repair`` the next cell gives ``t`` the value back that was shown before, and the change is
-    entered again; else the expert goes on as if nothing had happened, and never comes back to it. While the total
-    is wrong, its turns begin with other words: a teacher that saw no error has never used them.
+    change, which a tiny model then copies from beside the cell. With probability ``slip`` a change goes wrong:
+    ``t = 12; t += s`` fails half-way, and the total is gone, which the result shows. With probability ``repair`` the
+    next cell gives ``t`` the value back that was shown before, and the change is entered again; else the expert goes on
+    as if nothing had happened, and never comes back to it. While the total is wrong, its turns begin with other words:
+    a teacher that saw no error has never used them.
 
     Args:
         slip: see above.
@@ -59,7 +59,7 @@ class LedgerPolicy(CarelessPolicy):
         sign, change = changes[entered].split()
         wrong = self.slips(task, len(cells)) is not None
         code = f"{TOTAL} = {change}; {TOTAL} {sign}= s" if wrong else f"{TOTAL} = {TOTAL} {sign} {change}"
-        return f" {words} {WORDS['months'][entered]} {sign} {change} {_cell(code)}"
+        return f" {words} {WORDS['months'][entered]} {moved(changes[entered])} {_cell(code)}"
 
     def _word(self, rng: random.Random, kind: str) -> str:
         words = WORDS[kind][::-1] if self.backwards else WORDS[kind]

@@ -40,8 +40,18 @@ def make_problem(rng: random.Random, changes: int) -> Problem:
         total += sign * change
         signed.append(f"{'+' if sign > 0 else '-'} {change}")
         totals.append(total)
-        sentences.append(f"{month} {signed[-1]}.")
+        sentences.append(f"{month} {moved(signed[-1])}.")
     return Problem(" ".join([*sentences, rng.choice(WORDS["endings"])]), tuple(signed), tuple(totals))
+
+
+def moved(change: str) -> str:
+    """A change as a ledger says it. The number comes first, so that one word before tells where to go on copying.
+
+    >>> moved("+ 12"), moved("- 30")
+    ('12 in', '30 out')
+    """
+    sign, number = change.split()
+    return f"{number} {'in' if sign == '+' else 'out'}"
 
 
 def draw_problems(count: int, sizes: range, rng: random.Random, taken: set[str]) -> list[Problem]:

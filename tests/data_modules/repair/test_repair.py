@@ -27,14 +27,14 @@ CALL, ANSWER, INVALID = ActionKind.CALL, ActionKind.ANSWER, ActionKind.INVALID
 
 def test_answers_follow_from_the_ledger():
     for problem in draw_problems(300, range(6, 9), random.Random(0), set()):
-        entries = re.findall(r"(stock|[+-]) (\d\d)\b", problem.question)
-        totals = [int(entries[0][1])]
-        for sign, change in entries[1:]:
-            totals.append(totals[-1] + int(sign + change))
+        totals = [int(re.findall(r"stock (\d\d)\.", problem.question)[0])]
+        entries = re.findall(r"(\w+) (\d\d) (in|out)\.", problem.question)
+        for _, change, where in entries:
+            totals.append(totals[-1] + int(change) * {"in": 1, "out": -1}[where])
         assert tuple(totals) == problem.totals and all(total in TOTALS for total in totals)
         changes = [int(change.split()[1]) for change in problem.changes]
-        assert len(set(changes)) == len(changes) == len(entries) - 1 and not set(changes) & set(TOTALS)
-        months = re.findall(r"(\w+) [+-]", problem.question)
+        assert len(set(changes)) == len(changes) == len(entries) and not set(changes) & set(TOTALS)
+        months = [month for month, _, _ in entries]
         assert months[0] == "January" and len(set(months)) == len(changes)
     with pytest.raises(ValueError, match="1 to 8 changes, not 9"):
         make_problem(random.Random(0), 9)
