@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 

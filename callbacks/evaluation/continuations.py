@@ -13,7 +13,7 @@ import lightning as L
 
 from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
 from callbacks.evaluation.statistics import Interval, bootstrap_interval
-from callbacks.evaluation.step_rows import is_wrong, verdicts_of
+from callbacks.evaluation.step_rows import verdicts_of, wrong_before
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.ranks import gather_lists
@@ -36,13 +36,12 @@ def prefixes(trajectories: Iterable[Trajectory], environment: EnvironmentFactory
     drifted."""
     found: dict[str, list[Prefix]] = {CLEAN: [], DRIFTED: []}
     for trajectory in trajectories:
-        wrong = False
-        verdicts = verdicts_of(environment, trajectory)
+        outcomes = [outcome_of(trajectory, turn) for turn in range(len(trajectory.turns))]
+        wrong = wrong_before(zip(outcomes, verdicts_of(environment, trajectory), strict=True))
         for turn in range(1, len(trajectory.turns)):
             before = trajectory.turns[turn - 1]
-            wrong = wrong or is_wrong(outcome_of(trajectory, turn - 1), verdicts[turn - 1])
             if before.observation_end > before.end:  # nothing goes on after a turn that nothing answered
-                found[DRIFTED if wrong else CLEAN].append((trajectory, turn))
+                found[DRIFTED if wrong[turn] else CLEAN].append((trajectory, turn))
     return found
 
 

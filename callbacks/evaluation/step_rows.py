@@ -105,6 +105,19 @@ def is_wrong(outcome: str, verdict: bool | None) -> bool:
     return outcome in ERRONEOUS if verdict is None else not verdict
 
 
+def wrong_before(steps: Iterable[tuple[str, bool | None]]) -> list[bool]:
+    """Of each step of a trajectory, by outcomes and verdicts, whether one before it went wrong.
+
+    >>> wrong_before([("ok", None), ("error", None), ("ok", None)])
+    [False, False, True]
+    """
+    found, wrong = [], False
+    for outcome, verdict in steps:
+        found.append(wrong)
+        wrong = wrong or is_wrong(outcome, verdict)
+    return found
+
+
 def after_error(trajectory: Sequence[StepRow]) -> list[StepRow]:
     """The steps that follow an erroneous one."""
     return [row for before, row in pairwise(trajectory) if before.outcome in ERRONEOUS]

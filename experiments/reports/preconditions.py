@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from callbacks.evaluation.continuations import CLEAN, DRIFTED, PREFIX
-from callbacks.evaluation.step_rows import StepRow, is_wrong
+from callbacks.evaluation.step_rows import StepRow, wrong_before
 
 SHUFFLED_TOLERANCE = 0.1  # of success, between shuffled skills and none
 
@@ -58,7 +58,7 @@ def groups_gate(start: Test, size: int, least: float) -> Gate:
 def distillation_gates(start: Test, steps: Sequence[Sequence[StepRow]], teacher: Test, size: int) -> list[Gate]:
     """SOD's: of the student's test, the steps of its trajectories as the teacher scored them (``by_trajectory``), and
     the teacher's test with ``Continuations`` of these."""
-    placed = [(row, drifted) for rows in steps for row, drifted in zip(rows, drift(rows), strict=True)]
+    placed = place(steps)
     first = [rows[0].divergence for rows in steps if rows]
     return [
         groups_gate(start, size, 0.8),
@@ -114,13 +114,13 @@ def mean(test: Test, metric: str) -> float | None:
     return None if metric not in test else float(test[metric]["mean"])
 
 
-def drift(rows: Sequence[StepRow]) -> list[bool]:
-    """Of each step of a trajectory, whether one before it went wrong."""
-    found, wrong = [], False
-    for row in rows:
-        found.append(wrong)
-        wrong = wrong or is_wrong(row.outcome, row.verdict)
-    return found
+def place(steps: Sequence[Sequence[StepRow]]) -> list[tuple[StepRow, bool]]:
+    """Every step of every trajectory, with whether one before it went wrong."""
+    return [
+        (row, drifted)
+        for rows in steps
+        for row, drifted in zip(rows, wrong_before((row.outcome, row.verdict) for row in rows), strict=True)
+    ]
 
 
 def auc_of(placed: Sequence[tuple[StepRow, bool]], *, drifted: bool) -> float | None:
@@ -145,10 +145,14 @@ def auc(good: Sequence[float], bad: Sequence[float]) -> float | None:
 
 
 def weight_ratio(placed: Sequence[tuple[StepRow, bool]]) -> float | None:
-    """Means over steps; the first ones, which weigh 1 by definition, are left out."""
-    after = [row.weight for row, drifted in placed if drifted and row.step > 1]
-    clean = [row.weight for row, drifted in placed if not drifted and row.step > 1]
-    return statistics.fmean(after) / statistics.fmean(clean) if after and clean and statistics.fmean(clean) else None
+    clean, after = (weight_of(placed, drifted=drifted) for drifted in (False, True))
+    return after / clean if clean and after is not None else None
+
+
+def weight_of(placed: Sequence[tuple[StepRow, bool]], *, drifted: bool) -> float | None:
+    """Mean over steps; the first ones, which weigh 1 by definition, are left out."""
+    weights = [row.weight for row, after_error in placed if after_error is drifted and row.step > 1]
+    return statistics.fmean(weights) if weights else None
 
 
 def variation(values: Sequence[float]) -> float | None:

@@ -19,6 +19,7 @@ from callbacks.evaluation.step_rows import (
 )
 from experiments.reports.curves import DPI
 from experiments.reports.markdown import markdown_table
+from experiments.reports.preconditions import auc_of, place, weight_of, weight_ratio
 from experiments.reports.results import Run
 from experiments.reports.step_examples import example_text
 from experiments.reports.step_plots import steps_figure
@@ -63,6 +64,11 @@ def write_steps(main: str, runs: Sequence[Run], picture: Path) -> tuple[str, lis
         "teacher's distributions at the same tokens, in nats. Each over the trajectories that have the step. After an "
         "error: over the steps that follow one whose call failed, timed out, was refused or could not be read.\n",
         _table_by_step(of),
+        "The same steps before anything went wrong in their trajectory (clean) and after (drifted), by the world's "
+        "verdict on a step, or where it has none by its outcome. AUC: the probability that the teacher's log-ratio to "
+        "the model, mean over the step's tokens, is higher at a right step than at a wrong one (0.5: it does not "
+        "tell). w: without first steps.\n",
+        _table_by_drift(of),
         _kinds_words(bounds),
         _table_of_kinds(kinds),
         f"![divergence, weight and teacher entropy by step]({picture.name})\n",
@@ -85,6 +91,22 @@ def _table_by_step(of: Mapping[str, Trajectories]) -> str:
             rows.append([method, TITLES[name], *("-" if cell is None else f"{cell.mean:.3f}" for cell in cells)])
         counts = [found.get(f"{STEPS_PREFIX}weight/{at}") for at in (*range(1, SHOWN_STEPS + 1), "after_error")]
         rows.append([method, "n", *("0" if cell is None else str(cell.n) for cell in counts)])
+    return markdown_table(head, rows)
+
+
+def _table_by_drift(of: Mapping[str, Trajectories]) -> str:
+    head = ["method", "w, clean", "w, drifted", "ratio", "AUC, clean", "AUC, drifted", "steps, clean", "steps, drifted"]
+    rows = []
+    for method, trajectories in of.items():
+        placed = place(trajectories)
+        drifted = sum(after_error for _, after_error in placed)
+        measured = [
+            *(weight_of(placed, drifted=at) for at in (False, True)),
+            weight_ratio(placed),
+            *(auc_of(placed, drifted=at) for at in (False, True)),
+        ]
+        cells = ["-" if value is None else f"{value:.3f}" for value in measured]
+        rows.append([method, *cells, str(len(placed) - drifted), str(drifted)])
     return markdown_table(head, rows)
 
 

@@ -11,7 +11,7 @@ from experiments.commands.command import make_graph
 from experiments.commands.preconditions import advised, find_skills, find_teacher, measured, require_gates, shuffled
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import Project
-from experiments.reports.preconditions import Gate, auc, distillation_gates, drift, skill_gates
+from experiments.reports.preconditions import Gate, auc, distillation_gates, place, skill_gates
 from experiments.stages.context import RunContext, StageFailed
 from tests.callbacks.evaluation.step_helpers import make_steps
 
@@ -37,6 +37,10 @@ def test_a_step_is_drifted_after_a_wrong_one_by_verdict_or_else_by_outcome():
     assert drift(make_steps([1.0] * 3, ["ok", "error", "answer"])) == [False, False, True]
     overruled = [dataclasses.replace(row, verdict=True) for row in make_steps([1.0] * 2, ["error", "ok"])]
     assert drift(overruled) == [False, False]
+
+
+def drift(rows):
+    return [drifted for _, drifted in place([rows])]
 
 
 def test_the_gates_of_distillation_by_hand():

@@ -180,6 +180,11 @@ def test_the_page_has_a_section_about_steps(stages, tmp_path):
     assert rows[5][2:] == ["1.000", "0.363", "0.170", "-", "-", "-", "0.267"]
     assert rows[7][2:] == ["6", "6", "6", "0", "0", "0", "12"]
     assert rows[0][2] == f"{np.mean([0.5, 0.218, 0.3]) * 4 / 3:.3f}" and rows[3][2:6] == ["18", "18", "18", "6"]
+    head, rows = table_after(text, "| method | w, clean |")
+    assert head[3:6] == ["ratio", "AUC, clean", "AUC, drifted"]
+    # SFT errs at its first step. A third of the trajectories end wrong, at twice the divergence: after the error
+    # d = 1.2 and 2.57 against 0.6 and 1.28, of which pairs one in four is the wrong way round
+    assert rows[1] == ["SFT", "-", "0.267", "-", "1.000", "0.750", "6", "12"]
     head, rows = table_after(text, "| method | trajectories |")
     assert head[2:] == ["stable", "erroneous", "recovering", "other"]
     assert rows == [
