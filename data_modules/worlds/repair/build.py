@@ -14,6 +14,7 @@ from rollout.environments.ledger import TOTAL
 from rollout.trajectory import Task
 
 SIZES = range(6, 9)  # changes of a problem
+DEMONSTRATED = range(2, 9)  # the same of an expert's: short ones teach to copy
 DIGITS = 2  # of a number that the tokenizer keeps together
 EXPERT_TEXTS = 1000
 UNDEFINED = "NameError: name 's' is not defined\n"
@@ -45,10 +46,11 @@ class BuildLedgers(WorldTask):
     def _splits(self) -> dict[str, list[Task]]:
         rng = random.Random(f"ledgers:{self.seed}")
         taken: set[str] = set()
-        return {
-            name: [as_task(p, f"{name}-{i}") for i, p in enumerate(draw_problems(n, SIZES, rng, taken))]
-            for name, n in self.sizes.items()
-        }
+        splits: dict[str, list[Task]] = {}
+        for name, n in self.sizes.items():
+            problems = draw_problems(n, DEMONSTRATED if name == "demonstrations" else SIZES, rng, taken)
+            splits[name] = [as_task(problem, f"{name}-{i}") for i, problem in enumerate(problems)]
+        return splits
 
     def _write_language(self, folder: Path, demonstrations: list[Task]) -> int:
         tokenizer = train_tokenizer(texts(demonstrations, self.seed), self.vocab_size, DIGITS, spaced_numbers=True)
@@ -59,7 +61,8 @@ class BuildLedgers(WorldTask):
 def texts(tasks: list[Task], seed: int) -> list[str]:
     """What the tokenizer is trained on: ledgers, and how the expert and the notebook write (with any totals)."""
     rng, expert = random.Random(f"texts:{seed}"), LedgerPolicy(slip=0.4, seed=seed, repair=0.5)
-    found: list[str] = []
+    numbers = " ".join(map(str, range(11, 100)))
+    found: list[str] = [numbers, numbers]  # however few ledgers there are
     for task in tasks[:EXPERT_TEXTS]:
         transcript = turn = ""
         while not turn.endswith("</answer>"):

@@ -59,7 +59,7 @@ class LedgerPolicy(CarelessPolicy):
         sign, change = changes[entered].split()
         wrong = self.slips(task, len(cells)) is not None
         code = f"{TOTAL} = {change}; {TOTAL} {sign}= s" if wrong else f"{TOTAL} = {TOTAL} {sign} {change}"
-        return f" {words} {WORDS['months'][entered]} {moved(changes[entered])} {_cell(code)}"
+        return f" {words} {task.metadata['months'][entered]} {moved(changes[entered])} {_cell(code)}"
 
     def _word(self, rng: random.Random, kind: str) -> str:
         words = WORDS[kind][::-1] if self.backwards else WORDS[kind]

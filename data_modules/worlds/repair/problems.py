@@ -18,18 +18,23 @@ CHANGES = range(11, 40)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``changes``: with their signs, as a formula writes them ("+ 12"); ``totals``: from the start to the answer."""
+    """``months``: of the changes; ``changes``: with their signs, as a formula writes them ("+ 12"); ``totals``: from
+    the start to the answer."""
 
     question: str
+    months: tuple[str, ...]
     changes: tuple[str, ...]
     totals: tuple[int, ...]
 
 
 def make_problem(rng: random.Random, changes: int) -> Problem:
-    """One problem with so many changes (1 to 8), no two alike: a month each."""
-    months = WORDS["months"][:changes]
-    if not 1 <= changes == len(months):
-        raise ValueError(f"a problem has 1 to {len(WORDS['months'])} changes, not {changes}")
+    """One problem with so many changes (1 to 12), no two alike: a month each. The first is any month, so that where a
+    month stands says nothing of its name: a change is found by reading."""
+    year = WORDS["months"]
+    if not 1 <= changes <= len(year):
+        raise ValueError(f"a problem has 1 to {len(year)} changes, not {changes}")
+    first = rng.randrange(len(year))
+    months = (year * 2)[first : first + changes]
     words = {"place": rng.choice(WORDS["places"]), "things": rng.choice(WORDS["things"])}
     total = rng.choice(TOTALS)
     sentences = [rng.choice(WORDS["openings"]).format(start=total, **words)]
@@ -41,7 +46,8 @@ def make_problem(rng: random.Random, changes: int) -> Problem:
         signed.append(f"{'+' if sign > 0 else '-'} {change}")
         totals.append(total)
         sentences.append(f"{month} {moved(signed[-1])}.")
-    return Problem(" ".join([*sentences, rng.choice(WORDS["endings"])]), tuple(signed), tuple(totals))
+    question = " ".join([*sentences, rng.choice(WORDS["endings"])])
+    return Problem(question, tuple(months), tuple(signed), tuple(totals))
 
 
 def moved(change: str) -> str:
@@ -67,11 +73,11 @@ def draw_problems(count: int, sizes: range, rng: random.Random, taken: set[str])
 
 
 def as_task(problem: Problem, task_id: str) -> Task:
-    """Its metadata: ``changes`` and ``totals``, see ``Problem``."""
+    """Its metadata: ``months``, ``changes`` and ``totals``, see ``Problem``."""
     return Task(
         id=task_id,
         question=problem.question,
         golden_answers=(str(problem.totals[-1]),),
         data_source=f"ledger_{len(problem.changes)}",
-        metadata={"changes": list(problem.changes), "totals": list(problem.totals)},
+        metadata={name: list(getattr(problem, name)) for name in ("months", "changes", "totals")},
     )

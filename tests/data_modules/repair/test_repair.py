@@ -26,6 +26,7 @@ CALL, ANSWER, INVALID = ActionKind.CALL, ActionKind.ANSWER, ActionKind.INVALID
 
 
 def test_answers_follow_from_the_ledger():
+    firsts = set()
     for problem in draw_problems(300, range(6, 9), random.Random(0), set()):
         totals = [int(re.findall(r"stock (\d\d)\.", problem.question)[0])]
         entries = re.findall(r"(\w+) (\d\d) (in|out)\.", problem.question)
@@ -35,9 +36,11 @@ def test_answers_follow_from_the_ledger():
         changes = [int(change.split()[1]) for change in problem.changes]
         assert len(set(changes)) == len(changes) == len(entries) and not set(changes) & set(TOTALS)
         months = [month for month, _, _ in entries]
-        assert months[0] == "January" and len(set(months)) == len(changes)
-    with pytest.raises(ValueError, match="1 to 8 changes, not 9"):
-        make_problem(random.Random(0), 9)
+        assert tuple(months) == problem.months and len(set(months)) == len(changes)
+        firsts.add(months[0])
+    assert len(firsts) == 12, "a month is found by its name, wherever it stands"
+    with pytest.raises(ValueError, match="1 to 12 changes, not 13"):
+        make_problem(random.Random(0), 13)
 
 
 @pytest.fixture(scope="module")
@@ -129,18 +132,18 @@ def test_a_fork_goes_on_in_the_notebook_of_its_parent(world):
 
 def test_experts_differ_in_words_and_worry_after_an_error():
     task = as_task(make_problem(random.Random(1), 6), "t")
-    start = task.metadata["totals"][0]
+    start, month = task.metadata["totals"][0], task.metadata["months"][0]
     clean = f" Now note stock <python> t = {start} </python> <result>\nt = {start}\n</result>"
     sign, change = task.metadata["changes"][0].split()
     slip = f"t = {change}; t {sign}= s"
-    slipped = f"{clean} Now {start} note January <python> {slip} </python> <result>\nt = {change}\n</result>"
+    slipped = f"{clean} Now {start} note {month} <python> {slip} </python> <result>\nt = {change}\n</result>"
 
     def leads(transcript, **options):
         return {LedgerPolicy(0.0, seed, **options).next_turn(task, transcript).split()[0] for seed in range(200)}
 
     assert len(leads(clean)) > 10 and not leads(clean) & leads(slipped)
     assert LedgerPolicy(0.0, 0, repair=1.0).next_turn(task, slipped).endswith(f"back <python> t = {start} </python>")
-    assert "February" in LedgerPolicy(0.0, 0, repair=0.0).next_turn(task, slipped)
+    assert task.metadata["months"][1] in LedgerPolicy(0.0, 0, repair=0.0).next_turn(task, slipped)
     first = [LedgerPolicy(0.0, seed).next_turn(task, clean).split()[0] for seed in range(300)]
     last = [LedgerPolicy(0.0, seed, backwards=True).next_turn(task, clean).split()[0] for seed in range(300)]
     assert first.count("Now") > 2 * last.count("Now")
