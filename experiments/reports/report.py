@@ -11,7 +11,7 @@ import polars as pl
 
 from callbacks.tracking.run_info import RUN_ID_FILE, default_tracking_uri
 from experiments.registry.columns import columns_of, score_of
-from experiments.reports.compare import compare, history_frame, open_store, table_text
+from experiments.reports.compare import HISTORY_SCHEMA, compare, history_frame, open_store, table_text
 from experiments.reports.curves import DPI, curves_figure, styles
 from experiments.reports.gate_report import write_gates
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
@@ -95,27 +95,27 @@ def write_results(
     metrics = dict.fromkeys((*main.curves, *RESULT_CURVES, *(c.curve for c in chosen.values() if c.curve)))
     colours = styles([mine[0].ungrouped, *(run.ungrouped for run in runs)])
     looks = {run.method: colours[run.ungrouped] for run in (mine[0], *runs)}
-    has_curves = _write_curves(curves, runs, uri, tuple(metrics), looks)
+    history = _write_curves(curves, runs, uri, tuple(metrics), looks)
     objects = results_json(runs, chosen, score or "em")
     steps, pictures = write_steps(mine[0].method, runs, out_dir / f"{experiment}_steps.png")
-    gates, drawn = write_gates(runs, uri, out_dir / f"{experiment}_gates.png", looks) if has_curves else ("", [])
+    gates, drawn = write_gates(runs, uri, out_dir / f"{experiment}_gates.png", looks) if len(history) else ("", [])
     data, page = out_dir / f"{experiment}.json", out_dir / f"{experiment}.md"
     write_atomically(data, json.dumps(objects, indent=2, allow_nan=False) + "\n")
-    text = results_page(mine[0], runs, chosen, main, objects, command, notes, has_curves)
+    text = results_page(mine[0], runs, chosen, main, objects, command, notes, history)
     write_atomically(page, text + steps + gates)
-    return [page, data, *([curves] if has_curves else []), *pictures, *drawn]
+    return [page, data, *([curves] if len(history) else []), *pictures, *drawn]
 
 
 def _write_curves(
     path: Path, runs: Sequence[Run], tracking_uri: str, metrics: Sequence[str], looks: Mapping[str, Any]
-) -> bool:
-    """Draw the runs that were logged; False (and no file) when none was or none has any of the metrics. ``metrics[0]``
-    is what runs that learn by reinforcement log."""
+) -> pl.DataFrame:
+    """Draw the runs that were logged; return what was drawn, as ``compare.history_frame`` makes it: empty (and no file)
+    when none was logged or none has any of the metrics. ``metrics[0]`` is what runs that learn by reinforcement log."""
     files = {run: run.folder / RUN_ID_FILE for run in runs}
     ids = {f.read_text().strip(): run.method for run, f in files.items() if f.exists()}
-    history = history_frame(open_store(tracking_uri), ids, metrics) if ids else pl.DataFrame()
+    history = history_frame(open_store(tracking_uri), ids, metrics) if ids else pl.DataFrame(schema=HISTORY_SCHEMA)
     if not len(history):
-        return False
+        return history
     learning = history.filter(pl.col("metric") == metrics[0])["run_id"].unique()
     if len(learning):  # iterations of supervised learning are another measure of time
         history = history.filter(pl.col("run_id").is_in(learning.implode()))
@@ -124,4 +124,4 @@ def _write_curves(
     for run in runs:
         groups.setdefault(run.group, {})[run.method] = None
     curves_figure(history, metrics, looks, [list(group) for group in groups.values()]).savefig(path, dpi=DPI)
-    return True
+    return history

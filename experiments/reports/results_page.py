@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import polars as pl
 
 from callbacks.evaluation.statistics import PairedDifference, bootstrap_seeds, holm
 from callbacks.tracking.run_info import duration
@@ -59,7 +61,7 @@ def results_page(
     objects: Sequence[dict[str, Any]],
     command: str,
     notes: str,
-    has_curves: bool,
+    history: pl.DataFrame,
 ) -> str:
     """The page about ``main`` and what it is compared with.
 
@@ -70,7 +72,7 @@ def results_page(
         objects: ``results_json`` of the runs.
         command: what makes the page again.
         notes: Markdown that goes under the title.
-        has_curves: whether ``<experiment>_curves.png`` was drawn.
+        history: what ``<experiment>_curves.png`` shows (``compare.history_frame``); empty if it was not drawn.
     """
     of: dict[str, list[Run]] = {}
     for run in runs:
@@ -99,8 +101,9 @@ def results_page(
         "## Curves\n",
         "Lines: means over seeds. Bands: from the lowest to the highest seed.\n\n"
         f"![curves]({main.experiment}_curves.png)\n"
-        if has_curves
+        if len(history)
         else "These runs logged no curves.\n",
+        _speed_table(of, history, score.curves[1]),
     ]
     return "\n".join(section for section in sections if section)
 
@@ -190,6 +193,22 @@ def short_commit(commit: str) -> str:
     """``5577e62``, or ``5577e62+`` of a tree with changes."""
     name, _, changes = commit.partition("+")
     return name[:7] + ("+" if changes else "")
+
+
+def _speed_table(methods: Iterable[str], history: pl.DataFrame, metric: str) -> str:
+    """How early each method is good; empty where none was validated more than once."""
+    value = pl.col("value")
+    seeds = history.filter(pl.col("metric") == metric).group_by("run", "run_id").agg(value.mean(), pl.len())
+    rows = []
+    for method in methods:
+        found = seeds.filter((pl.col("run") == method) & (pl.col("len") > 1))
+        if len(found):
+            mean, low, high = found.select(value.mean(), low=value.min(), high=value.max()).row(0)
+            rows.append([method, str(len(found)), f"{mean:.3f}", f"{low:.3f} to {high:.3f}"])
+    if not rows:
+        return ""
+    words = f"How early: the mean of {metric} over a training's validations (the area under its curve).\n"
+    return "\n".join([words, markdown_table(["method", "seeds", "mean", "lowest to highest seed"], rows)])
 
 
 def _difference_table(of: dict[str, list[Run]], about: Run, score: Score) -> str:

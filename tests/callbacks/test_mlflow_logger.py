@@ -314,9 +314,12 @@ def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):
         run_id = (row["folder"] / "mlflow_run_id").read_text().strip()
         for step in range(5):
             client.log_metric(run_id, "train/em", 0.1 * step + 0.05 * row["seed"], step=step)
+        for step in (2, 4):
+            client.log_metric(run_id, "val/em", 0.1 * step + 0.05 * row["seed"], step=step)
     paths = write_results("dgpo", rows_of(outputs), tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
     assert paths[-1].name == "dgpo_curves.png" and paths[-1].read_bytes()[:4] == b"\x89PNG"
-    assert "(dgpo_curves.png)" in paths[0].read_text()
+    assert "(dgpo_curves.png)" in (page := paths[0].read_text())
+    assert "| DGPO | 2 | 0.325 | 0.300 to 0.350 |" in page, "mean over validations, then over seeds"
 
 
 def differences(rows, folder, outputs):
