@@ -111,7 +111,7 @@ ask: setup ## put a question to a trained model; Q="..."
 download: setup ## fetch the weights and data that an experiment needs
 	@$(RUN) download $(EXP) $(COMPARE_FLAG) $(ARGS)
 
-preconditions: setup ## gates of SOD and SDAR before they train; QUESTIONS=64 ALLOW=a,b
+preconditions: setup ## gates of SOD, SDAR, ARPO before they train; QUESTIONS=64 ALLOW=a,b
 	@$(RUN) preconditions $(EXP) $(SEED_FLAG) $(if $(QUESTIONS),--questions $(QUESTIONS)) $(ALLOW_FLAG) $(ARGS)
 
 reproduce: setup ## several seeds and ablations, then docs/results/; SEEDS=0,1,2

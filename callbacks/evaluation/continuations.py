@@ -71,11 +71,7 @@ class Continuations(EvaluationHooks):
         self.trajectories, self.max_prefixes = trajectories, max_prefixes
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        rollouts = getattr(data_module(trainer), "rollouts", None)
-        if rollouts is None:
-            raise ValueError("Continuations goes on with other trajectories, which takes a rollout system; found none")
-        if getattr(rollouts.protocol, "windowed", False):
-            check_forks(ContinuationSampler, type(rollouts.protocol).__name__)
+        check_continues(data_module(trainer), type(self).__name__)
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
         if split != "test":
@@ -87,7 +83,7 @@ class Continuations(EvaluationHooks):
         for kind, of_a_kind in found.items():
             chosen = choose(of_a_kind, self.max_prefixes)
             mine = continued(data, chosen[trainer.global_rank :: trainer.world_size])
-            outcomes = gather_lists(mine)
+            outcomes = gather_lists([(turn, right) for (_, turn), right in mine])
             if not outcomes:
                 continue
             metrics[PREFIX + kind] = bootstrap_interval([right for _, right in outcomes])
@@ -100,14 +96,24 @@ class Continuations(EvaluationHooks):
             update_evaluation_file(path, split, metrics, lambda name: name.startswith(PREFIX), {})
 
 
-def continued(data: Any, chosen: Sequence[Prefix]) -> list[tuple[int, float]]:
-    """(turn taken over, 1.0 where it ended right) of each prefix that infrastructure has not spoiled."""
+def check_continues(data: Any, callback: str) -> None:
+    """Refuse what no trajectory can be continued in."""
+    rollouts = getattr(data, "rollouts", None)
+    if rollouts is None:
+        raise ValueError(f"{callback} goes on with other trajectories, which takes a rollout system; found none")
+    if getattr(rollouts.protocol, "windowed", False):
+        check_forks(ContinuationSampler, type(rollouts.protocol).__name__)
+
+
+def continued(data: Any, chosen: Sequence[Prefix]) -> list[tuple[Prefix, float]]:
+    """Each prefix that infrastructure has not spoiled, with 1.0 where it ended right. One that is chosen twice is
+    continued twice."""
     tasks, starts = [], {}
     for trajectory, turn in chosen:
         name = f"{trajectory.task.id} {trajectory.index} {turn}"
         tasks.append(dataclasses.replace(trajectory.task, id=name))
         starts[name] = (trajectory, trajectory.turns[turn].start)
     sampled = data.sample("test", tasks, "continuations", ContinuationSampler(starts))
-    turns = {task.id: turn for task, (_, turn) in zip(tasks, chosen, strict=True)}
-    judged = [(turns[t.task.id], row_of(t, AGENT).accuracy) for t in sampled]
-    return [(turn, accuracy) for turn, accuracy in judged if accuracy is not None]
+    by_name = {task.id: prefix for task, prefix in zip(tasks, chosen, strict=True)}
+    judged = [(by_name[t.task.id], row_of(t, AGENT).accuracy) for t in sampled]
+    return [(prefix, accuracy) for prefix, accuracy in judged if accuracy is not None]

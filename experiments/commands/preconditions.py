@@ -1,4 +1,4 @@
-"""``make preconditions``: whether SOD or SDAR has something to work on, measured on its start."""
+"""``make preconditions``: whether SOD, SDAR or ARPO has something to work on, measured on its start."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 QUESTIONS = 64
 CALLBACKS = ("RankWatch", "Progress", "WeightSync", "Evaluation", "TrajectoryLog")  # that the tests keep
 DISTILLS = ("lightning_modules.algorithms.sod.SOD", "lightning_modules.annotations.distillation.Distillation")
+FORKS = "rollout.samplers.branching."
 ALLOW = option("--allow", default="", metavar="GATES", help="names of gates that may fail, separated by commas")
 
 
 @command(
     "preconditions",
-    "measure whether SOD or SDAR has something to work on, before it trains",
+    "measure whether SOD, SDAR or ARPO has something to work on, before it trains",
     option("--questions", type=int, default=QUESTIONS, help=f"of the training set; default {QUESTIONS}"),
     ALLOW,
 )
@@ -77,7 +78,7 @@ def require_gates(graph: Graph, context: RunContext, allow: str, questions: int 
 def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
     """Test the target's start in stages of its own (made once), and read the gates from what they found."""
     from callbacks.evaluation.step_rows import TRAJECTORIES_FILE, by_trajectory, load_steps
-    from experiments.reports.preconditions import distillation_gates, skill_gates
+    from experiments.reports.preconditions import distillation_gates, fork_gates, skill_gates
     from experiments.reports.results import read_evaluation
 
     target = graph.target()
@@ -103,6 +104,9 @@ def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
         return distillation_gates(
             read_evaluation(start)["test"], by_trajectory(load_steps(start) or []), read_evaluation(end)["test"], size
         )
+    if skills is None:
+        start = tested("start", policy, watched(config, "fork_outcomes.ForkOutcomes", {"forks": size}))
+        return fork_gates(read_evaluation(start)["test"])
     arms = {"start": None, "with skills": skills, "with other skills": shuffled(skills)}
     about = json.loads((graph.project.root / policy / "config.json").read_text())
     positions = about.get("max_position_embeddings") or math.inf
@@ -134,6 +138,12 @@ def find_skills(target: Stage) -> Config | None:
     return None
 
 
+def find_sampler(target: Stage) -> Config | None:
+    """The arguments of ARPO's sampler, or AEPO's."""
+    sampler = rollouts_of(target.config)["init_args"].get("sampler") or {}
+    return sampler["init_args"] if str(sampler.get("class_path", "")).startswith(FORKS) else None
+
+
 def dictionaries(value: object) -> Iterator[dict[str, Any]]:
     """All mappings of a nested configuration, outer ones first."""
     if isinstance(value, dict):
@@ -148,9 +158,11 @@ def measured(target: Stage, questions: int) -> tuple[Config, int]:
     config = copy.deepcopy(target.config)
     data = data_arguments(config)
     size = data.get("samples_per_prompt") or 1
-    if (find_teacher(target), find_skills(target)) == (None, None):
+    sampler = find_sampler(target)
+    if (find_teacher(target), find_skills(target), sampler) == (None, None, None):
         raise ExperimentError(
-            f"'{target.name}' has neither a teacher that is distilled from (SOD) nor skills (SDAR): it has no gates"
+            f"'{target.name}' has no teacher that is distilled from (SOD), no skills (SDAR), no branches (ARPO): it "
+            "has no gates"
         )
     if size < 2 or not data.get("train_files"):
         raise ExperimentError(
@@ -162,6 +174,8 @@ def measured(target: Stage, questions: int) -> tuple[Config, int]:
         "max_eval_prompt_tokens": data.get("max_prompt_tokens"),
     }  # fmt: skip
     rollouts_of(config)["init_args"].pop("test_limits", None)
+    if sampler is not None:  # dH is recorded as the sampler looks at it
+        rollouts_of(config)["init_args"]["entropy_tokens"] = sampler.get("first_tokens", 20)
     callbacks = config["trainer"]["callbacks"]
     config["trainer"]["callbacks"] = [c for c in callbacks if c["class_path"].rpartition(".")[2] in CALLBACKS]
     return config, size

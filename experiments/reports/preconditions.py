@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from callbacks.evaluation.continuations import CLEAN, DRIFTED, PREFIX
+from callbacks.evaluation.fork_outcomes import PREFIX as FORKS
 from callbacks.evaluation.step_rows import StepRow, wrong_before
 
 SHUFFLED_TOLERANCE = 0.1  # of success, between shuffled skills and none
@@ -106,6 +107,20 @@ def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[G
             "shuffled_skills", "success with other tasks' skills", mean(shuffled, average), None,
             SHUFFLED_TOLERANCE + (without or 0.0),
             "what helps is not what the skills say (their form, their length): look at the bank and its retriever",
+        ),
+    ]  # fmt: skip
+
+
+def fork_gates(start: Test) -> list[Gate]:
+    """ARPO's: of the student's test with ``ForkOutcomes``."""
+    return [
+        Gate(
+            "open", "tool results after which outcomes differ", mean(start, f"{FORKS}open"), 0.2, None,
+            "what a fork would sample anew is decided before it: harder or easier tasks, or results that matter more",
+        ),
+        Gate(
+            "entropy_tells", "correlation of dH with the outcome's variance", mean(start, f"{FORKS}correlation"), 0.2,
+            None, "entropy does not tell where outcomes are open: branches at random would do as well",
         ),
     ]  # fmt: skip
 

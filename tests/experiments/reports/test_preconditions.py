@@ -11,7 +11,7 @@ from experiments.commands.command import make_graph
 from experiments.commands.preconditions import advised, find_skills, find_teacher, measured, require_gates, shuffled
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import Project
-from experiments.reports.preconditions import Gate, auc, distillation_gates, place, skill_gates
+from experiments.reports.preconditions import Gate, auc, distillation_gates, fork_gates, place, skill_gates
 from experiments.stages.context import RunContext, StageFailed
 from tests.callbacks.evaluation.step_helpers import make_steps
 
@@ -67,6 +67,12 @@ def test_the_gates_of_skills_by_hand():
     assert [gate.passed for gate in gates] == [True, True, True, False], "0.15 is more than 0.1 above 0.04"
 
 
+def test_the_gates_of_branches():
+    start = metric(forks__open=0.5, forks__correlation=0.1)
+    assert [(gate.found, gate.passed) for gate in fork_gates(start)] == [(0.5, True), (0.1, False)]
+    assert not any(gate.passed for gate in fork_gates({})), "not measured is not passed"
+
+
 @pytest.fixture
 def context():
     return RunContext(Project(), "sod_tiny", (), None)
@@ -99,12 +105,19 @@ def test_skills_go_into_the_students_prompt(context):
     assert advised(config, None, 32768)["data"]["init_args"]["rollouts"]["init_args"]["skills"] is None
 
 
+@pytest.mark.parametrize("name", ["arpo_tiny", "aepo_tiny"])
+def test_dh_is_recorded_as_the_sampler_looks_at_it(context, name):
+    target = make_graph(dataclasses.replace(context, target=name)).target()
+    rollouts = measured(target, 16)[0]["data"]["init_args"]["rollouts"]["init_args"]
+    assert rollouts["entropy_tokens"] == 8 == rollouts["sampler"]["init_args"]["first_tokens"]
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "error"),
     [
-        ("grpo_words_tiny", (), "has neither a teacher"),
-        ("sod_tiny", ("--model.opd_mode", "none"), "has neither a teacher"),
-        ("sdar_tiny", ("--model.skills_coef", "0"), "has neither a teacher"),
+        ("grpo_words_tiny", (), "has no teacher"),
+        ("sod_tiny", ("--model.opd_mode", "none"), "has no teacher"),
+        ("sdar_tiny", ("--model.skills_coef", "0"), "has no teacher"),
         ("sod_tiny", ("--data.samples_per_prompt", "1"), "samples no groups"),
     ],
 )

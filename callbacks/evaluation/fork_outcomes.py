@@ -1,0 +1,95 @@
+"""What forks at tool results have to work on: are outcomes still open there, and does entropy tell where?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning as L
+import numpy as np
+
+from callbacks.evaluation.continuations import Prefix, check_continues, choose, continued
+from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
+from callbacks.evaluation.statistics import Interval, bootstrap_function, bootstrap_interval
+from callbacks.evaluation_hooks import EvaluationHooks
+from callbacks.evaluation_rows import AGENT
+from callbacks.ranks import gather_lists
+from callbacks.trainer import data_module, stage_dir
+from retrieval.ranges import PositiveInt
+from rollout.trajectory import Trajectory
+from rollout.trajectory_metrics import turns_after_tools
+
+PREFIX = "forks/"  # of these metrics in evaluation.json
+
+
+def rise(trajectory: Trajectory, turn: int) -> float | None:
+    """ARPO's dH at the result before a turn, in nats: entropy of the turn's first tokens less the first turn's. None
+    where one of the two was not recorded (``RolloutSystem(entropy_tokens=...)``)."""
+    first, after = trajectory.turns[0].entropy, trajectory.turns[turn].entropy
+    return None if first is None or after is None else after - first
+
+
+class ForkOutcomes(EvaluationHooks):
+    """After the test, lets the model go on ``forks`` times from tool results of its own trajectories, and adds to
+    ``evaluation.json``, over the results (n):
+
+    - ``forks/open``: share of results after which some went right and others wrong;
+    - ``forks/correlation``: Pearson's, of dH (``rise``) with the variance p (1 - p) of going right. None if all results
+      are alike in one of the two.
+
+    Judged as in the test's table (``EvaluationRow.accuracy``).
+
+    Args:
+        forks: of each result.
+        max_results: gone on from, over all ranks.
+    """
+
+    def __init__(self, forks: PositiveInt = 8, max_results: PositiveInt = 150) -> None:
+        if forks < 2 or max_results < 2:
+            raise ValueError(f"ForkOutcomes(forks={forks}, max_results={max_results}): expected at least 2 of each")
+        self.forks, self.max_results = forks, max_results
+        self._results: list[Prefix] = []  # of this rank
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        check_continues(data_module(trainer), type(self).__name__)
+
+    def begin(self, split: str) -> None:
+        self._results = []
+
+    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
+        if split == "test" and probe == AGENT:
+            usable = [t for t in trajectories if not t.failed_by_infrastructure]
+            self._results += [(t, k) for t in usable for k in turns_after_tools(t) if rise(t, k) is not None]
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
+        if split != "test":
+            return
+        chosen = choose(self._results, -(-self.max_results // trainer.world_size))
+        ends = continued(data_module(trainer), [prefix for prefix in chosen for _ in range(self.forks)])
+        right: dict[tuple[str, int, int], list[float]] = {}
+        for (trajectory, turn), accuracy in ends:
+            right.setdefault((trajectory.task.id, trajectory.index, turn), []).append(accuracy)
+        rises = {(t.task.id, t.index, k): change for t, k in chosen if (change := rise(t, k)) is not None}
+        shares = gather_lists([(rises[place], float(np.mean(each))) for place, each in right.items()])
+        metrics = fork_metrics(shares)
+        log_metrics(pl_module, split, metrics)
+        if trainer.is_global_zero:
+            path = stage_dir(trainer) / "evaluation.json"
+            update_evaluation_file(path, split, metrics, lambda name: name.startswith(PREFIX), {})
+
+
+def fork_metrics(results: Sequence[tuple[float, float]]) -> dict[str, Interval]:
+    """Of (dH, share that went right) of each result; empty without any, without the correlation where there is none."""
+    if not results:
+        return {}
+    change, share = np.array(results, dtype=float).T
+    variance = share * (1 - share)
+    metrics = {f"{PREFIX}open": bootstrap_interval((variance > 0).astype(float))}
+    if change.std() > 0 and variance.std() > 0:
+        columns = [change, variance, change * variance, change**2, variance**2]
+        metrics[f"{PREFIX}correlation"] = bootstrap_function([list(column) for column in columns], _correlation)
+    return metrics
+
+
+def _correlation(means: np.ndarray) -> np.ndarray:
+    x, y, xy, xx, yy = means
+    return (xy - x * y) / np.sqrt((xx - x**2) * (yy - y**2))
