@@ -115,7 +115,7 @@ preconditions: setup ## gates of SOD, SDAR, ARPO before they train; QUESTIONS=64
 	@$(RUN) preconditions $(EXP) $(SEED_FLAG) $(if $(QUESTIONS),--questions $(QUESTIONS)) $(ALLOW_FLAG) $(ARGS)
 
 reproduce: setup ## several seeds and ablations, then docs/results/; SEEDS=0,1,2
-	@$(RUN) reproduce $(EXP) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(ABLATION_SEEDS),--ablation-seeds $(ABLATION_SEEDS)) $(ARGS)
+	@$(RUN) reproduce $(EXP) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(ABLATION_SEEDS),--ablation-seeds $(ABLATION_SEEDS)) $(ALLOW_FLAG) $(ARGS)
 
 benchmark: setup ## run all benchmarks; prints rows for docs/results/
 	@for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name --markdown || exit 1; done

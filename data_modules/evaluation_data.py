@@ -269,7 +269,13 @@ class EvaluationData(L.LightningDataModule):
         return [EvaluationLoader(tasks, mode, *ours) for mode, tasks in chosen]
 
     def sample(
-        self, split: str, tasks: Sequence[Task], what: str, sampler: Sampler | None = None, *, advise: bool = True
+        self,
+        split: str,
+        tasks: Sequence[Task],
+        what: str,
+        sampler: Sampler | None = None,
+        *,
+        advise: bool | None = None,
     ) -> list[Trajectory]:
         """For callbacks: these tasks of this rank, once each, as the split is sampled, with a seed of their own; those
         that infrastructure spoiled are left out. A collective: every rank calls it, be it with no task.
@@ -279,13 +285,13 @@ class EvaluationData(L.LightningDataModule):
             tasks: of this rank.
             what: is done, for the message of too many failures; the seed follows from it.
             sampler: by default each task is rolled out by itself, whatever the training's sampler does.
-            advise: False leaves the tasks' skills as they are.
+            advise: put the system's skills, if it has any, into the prompts; by default as the evaluation does.
 
         Raises:
             TooManyFailuresError: see ``max_infrastructure_failures``.
         """
-        options: dict[str, Any] = {"sampler": sampler} if sampler is not None else {}
-        sampled = self._rollout(split, tasks, what, advise=advise, test=split == "test", **options)
+        advise = self.eval_skills if advise is None else advise
+        sampled = self._rollout(split, tasks, what, sampler, advise=advise, test=split == "test")
         return [t for t in sampled if not t.failed_by_infrastructure]
 
     def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
@@ -304,7 +310,9 @@ class EvaluationData(L.LightningDataModule):
         )
         return [t.replace(index=i % attempts) for i, t in enumerate(trajectories)]
 
-    def _rollout(self, split: str, tasks: Sequence[Task], what: str, **options: Any) -> list[Trajectory]:
+    def _rollout(
+        self, split: str, tasks: Sequence[Task], what: str, sampler: Sampler | None = None, **options: Any
+    ) -> list[Trajectory]:
         rollouts = self.rollouts
         assert rollouts is not None, "files need rollouts, see __init__"
         trajectories: list[Trajectory] = []
@@ -314,7 +322,8 @@ class EvaluationData(L.LightningDataModule):
                 n=1,
                 sampling=(self.val_sampling if split == "val" else self.eval_sampling).params,
                 seed=derive_seed(self.seed, split, what),
-                **{"sampler": IndependentSampler(), **options},  # whatever the training's does with a group
+                sampler=sampler or IndependentSampler(),  # whatever the training's does with a group
+                **options,
             )
         self._eval_guard.check(trajectories, f"{split} ({what})", rollouts.failures)
         return trajectories

@@ -45,8 +45,8 @@ def preconditions(args: argparse.Namespace, context: RunContext) -> None:
     require_gates(make_graph(context), replace(context, verb="preconditions"), args.allow, args.questions)
 
 
-def require_gates(graph: Graph, context: RunContext, allow: str, questions: int = QUESTIONS) -> None:
-    """Measure and print the gates of the graph's target. Raises as ``preconditions``."""
+def require_gates(graph: Graph, context: RunContext, allow: str, questions: int = QUESTIONS) -> list[Gate]:
+    """Measure, print and return the gates of the graph's target. Raises as ``preconditions``."""
     target = graph.target()
     measured(target, questions)  # refuses what has no gates before anything is made
     runner.make(graph, replace(context, compare=False), without_target=True)
@@ -73,6 +73,7 @@ def require_gates(graph: Graph, context: RunContext, allow: str, questions: int 
             f"nevertheless with ALLOW={','.join(refused)}",
             1,
         )
+    return gates
 
 
 def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
@@ -141,7 +142,14 @@ def find_skills(target: Stage) -> Config | None:
 def find_sampler(target: Stage) -> Config | None:
     """The arguments of ARPO's sampler, or AEPO's."""
     sampler = rollouts_of(target.config)["init_args"].get("sampler") or {}
-    return sampler["init_args"] if str(sampler.get("class_path", "")).startswith(FORKS) else None
+    if not str(sampler.get("class_path", "")).startswith(FORKS):
+        return None
+    if sampler["init_args"].get("variant") == "lock_step":
+        raise ExperimentError(
+            f"'{target.name}' branches by the tokens before a result (variant: lock_step), which is not measured here; "
+            "measure it with variant: fixed"
+        )
+    return sampler["init_args"]
 
 
 def dictionaries(value: object) -> Iterator[dict[str, Any]]:

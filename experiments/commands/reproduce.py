@@ -11,6 +11,7 @@ from typing import Any
 
 from experiments.commands.command import command, make_graph, numbers, option
 from experiments.commands.models import evaluation_stage
+from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Graph, Stage
@@ -27,14 +28,16 @@ SAMPLED = {"temperature": 1.0}
     "several seeds of an experiment and its ablations, then a report",
     option("--seeds", default="0,1,2", help="comma-separated"),
     option("--ablation-seeds", help="seeds of the ablations, some of --seeds; default: all of them"),
+    ALLOW,
 )
 def reproduce(args: argparse.Namespace, context: RunContext) -> None:
     """Several seeds of the experiment and of its ablations (of those in ``ablations_once`` the first seed alone), then
-    docs/results/NAME.{md,json}. What is done is reused.
+    docs/results/NAME.{md,json}. What is done is reused. The gates of an experiment with ``preconditions`` are measured
+    on all seeds' starts before anything trains from one of them.
 
     Raises:
         ExperimentError: seeds that are no numbers.
-        StageFailed: a stage did not end well; the next call continues from there.
+        StageFailed: a stage did not end well, or a gate failed; the next call continues from there.
     """
     context = dataclasses.replace(context, compare=True)
     seeds = numbers("--seeds", args.seeds, "0,1,2")
@@ -42,6 +45,10 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
     rows: list[dict[str, Any]] = []
     about = make_graph(context).target().config["experiment"]
     sampled = about.get("sampled", True)
+    gates = {}
+    for seed in seeds if about.get("preconditions") else ():
+        seeded = dataclasses.replace(context, seed=seed)
+        gates[seed] = require_gates(make_graph(seeded), seeded, args.allow)
     for seed in seeds:
         seeded = dataclasses.replace(context, seed=seed)
         rows += make_rows(seeded, sampled)
@@ -50,15 +57,20 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
         once = (block.get("ablations_once") or []) if seed == seeds[0] else []
         for name in [*ablations, *once]:
             rows += make_rows(dataclasses.replace(seeded, target=name), sampled)
+    from experiments.reports.preconditions import gates_of_seeds
     from experiments.reports.report import write_results  # late: it imports torch, which would sit here for hours
 
     variables = [f"SEEDS={args.seeds}"]
     if args.ablation_seeds:
         variables.append(f"ABLATION_SEEDS={args.ablation_seeds}")
+    if args.allow:
+        variables.append(f"ALLOW={args.allow}")
     command = dataclasses.replace(context, verb="reproduce", variables=tuple(variables)).command()
     results = context.project.root / "docs" / "results"
     notes = results / f"{context.target}_notes.md"  # what a person has to say about the results
     text = notes.read_text() if notes.is_file() else ""
+    if gates:
+        text += f"\n{gates_of_seeds(gates)}"
     chosen = {"columns": about.get("columns"), "score": about.get("score")}
     for path in write_results(context.target, rows, results, command, **chosen, notes=text):
         print(f"  written {context.project.relative(path)}")

@@ -15,7 +15,10 @@ import numpy as np
 from callbacks.evaluation.continuations import CLEAN, DRIFTED, PREFIX
 from callbacks.evaluation.fork_outcomes import PREFIX as FORKS
 from callbacks.evaluation.step_rows import StepRow, wrong_before
+from experiments.reports.markdown import markdown_table
 
+SOME = 0.99  # of groups without success, so that a reward is met at all
+FEWEST = 20  # prefixes or tool results; fewer measure nothing
 SHUFFLED_TOLERANCE = 0.1  # of success, between shuffled skills and none
 
 Test = Mapping[str, Any]  # "test" of an evaluation.json: metric -> {mean, low, high, n}
@@ -28,7 +31,7 @@ class Gate:
     name: str  # by which it is overridden
     title: str
     found: float | None
-    least: float | None  # one of the two bounds
+    least: float | None  # one bound or both
     most: float | None
     advice: str  # what to change where it fails
 
@@ -40,19 +43,22 @@ class Gate:
 
     @property
     def expected(self) -> str:
+        if self.least is not None and self.most is not None:
+            return f"{self.least:g} to {self.most:g}"
         return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
 
 
 def groups_gate(start: Test, size: int, least: float) -> Gate:
     """``size``: trajectories in a group."""
-    found = start.get(f"pass/{size}")
+    found = mean(start, f"pass/{size}")
     return Gate(
         "no_success",
         f"groups of {size} without any success",
-        None if found is None else 1.0 - found["mean"],
+        None if found is None else 1.0 - found,
         least,
-        None,
-        "outcome rewards alone teach enough here: take harder tasks, fewer turns, or an earlier cold start",
+        SOME,
+        "too few, and outcome rewards alone teach enough: take harder tasks, fewer turns, or an earlier cold start; "
+        "all, and nothing is ever rewarded: take a longer cold start",
     )
 
 
@@ -64,11 +70,12 @@ def distillation_gates(start: Test, steps: Sequence[Sequence[StepRow]], teacher:
     return [
         groups_gate(start, size, 0.8),
         Gate(
-            "teacher_clean", "teacher continues right, clean prefixes", mean(teacher, PREFIX + CLEAN), 0.8, None,
+            "teacher_clean", "teacher continues right, clean prefixes", of_enough(teacher, PREFIX + CLEAN), 0.8, None,
             "the teacher cannot do the task: train it longer, or take a larger one",
         ),
         Gate(
-            "teacher_drifted", "teacher continues right, drifted prefixes", mean(teacher, PREFIX + DRIFTED), None, 0.3,
+            "teacher_drifted", "teacher continues right, drifted prefixes", of_enough(teacher, PREFIX + DRIFTED), None,
+            0.3,
             "the teacher knows the way back, so that its advice after an error is good: there is nothing to weigh down",
         ),
         Gate(
@@ -85,7 +92,7 @@ def distillation_gates(start: Test, steps: Sequence[Sequence[StepRow]], teacher:
         ),
         Gate(
             "first_step", "coefficient of variation of d_1", variation(first), None, 1.0,
-            "the reference of all weights is noise: longer first steps, or reference_step: batch_median",
+            "the reference of all weights is noise: longer first steps",
         ),
     ]  # fmt: skip
 
@@ -115,18 +122,23 @@ def fork_gates(start: Test) -> list[Gate]:
     """ARPO's: of the student's test with ``ForkOutcomes``."""
     return [
         Gate(
-            "open", "tool results after which outcomes differ", mean(start, f"{FORKS}open"), 0.2, None,
+            "open", "tool results after which outcomes differ", of_enough(start, f"{FORKS}open"), 0.2, None,
             "what a fork would sample anew is decided before it: harder or easier tasks, or results that matter more",
         ),
         Gate(
-            "entropy_tells", "correlation of dH with the outcome's variance", mean(start, f"{FORKS}correlation"), 0.2,
-            None, "entropy does not tell where outcomes are open: branches at random would do as well",
+            "entropy_tells", "correlation of dH with the outcome's variance", of_enough(start, f"{FORKS}correlation"),
+            0.2, None, "entropy does not tell where outcomes are open: branches at random would do as well",
         ),
     ]  # fmt: skip
 
 
 def mean(test: Test, metric: str) -> float | None:
     return None if metric not in test else float(test[metric]["mean"])
+
+
+def of_enough(test: Test, metric: str) -> float | None:
+    """The mean, if it is over ``FEWEST``."""
+    return mean(test, metric) if metric in test and test[metric]["n"] >= FEWEST else None
 
 
 def place(steps: Sequence[Sequence[StepRow]]) -> list[tuple[StepRow, bool]]:
@@ -175,6 +187,24 @@ def variation(values: Sequence[float]) -> float | None:
     if len(values) < 2 or not statistics.fmean(values):
         return None
     return statistics.stdev(values) / statistics.fmean(values)
+
+
+def gates_of_seeds(of: Mapping[int, Sequence[Gate]]) -> str:
+    """The gates of every seed's start, as Markdown."""
+    first, *_ = of.values()
+    rows = [
+        [gate.name, gate.title, gate.expected, *(_found(gates[k]) for gates in of.values())]
+        for k, gate in enumerate(first)
+    ]
+    return (
+        "**Gates**, measured on each seed's start before anything trained from it (docs/preconditions.md); in bold "
+        f"what failed:\n\n{markdown_table(['gate', '', 'expected', *(f'seed {seed}' for seed in of)], rows)}"
+    )
+
+
+def _found(gate: Gate) -> str:
+    found = "not measured" if gate.found is None else f"{gate.found:.3f}"
+    return found if gate.passed else f"**{found}**"
 
 
 def gates_table(gates: Sequence[Gate], title: str) -> str:

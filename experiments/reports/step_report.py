@@ -65,9 +65,10 @@ def write_steps(main: str, runs: Sequence[Run], picture: Path) -> tuple[str, lis
         "error: over the steps that follow one whose call failed, timed out, was refused or could not be read.\n",
         _table_by_step(of),
         "The same steps before anything went wrong in their trajectory (clean) and after (drifted), by the world's "
-        "verdict on a step, or where it has none by its outcome. AUC: the probability that the teacher's log-ratio to "
-        "the model, mean over the step's tokens, is higher at a right step than at a wrong one (0.5: it does not "
-        "tell). w: without first steps.\n",
+        "verdict on a step, or where it has none by its outcome; what follows an error stays drifted, repaired or not. "
+        "AUC: the probability that the teacher's log-ratio to the model, mean over its tokens, is higher at a right "
+        "step than at a wrong one (0.5: it does not tell); a step without a verdict counts as its trajectory ended. w: "
+        "without first steps. The teacher is each method's own.\n",
         _table_by_drift(of),
         _kinds_words(bounds),
         _table_of_kinds(kinds),

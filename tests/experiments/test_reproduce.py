@@ -18,6 +18,7 @@ from experiments.commands.models import evaluation_stage
 from experiments.commands.reproduce import SAMPLED, reproduce
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import Project
+from experiments.reports.preconditions import Gate
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
 from rollout.storage import save_trajectories
@@ -41,8 +42,8 @@ def done(workshop, model_dir):
     return make_done(workshop, model_dir)
 
 
-def make_done(workshop, model_dir, about_grpo=""):
-    more = ", compare: [grpo], ablations: [arpo_random], columns: [em, tool_calls, pass/2, train_tool_calls]"
+def make_done(workshop, model_dir, about_grpo="", more=""):
+    more += ", compare: [grpo], ablations: [arpo_random], columns: [em, tool_calls, pass/2, train_tool_calls]"
     workshop.write("arpo", FIT.format(label="ARPO", branch=1, more=more))
     workshop.write("grpo", FIT.format(label="GRPO", branch=0, more=about_grpo))
     workshop.write("arpo_random", FIT.format(label="random branches", branch=2, more=""))
@@ -83,8 +84,8 @@ def answer_by_reward(rows):
     return [dataclasses.replace(row, reward_parts={"acc": float(int(row.id[1:]) < 4)}) for row in rows]
 
 
-def run(context, seeds="0,1", ablation_seeds=None):
-    reproduce(SimpleNamespace(seeds=seeds, ablation_seeds=ablation_seeds), context)
+def run(context, seeds="0,1", ablation_seeds=None, allow=""):
+    reproduce(SimpleNamespace(seeds=seeds, ablation_seeds=ablation_seeds, allow=allow), context)
 
 
 def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done, capsys):
@@ -108,6 +109,25 @@ def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done,
     for line in ("| ARPO - GRPO | all | +0.300 [", "| ARPO - random branches | all | +0.200 [", "| ARPO | 2 | 0.650 ["):
         assert line in page
     assert "`make reproduce EXP=arpo SEEDS=0,1`" in page
+
+
+def test_gates_of_all_seeds_are_measured_before_anything_trains(workshop, model_dir, monkeypatch):
+    from experiments.commands import reproduce as module
+
+    project, context = make_done(workshop, model_dir, more=", preconditions: true")
+    done = []
+
+    def gates(graph, context, allow):
+        done.append((context.seed, allow))
+        return [Gate("reads", "reads", 0.5 + context.seed, 0.7, None, "-")]
+
+    make = module.runner.make
+    monkeypatch.setattr(module, "require_gates", gates)
+    monkeypatch.setattr(module.runner, "make", lambda *given: (done.append("made"), make(*given))[1])
+    run(context, allow="reads")
+    assert done[:2] == [(0, "reads"), (1, "reads")] and {*done[2:]} == {"made"}
+    page = (project.root / "docs" / "results" / "arpo.md").read_text()
+    assert "| reads | reads | at least 0.7 | **0.500** | 1.500 |" in page and "SEEDS=0,1 ALLOW=reads`" in page
 
 
 def test_one_model_for_all_seeds_is_compared_with_each_of_them(workshop, model_dir):

@@ -17,7 +17,7 @@ from tests.callbacks.evaluation.step_helpers import make_steps
 
 
 def metric(**values):
-    return {name.replace("__", "/"): {"mean": value} for name, value in values.items()}
+    return {name.replace("__", "/"): {"mean": value, "n": 20} for name, value in values.items()}
 
 
 def judged(signed, verdicts, **options):
@@ -56,6 +56,8 @@ def test_the_gates_of_distillation_by_hand():
     assert gates["auc_clean"].found == 1.0 and gates["auc_drifted"].found == 0.0
     assert gates["weight_ratio"].found == pytest.approx(((0.2 + 0.4 + 0.3) / 3) / ((0.8 + 1.0) / 2))
     assert gates["first_step"].found == pytest.approx(2**0.5 / 2)  # d_1 is 1 and 3
+    few = {name: {**found, "n": 19} for name, found in teacher.items()}
+    assert [gate.found for gate in distillation_gates(start, [first], few, 8)[1:3]] == [None, None]
     unmeasured = distillation_gates({}, [], {}, 8)
     assert len(unmeasured) == 7 and not any(gate.passed for gate in unmeasured), "not measured is not passed"
 
@@ -65,6 +67,8 @@ def test_the_gates_of_skills_by_hand():
     gates = skill_gates(plain, skilled, metric(average__8=0.15), 8)
     assert [gate.found for gate in gates] == pytest.approx([0.8, 0.04, 0.85, 0.15])
     assert [gate.passed for gate in gates] == [True, True, True, False], "0.15 is more than 0.1 above 0.04"
+    nothing = skill_gates(metric(pass__8=0.0, average__8=0.0), skilled, metric(average__8=0.0), 8)[0]
+    assert not nothing.passed and nothing.expected == "0.7 to 0.99", "a start that never succeeds"
 
 
 def test_the_gates_of_branches():
@@ -119,6 +123,7 @@ def test_dh_is_recorded_as_the_sampler_looks_at_it(context, name):
         ("sod_tiny", ("--model.opd_mode", "none"), "has no teacher"),
         ("sdar_tiny", ("--model.skills_coef", "0"), "has no teacher"),
         ("sod_tiny", ("--data.samples_per_prompt", "1"), "samples no groups"),
+        ("arpo_tiny_lock_step", (), "variant: lock_step.*not measured here"),
     ],
 )
 def test_what_has_no_gates_is_refused(context, name, overrides, error):
