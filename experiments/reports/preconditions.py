@@ -45,7 +45,7 @@ class Gate:
     def expected(self) -> str:
         if self.least is not None and self.most is not None:
             return f"{self.least:g} to {self.most:g}"
-        return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+        return f"at least {self.least:.3g}" if self.least is not None else f"at most {self.most:.3g}"
 
 
 def groups_gate(start: Test, size: int, least: float) -> Gate:
