@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 import lightning as L
 
 from callbacks.evaluation.collector import RowCollector
-from callbacks.evaluation.evaluation import ARCAP_PREFIX, log_metrics, update_evaluation_file
+from callbacks.evaluation.evaluation import ARCAP_PREFIX, add_metrics
 from callbacks.evaluation.statistics import Interval, bootstrap_interval
 from callbacks.evaluation.summary import by_source, per_question
 from callbacks.evaluation_rows import EvaluationRow
-from callbacks.trainer import stage_dir
 from retrieval.ranges import PositiveInt
 from rollout.protocols.base import PromptMode
 
@@ -66,7 +65,4 @@ class ARCap(RowCollector):
 
     def report(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, rows: list[EvaluationRow]) -> None:
         metrics = arcap(rows, resamples=self.resamples)
-        log_metrics(pl_module, split, metrics)
-        if trainer.is_global_zero:
-            path = stage_dir(trainer) / "evaluation.json"
-            update_evaluation_file(path, split, metrics, lambda name: name.startswith(ARCAP_PREFIX), {})
+        add_metrics(trainer, pl_module, split, metrics, ARCAP_PREFIX)

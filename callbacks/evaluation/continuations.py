@@ -11,13 +11,13 @@ from typing import Any
 
 import lightning as L
 
-from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
+from callbacks.evaluation.evaluation import add_metrics
 from callbacks.evaluation.statistics import Interval, bootstrap_interval
 from callbacks.evaluation.step_rows import verdicts_of, wrong_before
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.ranks import gather_lists
-from callbacks.trainer import data_module, stage_dir
+from callbacks.trainer import data_module
 from retrieval.ranges import PositiveInt
 from rollout.environments.base import EnvironmentFactory
 from rollout.samplers.base import check_forks
@@ -90,10 +90,7 @@ class Continuations(EvaluationHooks):
             for step in sorted({turn + 1 for turn, _ in outcomes}):
                 part = [right for turn, right in outcomes if turn + 1 == step]
                 metrics[f"{PREFIX}{kind}/{step}"] = bootstrap_interval(part)
-        log_metrics(pl_module, split, metrics)
-        if trainer.is_global_zero:
-            path = stage_dir(trainer) / "evaluation.json"
-            update_evaluation_file(path, split, metrics, lambda name: name.startswith(PREFIX), {})
+        add_metrics(trainer, pl_module, split, metrics, PREFIX)
 
 
 def check_continues(data: Any, callback: str) -> None:

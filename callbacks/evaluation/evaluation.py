@@ -24,7 +24,7 @@ from rollout.files import write_atomically
 from rollout.trajectory import Task, Trajectory
 
 ARCAP_PREFIX = "arcap/"
-OTHERS = (ARCAP_PREFIX, STEPS_PREFIX, "continues/", "with_skills")  # metrics that other callbacks write
+OTHERS = (ARCAP_PREFIX, STEPS_PREFIX, "continues/", "forks/", "with_skills")  # metrics that other callbacks write
 
 
 class AnswersProtocol(Protocol):
@@ -66,6 +66,18 @@ def update_evaluation_file(
     content[split] = kept | {name: metric.as_json() for name, metric in metrics.items()}
     content |= header
     write_atomically(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def add_metrics(
+    trainer: L.Trainer, module: L.LightningModule, split: str, metrics: Mapping[str, Interval], prefix: str
+) -> None:
+    """Log a callback's metrics, and put them into ``evaluation.json`` in place of those with its prefix, one of
+    ``OTHERS``. Every rank calls it."""
+    assert prefix in OTHERS, f"{prefix} is not among OTHERS: Evaluation would take these metrics for its own"
+    log_metrics(module, split, metrics)
+    if trainer.is_global_zero:
+        path = stage_dir(trainer) / "evaluation.json"
+        update_evaluation_file(path, split, metrics, lambda name: name.startswith(prefix), {})
 
 
 class Evaluation(RowCollector):

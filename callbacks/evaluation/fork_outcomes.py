@@ -8,12 +8,12 @@ import lightning as L
 import numpy as np
 
 from callbacks.evaluation.continuations import Prefix, check_continues, choose, continued
-from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
+from callbacks.evaluation.evaluation import add_metrics
 from callbacks.evaluation.statistics import Interval, bootstrap_function, bootstrap_interval
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT
 from callbacks.ranks import gather_lists
-from callbacks.trainer import data_module, stage_dir
+from callbacks.trainer import data_module
 from retrieval.ranges import PositiveInt
 from rollout.trajectory import Trajectory
 from rollout.trajectory_metrics import turns_after_tools
@@ -71,10 +71,7 @@ class ForkOutcomes(EvaluationHooks):
         rises = {(t.task.id, t.index, k): change for t, k in chosen if (change := rise(t, k)) is not None}
         shares = gather_lists([(rises[place], float(np.mean(each))) for place, each in right.items()])
         metrics = fork_metrics(shares)
-        log_metrics(pl_module, split, metrics)
-        if trainer.is_global_zero:
-            path = stage_dir(trainer) / "evaluation.json"
-            update_evaluation_file(path, split, metrics, lambda name: name.startswith(PREFIX), {})
+        add_metrics(trainer, pl_module, split, metrics, PREFIX)
 
 
 def fork_metrics(results: Sequence[tuple[float, float]]) -> dict[str, Interval]:

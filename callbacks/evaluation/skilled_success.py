@@ -8,12 +8,12 @@ from typing import Any
 
 import lightning as L
 
-from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
+from callbacks.evaluation.evaluation import add_metrics
 from callbacks.evaluation.statistics import bootstrap_interval
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.ranks import gather_lists
-from callbacks.trainer import data_module, stage_dir
+from callbacks.trainer import data_module
 from rollout.protocols.text import control_tokens
 from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
@@ -76,8 +76,4 @@ class SkilledSuccess(EvaluationHooks):
         sampled = data.sample(split, advised, METRIC, advise=False)
         judged = [row_of(t, AGENT).accuracy for t in sampled]
         metrics = {METRIC: bootstrap_interval([a for a in gather_lists(judged) if a is not None])}
-        log_metrics(pl_module, split, metrics)
-        if trainer.is_global_zero:
-            update_evaluation_file(
-                stage_dir(trainer) / "evaluation.json", split, metrics, lambda name: name == METRIC, {}
-            )
+        add_metrics(trainer, pl_module, split, metrics, METRIC)

@@ -37,7 +37,8 @@ def test_dh_is_against_the_trajectorys_own_first_turn():
     assert rise(trajectory.replace(turns=(first, second)), 1) == 1.5
 
 
-def test_forks_go_on_from_tool_results_alone(trainer_for, tmp_path, model_dir):
+@pytest.mark.parametrize("first", [0, 1])
+def test_forks_go_on_from_tool_results_alone(trainer_for, tmp_path, model_dir, first):
     """After the result the model is unsure of odd questions, and then right in half of the cases."""
     protocol = SearchR1Protocol(str(model_dir), template="short")
 
@@ -63,7 +64,8 @@ def test_forks_go_on_from_tool_results_alone(trainer_for, tmp_path, model_dir):
     asked = [Task(f"q{i}", f"Where was Mira Voss number {i} born?", ("Grey Harbor",), "toy") for i in range(8)]
     write_tasks(tmp_path / "test.parquet", asked)
     data = EvaluationData(rollouts, test_files=[str(tmp_path / "test.parquet")])
-    trainer_for([Evaluation(200), ForkOutcomes(forks=12)]).test(Hands(), datamodule=data, verbose=False)
+    callbacks = [Evaluation(200), ForkOutcomes(forks=12)]
+    trainer_for([callbacks[first], callbacks[1 - first]]).test(Hands(), datamodule=data, verbose=False)
     found = json.loads((tmp_path / "stage" / "evaluation.json").read_text())["test"]
     assert (found["forks/open"]["mean"], found["forks/open"]["n"]) == (0.5, 8)
     assert found["forks/correlation"]["mean"] > 0.9
