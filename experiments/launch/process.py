@@ -92,6 +92,8 @@ def run_child(
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
         returncode = child.wait()
+    if trouble is None and returncode != 0 and not presses:
+        trouble = watch()  # the child may have met another node's end before our next look, and said it worse
     return ChildResult(returncode, presses > 0, trouble)
 
 

@@ -117,3 +117,12 @@ def test_what_the_watch_reports_ends_a_child_that_does_not_end_by_itself(tmp_pat
     )
     assert (result.returncode, result.interrupted, result.trouble) == (-signal.SIGKILL, False, "node 1 has gone")
     assert b"node 1 has gone; what runs here ends in" in capfdbinary.readouterr().out
+
+
+def test_a_child_that_fails_before_the_next_look_is_explained_by_the_watch(tmp_path):
+    reports = iter([None, "node 1 has gone"])
+    command = [sys.executable, "-c", "raise SystemExit(1)"]
+    result = process.run_child(
+        command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=lambda: next(reports)
+    )
+    assert (result.returncode, result.trouble) == (1, "node 1 has gone")
