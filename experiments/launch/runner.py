@@ -208,8 +208,8 @@ def make_stage(
 def _require_folder(stage: Stage, store: StageFolder, context: RunContext) -> None:
     if not store.config_path.exists():
         raise StageFailed(
-            f"{context.project.relative(store.path)} was deleted while {stage.name} was being made in it. To try again: "
-            f"{context.resume_command(resume=False)}", 1,
+            f"{context.project.relative(store.path)} was deleted while {stage.name} was being made in it. To try "
+            f"again: {context.resume_command(resume=False)}", 1,
         )  # fmt: skip
 
 
