@@ -2,7 +2,7 @@
 
 # Variables that a command may be given; others that it is given are refused, but for those of the environment.
 VARIABLES := EXP SEED COMPARE RESUME FRESH ARGS LAUNCH NNODES NPROC PARTITION ACCOUNT TIME SBATCH MASTER_ADDR MASTER_PORT \
-	NODE_RANK LAUNCH_TIMEOUT CKPT PORT INDEX EXPS TO DTYPE LIKE ALGORITHM HARDWARE GPUS GPU Q SEEDS ABLATION_SEEDS ALL FORCE \
+	NODE_RANK LAUNCH_TIMEOUT CKPT TRUST PORT INDEX EXPS TO DTYPE LIKE ALGORITHM HARDWARE GPUS GPU Q SEEDS ABLATION_SEEDS ALL FORCE \
 	BENCHMARKS ALLOW QUESTIONS
 ENVIRONMENT := COMPACT_AGENTS_% CUDA_% FORCE_CPU HF_% HTTP_% HTTPS_% MLFLOW_% NCCL_% OMP_% PIP_% PYTHON% TMPDIR VLLM_% http_% https_%
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
@@ -64,7 +64,7 @@ smoke: setup ## a small chain of 3 minutes: search, SFT, GRPO, tests, a table
 	@$(RUN) train smoke --compare $(ARGS)
 
 evaluate: setup ## test a checkpoint or model folder; CKPT=path
-	@$(RUN) evaluate $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
+	@$(RUN) evaluate $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(TRUST),--trust) $(ARGS)
 
 lint: setup ## ruff (lint and format), pyright, and the import contract
 	@.venv/bin/ruff check
@@ -91,7 +91,7 @@ ui: setup ## open the runs in MLflow; PORT=5000
 	@$(RUN) ui --port $(or $(PORT),5000) $(ARGS)
 
 export: setup ## the model as a Hugging Face folder; CKPT=last|best|path TO=dir
-	@$(RUN) export $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(TO),--to "$(TO)") $(if $(DTYPE),--dtype $(DTYPE)) $(ARGS)
+	@$(RUN) export $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(TRUST),--trust) $(if $(TO),--to "$(TO)") $(if $(DTYPE),--dtype $(DTYPE)) $(ARGS)
 
 experiments: setup ## list experiments; LIKE=sod ALGORITHM=GRPO HARDWARE=cpu
 	@$(RUN) list $(if $(LIKE),--like "$(LIKE)") $(if $(ALGORITHM),--algorithm "$(ALGORITHM)") $(if $(HARDWARE),--hardware "$(HARDWARE)")

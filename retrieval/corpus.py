@@ -271,7 +271,7 @@ def _parquet_rows(path: Path, own: Mapping[str, str] | None, chunk: int = 100_00
     try:
         frame = pl.scan_parquet(path)
         columns = frame.collect_schema().names()
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise CorpusError(f"{path}: not a parquet file ({error}); write it again or give a .jsonl file") from error
     names = dict.fromkeys((*IDS, *OWN) if own is None else [own.get(name, name) for name in OWN])
     wanted = [name for name in names if name in columns or name in (own or {}).values()]
@@ -283,7 +283,13 @@ def _parquet_rows(path: Path, own: Mapping[str, str] | None, chunk: int = 100_00
         have = ", ".join(columns)
         raise CorpusError(f"{path}: no column {', '.join(sorted(missing))}; it has {have}; expected {_FORMS}")
     start = 0
-    while len(rows := frame.select(wanted).slice(start, chunk).collect()):
+    while True:
+        try:
+            rows = frame.select(wanted).slice(start, chunk).collect()
+        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+            raise CorpusError(f"{path} is damaged after row {start} ({error}); write or fetch it again") from error
+        if not len(rows):
+            return
         yield from enumerate(rows.iter_rows(named=True), start=start + 1)
         start += chunk
 

@@ -82,8 +82,9 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
         raise FileNotFoundError(f"no file of trajectories at {path}")
     try:
         frame = pl.read_parquet(path)
-    except pl.exceptions.PolarsError as error:
-        raise TrajectoryFileError(f"{path} is not a readable parquet file: {error}") from error
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        said = " ".join(str(error).split())
+        raise TrajectoryFileError(f"{path} is not a readable parquet file: {said}") from error
     absent = {name: value for name, value in LATER_COLUMNS.items() if name not in frame.columns}
     later = [pl.lit(value, dtype=SCHEMA[name]).alias(name) for name, value in absent.items()]
     missing = [name for name in SCHEMA if name not in (*frame.columns, *LATER_COLUMNS)]

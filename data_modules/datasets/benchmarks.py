@@ -152,7 +152,7 @@ def _golds(value: Any, ability: str) -> tuple[str, ...]:
         # Not in mathematics, where "[1, 2]" is an interval.
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             pass  # a text that begins with a bracket
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):

@@ -105,7 +105,7 @@ def _call(where: str, call: Any, typed: bool) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _UnreadableCall from error
     elif typed and arguments is not None:
         arguments = _without_nulls(arguments)
@@ -125,7 +125,7 @@ def _parsed(where: str, name: str, value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{where}: {name} cannot be read as JSON ({error})") from error
 
 

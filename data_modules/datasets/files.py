@@ -34,6 +34,10 @@ def require_file(path: Path) -> Path:
     raise DatasetError(f"no such file: {path}{hint}")
 
 
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
 def shown(rows: Sequence[int]) -> str:
     """The first few numbers, for a message."""
     rest = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
@@ -135,7 +139,7 @@ def _read_json(path: Path) -> list[Any]:
     if path.suffix == ".json":
         try:
             rows = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{path} cannot be read as JSON ({error}); write or fetch it again") from error
         if not isinstance(rows, list):
             raise DatasetError(f"{path} holds a JSON {type(rows).__name__}, expected a list of objects")
@@ -145,7 +149,7 @@ def _read_json(path: Path) -> list[Any]:
         if line.strip():
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise DatasetError(f"{path}, line {number}: not JSON ({error}); write or fetch it again") from error
     return rows
 
@@ -155,8 +159,8 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pl.DataFra
     require_file(path)
     try:
         return pl.read_parquet(path, columns=list(columns) if columns else None)
-    except pl.exceptions.PolarsError as error:
-        raise DatasetError(f"{path} cannot be read as parquet ({error}); write or fetch it again") from error
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        raise DatasetError(f"{path} cannot be read as parquet ({one_line(error)}); write or fetch it again") from error
 
 
 def write_parquet(path: Path, frame: pl.DataFrame) -> None:

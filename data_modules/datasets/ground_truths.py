@@ -38,7 +38,7 @@ def read_truth(value: Any) -> GroundTruth:
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             parsed = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             parsed = None  # formulas and intervals begin so too
         if isinstance(parsed, dict) and any(field in parsed for field in TEST_FIELDS):
             value = parsed

@@ -78,7 +78,10 @@ def _official(row: dict[str, Any]) -> Problem:
         if not function:
             raise ValueError("tests of a function, but no func_name in the metadata")
     given = {"inputs": [c["input"] for c in cases], "outputs": [c["output"] for c in cases], "fn_name": function}
-    return _problem(row.get("question_content"), given, len(public), row.get("starter_code") or "")
+    code = row.get("starter_code") or ""
+    if not isinstance(code, str):
+        raise ValueError("a starter_code that is no text")
+    return _problem(row.get("question_content"), given, len(public), code)
 
 
 def _of_sod(row: dict[str, Any]) -> Problem:
@@ -138,7 +141,7 @@ def _json(name: str, value: Any, kind: type) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} that cannot be read as JSON") from error
     if not isinstance(value, kind):
         raise ValueError(f"{name} that is not a JSON {'list' if kind is list else 'object'}")

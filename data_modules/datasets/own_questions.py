@@ -58,7 +58,9 @@ def read_own(path: Path, columns: Mapping[str, str]) -> OwnRows:
                 found.lines.append(line)
             else:
                 found.unreadable[line] = row
-    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+    except DatasetError:
+        raise
+    except (ValueError, RecursionError, csv.Error) as error:
         raise DatasetError(f"{path} cannot be read as {path.suffix[1:]} in UTF-8 ({error}); write it again") from error
     if not found.rows and not found.unreadable:
         raise DatasetError(f"{path}: the file has no rows")
@@ -92,8 +94,9 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _json_row(text: str) -> dict[str, Any] | str:
     try:
         row = json.loads(text)
-    except json.JSONDecodeError as error:
-        return f"no JSON ({error.msg} at column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        return f"no JSON ({getattr(error, 'msg', error)}{at})"
     return row if isinstance(row, dict) else "no JSON object"
 
 
@@ -130,7 +133,7 @@ def _answers(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return [value]
     if value is None:
         return None

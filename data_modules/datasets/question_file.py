@@ -253,7 +253,7 @@ def _prompt(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _passages(value: Any) -> Passages:
-    passages = [p if isinstance(p, dict) else {} for p in value or ()]
+    passages = [p if isinstance(p, dict) else {} for p in value or ()] if isinstance(value, list | None) else [{}]
     if any(p.get("title") is None or not p.get("text") for p in passages):
         raise RowFault("a gold passage without title or text")
     return tuple((p["title"], p["text"]) for p in passages)
@@ -267,7 +267,7 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
     else:
         try:
             found = {} if value is None or value.strip() == "" else json.loads(value)
-        except (AttributeError, json.JSONDecodeError):
+        except (AttributeError, ValueError, RecursionError):
             found = None
     if not isinstance(found, dict):
         raise RowFault("metadata that is not a JSON object")

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import os
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+from experiments.launch.process import handling
 from experiments.registry import overrides as cli_overrides
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Need, Stage
+
+SERVER_GRACE_S = 10.0  # for a server to end in its own way
 
 Run = Callable[[argparse.Namespace, RunContext], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -88,9 +97,27 @@ def require_free_port(port: int, otherwise: str) -> None:
 
 
 def serve(command: Sequence[str], name: str, context: RunContext, environment: Mapping[str, str] | None = None) -> None:
-    """Run a server in the foreground until Ctrl-C. Raises StageFailed if it ends otherwise."""
-    code = subprocess.run(command, cwd=context.project.root, env=environment, check=False).returncode
-    if code not in (0, -2, 130):
+    """Run a server in the foreground until Ctrl-C or SIGTERM, by which its own children end, too. Raises StageFailed if
+    it ends otherwise."""
+    deadline, asked = math.inf, False
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+
+    with handling(end):
+        server = subprocess.Popen(command, cwd=context.project.root, env=environment, start_new_session=True)
+        try:
+            while server.poll() is None and time.monotonic() < deadline:
+                if asked and deadline == math.inf:
+                    deadline = time.monotonic() + SERVER_GRACE_S
+                    os.killpg(server.pid, signal.SIGINT)
+                time.sleep(0.1)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # what did not end, and what it left behind
+            code = server.wait()
+    if not asked and code != 0:
         raise StageFailed(f"the {name} ended with exit code {code}", 1)
 
 

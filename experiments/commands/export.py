@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from experiments.commands.command import command, make_graph, option
-from experiments.commands.models import find_model, is_model_folder
+from experiments.commands.models import TRUST, find_model, is_model_folder
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
@@ -26,6 +26,7 @@ WHICH = "last or best (the experiment's own, done or not), a .ckpt (file or Deep
     "export",
     "an experiment's model, or any checkpoint of it, as a Hugging Face folder",
     option("--checkpoint", help=f"{WHICH}; default: its result"),
+    TRUST,
     option("--to", help="target folder; default: exports/NAME"),
     option("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as the weights are"),
 )
@@ -38,7 +39,7 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
             this experiment.
     """
     stage = make_graph(context).target()
-    path = find_weights(stage, context, args.checkpoint)
+    path = find_weights(stage, context, args.checkpoint, args.trust)
     target = Path(args.to) if args.to else context.project.root / "exports" / context.target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder with --to")
@@ -55,7 +56,7 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
     print(f"exported {context.project.relative(path.absolute())} to {target}: transformers and vLLM load it as it is")
 
 
-def find_weights(stage: Stage, context: RunContext, checkpoint: str | None) -> Path:
+def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trust: bool) -> Path:
     """The model folder or checkpoint that is asked for. Raises ExperimentError if there is none."""
     store = StageFolder(stage.folder)
     if checkpoint in OWN:
@@ -64,7 +65,7 @@ def find_weights(stage: Stage, context: RunContext, checkpoint: str | None) -> P
             raise ExperimentError(f"'{stage.name}' has no {checkpoint} checkpoint ({context.project.relative(path)})")
         return path
     if checkpoint is not None:
-        return find_model(context, checkpoint)
+        return find_model(context, checkpoint, trust)
     if store.result() is None and store.checkpoint.exists():
         raise ExperimentError(
             f"'{stage.name}' is not done; its last checkpoint can be exported: make export EXP={stage.name} CKPT=last"

@@ -18,6 +18,9 @@ from experiments.stages.context import RunContext
 from experiments.stages.graph import Graph, Stage, require_files
 from experiments.stages.store import StageFolder
 
+TRUST = option("--trust", action="store_true", help="read a DeepSpeed checkpoint from elsewhere, which can run code")
+SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds its files, which are pickles
+
 EVALUATE_ONLY = "lightning_modules.training.policy_module.EvaluateOnly"
 
 
@@ -30,11 +33,12 @@ def trained_stage(context: RunContext) -> Stage:
     return Graph(context.project, context.target, Overrides(), context.seed).target()
 
 
-def find_model(context: RunContext, checkpoint: str | None) -> Path:
+def find_model(context: RunContext, checkpoint: str | None, trust: bool = False) -> Path:
     """The file or folder named, or else the experiment's own model: of kind test, the one that it tests.
 
     Raises:
-        ExperimentError: it is not there, or is neither a checkpoint nor a model folder.
+        ExperimentError: it is not there, is neither a checkpoint nor a model folder, or could run code when it is read
+            and neither lies in the outputs nor is to be trusted.
     """
     if checkpoint is None:
         stage = trained_stage(context)
@@ -48,6 +52,12 @@ def find_model(context: RunContext, checkpoint: str | None) -> Path:
         return path / "model"  # a stage's folder
     if not is_model_folder(path) and path.suffix != ".ckpt":
         raise ExperimentError(f"{checkpoint} is neither a .ckpt nor a Hugging Face folder (no config.json in it)")
+    ours = path.resolve().is_relative_to(context.project.outputs.resolve())
+    if (path / SHARDS).is_dir() and not ours and not trust:
+        raise ExperimentError(
+            f"{checkpoint} is a DeepSpeed checkpoint from elsewhere: its files are pickles, which can run code when "
+            "they are read. If you trust who wrote them: TRUST=1"
+        )
     return path
 
 
@@ -91,6 +101,7 @@ def to_meet(stages: Sequence[Stage]) -> str:
     "evaluate",
     "test a checkpoint or model folder as the experiment does",
     option("--checkpoint", help="a .ckpt of this experiment or a model folder; default: its result"),
+    TRUST,
 )
 def evaluate(args: argparse.Namespace, context: RunContext) -> None:
     """Run Trainer.test for a checkpoint as a stage of its own, and print its line of the table.
@@ -104,7 +115,7 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(f"'{target.name}' is of kind task: there is no model to evaluate")
     if checkpoint is None and target.kind == "test":
         runner.require_needs([target])  # says how its model is had
-    path = find_model(context, checkpoint)
+    path = find_model(context, checkpoint, args.trust)
     context = replace(context, verb="evaluate", variables=(f"CKPT={checkpoint}",) if checkpoint else ())
     stage = evaluation_stage(target, path, graph)
     for upstream in target.upstream:

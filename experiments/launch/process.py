@@ -82,7 +82,7 @@ def run_child(
             os.killpg(child.pid, signal.SIGKILL)
 
     try:
-        with _handlers(interrupt):
+        with handling(interrupt):
             _copy_output(child, screen, check_watch)
             while child.poll() is None:  # it has closed its output and lives on
                 check_watch()
@@ -98,7 +98,8 @@ def run_child(
 
 
 @contextmanager
-def _handlers(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handling(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP call ``interrupt`` for the time of the block."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {s: signal.signal(s, interrupt) for s in signals}
     try:

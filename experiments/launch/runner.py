@@ -195,12 +195,22 @@ def make_stage(
         try:
             run_stage(stage, context, watch_nodes(store, ranks_of(stage.config).nodes), fork_server)
         except StageFailed as failure:
+            _require_folder(stage, store, context)
             if failure.exit_code == REFUSED and not keep:
                 shutil.rmtree(stage.folder)
             raise
         finally:
-            seconds = store.end_session() if store.path.exists() else 0.0
+            seconds = store.end_session() if store.metadata() else 0.0
+        _require_folder(stage, store, context)
         store.finish(_result(stage, store, context, seconds))
+
+
+def _require_folder(stage: Stage, store: StageFolder, context: RunContext) -> None:
+    if not store.config_path.exists():
+        raise StageFailed(
+            f"{context.project.relative(store.path)} was deleted while {stage.name} was being made in it. To try "
+            f"again: {context.resume_command(resume=False)}", 1,
+        )  # fmt: skip
 
 
 def _result(stage: Stage, store: StageFolder, context: RunContext, seconds: float) -> dict[str, Any]:

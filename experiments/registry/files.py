@@ -7,6 +7,7 @@ inherited, by its path from the experiments folder: ``inherits: [tiny/bases/dgpo
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,6 +51,14 @@ def _read_yaml(path: str, modified: int, size: int) -> Config:
     if plain is not None and not isinstance(plain, dict):
         raise ExperimentError(f"{path}: expected a mapping at the top, found a {type(plain).__name__}")
     return plain or {}
+
+
+def read_json(path: Path) -> Any:
+    """A file that we wrote. Raises FileNotFoundError; ExperimentError if it was damaged since."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ExperimentError(f"{path} is damaged ({short(error)}); remove its folder, and it is made anew") from error
 
 
 def data_arguments(config: Config) -> Config:

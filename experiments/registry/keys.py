@@ -104,7 +104,10 @@ class PathHasher:
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
-        self._known: dict[str, str] = json.loads(cache.read_text()) if cache.is_file() else {}
+        try:
+            self._known: dict[str, str] = dict(json.loads(cache.read_bytes()))
+        except (FileNotFoundError, ValueError, TypeError, RecursionError):  # missing or damaged: files are read again
+            self._known = {}
         self._changed = False
 
     def __call__(self, path: Path) -> str:

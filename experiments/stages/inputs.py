@@ -67,7 +67,7 @@ def _rows(path: Path) -> int:
 
     try:
         return pl.scan_parquet(path).select(pl.len()).collect().item()
-    except pl.exceptions.PolarsError as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise DatasetError(f"{path} cannot be read as parquet") from error
 
 

@@ -124,7 +124,8 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
         else:
             data.teardown("test")  # which ends the engine
     else:
-        trainer.test(model, datamodule=data, ckpt_path=store.metadata()["checkpoint"], verbose=False)
+        checkpoint = store.metadata()["checkpoint"]  # perhaps a stranger's
+        trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True)
 
 
 def has_test(data: Any) -> bool:

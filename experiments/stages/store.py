@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from callbacks.training import stop_request
+from experiments.registry.files import read_json
 from experiments.stages.graph import Stage
 from rollout.files import write_atomically
 
@@ -104,7 +105,7 @@ class StageFolder:
     def result(self) -> dict[str, Any] | None:
         """What result.json says, or None: the stage is not done."""
         try:
-            return json.loads((self.path / "result.json").read_text())
+            return read_json(self.path / "result.json")
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -122,7 +123,7 @@ class StageFolder:
 
     def metadata(self) -> dict[str, Any]:
         path = self.path / "stage.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
 
     def prepare(self, stage: Stage, metadata: dict[str, Any], *, keep: bool) -> None:
         """Write config.yaml and stage.json and open a session. ``keep=False`` empties the folder first."""

@@ -11,7 +11,7 @@ from rollout.tools.base import Tool
 from rollout.trajectory import ActionKind, CallOutcome, Trajectory
 
 TOTAL = "t"  # the variable
-_SHOWN = re.compile(rf"^{TOTAL} = (-?\d+)$", re.MULTILINE)
+_SHOWN = re.compile(rf"^{TOTAL} = (-?\d{{1,4000}})$", re.MULTILINE)  # int() takes 4300 digits
 
 
 def shown_total(text: str) -> int | None:

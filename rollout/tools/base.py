@@ -19,6 +19,14 @@ class Tool(Protocol):
 
 
 @runtime_checkable
+class Bounded(Protocol):
+    """A tool or runner that is no quicker with more calls at once; the others wait, and their deadline with them."""
+
+    @property
+    def concurrency(self) -> int: ...
+
+
+@runtime_checkable
 class Startable(Protocol):
     """A tool, runner or environment factory that can fail before the first call, and should: before a model loads."""
 

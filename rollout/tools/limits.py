@@ -12,7 +12,7 @@ from typing import Any
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.services.retries import with_retries
-from rollout.tools.base import Startable, Tool
+from rollout.tools.base import Bounded, Startable, Tool
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 
 CUT_MARK = "\n[...]"
@@ -34,7 +34,7 @@ class ToolLimits:
     backoff_s: NonNegativeFloat = (
         0.5  # pause before the first retry, doubled for each further one, times 0.5 to 1.5 at random
     )
-    concurrency: PositiveInt = 64  # attempts running at once, over all trajectories
+    concurrency: PositiveInt = 64  # attempts running at once, over all trajectories; fewer if the tool says so
     max_characters: PositiveInt = 20_000  # of the text that the model reads; errors lose their middle, others their end
     cache_size: NonNegativeInt = 0  # results kept, least recently used dropped; only for tools without side effects
 
@@ -100,7 +100,8 @@ class LimitedTool:
         if self._free is None or self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
                 raise RuntimeError(f"tool {self.name} is in use by another event loop; make one per loop, or close it")
-            self._loop, self._free = loop, asyncio.Semaphore(self.limits.concurrency)
+            most = self.tool.concurrency if isinstance(self.tool, Bounded) else self.limits.concurrency
+            self._loop, self._free = loop, asyncio.Semaphore(min(self.limits.concurrency, most))
         return self._free
 
     def _capped(self, result: ToolResult) -> ToolResult:

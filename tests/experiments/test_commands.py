@@ -4,8 +4,11 @@ import gzip
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tarfile
+import time
 from argparse import Namespace
 from dataclasses import replace
 
@@ -21,6 +24,7 @@ from experiments.registry.project import ROOT
 from experiments.stages.context import Node, RunContext
 from retrieval import server
 from rollout.trajectory import Task
+from tests.experiments.launch.test_process import alive
 
 # The tests themselves run under `make test`, whose flags and level an inner make would take over.
 OUTSIDE = {
@@ -153,6 +157,34 @@ def test_set_up_finds_a_python(tmp_path, there, said):
     assert said in done.stdout, done.stdout + done.stderr
 
 
+SERVER = """
+import subprocess, sys, time
+deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", deaf])
+print("serving", child.pid, flush=True)
+child.wait()
+"""
+SERVE = """
+import sys
+from types import SimpleNamespace
+from experiments.commands.command import serve
+serve([sys.executable, "-c", sys.argv[1]], "toy server", SimpleNamespace(project=SimpleNamespace(root=".")))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_served_command_leaves_nothing_behind(number):
+    command = [sys.executable, "-c", SERVE, SERVER]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        below = int(serving.stdout.readline().split()[1])
+        serving.send_signal(number)
+        assert serving.wait(timeout=60) == 0
+        deadline = time.monotonic() + 10
+        while alive(below) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(below)
+
+
 def test_only_models_are_taken_for_models(workshop, tmp_path):
     workshop.task("x")
     context = RunContext(workshop.project, "x", (), None)
@@ -162,6 +194,14 @@ def test_only_models_are_taken_for_models(workshop, tmp_path):
         find_model(context, "/nowhere")
     with pytest.raises(ExperimentError, match="neither a .ckpt nor a Hugging Face folder"):
         find_model(context, str(tmp_path))
+    shards = tmp_path / "sharded.ckpt"
+    (shards / "checkpoint").mkdir(parents=True)
+    with pytest.raises(ExperimentError, match="pickles, which can run code .* TRUST=1"):
+        find_model(context, str(shards))
+    assert find_model(context, str(shards), trust=True) == shards
+    ours = context.project.outputs / "toy" / "last.ckpt"
+    (ours / "checkpoint").mkdir(parents=True)
+    assert find_model(context, str(ours)) == ours
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     assert find_model(context, str(tmp_path)) == tmp_path / "model"
@@ -192,7 +232,7 @@ def test_how_a_released_model_is_had_is_said_before_it_is_missed(workshop):
     data = "{class_path: data_modules.evaluation_data.EvaluationData}"
     workshop.write("x", f"experiment: {{kind: test, needs: {needs}}}\nmodel: {model}\ndata: {data}\n")
     with pytest.raises(ExperimentError, match=r"needs: models/released \(make download EXP=x\)"):
-        evaluate(Namespace(checkpoint=None), RunContext(workshop.project, "x", (), None))
+        evaluate(Namespace(checkpoint=None, trust=False), RunContext(workshop.project, "x", (), None))
 
 
 def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():

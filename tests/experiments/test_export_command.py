@@ -50,7 +50,7 @@ def trained(workshop, model_dir):
 
 
 def run(context, to, checkpoint=None, dtype=None):
-    export(SimpleNamespace(to=str(to), checkpoint=checkpoint, dtype=dtype), context)
+    export(SimpleNamespace(to=str(to), checkpoint=checkpoint, trust=False, dtype=dtype), context)
     return AutoModelForCausalLM.from_pretrained(to, dtype="auto")
 
 

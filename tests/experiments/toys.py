@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ class Note:
         text: what goes into note.txt.
         source: folder of another note, copied into this one.
         seconds: how long it takes.
-        fault: ``value`` or ``bug``: the error it ends with.
+        fault: ``value`` or ``bug``: the error it ends with; ``gone``: its folder is deleted.
         retriever: a search server, which it does not ask.
     """
 
@@ -37,7 +38,9 @@ class Note:
             stream.write(f"{os.getpid()} {output_dir.parent.name}\n")
         print(f"writing {self.text}", flush=True)
         time.sleep(self.seconds)
-        if self.fault:
+        if self.fault == "gone":
+            shutil.rmtree(output_dir)
+        elif self.fault:
             raise ValueError("the corpus is empty") if self.fault == "value" else TypeError("unsupported operand")
         before = (Path(self.source) / "note.txt").read_text() if self.source else ""
         (output_dir / "note.txt").write_text(before + self.text)

@@ -306,7 +306,7 @@ class CodeTests:
                 return said
             try:
                 answers = json.loads(said)
-            except ValueError:  # it ended the process, or what it answers is too long
+            except (ValueError, RecursionError):  # it ended the process, or what it answers is too long
                 return TestOutcome.WRONG
             if not questions:
                 return TestOutcome.PASSED  # needed nothing of the solution but that it runs

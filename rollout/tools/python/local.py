@@ -18,6 +18,8 @@ from rollout.tools.python.probe import Protection
 from rollout.trajectory import InfrastructureError
 
 MECHANISMS = ("namespaces", "landlock", "seccomp")
+# Programs at once, per processor: more would only share it, until an innocent one is late.
+PER_PROCESSOR = 2
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +32,12 @@ class LocalSandbox:
     """A ``Runner`` over a small fork server with warm interpreters, each used for one program and one only.
 
     The server starts with the first program, or with ``start``. One event loop at a time; a new loop gets a new server.
+    Two programs run at once for each processor; others wait, and a program's time begins when it does.
 
     Args:
         timeout_s: seconds of wall time per program; keep it below that of ``ToolLimits``.
-        memory_mb: address space of a program, the interpreter's own included. Times ``ToolLimits.concurrency`` is what
-            may be needed at once.
+        memory_mb: address space of a program, the interpreter's own included. Times twice the number of processors is
+            what may be needed at once.
         disk_mb: its temporary folder, which lies in memory too.
         threads: it may have beside its first one.
         max_output: characters of output that are kept, from the beginning and the end.
@@ -84,8 +87,9 @@ class LocalSandbox:
             "paths": paths,
             "search": search,
         }
+        self.concurrency = PER_PROCESSOR * len(os.sched_getaffinity(0))
         self._server: SandboxServer | None = None
-        self._starting = asyncio.Lock()
+        self._starting, self._free = asyncio.Lock(), asyncio.Semaphore(self.concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._protections: tuple[Protection, ...] = ()
 
@@ -103,6 +107,7 @@ class LocalSandbox:
             if self._server is not None:
                 self._server.kill()
             self._loop, self._starting, self._server = loop, asyncio.Lock(), None
+            self._free = asyncio.Semaphore(self.concurrency)
         async with self._starting:
             if self._server is not None and self._server.failure is None:
                 return
@@ -138,8 +143,10 @@ class LocalSandbox:
         if (refusal := refused(code, stdin)) is not None:
             return refusal
         await self.start()
-        assert self._server is not None  # started
-        return self._judge(await self._server.ask(code, self.timeout_s, stdin))
+        async with self._free:
+            await self.start()  # the server may have ended while this program waited
+            assert self._server is not None
+            return self._judge(await self._server.ask(code, self.timeout_s, stdin))
 
     def _judge(self, answer: dict[str, Any]) -> Run:
         output = middle_cut(readable(answer["output"]), self.max_output)

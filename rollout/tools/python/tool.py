@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import textwrap
 from typing import Any
 
 from retrieval.ranges import PositiveInt
-from rollout.tools.base import Startable
+from rollout.tools.base import Bounded, Startable
 from rollout.tools.python.base import Run, Runner, RunStatus
 from rollout.tools.python.released import NO_OUTPUT, cut_in_the_middle, last_line_printed
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
@@ -71,6 +72,10 @@ class PythonTool:
             raise ValueError(f"cut_at is {cut_at}; expected at least 2 characters, or null")
         self.runner, self.print_last_line = runner, print_last_line
         self.cut_at, self.hide_failures = cut_at, hide_failures
+
+    @property
+    def concurrency(self) -> int:
+        return self.runner.concurrency if isinstance(self.runner, Bounded) else sys.maxsize
 
     async def start(self) -> None:
         """Start the runner: a sandbox that is not tight says so here (``UnprotectedError``)."""

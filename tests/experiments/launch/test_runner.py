@@ -5,10 +5,11 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -153,6 +154,13 @@ def test_failures_are_one_message_and_defects_a_traceback(workshop, run_here, fa
     assert StageFolder(workshop.graph("a").target().folder).result() is None
 
 
+def test_a_folder_that_is_deleted_meanwhile_is_told(workshop, run_here):
+    workshop.task("a", "fault: gone")
+    run = run_here("train", "a")
+    assert run.returncode == 1
+    assert "was deleted while a was being made in it. To try again: make train EXP=a" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -242,8 +250,8 @@ def test_outputs_can_be_elsewhere_for_one_command(chain, run_here, tmp_path):
 def test_ui_fails_where_mlflow_does(workshop, run_here, monkeypatch):
     workshop.project.outputs.mkdir()
     (workshop.project.outputs / "mlflow.db").touch()
-    ended = SimpleNamespace(returncode=1)
-    monkeypatch.setattr("experiments.commands.command.subprocess.run", lambda *_, **__: ended)
+    failing, start = [sys.executable, "-c", "raise SystemExit(1)"], subprocess.Popen
+    monkeypatch.setattr("experiments.commands.command.subprocess.Popen", lambda _, **options: start(failing, **options))
     run = run_here("ui", "--port", "0")
     assert run.returncode == 1 and "the MLflow server ended with exit code 1" in run.stderr
 

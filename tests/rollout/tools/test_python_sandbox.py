@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -154,6 +155,48 @@ def test_a_deadline_is_told_apart_and_keeps_what_was_printed(make_bench):
     assert result.text == "before\nThe program did not finish within 0.5 s and was stopped."
 
 
+def test_the_deadline_begins_with_the_program(make_bench):
+    bench = make_bench(timeout_s=0.5, warm=0)
+    bench.run("1")
+    zygote = descendants(bench.monitor)[1]
+
+    async def held_up():
+        task = asyncio.create_task(bench.tool.call({"code": "print('innocent')"}))
+        os.kill(zygote, signal.SIGSTOP)
+        await asyncio.sleep(1)
+        os.kill(zygote, signal.SIGCONT)
+        return await task
+
+    assert bench.do(held_up()).text == "innocent"
+
+
+@pytest.mark.slow
+def test_a_crowd_makes_no_program_late(make_bench):
+    bench = make_bench(timeout_s=2)
+    code = "import time\nwhile time.process_time() < 0.2: pass\nprint('in time')"
+    limited = LimitedTool(bench.tool, ToolLimits(timeout_s=10, concurrency=200))
+
+    async def crowd():
+        return await asyncio.gather(*(limited.call({"code": code + f" # {n}"}) for n in range(60)))
+
+    assert {result.text for result in bench.do(crowd())} == {"in time"}
+
+
+def test_descriptors_are_waited_for(make_bench):
+    bench = make_bench(warm=0)
+    bench.run("1")
+    server = descendants(bench.monitor)[0]
+    taken = {int(fd) for fd in os.listdir(f"/proc/{server}/fd")}
+    room = [fd for fd in range(1000) if fd not in taken][3] + 1  # a program takes four, and two stay while it runs
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (room, room))
+
+    async def several():
+        codes = [f"import time; time.sleep(0.1)\n{i}" for i in range(4)]
+        return await asyncio.gather(*(bench.tool.call({"code": code}) for code in codes))
+
+    assert [result.text for result in bench.do(several())] == ["0", "1", "2", "3"]
+
+
 def test_many_at_once(bench):
     async def all_of_them():
         codes = [f"import time; time.sleep(0.05)\n{i} * {i}" for i in range(16)]
@@ -165,7 +208,7 @@ def test_many_at_once(bench):
 def test_they_run_at_the_same_time(bench):
     async def both():
         nap = "import time\nstart = time.time()\ntime.sleep(0.3)\n(start, time.time())"
-        results = await asyncio.gather(*(bench.tool.call({"code": nap}) for _ in range(4)))
+        results = await asyncio.gather(*(bench.tool.call({"code": nap}) for _ in range(bench.sandbox.concurrency)))
         return [eval(result.text) for result in results]
 
     spans = bench.do(both())

@@ -8,6 +8,8 @@ import worker
 import zygote
 
 FLOOD = 16 << 20  # bytes of output after which a program is stopped
+START_S = 15.0  # until a process has confined itself and read its program
+BEGUN = worker.READY + worker.STARTED
 LEFT_OUT = b"\n[... output left out ...]\n"
 
 
@@ -21,13 +23,14 @@ class Program:
             os.set_blocking(fd, False)
         self.unread = memoryview(b"")  # of what goes into its source: program and standard input
         self.id, self.order = 0, {}
-        self.deadline = float("inf")
+        self.deadline, self.timeout_s, self.begun = float("inf"), 0.0, False
         self.was_warm = False  # when it was given its program
-        self.why = ""  # it was stopped: "timeout", "flood" or "cancelled"
+        self.why = ""  # it was stopped: "timeout" (before it began: the machine is slow), "flood" or "cancelled"
         self.head, self.tail, self.size, self.kept = bytearray(), bytearray(), 0, kept
 
     def give(self, id: int, order: dict) -> None:
-        self.id, self.order, self.deadline = id, order, time.monotonic() + order["timeout_s"]
+        self.id, self.order, self.timeout_s = id, order, order["timeout_s"]
+        self.deadline = time.monotonic() + START_S
         code, stdin = (order[key].encode("utf-8", "replace") for key in ("code", "stdin"))
         self.unread = memoryview(worker.LENGTH.pack(len(code)) + code + stdin)
 
@@ -56,6 +59,8 @@ class Program:
         room = self.kept - len(self.head)
         self.head += data[:room]
         self.tail = (self.tail + data[room:])[-(self.kept // 4) :]
+        if not self.begun and self.head.startswith(BEGUN):
+            self.begun, self.deadline = True, self.deadline if self.why else time.monotonic() + self.timeout_s
         if self.size > FLOOD:
             self.stop("flood")
         return bool(data)
@@ -72,13 +77,14 @@ class Program:
         for fd in (self.output, self.source):
             if fd >= 0:
                 os.close(fd)
-        marks = worker.READY + worker.STARTED
-        started, head = self.head.startswith(marks), bytes(self.head).removeprefix(marks)
+        head = bytes(self.head).removeprefix(BEGUN)
         if self.size > len(self.head) + len(self.tail):
             head += LEFT_OUT
+        if self.why == "timeout" and not self.begun:
+            head += b"not ready after %d s" % START_S
         reason = self.why or "ended"
         return {
-            "status": reason if started or self.why == "cancelled" else "broken",
+            "status": reason if self.begun or self.why == "cancelled" else "broken",
             "code": code,
             "output": (head + self.tail).decode("utf-8", "replace"),
         }

@@ -16,6 +16,7 @@ import gc
 import itertools
 import json
 import os
+import resource
 import select
 import signal
 import struct
@@ -30,6 +31,7 @@ import zygote
 from child import Program
 
 HEADER = struct.Struct("<II")
+RETRY_MS = 100.0  # until descriptors are asked for again
 
 
 class Server:
@@ -40,6 +42,7 @@ class Server:
         self.idle: list[Program] = []
         self.refill = True
         self.running: dict[int, Program] = {}  # by the order's id
+        self.queued: dict[int, dict] = {}  # orders to begin, by id: in the next round, or once there are descriptors
         self.poll = select.poll()
         self.handlers: dict[int, Callable[[], object]] = {}
         self.received, self.unsent = bytearray(), bytearray()
@@ -56,8 +59,12 @@ class Server:
 
     def _serve(self) -> None:
         while True:
+            self._begin_queued()
             if self._wants_more():
-                self.idle.append(self.spawn())  # while nothing else is to be done; one, then a look around
+                try:
+                    self.idle.append(self.spawn())  # while nothing else is to be done; one, then a look around
+                except OSError:
+                    self.refill = False  # until somebody asks
             wanted = select.POLLIN | (select.POLLOUT if self.unsent else 0)
             self.poll.register(self.control, wanted)
             for fd, event in self.poll.poll(self._patience()):
@@ -78,12 +85,25 @@ class Server:
 
     def _patience(self) -> float | None:
         """Milliseconds until something is to be done anyway; None: for ever."""
+        if self.queued:
+            return RETRY_MS
         if not self.running:
             return 0 if self._wants_more() else None
         soonest = min(p.deadline for p in self.running.values())
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic()) * 1000 + 1
 
+    def _begin_queued(self) -> None:
+        for id in list(self.queued):
+            warm = bool(self.idle)
+            try:
+                program = self.idle.pop(0) if warm else self.spawn()
+            except OSError:
+                return
+            program.was_warm = warm
+            self.begin(id, self.queued.pop(id), program)
+
     def spawn(self) -> Program:
+        """OSError: no descriptors are left, here or on the machine."""
         number = next(self.numbers) & 0xFFFFFFFF
         program = self.alive[number] = Program(self.origin, number, self.kept)
         return program
@@ -113,14 +133,16 @@ class Server:
             self.obey(id, order)
         return bool(data)
 
-    def obey(self, id: int, order: dict, fresh: Program | None = None) -> None:
+    def obey(self, id: int, order: dict) -> None:
         if "cancel" in order:
+            self.queued.pop(id, None)
             if id in self.running:
                 self.running[id].stop("cancelled")
             return
         self.refill = True
-        program = fresh or (self.idle.pop(0) if self.idle else self.spawn())
-        program.was_warm = fresh is None
+        self.queued[id] = order
+
+    def begin(self, id: int, order: dict, program: Program) -> None:
         self.running[id] = program
         program.give(id, order)
         self.watch(program.output, lambda: program.read() or self.forget(program.output))
@@ -148,7 +170,7 @@ class Server:
             return
         del self.running[program.id]
         if result["status"] == "broken" and program.was_warm and not program.why:
-            self.obey(program.id, program.order, self.spawn())  # it died before it had read its program: once more
+            self.queued[program.id] = program.order  # it died before it had read its program: once more
         elif result["status"] != "cancelled":
             self.send(program.id, result)
 
@@ -176,6 +198,8 @@ def main() -> tuple[worker.Confinement, int, int] | None:
             file.write("500")  # when memory runs out on the machine, the trainer is not the first to go
     except OSError:
         pass
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three for each program
     mechanisms, failures = prepare.isolate(options["mechanisms"])
     child = os.fork()
     if child:  # the monitor: it outlives the server only to report its end; if it is killed, the server dies too

@@ -25,10 +25,18 @@ class Zygote:
         self.pid, self.requests, self.statuses = pid, requests, statuses
 
     def start(self, number: int) -> tuple[int, int]:
-        """Have a process made: where its program is to be written, where its output is to be read."""
-        source, to_source = os.pipe()
-        from_output, output = os.pipe()
-        socket.send_fds(self.requests, [REQUEST.pack(number, True)], [source, output])
+        """Have a process made: where its program is to be written, where its output is to be read. OSError: no
+        descriptors are left."""
+        fds: list[int] = []
+        try:
+            fds += os.pipe()
+            fds += os.pipe()
+            source, to_source, from_output, output = fds
+            socket.send_fds(self.requests, [REQUEST.pack(number, True)], [source, output])
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
         os.close(source)
         os.close(output)
         return to_source, from_output
@@ -92,20 +100,29 @@ def _fork_on_request(requests: socket.socket, statuses: int) -> tuple[int, int]:
                 if number in pids:  # not yet waited for, so the process id is still its own
                     os.kill(pids[number], signal.SIGKILL)
                 continue
-            source, output = fds
-            try:
-                pid = os.fork()
-            except OSError as error:
-                os.write(output, f"no process could be made: {error}".encode())
+            if len(fds) == 2:
+                source, output = fds
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    os.write(output, f"no process could be made: {error}".encode())
+                    _tell(statuses, number, 1)
+                else:
+                    if not pid:
+                        return source, output
+                    pids[number] = pid
+                    try:
+                        end = os.pidfd_open(pid)
+                    except OSError:  # no descriptors are left
+                        os.kill(pid, signal.SIGKILL)
+                        _tell(statuses, number, os.waitstatus_to_exitcode(os.waitpid(pids.pop(number), 0)[1]))
+                    else:
+                        ends[end] = number
+                        poll.register(end, select.POLLIN)
+            else:  # no descriptors are left: the kernel has dropped them
                 _tell(statuses, number, 1)
-            else:
-                if not pid:
-                    return source, output
-                pids[number], end = pid, os.pidfd_open(pid)
-                ends[end] = number
-                poll.register(end, select.POLLIN)
-            os.close(source)
-            os.close(output)
+            for given in fds:
+                os.close(given)
 
 
 def _tell(statuses: int, number: int, code: int) -> None:
