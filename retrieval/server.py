@@ -94,8 +94,8 @@ class RetrievalServer:
     async def start(self, listener: socket.socket) -> web.AppRunner:
         """Answer what comes to ``listener``, until the runner's ``cleanup``."""
         app = web.Application(client_max_size=REQUEST_BYTES, middlewares=[demand_secret(self._secret, "detail")])
-        app.router.add_post("/retrieve", self._retrieve)
-        app.router.add_get("/health", self._health)
+        app.router.add_post("/retrieve{slash:/?}", self._retrieve)
+        app.router.add_get("/health{slash:/?}", self._health)
         runner = web.AppRunner(
             app, handler_cancellation=True, keepalive_timeout=IDLE_S, shutdown_timeout=STOP_S, access_log=None
         )

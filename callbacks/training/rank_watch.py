@@ -113,7 +113,7 @@ def open_store(trainer: L.Trainer) -> TCPStore:
     rank 0: by itself a TCPStore would listen on all. Raises ValueError where there is no such interface."""
     host, listener = "127.0.0.1", None
     if trainer.num_nodes > 1:  # asked on another node: on its own a machine's name may mean this machine alone
-        known = socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][4][0]
+        known = str(socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][4][0])
         host = trainer.strategy.broadcast(known, src=trainer.world_size - 1)
     if trainer.is_global_zero:
         listener = _listen(host)

@@ -177,6 +177,13 @@ def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
     assert after["batches"] - before["batches"] < 120 and after["largest_batch"] > 2
 
 
+def test_a_slash_at_the_end_is_no_other_address(server, corpus):
+    content = json.dumps({"queries": corpus.words[:1]}).encode()
+    request = urllib.request.Request(server.url + "/retrieve/", content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert len(json.load(response)["result"][0]) == 3
+
+
 def test_health_describes_the_index(server, corpus):
     described = health(server.url)
     assert (described["status"], described["topk"], described["indexes"][0]["passages"]) == ("ok", 3, 200)
