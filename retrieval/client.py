@@ -15,6 +15,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from retrieval.secret import authorization
 from retrieval.types import LOADING, Document, RetrievalError, split_contents
 
 LOADING_TIMEOUT_S = 1800.0  # seconds for a server to load
@@ -31,7 +32,7 @@ class RetrieverClient:
     shape) is tried again at the next URL after a pause of ``backoff * 2**attempt`` seconds, times a random factor
     between 0.5 and 1.5 so that many clients do not come back at once.  A request that the server rejects as wrong
     (status 4xx, but for 408 and 429) is not repeated.  A server that says that it is loading is waited for: this is no
-    attempt, and no part of ``timeout``.
+    attempt, and no part of ``timeout``. A server that wants a secret gets the environment's (``retrieval.secret``).
 
     Use it from one event loop at a time; a new loop gets new connections.
 
@@ -132,7 +133,8 @@ class RetrieverClient:
     async def _post(self, url: str, body: bytes) -> bytes:
         session, free = self._connections()
         async with free, asyncio.timeout(self.timeout):
-            async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+            headers = {"Content-Type": "application/json"} | authorization()
+            async with session.post(url, data=body, headers=headers) as response:
                 content = await response.read()
         if response.status == 200:
             return content

@@ -5,6 +5,9 @@ with one list per query, in order, best first: items ``{"document": D, "score": 
 D = ``{id, title, text, contents}`` holds all that the documents of Search-R1's BM25 and dense servers hold.  ``topk``
 absent, null or 0 means the server's default.  ``GET /health`` describes the indexes and counts the work done.
 
+A request that is wrong or too large is answered with 4xx and ``{"detail": "one line"}``. The work for a client that
+hangs up is dropped. Where other machines reach the server clients send a secret (``retrieval.secret``).
+
 It listens at once. Until the retriever is loaded both answer 503 with ``{"status": "loading", "detail": "..."}``, which
 says how far it is; ``--announce``, the last line of ``--ready-fd`` and "retriever ready at" come when it is.
 
@@ -17,6 +20,7 @@ import argparse
 import asyncio
 import dataclasses
 import errno
+import json
 import os
 import signal
 import socket
@@ -24,76 +28,131 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import orjson
-import uvicorn
 import yaml
-from fastapi import FastAPI, Request, Response
+from aiohttp import web
 from jsonargparse import ArgumentError, ArgumentParser
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
-from retrieval.batching import Answer, Batcher, ClientGone, OwnerThread
+from retrieval.batching import Answer, Batcher, OwnerThread
 from retrieval.hybrid import describe
 from retrieval.protocols import compare_by_calls, explain
+from retrieval.ranges import NonNegativeInt
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
+from retrieval.secret import add_secret_option, demand_secret, server_secret
 from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3
+BACKLOG = 2048  # connections that wait to be accepted
 PROGRESS_S = 1.0  # seconds between two looks at how far the loading is
+STOP_S = 5.0  # seconds that requests may take to end after SIGTERM
+
+# Of one request, at most. Search-R1's trainer asks for the queries of a whole batch at once, some thousands.
+REQUEST_BYTES = 16 << 20
+QUERIES = 10_000
+TOPK = 1_000
+DOCUMENTS = 100_000  # in the answer: queries times topk
+
+IDLE_S = 75.0  # seconds until a connection is closed that is not used, or sends a request's headers slowly
+BODY_S = 30.0  # seconds for the body of a request
+READ_S = 60.0  # seconds until a client is given up that does not take its answer
 
 
 class RetrieveRequest(BaseModel):
     """Body of ``POST /retrieve``. Unknown keys are ignored, as in Search-R1's server."""
 
-    queries: list[str]
-    topk: Annotated[int, Field(ge=0)] | None = None
+    queries: list[str] = Field(max_length=QUERIES)
+    topk: NonNegativeInt | None = Field(default=None, le=TOPK)
     return_scores: bool = False
 
 
-def make_app(owner: OwnerThread, topk: int) -> FastAPI:
-    """The HTTP application over a retriever that may still be loading."""
-    batcher = Batcher(owner)
+class Refused(Exception):
+    """A request that is not answered: status, and why in one line."""
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        owner.close()
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(status, why)
+        self.status, self.why = status, why
 
-    app = FastAPI(title="Retriever", lifespan=lifespan)
 
-    def loading() -> Response:
-        return _json({"status": LOADING, "detail": owner.progress}, status=503)
+class RetrievalServer:
+    """The HTTP routes over a retriever that may still be loading.
 
-    @app.post("/retrieve")
-    async def retrieve(request: RetrieveRequest, http: Request) -> Response:
-        if not owner.ready.done():
-            return loading()
-        if not request.queries:
-            return _json({"result": []})
-        queries = [_well_formed(query) for query in request.queries]
+    Args:
+        topk: passages per query where the request does not say.
+        secret: what clients must send; None: nothing.
+    """
+
+    def __init__(self, owner: OwnerThread, topk: int, secret: str | None = None) -> None:
+        self._owner, self._topk, self._secret = owner, topk, secret
+        self._batcher = Batcher(owner)
+
+    async def start(self, listener: socket.socket) -> web.AppRunner:
+        """Answer what comes to ``listener``, until the runner's ``cleanup``."""
+        app = web.Application(client_max_size=REQUEST_BYTES, middlewares=[demand_secret(self._secret, "detail")])
+        app.router.add_post("/retrieve{slash:/?}", self._retrieve)
+        app.router.add_get("/health{slash:/?}", self._health)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, keepalive_timeout=IDLE_S, shutdown_timeout=STOP_S, access_log=None
+        )
+        await runner.setup()
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        return runner
+
+    async def _retrieve(self, http: web.Request) -> web.Response:
+        """Cancelled when the client hangs up."""
         try:
-            answers = await batcher.search(queries, request.topk or topk, http.is_disconnected)
-        except ClientGone:
-            return Response(status_code=499)  # as nginx calls it; nobody reads it
+            request = await _read(http)
+            k = request.topk or self._topk
+            if len(request.queries) * k > DOCUMENTS:
+                asked = f"{len(request.queries)} queries with topk {k}"
+                raise Refused(422, f"{asked}: expected at most {DOCUMENTS} documents in all; ask in several requests")
+        except Refused as refused:
+            return _json({"detail": refused.why}, refused.status)
+        if not self._owner.ready.done():
+            return self._loading()
+        try:
+            answers = await self._batcher.search([_well_formed(query) for query in request.queries], k)
         except Exception as error:
             print(f"search failed: {error!r}", file=sys.stderr, flush=True)
             return _json({"detail": f"search failed: {error!r}"}, status=500)
         return _json({"result": [_render(answer, request.return_scores) for answer in answers]})
 
-    @app.get("/health")
-    async def health() -> Response:
-        if not owner.ready.done():
-            return loading()
-        described = {"status": "ok", "topk": topk, "indexes": describe(owner.ready.result())}
-        return _json(described | dataclasses.asdict(batcher.counters))
+    async def _health(self, _: web.Request) -> web.Response:
+        if not self._owner.ready.done():
+            return self._loading()
+        described = {"status": "ok", "topk": self._topk, "indexes": describe(self._owner.ready.result())}
+        return _json(described | dataclasses.asdict(self._batcher.counters))
 
-    return app
+    def _loading(self) -> web.Response:
+        return _json({"status": LOADING, "detail": self._owner.progress}, status=503)
+
+
+async def _read(http: web.Request) -> RetrieveRequest:
+    """Raises Refused."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await http.read()
+    except TimeoutError:
+        raise Refused(408, f"the body was not there within {BODY_S:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(413, f"the body has more than {REQUEST_BYTES} bytes; ask in several requests") from None
+    except web.RequestPayloadError as error:
+        raise Refused(400, f"the body cannot be read: {' '.join(str(error).split())}") from None
+    try:
+        return RetrieveRequest.model_validate(json.loads(body))
+    except ValidationError as error:
+        [first, *_] = error.errors(include_url=False)
+        where = ".".join(str(part) for part in first["loc"] if part is not None) or "body"
+        found = first["input"]
+        shown = type(found).__name__ if isinstance(found, (list, dict)) else repr(found)[:80]
+        raise Refused(422, f"{where}: {first['msg']}; found {shown}") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(422, f"the body is no JSON: {' '.join(str(error).split())}") from None
 
 
 def _render(answer: Answer, with_scores: bool) -> list[dict]:
@@ -109,31 +168,19 @@ def _well_formed(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _json(content: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+def _json(content: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn server that listens while the retriever is loading, and reports its address when it is loaded."""
+class _Progress:
+    """Tells how far the loading is, and the server's address when it is loaded."""
 
-    def __init__(
-        self, config: uvicorn.Config, owner: OwnerThread, report: dict, ready_fd: int | None, announce: Path | None
-    ) -> None:
-        super().__init__(config)
+    def __init__(self, owner: OwnerThread, report: dict, ready_fd: int | None, announce: Path | None) -> None:
         self._owner, self._report, self._announce = owner, report, announce
         self._pipe = None if ready_fd is None else os.fdopen(ready_fd, "wb", buffering=0)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        print(f"retriever loading at {self._report['url']}", flush=True)
-        self._loading = asyncio.create_task(self._when_loaded())
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self._owner.ready.done():  # a graceful end would wait for it
-            os._exit(0)
-        super().handle_exit(sig, frame)
-
-    async def _when_loaded(self) -> None:
+    async def follow(self) -> None:
+        """Until the retriever is loaded. Ends the process if it cannot be."""
         loaded, said = asyncio.wrap_future(self._owner.ready), None
         try:
             while not (await asyncio.wait([loaded], timeout=PROGRESS_S))[0]:
@@ -150,7 +197,7 @@ class _Server(uvicorn.Server):
             self._tell(self._report)
         except (RetrievalFailure, ValueError, OSError) as error:
             _stop(str(error), EXIT_WRONG_INPUT)
-        except Exception:  # a task's own is not shown, and the server would be loading for ever
+        except Exception:
             traceback.print_exc()
             os._exit(1)
         if self._pipe is not None:
@@ -159,6 +206,28 @@ class _Server(uvicorn.Server):
     def _tell(self, line: dict) -> None:
         if self._pipe is not None:
             self._pipe.write(orjson.dumps(line) + b"\n")
+
+
+async def serve(
+    server: RetrievalServer, owner: OwnerThread, listener: socket.socket, progress: _Progress, url: str
+) -> None:
+    """Until SIGTERM or Ctrl-C. A second one, or one while the retriever is loading, ends the process at once: a
+    graceful end would wait for it."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+    def stop(*_: object) -> None:
+        if not owner.ready.done() or stopped.is_set():
+            os._exit(0)
+        loop.call_soon_threadsafe(stopped.set)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    runner = await server.start(listener)
+    print(f"retriever loading at {url}", flush=True)
+    await progress.follow()
+    await stopped.wait()
+    await runner.cleanup()
+    owner.close()
 
 
 def announced_url(report: dict) -> str:
@@ -173,9 +242,10 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted connections inherit it; without it headers and body, sent apart, cost 40 ms of delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_S * 1000))
     try:
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             _stop(f"port {port} on {host} is in use; stop what runs there, or choose another with --port", 3)
@@ -210,7 +280,8 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_argument("--index", nargs="+", help="index folder; several are fused (hybrid)")
     source.add_argument("--backend", help="YAML file with class_path and init_args of what is searched instead")
     parser.add_argument("--corpus", help="fail unless the index was built from this file")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines, with a secret")
+    add_secret_option(parser)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
     parser.add_argument("--topk", type=int, default=3, help="passages per query when the request does not say")
     parser.add_argument("--threads", type=int, default=1, help="threads for Lucene, torch and Faiss")
@@ -233,8 +304,9 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if options.topk < 1 or options.threads < 1:
-        parser.error(f"--topk and --threads must be at least 1; found {options.topk} and {options.threads}")
+    if not 1 <= options.topk <= TOPK or options.threads < 1:
+        limits = f"--topk must be 1 to {TOPK}, --threads at least 1"
+        parser.error(f"{limits}; found {options.topk} and {options.threads}")
     return options
 
 
@@ -269,7 +341,7 @@ def _require_none_given(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn takes over, and again when it has cleaned up
+    for number in (signal.SIGTERM, signal.SIGINT):  # until it serves
         signal.signal(number, lambda *_: os._exit(0))
     if options.parent is not None:
         _leave_with_parent(options.parent)
@@ -284,15 +356,16 @@ def main(arguments: list[str] | None = None) -> None:
             _require_none_given(options)
             options.make_backend = read_backend(options.backend)
         listener = bind(options.host, options.port)
+        secret = server_secret(listener, options.secret_file)
     except (RetrievalFailure, ValueError, OSError) as error:
         _stop(str(error), EXIT_WRONG_INPUT)
     port = listener.getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     report = {"url": f"http://{host}:{port}", "port": port, "pid": os.getpid()}
     owner = OwnerThread(lambda progress: load(options, settings, progress))
-    app = make_app(owner, options.topk)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    _Server(config, owner, report, options.ready_fd, options.announce).run(sockets=[listener])
+    server = RetrievalServer(owner, options.topk, secret)
+    progress = _Progress(owner, report, options.ready_fd, options.announce)
+    asyncio.run(serve(server, owner, listener, progress, report["url"]))
 
 
 if __name__ == "__main__":

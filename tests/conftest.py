@@ -25,7 +25,7 @@ TEXTS = [
 
 def forget_ranks_seeds_and_stores() -> None:
     names = ("PL_", "MASTER_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    names += ("MLFLOW_TRACKING_URI",)
+    names += ("MLFLOW_TRACKING_URI", "COMPACT_AGENTS_SECRET")
     for name in [name for name in os.environ if name.startswith(names)]:
         del os.environ[name]
 

@@ -108,6 +108,32 @@ def stall_report(head: str, then: str, beats: Mapping[int, Beat], silent_s: Mapp
     return "\n".join([report(head, beats, silent_s), *stacks])
 
 
+def open_store(trainer: L.Trainer) -> TCPStore:
+    """The ranks' store, on rank 0. It listens on this machine, or on the one interface by which the other nodes reach
+    rank 0: by itself a TCPStore would listen on all. Raises ValueError where there is no such interface."""
+    host, listener = "127.0.0.1", None
+    if trainer.num_nodes > 1:  # asked on another node: on its own a machine's name may mean this machine alone
+        known = str(socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][4][0])
+        host = trainer.strategy.broadcast(known, src=trainer.world_size - 1)
+    if trainer.is_global_zero:
+        listener = _listen(host)
+    port = trainer.strategy.broadcast(listener.getsockname()[1] if listener else 0)
+    opened = partial(TCPStore, host, port, wait_for_workers=False, timeout=timedelta(seconds=20))
+    if listener is None:
+        return opened(is_master=False)
+    return opened(is_master=True, master_listen_fd=listener.detach())  # which the store closes
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError:
+        raise ValueError(
+            f"rank 0 cannot listen on {host}, by which another node knows MASTER_ADDR={os.environ.get('MASTER_ADDR')}: "
+            "name an address of one of its network interfaces"
+        ) from None
+
+
 class RankWatch(L.Callback):
     """With more than one rank: ends the run, with a message, when ranks wait for one that does not move, or when
     another host has fallen silent; nothing at all with one rank.
@@ -146,11 +172,7 @@ class RankWatch(L.Callback):
         if trainer.world_size == 1 or self._watch is not None:
             return
         if self._store is None:
-            open_store = partial(TCPStore, wait_for_workers=False, timeout=timedelta(seconds=20))
-            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            own = open_store(host, 0, is_master=True) if trainer.is_global_zero else None
-            host, port = trainer.strategy.broadcast((host, own.port if own else 0))
-            self._store = own or open_store(host, port, is_master=False)
+            self._store = open_store(trainer)
         trainer.strategy.barrier("rank watch")  # beats of an earlier run (a test after a fit) are not judged
         self._watch = _Watch(self, self._store, trainer)
         self._watch.start()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import find_model, rollouts_of
+from experiments.launch.secret import share_secret
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, data_arguments
 from experiments.stages.context import RunContext
@@ -47,6 +48,7 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
     model = find_model(context, None)
     rollouts = rollouts_of(config)
     rollouts["init_args"]["engine"]["init_args"]["model"] = str(model)
+    share_secret(context.project.outputs)
     console = Console(highlight=False)
     console.print(f"[dim]loading {context.project.relative(model)} and its search engine ...[/dim]")
     system = instantiate(rollouts, "rollouts")

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 from experiments.commands.command import builds_index, command, make_graph, option, require_free_port, serve
 from experiments.commands.models import rollouts_of
 from experiments.launch import runner
+from experiments.launch.secret import FILE, share_secret
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import closure
+from retrieval.secret import SECRET_VARIABLE, is_local
 
 # Handed through to the server.
 SERVER_OPTIONS = (
     "topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce", "ef-search", "probes",
-    "backend",
+    "backend", "secret-file",
 )  # fmt: skip
 
 
@@ -41,6 +44,7 @@ def retriever(args: argparse.Namespace, context: RunContext) -> None:
         if args.threads is None:  # as many as it was built with
             args.threads = str(stages[0].config["task"]["init_args"].get("threads", 1))
     index = [] if args.backend else ["--index", searched]
+    share_with_machines(args, context)
     command = [sys.executable, "-m", "retrieval.server", *index, "--port", str(args.port)]
     where = f"http://{args.host or '127.0.0.1'}:{args.port}"
     print(f"search over {searched}: POST {where}/retrieve (Ctrl-C ends it)", flush=True)
@@ -54,12 +58,27 @@ def server_options(args: argparse.Namespace) -> list[str]:
     return [*words, "--gpu"] if args.gpu else words
 
 
+def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
+    """Where other machines reach the server, and no other secret is given, it gets that of the outputs."""
+    if args.secret_file is None and not is_local(args.host or "127.0.0.1"):
+        given = os.environ.get(SECRET_VARIABLE)
+        share_secret(context.project.outputs)
+        kept = context.project.relative(context.project.outputs / FILE)
+        what = (
+            f"the same {SECRET_VARIABLE}"
+            if given
+            else f"{SECRET_VARIABLE} from {kept}; runs over these outputs have it"
+        )
+        print(f"clients must have {what}", flush=True)
+
+
 @command(
     "engine-server",
     "serve the engine that an experiment configures, over HTTP",
     option("--checkpoint", help="folder of a model of the same shapes; default: the one the YAML names"),
-    option("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines (there is no password)"),
+    option("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines, with a secret"),
     option("--port", type=int, default=8100),
+    option("--secret-file", help="as `python -m rollout.engines.server.server` takes it"),
 )
 def engine_server(args: argparse.Namespace, context: RunContext) -> None:
     """The engine that an experiment configures, over HTTP, in the foreground."""
@@ -70,7 +89,9 @@ def engine_server(args: argparse.Namespace, context: RunContext) -> None:
         engine["init_args"]["model"] = args.checkpoint
     for upstream in target.upstream if args.checkpoint is None else ():
         runner.folder_of(context.project, upstream)  # the model's stage: made by train
+    share_with_machines(args, context)
     words = ["--port", str(args.port), "--host", args.host]
+    words += ["--secret-file", args.secret_file] if args.secret_file else []
     command = [sys.executable, "-m", "rollout.engines.server.server", "--engine", json.dumps(engine), *words]
     print(f"loading {engine['init_args'].get('model')} into {engine['class_path']} (Ctrl-C ends it)", flush=True)
     serve(command, "engine server", context)

@@ -16,6 +16,7 @@ from typing import Any
 
 from callbacks.tracking.run_info import commit, duration
 from callbacks.training.stop_request import STOPPED as STOPPED_FILE
+from experiments.launch.secret import share_secret
 from experiments.launch.stage_process import run_stage
 from experiments.registry.errors import ExperimentError
 from experiments.registry.hardware import Ranks, ranks_of, require_counted
@@ -132,6 +133,7 @@ def run_other_node(plan: Sequence[Stage], context: RunContext, fresh: Stage | No
         StageFailed: a stage did not end well, here or on node 0.
     """
     assert context.node is not None
+    share_secret(context.project.outputs)
     for number, stage in enumerate(plan, 1):
         store = StageFolder(stage.folder)
         if store.result() is not None and stage is not fresh:

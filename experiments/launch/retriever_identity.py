@@ -57,6 +57,7 @@ def identity(url: str, name: str, loading_timeout: float) -> Identity:
     """What ``GET <url>/health`` says of the indexes; UNKNOWN if the server has no such page. One that is loading is
     waited for, up to ``loading_timeout`` seconds."""
     from retrieval.client import FILE_PREFIX, LOADING_PAUSE_S, current_url, loading_detail
+    from retrieval.secret import SECRET_VARIABLE, authorization
 
     try:
         base = current_url(url).rstrip("/").removesuffix("/retrieve")
@@ -66,12 +67,20 @@ def identity(url: str, name: str, loading_timeout: float) -> Identity:
             f'be read ({error.strerror}): start the server with make retriever EXP=... ARGS="--announce FILE"'
         ) from None
     began, told = time.monotonic(), False
+    question = urllib.request.Request(f"{base}/health")
+    for header in authorization().items():
+        question.add_unredirected_header(*header)
     while True:
         try:
-            with _DIRECTLY.open(f"{base}/health", timeout=TIMEOUT_S) as answer:
+            with _DIRECTLY.open(question, timeout=TIMEOUT_S) as answer:
                 indexes = json.load(answer)["indexes"]
                 return [{key: index[key] for key in ("kind", "corpus_sha256", "passages")} for index in indexes]
         except urllib.error.HTTPError as error:
+            if error.code == 401:
+                raise ExperimentError(
+                    f"'{name}' searches over {base}, which wants another secret than is sent: start it with the same "
+                    f"folder of outputs, or set {SECRET_VARIABLE} to its secret"
+                ) from None
             loading = loading_detail(error.read()) if error.code == 503 else None
             if loading is None:
                 return UNKNOWN

@@ -19,6 +19,7 @@ from callbacks.tracking.run_info import commit, duration
 from experiments.launch import retriever_identity
 from experiments.launch.fork_server import ForkServer
 from experiments.launch.nodes import run_other_node, watch_nodes
+from experiments.launch.secret import share_secret
 from experiments.launch.stage_process import run_stage
 from experiments.registry.errors import ExperimentError
 from experiments.registry.hardware import ranks_of, require_launcher
@@ -164,6 +165,7 @@ def make_stage(
         StageFailed: it did not end well.
     """
     store = StageFolder(stage.folder)
+    share_secret(context.project.outputs)
 
     def waiting(owner: dict[str, Any]) -> None:
         print(f"  {stage.name} is being made by process {owner['pid']}; waiting for it (Ctrl-C to stop waiting)")

@@ -19,10 +19,12 @@ from experiments.commands.cli import build_parser, split_overrides
 from experiments.commands.download import assemble
 from experiments.commands.models import evaluate, find_model
 from experiments.commands.servers import SERVER_OPTIONS, server_options
+from experiments.launch.secret import FILE
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import ROOT
 from experiments.stages.context import Node, RunContext
 from retrieval import server
+from retrieval.secret import SECRET_VARIABLE
 from rollout.trajectory import Task
 from tests.experiments.launch.test_process import alive
 
@@ -111,6 +113,22 @@ def test_retriever_hands_through_every_option_of_the_server():
     passed = server.parse_arguments(["--index", "i", *server_options(build_parser().parse_args(ours))])
     assert (passed.host, passed.threads, passed.device, passed.topk) == ("0.0.0.0", 8, "cpu", 5)
     assert (passed.k1, passed.java_heap, passed.gpu, passed.b) == (1.2, "2g", True, None)
+
+
+def test_a_server_that_other_machines_reach_has_the_secret_of_the_outputs(run_here, workshop, monkeypatch):
+    served = []
+    seen = lambda command, *_: served.append((command, os.environ.get(SECRET_VARIABLE)))  # noqa: E731
+    monkeypatch.setattr("experiments.commands.servers.serve", seen)
+    words = ["retriever", "any", "--backend", "mine.yaml", "--port", "0"]
+    assert run_here(*words).returncode == 0 and run_here(*words, "--host", "127.0.0.1").returncode == 0
+    there = [*words, "--host", "0.0.0.0"]
+    assert run_here(*there, "--secret-file", "mine").returncode == 0
+    assert [secret for _, secret in served] == [None] * 3 and served[2][0][-2:] == ["--secret-file", "mine"]
+    done = run_here(*there)
+    command, secret = served[-1]
+    path = workshop.project.outputs / FILE
+    assert secret == path.read_text() and secret not in " ".join(command) + done.stdout + done.stderr
+    assert f"clients must have {SECRET_VARIABLE} from {path}; runs over these outputs have it" in done.stdout
 
 
 def test_overrides_are_told_from_our_own_options():

@@ -59,3 +59,11 @@ class Draw:
         drawn = {"random": random.random(), "variable": os.environ["PL_GLOBAL_SEED"]}
         (output_dir / "drawn.json").write_text(json.dumps(drawn))
         return drawn
+
+
+class Confidant:
+    """Tells how long the secret is that it was given."""
+
+    def run(self, output_dir: Path) -> dict[str, Any]:
+        (output_dir / "confided").write_text(f"{len(os.environ['COMPACT_AGENTS_SECRET'])} characters")
+        return {}

@@ -9,12 +9,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from retrieval.server import bind
+from retrieval.batching import OwnerThread
+from retrieval.server import DOCUMENTS, QUERIES, READ_S, TOPK, bind
+from tests.retrieval.serving import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +66,7 @@ def test_topk(server, corpus, topk, expected):
 def test_more_than_there_are(server, corpus):
     word = min(corpus.words, key=lambda word: sum(word in text.lower() for text in corpus.contents) or 999)
     holding = sum(word in text.lower() for text in corpus.contents)
-    assert len(post(server.url, {"queries": [word], "topk": 10**12})[1]["result"][0]) == holding
+    assert len(post(server.url, {"queries": [word], "topk": TOPK})[1]["result"][0]) == holding
 
 
 def test_queries_that_find_nothing_or_are_odd(server, corpus):
@@ -78,12 +81,87 @@ def test_queries_that_find_nothing_or_are_odd(server, corpus):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [{}, {"queries": "text"}, {"queries": [1]}, {"queries": None}, {"queries": ["a"], "topk": -1}, b"{no json", [1]],
+    ("body", "said"),
+    [
+        ({}, "queries: Field required"),
+        ({"queries": "text"}, "queries: Input should be a valid list; found 'text'"),
+        ({"queries": [1]}, "queries.0: Input should be a valid string; found 1"),
+        ({"queries": ["a", {}]}, "queries.1: Input should be a valid string; found dict"),
+        ({"queries": None}, "queries: Input should be a valid list; found None"),
+        ({"queries": ["a"], "topk": -1}, "topk: "),
+        ({"queries": ["a"], "topk": TOPK + 1}, f"topk: Input should be less than or equal to {TOPK}; found {TOPK + 1}"),
+        ({"queries": ["a"], "topk": 10**400}, "topk: "),
+        ({"queries": ["a"], "topk": 1.5}, "topk: "),
+        ({"queries": ["a"], "topk": True}, "topk: "),
+        (b'{"queries": ["a"], "topk": NaN}', "topk: "),
+        (b'{"queries": ["a"], "topk": 1e999}', "topk: "),
+        ({"queries": ["a"], "return_scores": "perhaps"}, "return_scores: "),
+        ({"queries": ["a"] * (QUERIES + 1)}, f"queries: List should have at most {QUERIES} items"),
+        ({"queries": ["a"] * 1000, "topk": 101}, f"1000 queries with topk 101: expected at most {DOCUMENTS} documents"),
+        (b"", "the body is no JSON: "),
+        (b"{no json", "the body is no JSON: "),
+        (b"\xff\xfe\x00", "the body is no JSON: "),
+        (b'{"queries": ' + b"[" * 100_000, "the body is no JSON: "),
+        (b'{"queries": ' + b"[" * 900 + b"]" * 900 + b"}", "queries.0: Input should be a valid string; found list"),
+        (b'{"queries": ' + b"9" * 5000 + b"}", "the body is no JSON: "),
+        ([1], "body: "),
+    ],
 )
-def test_wrong_input_is_rejected(server, body):
+def test_wrong_input_is_refused_in_one_line(server, body, said):
     status, answer = post(server.url, body)
-    assert status == 422 and answer["detail"]
+    assert status == 422 and answer["detail"].startswith(said), answer["detail"][:300]
+    assert "\n" not in answer["detail"] and len(answer["detail"]) < 300
+
+
+def test_numbers_as_text_are_taken_as_search_r1_takes_them(server, corpus):
+    body = {"queries": corpus.words[:1], "topk": "2", "return_scores": "true"}
+    assert [set(hit) for hit in post(server.url, body)[1]["result"][0]] == [{"document", "score"}] * 2
+
+
+class Nothing:
+    def search(self, queries, k):
+        return [[] for _ in queries]
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch) -> Iterator[str]:
+    """Of a server that waits less for slow clients, and takes less."""
+    monkeypatch.setattr("retrieval.server.IDLE_S", 0.2)
+    monkeypatch.setattr("retrieval.server.BODY_S", 0.2)
+    monkeypatch.setattr("retrieval.server.REQUEST_BYTES", 1000)
+    with serving(OwnerThread(lambda _: Nothing())) as url:
+        yield url
+
+
+def test_bodies_are_bounded(url):
+    assert post(url, {"queries": ["a" * 900]}) == (200, {"result": [[]]})
+    status, answer = post(url, {"queries": ["a" * 1000]})
+    assert status == 413 and answer["detail"] == "the body has more than 1000 bytes; ask in several requests"
+
+
+REQUEST = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 18\r\n\r\n{"queries": ["a"]}'
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", b""),
+        (REQUEST[:30], b""),  # headers that do not go on
+        pytest.param(REQUEST[:-5], b"HTTP/1.1 408 ", marks=pytest.mark.slow),  # a body; aiohttp waits 10 s for its rest
+        (REQUEST, b"HTTP/1.1 200 "),  # kept open for another request, which does not come
+        (REQUEST + REQUEST[:30], b"HTTP/1.1 200 "),
+        (b"no HTTP\r\n\r\n", b"HTTP/1.0 400 "),
+    ],
+)
+def test_slow_and_idle_connections_are_closed(url, sent, answered):
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(sent)
+        assert b"".join(iter(lambda: connection.recv(1000), b"")).startswith(answered)  # to its end
+    assert post(url, {"queries": ["a"]})[0] == 200
 
 
 def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
@@ -97,6 +175,13 @@ def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
     assert together == alone
     assert after["requests"] - before["requests"] == 120 and after["queries"] - before["queries"] == 240
     assert after["batches"] - before["batches"] < 120 and after["largest_batch"] > 2
+
+
+def test_a_slash_at_the_end_is_no_other_address(server, corpus):
+    content = json.dumps({"queries": corpus.words[:1]}).encode()
+    request = urllib.request.Request(server.url + "/retrieve/", content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert len(json.load(response)["result"][0]) == 3
 
 
 def test_health_describes_the_index(server, corpus):
@@ -135,7 +220,9 @@ def alive(pid: int) -> bool:
 OWNER = """
 import sys, threading
 from retrieval.process import RetrieverProcess
-from retrieval.server import bind
+from retrieval.batching import OwnerThread
+from retrieval.server import DOCUMENTS, QUERIES, READ_S, TOPK, bind
+from tests.retrieval.serving import serving
 process = RetrieverProcess(sys.argv[1], k1=2.0)
 starter = threading.Thread(target=process.start)  # whose end must not be taken for the end of the process
 starter.start(); starter.join()
@@ -171,3 +258,10 @@ def test_accepted_connections_do_not_wait_for_acknowledgements():
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_the_kernel_gives_up_clients_that_do_not_take_their_answers():
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * READ_S

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from retrieval.secret import authorization
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.server.wire import GENERATION, TokenRequest
 from rollout.services.http_client import LoopSession
@@ -83,7 +84,7 @@ class ServerClient:
     ) -> dict[str, Any]:
         session, _ = self._sessions.open()
         timeout_s = timeout_s or self._timeout_s
-        headers = {"Content-Type": "application/json"} if body else {}
+        headers = authorization() | ({"Content-Type": "application/json"} if body else {})
         try:
             async with asyncio.timeout(timeout_s):
                 async with session.request(method, self.url + path, data=body, headers=headers) as response:

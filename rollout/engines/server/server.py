@@ -9,7 +9,8 @@
 | ``POST /transfer/METHOD`` | vLLM's own weight transfer (NCCL), with the engine drained or at a standstill |
 
 Status 400: the request is wrong; 409: the server does not hold the weights that are asked for; 422: weights were
-refused; 503: the engine has died, and the server with it. There are no passwords: serve trusted networks only.
+refused; 503: the engine has died, and the server with it. 401: it wants a secret (``retrieval.secret``), as it must
+where other machines reach it.
 
 Exit codes: 0 stopped by SIGTERM or Ctrl-C; 1 the engine has died; 2 wrong arguments or model; 3 port in use.
 """
@@ -31,6 +32,7 @@ from typing import Any
 
 from aiohttp import web
 
+from retrieval.secret import add_secret_option, demand_secret, server_secret
 from rollout.engines.process import EngineProcess
 from rollout.engines.server.weights import ServerWeights, WeightsMoved
 from rollout.engines.server.wire import REQUEST
@@ -42,8 +44,8 @@ REQUEST_BYTES = 64 << 20  # of a request for tokens, at most
 class EngineServer:
     """The routes over one started engine. ``failed`` is set when the engine has died."""
 
-    def __init__(self, engine: EngineProcess) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineProcess, secret: str | None = None) -> None:
+        self._engine, self._secret = engine, secret
         self.weights = ServerWeights(engine)
         self.failed = asyncio.Event()
         self._running = 0
@@ -53,7 +55,9 @@ class EngineServer:
         self._open.set()
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=REQUEST_BYTES, middlewares=[self._answer_errors])
+        app = web.Application(
+            client_max_size=REQUEST_BYTES, middlewares=[demand_secret(self._secret, "error"), self._answer_errors]
+        )
         post = {
             "/generate": self._generate,
             "/weights/sees": self._sees,
@@ -169,13 +173,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(engine: EngineProcess, listener: socket.socket, host: str) -> int:
+async def serve(engine: EngineProcess, listener: socket.socket, host: str, secret: str | None) -> int:
     """Until SIGTERM, SIGINT or the engine's death. Returns the exit code."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await engine.start()
-    server = EngineServer(engine)
+    server = EngineServer(engine, secret)
     runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=1, access_log=None)
     await runner.setup()
     await web.SockSite(runner, listener).start()
@@ -193,7 +197,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m rollout.engines.server.server", description="Serve an engine over HTTP."
     )
     parser.add_argument("--engine", required=True, help="class_path and init_args as JSON")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines (there is no password)")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines, with a secret")
+    add_secret_option(parser)
     parser.add_argument("--port", type=int, default=8100, help="0 takes a free port")
     return parser
 
@@ -202,8 +207,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
     try:
         listener = bind(options.host, options.port)
+        secret = server_secret(listener, options.secret_file)
         engine = make_engine(options.engine)
-        code = asyncio.run(serve(engine, listener, options.host))
+        code = asyncio.run(serve(engine, listener, options.host, secret))
     except (ValueError, OSError, ImportError, AttributeError, InfrastructureError) as error:
         print(f"engine server: {error}", file=sys.stderr, flush=True)
         code = 3 if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else 2

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from callbacks.training.rank_watch import (
     _Watch,
     lost,
     main_thread,
+    open_store,
     report,
     stall_report,
     stalled_s,
@@ -191,6 +193,32 @@ def test_the_process_that_holds_the_store_stops_answering(how, tmp_path):
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+@pytest.mark.parametrize(("nodes", "known", "listens"), [(1, None, "127.0.0.1"), (2, "127.0.0.2", "127.0.0.2")])
+def test_beats_are_heard_on_this_machine_or_where_the_other_nodes_reach_it_alone(nodes, known, listens, monkeypatch):
+    """127.0.0.2 is the address by which the last rank, on another node, knows rank 0's."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")  # as rank 0 itself knows it
+    strategy = SimpleNamespace(broadcast=lambda value, src=0: value if src == 0 else known)
+    store = open_store(SimpleNamespace(num_nodes=nodes, world_size=4, is_global_zero=True, strategy=strategy))
+    heard = [f"127.0.0.{i}" for i in range(1, 5) if not socket.socket().connect_ex((f"127.0.0.{i}", store.port))]
+    assert heard == [listens]
+
+    answers = iter([*([known] if nodes > 1 else []), store.port])
+    strategy = SimpleNamespace(broadcast=lambda *_, **__: next(answers))
+    other = open_store(SimpleNamespace(num_nodes=nodes, world_size=4, is_global_zero=False, strategy=strategy))
+    other.set("beat", "1")
+    assert store.get("beat") == b"1"
+
+
+def test_an_address_that_is_none_of_this_machines_is_said(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    strategy = SimpleNamespace(broadcast=lambda value, src=0: "192.0.2.7")
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    with pytest.raises(
+        ValueError, match="rank 0 cannot listen on 192.0.2.7, by which another node .* MASTER_ADDR=node0"
+    ):
+        open_store(SimpleNamespace(num_nodes=2, world_size=4, is_global_zero=True, strategy=strategy))
 
 
 def test_who_waits_for_whom():

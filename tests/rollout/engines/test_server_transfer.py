@@ -6,12 +6,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from retrieval.secret import SECRET_VARIABLE
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import EngineProcess
+from rollout.engines.server.client import ServerClient
 from rollout.engines.server.server import EngineServer
 from rollout.engines.server.wire import TokenRequest
+from rollout.services.http_client import LoopSession
+from rollout.trajectory import InfrastructureError
 
 
 class Behind(EngineProcess):
@@ -67,3 +72,25 @@ async def hang_up_while_draining_then_do_not_finish():
 
 def test_a_transfer_that_does_not_end_leaves_no_request_waiting():
     asyncio.run(asyncio.wait_for(hang_up_while_draining_then_do_not_finish(), 60))
+
+
+async def ask_with_and_without_the_secret(monkeypatch):
+    engine = Behind()
+    server = EngineServer(engine, "the-secret")
+    async with TestServer(server.app()) as served:
+        client = ServerClient(str(served.make_url("/")), sessions := LoopSession("test"), timeout_s=60)
+        for sent in (None, "another"):
+            if sent is not None:
+                monkeypatch.setenv(SECRET_VARIABLE, sent)
+            for path in ("/weights/load", "/generate", "/transfer/start_weight_update"):
+                with pytest.raises(InfrastructureError, match="status 401: this server wants its secret"):
+                    await client.post(path, {})
+        monkeypatch.setenv(SECRET_VARIABLE, "the-secret")
+        engine.answers.set()
+        assert (await client.generate([1, 2], SamplingParams(1), "start")).token_ids == (1,)
+        await sessions.close()
+    assert engine.asked == 1 and not engine.transfers and server.weights.refusal is None
+
+
+def test_whoever_does_not_send_the_servers_secret_is_refused(monkeypatch):
+    asyncio.run(asyncio.wait_for(ask_with_and_without_the_secret(monkeypatch), 60))
