@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import socket
@@ -51,11 +52,11 @@ class Child:
             ValueError: the options do not fit the model.
             InfrastructureError: it has ended, or was not ready in time and has been killed.
         """
-        try:
+        content: Any = None
+        kind = "fatal"
+        with contextlib.suppress(EOFError, OSError):
             self._connection.send(self._first)
             kind, content = self._receive(limit_s)
-        except (EOFError, OSError):
-            kind, content = "fatal", None
         if kind == "ready":
             return content
         if kind == "refused":

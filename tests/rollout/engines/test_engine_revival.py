@@ -43,8 +43,8 @@ async def started(engine):
         assert not list(SHARED_MEMORY.glob(f"{PREFIX}{os.getpid()}-*")), "copies of weights are left behind"
 
 
-async def ask(engine, prompts=PROMPTS):
-    return await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, LONG, strict=True)))
+async def ask(engine):
+    return await asyncio.gather(*(engine.generate(p, s) for p, s in zip(PROMPTS, LONG, strict=True)))
 
 
 def expected(seed, version):
@@ -287,8 +287,8 @@ def test_vllm_itself_killed_and_stopped(model_dir, other_reference):
     prompts = random_prompts(4, seed=40, longest=60)
 
     async def answers(engine, signal_number=None):
-        asked = asyncio.ensure_future(ask(engine, prompts))
-        await asyncio.sleep(0.02)
+        asked = asyncio.gather(*(engine.generate(p, SamplingParams(150, seed=7)) for p in prompts))
+        await asyncio.sleep(0.02)  # so that some of it is sampled
         if signal_number is not None:
             os.kill(engine.pid, signal_number)
         return [(g.token_ids, g.logprobs, g.policy_version) for g in await asked]
