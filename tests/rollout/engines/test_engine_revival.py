@@ -283,7 +283,7 @@ def test_a_request_that_the_backend_does_not_take_fails_alone():
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.slow
-def test_vllm_itself_killed_and_stopped(model_dir, other_reference):
+def test_vllm_itself_killed(model_dir, other_reference):
     prompts = random_prompts(4, seed=40, longest=60)
 
     async def answers(engine, signal_number=None):
@@ -294,10 +294,9 @@ def test_vllm_itself_killed_and_stopped(model_dir, other_reference):
         return [(g.token_ids, g.logprobs, g.policy_version) for g in await asked]
 
     async def main():
-        async with started(VLLMEngine(str(model_dir), max_length=256, kv_cache_bytes=32 << 20, hang_s=60)) as engine:
+        async with started(VLLMEngine(str(model_dir), max_length=256, kv_cache_bytes=32 << 20)) as engine:
             await push_weights(engine, other_reference.weights(), 3)
             undisturbed = await answers(engine)
             assert await answers(engine, signal.SIGKILL) == undisturbed
-            assert await answers(engine, signal.SIGSTOP) == undisturbed
 
     run(main())
