@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import ConfigDict, with_config
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, TopK
+from rollout.trajectory import InfrastructureError
 from rollout.versions import Runs
 
 if TYPE_CHECKING:
@@ -44,6 +45,18 @@ class Generation:
     version_runs: Runs = ()  # (version, tokens) in order, where weights changed in between; see rollout.versions
 
 
+class EngineGone(InfrastructureError):
+    """The engine has died once too often. Nothing can be sampled any more: the run ends."""
+
+
+class WeightsLost(InfrastructureError):
+    """The engine does not hold the weights that were pushed last, and samples nothing until a whole push has come."""
+
+
+class UpdateInterrupted(InfrastructureError):
+    """A weight update lost its engine on the way, which is there again and expects a whole push."""
+
+
 class Engine(Protocol):
     """Samples continuations. Safe to call concurrently from one event loop.
 
@@ -56,7 +69,7 @@ class Engine(Protocol):
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Continue ``token_ids``. Raises InfrastructureError if the engine has died."""
+        """Continue ``token_ids``. Raises EngineGone if the engine has died for good."""
         ...
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:

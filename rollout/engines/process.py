@@ -1,38 +1,61 @@
 """Base class of engines that run in a child process, spawned (never forked), which ends when the trainer ends.
 
-The child cannot re-seed the trainer, take its process group or its threads. Its death is an InfrastructureError.
+The child cannot re-seed the trainer, take its process group or its threads. One that dies or hangs is started anew,
+gets the weights that it held, and samples again what it has not answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 import os
-import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.ranges import PositiveInt
-from rollout.engines.base import Generation, SamplingParams
+from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost
+from rollout.engines.child import ROOT, Child, Results
 from rollout.engines.weights.files import WeightFiles
 from rollout.env_vars import child_environment
 from rollout.trajectory import InfrastructureError
 
-ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package `rollout`
+logger = logging.getLogger(__name__)
+
 SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in the order in which they are woken; vLLM's tags
+INTERRUPTED = "the engine was started anew in the middle of a weight update; expected it to be pushed again"
+HOUR_S = 3600.0
+PAUSE_S = 5.0  # before another start when one has failed; what held memory may need it to let go
+START_FACTOR = 3.0  # a start anew may take so much longer than the first one, and ``hang_s``
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A message to the child that it has not answered."""
+
+    message: tuple[Any, ...]  # (kind, number, ...)
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    files: WeightFiles | None = None  # of an update: kept from its end on, for a child that is started anew
+    sent: bool = False  # else it waits for a child
 
 
 class EngineProcess:
     """The trainer's side of `worker.py`; implements `base.Engine`.
 
     All methods may be called from any event loop; `generate` may be called many times at once.
+
+    A child that is started anew has the weights of its folder. It gets those of the last complete update before
+    anything else, if they are kept (``keep`` of `load_files` and `transfer`; see `weights.push`), then the messages
+    that are not answered, in their order: an update by files is repeated whole. A `transfer` cannot be, since what it
+    has brought is not kept: it raises UpdateInterrupted, and the sender pushes again. Where the weights are not kept,
+    `weights_lost` says so, and nothing is sampled until new ones have come.
     """
 
     transport: Literal["auto", "files", "ipc"] = "files"  # of weights from this process; see `weights.push`
@@ -45,27 +68,51 @@ class EngineProcess:
         max_length: PositiveInt,
         threads: PositiveInt = 1,
         environment: dict[str, str] | None = None,
+        hang_s: PositiveFloat = 600.0,
+        restarts: NonNegativeInt = 3,
     ) -> None:
-        """``backend``: dotted path of a class with the methods `worker.py` calls, built there with ``options``."""
+        """
+        Args:
+            backend: dotted path of a class with the methods `worker.py` calls, built there with ``options``.
+            hang_s: seconds without a sign of life, with work to do, after which the child counts as hung. Signs are
+                answers, and one a second between steps; the start is not counted.
+            restarts: starts anew within an hour, at most; then requests fail with the reason.
+        """
         if threads < 1:
             raise ValueError(f"threads is {threads}; the engine's process needs at least 1")
+        if hang_s <= 0 or restarts < 0:
+            raise ValueError(f"expected hang_s > 0 and restarts >= 0; found {hang_s} and {restarts}")
         self._backend, self._options, self._threads = backend, options, threads
         self._environment = environment or {}
         self.max_length = max_length
-        self._process: subprocess.Popen[bytes] | None = None
+        self._hang_s, self._restarts = hang_s, restarts
         self._info: dict[str, Any] | None = None
-        self._failure: str | None = None
+        self._failure: InfrastructureError | None = None
         self._start_lock = threading.Lock()
-        self._lock = threading.Lock()  # guards _pending and _loading against the reader thread
-        self._pending: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
-        self._loading: tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]] | None = None
-        self._ids = itertools.count()
+        self._lock = threading.RLock()  # guards what follows against the threads of children
+        self._child: Child | None = None  # the latest
+        self._up = False  # it takes messages
+        self._reviving: threading.Thread | None = None
+        self._died_asleep: str | None = None  # why; it is started anew when it is needed
+        self._closing = threading.Event()
+        self._restarted: deque[float] = deque()  # times within the last hour
+        self._wanted = False  # the latest was ended by `restart`
+        self._start_s = 0.0  # seconds that the first start took
+        self._asked: dict[int, _Asked] = {}  # by number, in the order in which they were sent
+        self._loading: int | None = None  # number of what changes the weights or the memory; one at a time
+        self._numbers = itertools.count()
         self._asleep: tuple[str, ...] = ()  # of SLEEPING_PARTS
+        self._version: int | None = None  # of the last complete update; None: the folder's weights
+        self._kept: WeightFiles | None = None  # that update
+        self._lost: str | None = None  # why the child does not hold it
+        self._transferring = False  # between start and finish of a transfer
+        self._broken = False  # such a transfer lost its child
+        self._spawned, self._connected = 0, None  # children so far; of them the one that can take a transfer
 
     @property
     def pid(self) -> int | None:
         """Of the child process, None before `start`."""
-        return self._process.pid if self._process else None
+        return self._child.process.pid if self._child else None
 
     @property
     def model(self) -> str:
@@ -79,6 +126,26 @@ class EngineProcess:
             raise InfrastructureError("the engine has not been started; await engine.start() first")
         return self._info
 
+    @property
+    def gone(self) -> bool:
+        """Whether it has died once too often."""
+        return isinstance(self._failure, EngineGone)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether updates are to be kept for a child that is started anew."""
+        return self._restarts > 0
+
+    @property
+    def kept(self) -> WeightFiles | None:
+        """The files of the last complete update, which a child that is started anew gets."""
+        return self._kept
+
+    @property
+    def weights_lost(self) -> str | None:
+        """Why nothing is sampled until new weights have come; None: the child holds what it should."""
+        return self._lost
+
     async def start(self) -> None:
         """Spawn the child and load the model; returns when it is ready. Idempotent.
 
@@ -89,49 +156,73 @@ class EngineProcess:
         await asyncio.to_thread(self._start)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """See `base.Engine.generate`.
+        """See `base.Engine.generate`. A child that dies meanwhile costs time, and no more.
 
         Raises:
-            ValueError: no ids, ids outside the vocabulary, or more than ``max_length`` tokens in all.
-            InfrastructureError: the child died, or has not been started.
+            ValueError: no ids, ids outside the vocabulary, or more than ``max_length`` tokens in all; or the backend's
+                refusal.
+            WeightsLost: the child was started anew, and the weights that it held are not kept.
+            PermanentFailure: the model's logits are not finite.
+            EngineGone: the child died once too often.
+            InfrastructureError: it has not been started, or was closed.
             RuntimeError: the engine is asleep.
         """
         ids = [int(t) for t in token_ids]
         self._check_request(ids, sampling)
         self._raise_if_asleep()
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        request_id = next(self._ids)
-        with self._lock:
-            self._raise_if_dead()
-            self._pending[request_id] = (loop, future)
-        self._outbox.put(("generate", request_id, ids, sampling))
+        number, future = self._ask("generate", ids, sampling)
         try:
             return await future
         finally:
             with self._lock:
-                abandoned = self._pending.pop(request_id, None) is not None
-            if abandoned:  # this task was cancelled: free the slot
-                self._outbox.put(("cancel", request_id))
+                if self._asked.pop(number, None) is not None and self._up and self._child:  # this task was cancelled
+                    self._child.send("cancel", number)
 
-    async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
-        """See `base.Engine.load_files`. If this task is cancelled, the child loads all the same."""
+    async def load_files(
+        self, files: WeightFiles, version: int, between_steps: bool = False, keep: bool = False
+    ) -> None:
+        """See `base.Engine.load_files`. If this task is cancelled, the child loads all the same. With ``keep`` the
+        files stay where they are until the next update has come to its end, or `close`."""
         await self.wake_up("weights")
-        await self._ask_to_load(("load", files.paths, version, between_steps))
+        message = ("load", files.paths, version, files.verified, between_steps)
+        await self._change(*message, files=files if keep else None)
         await self.wake_up()
 
     async def transfer(
-        self, method: str, arguments: dict[str, Any], version: int | None = None, between_steps: bool = True
+        self,
+        method: str,
+        arguments: dict[str, Any],
+        version: int | None = None,
+        between_steps: bool = True,
+        keep: WeightFiles | None = None,
     ) -> None:
-        """One call of vLLM's weight transfer; the last one brings a ``version``. From its start to its finish nothing
-        is sampled: requests in flight stand still, and go on with the new weights; or, not ``between_steps``, the call
-        waits until they have finished.
-        Raises ValueError with the backend's error; the weights may then be damaged."""
+        """One call of vLLM's weight transfer; the last one brings a ``version``, and may say which files hold the same
+        weights. From its start to its finish nothing is sampled: requests in flight stand still, and go on with the new
+        weights; or, not ``between_steps``, the call waits until they have finished.
+
+        Raises:
+            ValueError: the backend's error; the weights may then be damaged.
+            UpdateInterrupted: the child was started anew since the transfer began.
+        """
         if method == "start_weight_update":
             await self.wake_up("weights")
-        await self._ask_to_load(("transfer", method, arguments, version, between_steps))
+        await self._change("transfer", method, arguments, version, between_steps, files=keep)
         if version is not None:
             await self.wake_up()
+
+    def forget(self) -> None:
+        """Remove what is kept: before an update with nothing in flight, two models' worth need not fit."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.remove()
+
+    def restart(self, why: str) -> None:
+        """End the child, which is started anew like one that has died, and not counted."""
+        with self._lock:
+            if self._up and self._child is not None:
+                self._wanted = True
+                self._child.kill(why)
 
     def allow_sleep(self) -> None:
         """Before `start`: the engine will `sleep`."""
@@ -142,47 +233,106 @@ class EngineProcess:
         the weights before and the cache after, so that the cache never lies beside what the push needs.
         Raises RuntimeError if requests are in flight, which vLLM would abort."""
         with self._lock:
-            if self._pending:
+            if self._asked:
                 raise RuntimeError(
-                    f"the engine was told to sleep with {len(self._pending)} requests in flight; expected none: wait "
+                    f"the engine was told to sleep with {len(self._asked)} requests in flight; expected none: wait "
                     "for them, or cancel them"
                 )
             if self._asleep:
                 return
             self._asleep = SLEEPING_PARTS
-        await self._ask_to_load(("sleep",))
+        await self._change("sleep")
 
     async def wake_up(self, *parts: str) -> None:
         """Take the memory back: all of it, or these ``parts``. Weights are those that fell asleep. Nothing if awake."""
         for part in [part for part in self._asleep if not parts or part in parts]:
-            await self._ask_to_load(("wake_up", part))
-            self._asleep = tuple(other for other in self._asleep if other != part)
-
-    async def _ask_to_load(self, message: tuple[Any, ...]) -> None:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[str | None] = loop.create_future()
-        with self._lock:
-            self._raise_if_dead()
-            if self._loading is not None:
-                raise RuntimeError("new weights were given while an update is in progress")
-            self._loading = (loop, future)
-        future.add_done_callback(lambda _: setattr(self, "_loading", None))
-        self._outbox.put(message)
-        error = await asyncio.shield(future)
-        if error is not None:
-            raise ValueError(error)
+            await self._change("wake_up", part)
 
     async def close(self) -> None:
         """End the child; pending requests fail with InfrastructureError. Idempotent. It takes at most 5 s, in which
         the event loop stands still: at a process's end no thread can be started any more."""
         self._close()
 
+    # ------------------------------------------------------------------ messages
+    def _ask(
+        self, kind: str, *content: Any, changes: bool = False, files: WeightFiles | None = None
+    ) -> tuple[int, asyncio.Future[Any]]:
+        """Send a message, or keep it for a child that is being started anew. ``changes``: weights or memory."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        with self._lock:
+            self._raise_if_dead()
+            if changes and self._loading is not None:
+                raise RuntimeError("new weights were given while an update is in progress")
+            if not changes and self._lost and not self._repeats_update():
+                raise WeightsLost(self._lost)
+            if kind == "transfer" and self._is_interrupted(content[0]):
+                raise UpdateInterrupted(INTERRUPTED)
+            number = next(self._numbers)
+            asked = self._asked[number] = _Asked((kind, number, *content), loop, future, files)
+            if changes:
+                self._loading = number
+            if self._up and self._child is not None:
+                self._send(self._child, asked)
+            elif self._died_asleep is not None:
+                self._start_anew(self._died_asleep)
+        return number, future
+
+    async def _change(self, kind: str, *content: Any, files: WeightFiles | None = None) -> None:
+        _, future = self._ask(kind, *content, changes=True, files=files)
+        await asyncio.shield(future)
+
+    def _receive(self, results: Results) -> None:
+        """In a child's thread: its answers become results of futures."""
+        answered: list[tuple[_Asked, Any]] = []
+        with self._lock:
+            for number, outcome in results:
+                asked = self._asked.pop(number, None)  # None: it was cancelled meanwhile
+                if number == self._loading:
+                    self._loading = None
+                if asked is None:
+                    continue
+                if not isinstance(outcome, Exception):
+                    self._note(asked)
+                elif asked.message[0] == "load" and self._lost:
+                    self._lose(self._lost)
+                answered.append((asked, outcome))
+        _resolve(answered)
+
+    def _send(self, child: Child, asked: _Asked) -> None:
+        asked.sent = True
+        child.send(*asked.message)
+
+    def _repeats_update(self) -> bool:
+        """Whether a whole update is on its way to the child: what is asked after it is sampled from it."""
+        return self._loading is not None and self._asked[self._loading].message[0] == "load"
+
+    def _is_interrupted(self, method: str) -> bool:
+        if method == "init_weight_transfer_engine":
+            return False
+        elsewhere = self._connected is not None and self._connected != self._spawned
+        return elsewhere or (self._broken and method != "start_weight_update")
+
+    def _note(self, asked: _Asked) -> None:
+        """What the child holds after it has done what it was asked."""
+        kind, _, *content = asked.message
+        if kind == "wake_up":
+            self._asleep = tuple(part for part in self._asleep if part != content[0])
+        elif kind == "transfer" and content[0] == "init_weight_transfer_engine":
+            self._connected = self._spawned
+        elif kind == "transfer" and content[0] == "start_weight_update":
+            self._transferring, self._broken = True, False
+        version = {"load": 1, "transfer": 2}.get(kind)
+        if version is not None and content[version] is not None:
+            self._version, self._kept, self._lost = content[version], asked.files, None
+            self._transferring = self._broken = False
+
     def _check_request(self, ids: list[int], sampling: SamplingParams) -> None:
         if not ids:
             raise ValueError("token_ids is empty; an engine continues at least one token")
         if sampling.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}; expected at least 1")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1:
             raise ValueError(f"expected temperature >= 0 and 0 < top_p <= 1, found {sampling}")
         if sampling.seed is not None and sampling.seed < 0:
             raise ValueError(f"seed is {sampling.seed}; expected a non-negative integer or None")
@@ -203,119 +353,187 @@ class EngineProcess:
 
     def _raise_if_dead(self) -> None:
         if self._failure is not None:
-            raise InfrastructureError(self._failure)
+            raise type(self._failure)(*self._failure.args)
         if self._info is None:
             raise InfrastructureError("the engine has not been started; await engine.start() first")
 
+    # ------------------------------------------------------------------ children
     def _start(self) -> None:
         with self._start_lock:
             if self._info is not None:
                 return
-            ours, theirs = socket.socketpair()
             several = self._options.get("tensor_parallel_size", 1) > 1
             environment = child_environment(os.environ, self._threads, several_devices=several) | self._environment
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.engines.worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what libraries print belongs to the log, not among the command's results
-            )
-            theirs.close()
-            self._connection = Connection(ours.detach())
+            self._child_environment = environment  # also of later children: by then Lightning has set variables
+            self._closing.clear()
+            self._restarted.clear()
+            began = time.monotonic()
+            child = self._child = self._spawn()
             try:
-                self._connection.send((self._backend, self._options, self._threads))
-                kind, content = self._connection.recv()
-            except (EOFError, OSError):
-                kind, content = "fatal", None
-            if kind != "ready":
-                self._close()
-                if kind == "refused":
-                    raise ValueError(content)
-                raise InfrastructureError(f"the engine's process failed at start: {self._describe_death(content)}")
-            self._failure, self._info, self._asleep = None, content, ()
-            self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-            threading.Thread(target=self._write, daemon=True, name="engine-writer").start()
-            self._reader = threading.Thread(target=self._read, daemon=True, name="engine-reader")
-            self._reader.start()
+                info = child.ready()
+            except BaseException as error:
+                child.end(5.0)
+                if isinstance(error, InfrastructureError):
+                    raise InfrastructureError(f"the engine's process failed at start: {child.trace or error}") from None
+                raise
+            self._start_s = time.monotonic() - began
+            with self._lock:
+                if self._closing.is_set():
+                    child.end()
+                    raise InfrastructureError("the engine was closed")
+                self._failure, self._asleep, self._version, self._lost = None, (), None, None
+                self._transferring, self._broken, self._connected = False, False, None
+                self._begin(child, info)
+
+    def _spawn(self) -> Child:
+        self._spawned += 1
+        return Child((self._backend, self._options, self._threads), self._child_environment, os.getpid())
+
+    def _begin(self, child: Child, info: dict[str, Any]) -> None:
+        self._info, self._up = info, True
+        for asked in self._asked.values():
+            self._send(child, asked)
+        child.begin(self._receive, self._ended, lambda: bool(self._asked), self._hang_s)
 
     def _close(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        started, self._info = self._info is not None, None
-        if started:
-            self._outbox.put(("close",))
-        try:
-            process.wait(timeout=5 if process.poll() is None and self._failure is None else 0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if started:
-            self._reader.join()
-
-    def _write(self) -> None:
-        """Own thread, so that a full pipe never blocks the event loop."""
-        while True:
-            message = self._outbox.get()
-            try:
-                self._connection.send(message)
-            except OSError:
-                return  # the reader finds out why
-            if message[0] == "close":
+        with self._lock:
+            self._closing.set()
+            child, up, thread = self._child, self._up, self._reviving
+            self._info, self._up, self._died_asleep = None, False, None
+            if child is None:
                 return
+            if up:
+                child.send("close")
+        child.end(5.0 if up and self._failure is None else 0.0)  # one that is being started would not listen
+        child.join()
+        if thread is not None:
+            thread.join()
+        self._fail(InfrastructureError("the engine was closed"))
+        self.forget()
 
-    def _read(self) -> None:
-        """Own thread: turn the child's messages into results of futures."""
-        trace = None
-        try:
-            while True:
-                kind, content = self._connection.recv()
-                if kind == "results":
-                    self._deliver(content)
-                elif kind == "loaded" and self._loading is not None:
-                    loop, future = self._loading
-                    loop.call_soon_threadsafe(_resolve, [(future, content)])
-                elif kind == "fatal":
-                    trace = content
-        except (EOFError, OSError):
-            self._fail_all(trace)
-
-    def _deliver(self, results: list[tuple[int, Generation]]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Any]]] = {}
+    def _ended(self, child: Child) -> None:
+        """In the thread of a child that is gone."""
         with self._lock:
-            for request_id, generation in results:
-                if request_id in self._pending:  # else it was cancelled meanwhile
-                    loop, future = self._pending.pop(request_id)
-                    by_loop.setdefault(loop, []).append((future, generation))
-        for loop, pairs in by_loop.items():
-            loop.call_soon_threadsafe(_resolve, pairs)
+            self._up = False
+            if self._closing.is_set():
+                return
+            if self._asleep and not self._asked:  # its memory is in use: another would find none
+                self._died_asleep = child.describe_death()
+                logger.warning("the engine died asleep: %s. It is started anew when it is woken", self._died_asleep)
+            else:
+                self._start_anew(child.describe_death())
+        if child.trace:
+            logger.warning("%s", child.trace)
 
-    def _fail_all(self, trace: str | None) -> None:
-        closed = self._info is None
-        if self._process is not None:
-            self._process.wait()
+    def _start_anew(self, why: str) -> None:
+        self._died_asleep = None
+        self._reviving = threading.Thread(target=self._revive, args=(why,), daemon=True, name="engine-revival")
+        self._reviving.start()
+
+    def _revive(self, why: str) -> None:
+        """Own thread: until a child is there that has what the dead one had, or the engine is given up."""
+        while True:
+            try:
+                child = self._next_child(why)
+                if child is None:
+                    return
+                info = child.ready(self._hang_s + START_FACTOR * self._start_s)
+                self._give_back(child)
+            except (ValueError, OSError, InfrastructureError) as error:
+                why = f"it was started anew, and then: {' '.join(str(error).split())}"
+                if self._child is not None:
+                    self._child.end()
+                self._closing.wait(PAUSE_S)
+                continue
+            with self._lock:
+                if not self._closing.is_set():
+                    logger.warning("the engine is there again, and samples %d requests anew", len(self._asked))
+                    self._begin(child, info)
+            return
+
+    def _next_child(self, why: str) -> Child | None:
+        """None: the engine is closed, or is given up."""
+        with self._lock:  # so that `close` finds each child
+            if self._closing.is_set():
+                return None
+            now = time.monotonic()
+            while self._restarted and now - self._restarted[0] > HOUR_S:
+                self._restarted.popleft()
+            wanted, self._wanted = self._wanted, False
+            if not wanted and len(self._restarted) >= self._restarts:
+                times = "once" if self._restarts == 1 else f"{self._restarts} times"
+                often = f"; it was started anew {times} within an hour (option restarts)" if self._restarts else ""
+                self._fail(EngineGone(f"the engine died: {why}{often}"))
+                return None
+            if not wanted:
+                self._restarted.append(now)
+            self._interrupt()
+            held = "its folder's weights" if self._version is None else f"the weights of version {self._version}"
+            lost = (
+                "the update in progress" if self._repeats_update() else "weights that nobody has kept: it needs others"
+            )
+            logger.warning(
+                "the engine died: %s. It is started anew (%d of %d within an hour) with %s",
+                why,
+                len(self._restarted),
+                self._restarts,
+                lost if self._lost else held,
+            )
+            self._child = self._spawn()
+            return self._child
+
+    def _interrupt(self) -> None:
+        """What a child that is started anew cannot go on with."""
+        for asked in list(self._asked.values()):
+            if asked.message[0] == "transfer" and asked.sent:
+                self._fail_one(asked, UpdateInterrupted(INTERRUPTED))
+        self._broken, self._transferring = self._broken or self._transferring, False
+        if self._version is not None and self._kept is None:
+            self._lose(
+                f"the engine was started anew, and its weights (version {self._version}) are not kept: nothing is "
+                "sampled until new ones have come"
+            )
+
+    def _lose(self, why: str) -> None:
+        """Nothing can be sampled but what waits for an update by files, which is repeated."""
         with self._lock:
-            self._failure = "the engine was closed" if closed else f"the engine died: {self._describe_death(trace)}"
-            waiting = list(self._pending.values()) + ([self._loading] if self._loading else [])
-            self._pending.clear()
-        for loop, future in waiting:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, [(future, InfrastructureError(self._failure))])
-        self._outbox.put(("close",))  # ends the writer
-        self._connection.close()
+            self._lost = why
+            first = self._loading if self._repeats_update() else None
+            for number, asked in list(self._asked.items()):
+                if asked.message[0] == "generate" and (first is None or number < first):
+                    self._fail_one(asked, WeightsLost(why))
+                    if self._up and self._child is not None:
+                        self._child.send("cancel", number)
 
-    def _describe_death(self, trace: str | None) -> str:
-        if trace:
-            return f"an exception in its process:\n{trace}"
-        code = self._process.wait() if self._process is not None else 0
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (this CPU cannot run the chosen dtype: use float32)" if name == "SIGILL" else ""
-            hint = " (out of memory? lower kv_cache_bytes or max_length)" if name == "SIGKILL" else hint
-            return f"its process was killed by {name}{hint}"
-        return f"its process ended with exit code {code}; what it printed on stderr says why"
+    def _give_back(self, child: Child) -> None:
+        """Weights, compared with their checksums, and sleep. Raises as `Child.ask`."""
+        with self._lock:
+            version, kept, asleep = self._version, None if self._lost else self._kept, self._asleep
+            falling = self._loading is not None and self._asked[self._loading].message[0] == "sleep"
+        if kept is not None:
+            refusal = child.ask("load", -1, kept.paths, version, True, True, limit_s=self._hang_s)
+            if isinstance(refusal, Exception):
+                self._lose(f"the engine was started anew, and refused the weights that were kept: {refusal}")
+        if asleep and not falling:
+            child.ask("sleep", -1, limit_s=self._hang_s)
+            for part in SLEEPING_PARTS:
+                if part not in asleep:
+                    child.ask("wake_up", -1, part, limit_s=self._hang_s)
+
+    def _fail_one(self, asked: _Asked, error: Exception) -> None:
+        number = asked.message[1]
+        self._asked.pop(number, None)
+        if number == self._loading:
+            self._loading = None
+        _resolve([(asked, error)])
+
+    def _fail(self, why: InfrastructureError) -> None:
+        """For good, or until `start`."""
+        with self._lock:
+            self._failure = why
+            waiting, self._asked, self._loading = list(self._asked.values()), {}, None
+        _resolve([(asked, type(why)(*why.args)) for asked in waiting])
 
 
 def check_model_folder(model: str) -> None:
@@ -329,7 +547,16 @@ def check_model_folder(model: str) -> None:
         raise FileNotFoundError(f"the model folder {model} {found}; expected a folder written by save_pretrained")
 
 
-def _resolve(pairs: list[tuple[asyncio.Future, Any]]) -> None:
+def _resolve(answered: list[tuple[_Asked, Any]]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+    for asked, outcome in answered:
+        by_loop.setdefault(asked.loop, []).append((asked.future, outcome))
+    for loop, pairs in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_set, pairs)
+
+
+def _set(pairs: list[tuple[asyncio.Future[Any], Any]]) -> None:
     for future, outcome in pairs:
         if future.done():
             continue

@@ -15,6 +15,7 @@ from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.vllm_outputs import SampledLogprobs, SampledTokens, StopStrings
 from rollout.engines.weights.files import WeightFiles, names_and_shapes
 from rollout.engines.weights.ipc import memory_of
+from rollout.trajectory import PermanentFailure
 from rollout.versions import Runs, merged, recorded
 
 # On CPU: smallest block its attention takes (only whole blocks are prefix-cached), and a modest cache, because vLLM
@@ -166,7 +167,7 @@ class VLLMBackend:
         self._expected, self._tied = names_and_shapes(model)
         self._stops = StopStrings(self._engine.get_tokenizer())
         self._versions: dict[int, Runs] = {}  # request id -> versions of its tokens up to the latest weight update
-        self._finished: list[tuple[int, Generation]] = []  # by `_finish_step`, not given out yet
+        self._finished: list[tuple[int, Generation | Exception]] = []  # by `_finish_step`, not given out yet
         self._receiving = False  # a transfer has begun and not ended
         self.version = 0
         vocab_size = self._engine.model_config.get_vocab_size()
@@ -220,11 +221,11 @@ class VLLMBackend:
         self._engine.abort_request([str(request_id)])
         self._versions.pop(request_id, None)
 
-    def step(self) -> list[tuple[int, Generation]]:
+    def step(self) -> list[tuple[int, Generation | Exception]]:
         finished, self._finished = self._finished, []
         return finished or self._step()
 
-    def _step(self) -> list[tuple[int, Generation]]:
+    def _step(self) -> list[tuple[int, Generation | Exception]]:
         return [(int(output.request_id), self._generation(output)) for output in self._engine.step() if output.finished]
 
     def check(self, files: WeightFiles) -> None:
@@ -301,7 +302,7 @@ class VLLMBackend:
         before = self._versions.get(request_id, ())
         return merged((*before, (self.version, sampled - sum(count for _, count in before))))
 
-    def _generation(self, output: Any) -> Generation:
+    def _generation(self, output: Any) -> Generation | PermanentFailure:
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended request {output.request_id} with {completion.finish_reason!r}")
@@ -313,7 +314,7 @@ class VLLMBackend:
         runs = self._runs(int(output.request_id), len(ids))
         self._versions.pop(int(output.request_id), None)
         if not all(map(math.isfinite, logprobs.values)):
-            raise FloatingPointError(
+            return PermanentFailure(
                 f"the model's logits are not finite (weights of version {self.version}): training has diverged, or the "
                 "weights are damaged"
             )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from retrieval.ranges import PositiveInt, PositiveShare
+from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import EngineProcess, check_model_folder
 
@@ -39,6 +39,8 @@ class VLLMEngine(EngineProcess):
         weight_transfer: Literal["nccl"] | None = None,
         transport: Literal["auto", "files", "ipc"] = "auto",
         request_seeds: bool | None = None,
+        hang_s: PositiveFloat = 600.0,
+        restarts: NonNegativeInt = 3,
     ) -> None:
         """
         Args:
@@ -58,6 +60,11 @@ class VLLMEngine(EngineProcess):
             request_seeds: sample every request with its own seed: a run repeats its tokens where the arithmetic does.
                 None: where that costs nothing, which is on CPU and with vLLM's second model runner; on CUDA the first
                 one samples row by row for it.
+            hang_s: seconds without a sign of life, with work to do, after which the child process is killed. Its start
+                does not count.
+            restarts: how often within an hour a child that has died or was killed is started anew. It gets the weights
+                that it held, of which a copy stays in the host's memory (once per host), and samples again, with the
+                same seeds, what it had not answered. 0: its death ends the run, and no copy is kept.
 
         Raises:
             ModuleNotFoundError: vLLM is not installed.
@@ -96,6 +103,8 @@ class VLLMEngine(EngineProcess):
             max_length=max_length,
             threads=threads,
             environment=environment,
+            hang_s=hang_s,
+            restarts=restarts,
         )
         self.transport = transport
 
@@ -113,7 +122,7 @@ class VLLMEngine(EngineProcess):
         Raises:
             ValueError: the request is malformed or too long (see `EngineProcess.generate`), asks for more than 64
                 ``top_logprobs``, or for top-k/top-p where this vLLM cannot report log-probs before truncation.
-            InfrastructureError: the child died, or has not been started.
+            InfrastructureError: as `EngineProcess.generate`.
         """
         if sampling.top_logprobs > self.info["max_top_logprobs"]:
             raise ValueError(f"top_logprobs is {sampling.top_logprobs}; vLLM returns {self.info['max_top_logprobs']}")

@@ -1,13 +1,15 @@
 """The child process of an engine: ``python -m rollout.engines.worker FD PARENT_PID``, started by `EngineProcess`.
 
-Messages from the parent: ("generate", id, token ids, SamplingParams), ("cancel", id), ("load", paths, version,
-between steps), ("transfer", method, arguments, version, between steps), ("sleep",), ("wake_up", part), ("close",). To
-the parent: ("ready", info), ("refused", message), ("results", [(id, Generation)]), ("loaded", error or None),
-("fatal", traceback).
+Messages from the parent: ("generate", number, token ids, SamplingParams), ("cancel", number), ("load", number, paths,
+version, verify checksums, between steps), ("transfer", number, method, arguments, version, between steps), ("sleep",
+number), ("wake_up", number, part), ("close",). To the parent: ("ready", info), ("refused", message), ("results",
+[(number, outcome)]), ("alive", None), ("fatal", traceback). An outcome is a Generation, None, or the error that this
+message alone has raised.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -17,12 +19,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rollout.engines.base import Generation, SamplingParams
     from rollout.engines.weights.files import WeightFiles
+
+
+BEAT_S = 1.0  # between signs of life, at most, while there is work
 
 
 class Backend(Protocol):
@@ -36,11 +42,15 @@ class Backend(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add(self, request_id: int, token_ids: list[int], sampling: SamplingParams) -> None: ...
+    def add(self, request_id: int, token_ids: list[int], sampling: SamplingParams) -> None:
+        """Whatever it raises is the answer to this request, of which nothing may stay."""
+        ...
 
     def cancel(self, request_id: int) -> None: ...
 
-    def step(self) -> list[tuple[int, Generation]]: ...
+    def step(self) -> list[tuple[int, Generation | Exception]]:
+        """An exception in the place of a generation fails that request; one that is raised ends the process."""
+        ...
 
     def check(self, files: WeightFiles) -> None:
         """Raises ValueError if they do not fit. Changes nothing."""
@@ -101,6 +111,30 @@ def _build(class_path: str, options: dict[str, Any], threads: int) -> Backend:
     return backend
 
 
+class _Pipe:
+    """To the parent, which is told now and then that this process lives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._told = connection, time.monotonic()
+
+    def tell(self, kind: str, content: Any = None) -> None:
+        self._connection.send((kind, content))
+        self._told = time.monotonic()
+
+    def answer(self, number: int, outcome: Any) -> None:
+        self.tell("results", [(number, outcome)])
+
+    def beat(self) -> None:
+        if time.monotonic() - self._told >= BEAT_S:
+            self.tell("alive")
+
+    def messages(self, wait_s: float | None) -> Iterator[tuple[Any, ...]]:
+        """All that have come; waits for the first one (None: for ever)."""
+        while self._connection.poll(wait_s):
+            yield self._connection.recv()
+            wait_s = 0.0
+
+
 def _serve(connection: Connection, backend: Backend) -> None:
     """Alternate between messages and steps until the parent says "close".
 
@@ -108,12 +142,13 @@ def _serve(connection: Connection, backend: Backend) -> None:
     version of the weights samples a generation. With "between steps" it happens at once: requests in flight go on with
     the new weights. While a transfer has begun and not ended the model is incomplete, and no step is taken.
     """
+    pipe = _Pipe(connection)
     update: tuple[Any, ...] | None = None  # that waits
     held: list[tuple[Any, ...]] = []
     incomplete = False
     while True:
-        while connection.poll(0 if update or (backend.has_work and not incomplete) else None):
-            kind, *arguments = connection.recv()
+        working = update is not None or backend.has_work
+        for kind, *arguments in pipe.messages((BEAT_S if incomplete else 0.0) if working else None):
             if kind == "close":
                 return
             if kind == "cancel":
@@ -122,45 +157,57 @@ def _serve(connection: Connection, backend: Backend) -> None:
             elif kind in ("load", "transfer"):
                 *what, between_steps = arguments
                 if between_steps:
-                    incomplete = _update(connection, backend, incomplete, kind, *what)
+                    incomplete = _update(pipe, backend, incomplete, kind, *what)
                 else:
                     update = (kind, *what)
             elif kind in ("sleep", "wake_up"):
-                getattr(backend, kind)(*arguments)
-                connection.send(("loaded", None))
+                number, *parts = arguments
+                getattr(backend, kind)(*parts)
+                pipe.answer(number, None)
             elif update:
                 held.append(tuple(arguments))
             else:
-                backend.add(*arguments)
+                _add(pipe, backend, *arguments)
         if update and (incomplete or not backend.has_work):  # incomplete: requests in flight cannot finish first
-            incomplete, update = _update(connection, backend, incomplete, *update), None
+            incomplete, update = _update(pipe, backend, incomplete, *update), None
             for arguments in held:
-                backend.add(*arguments)
+                _add(pipe, backend, *arguments)
             held.clear()
         if backend.has_work and not incomplete:
             results = backend.step()
             if results:
-                connection.send(("results", results))
+                pipe.tell("results", results)
+        pipe.beat()
 
 
-def _update(connection: Connection, backend: Backend, incomplete: bool, kind: str, *arguments: Any) -> bool:
+def _add(pipe: _Pipe, backend: Backend, number: int, token_ids: list[int], sampling: SamplingParams) -> None:
+    """A request that the backend does not take fails alone."""
+    try:
+        backend.add(number, token_ids, sampling)
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            backend.cancel(number)
+        pipe.answer(number, ValueError(f"the engine does not take this request: {' '.join(str(error).split())}"))
+
+
+def _update(pipe: _Pipe, backend: Backend, incomplete: bool, kind: str, number: int, *arguments: Any) -> bool:
     """Load or transfer, tell the parent, and return whether the model is incomplete now."""
     error = _load(backend, *arguments) if kind == "load" else _transfer(backend, *arguments)
-    connection.send(("loaded", error))
+    pipe.answer(number, error and ValueError(error))
     if kind == "load" or arguments[0] == "finish_weight_update":
         return incomplete and error is not None
     return incomplete or arguments[0] == "start_weight_update"
 
 
-def _load(backend: Backend, paths: list[str], version: int) -> str | None:
+def _load(backend: Backend, paths: list[str], version: int, verify: bool) -> str | None:
     """Returns why the weights were refused (nothing has changed then), or None."""
     from rollout.engines.weights.files import WeightFiles
 
     files = WeightFiles(paths)
     try:
-        files.verify()
         backend.check(files)
-    except ValueError as error:
+        files.verify(verify)
+    except (ValueError, OSError) as error:
         return str(error)
     backend.load(files)
     backend.version = version

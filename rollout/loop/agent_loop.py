@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from rollout.engines.base import Engine, Generation, SamplingParams
+from rollout.engines.base import Engine, EngineGone, Generation, SamplingParams
 from rollout.environments.base import Environment, EnvironmentFactory, StepResult
 from rollout.loop.turn_generation import TurnGenerator
 from rollout.protocols.base import FIRST_OBSERVATION, ChatProtocol, PromptMode, WindowedProtocol
@@ -150,8 +150,8 @@ class AgentLoop:
         """Roll out one trajectory; with ``start``, a branch that shares its first ``at`` response tokens.
 
         The callbacks of ``request.hooks`` are awaited as it runs. ``key`` is what seeds are derived from, by default
-        the index. A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; any other
-        exception is a bug or a wrong configuration and is raised.
+        the index. A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; an engine that
+        is gone for good, and any other exception, which is a bug or a wrong configuration, is raised.
         """
         began = time.monotonic()
         state = RunningTrajectory(task, group, index, key=index if key is None else key)
@@ -162,6 +162,8 @@ class AgentLoop:
                 reason = await self._play(state, environment, request)
             finally:
                 await environment.close()
+        except EngineGone:
+            raise
         except InfrastructureError as error:
             logger.warning("trajectory %s/%d failed by infrastructure: %s", group, index, error)
             self.failures.append(str(error))

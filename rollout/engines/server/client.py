@@ -16,7 +16,7 @@ from retrieval.secret import authorization
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.server.wire import GENERATION, TokenRequest
 from rollout.services.http_client import LoopSession
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import InfrastructureError, PermanentFailure
 
 HEALTH_S = 10.0  # a server that is alive says so in this time, also while it generates
 _EXCERPT = 500
@@ -44,7 +44,8 @@ class ServerClient:
     """Requests to one server.
 
     All methods raise InfrastructureError where no server answers or its engine has died, OtherWeights where it holds
-    others than those asked for, and ValueError, with what it said, where it refuses.
+    others than those asked for, PermanentFailure where another would fail as well, and ValueError, with what it said,
+    where it refuses.
     """
 
     def __init__(self, url: str, sessions: LoopSession, timeout_s: float) -> None:
@@ -103,7 +104,7 @@ class ServerClient:
             answer, said = None, " ".join(text[:_EXCERPT].split())
         if status == 200 and answer is not None:
             return answer
-        if status in (400, 422):
+        if status in (400, 413, 422):
             raise ValueError(f"{self.url}: {said}")
-        kind = OtherWeights if status == 409 else InfrastructureError
+        kind = {409: OtherWeights, 500: PermanentFailure}.get(status, InfrastructureError)
         raise kind(f"{self.url}{path}: status {status}: {said}")

@@ -18,7 +18,7 @@ from rollout.engines.server.pool import ServerPool
 from rollout.engines.weights.files import SHARED_MEMORY, WeightFiles, in_type, names_and_shapes, new_file
 from rollout.engines.weights.nccl import NCCLSender
 from rollout.services.http_client import LoopSession
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import InfrastructureError, PermanentFailure
 
 if TYPE_CHECKING:
     from rollout.engines.weights.push import Submit, Tensors
@@ -122,6 +122,7 @@ class ServerEngine:
         Raises:
             ValueError: the request is malformed or too long, or nothing has been pushed to servers that hold what
                 another run pushed.
+            PermanentFailure: the model's logits are not finite.
             InfrastructureError: no server has served for ``retry_s`` seconds, with each one's reason.
         """
         ids, pool = [int(t) for t in token_ids], self.pool
@@ -141,6 +142,8 @@ class ServerEngine:
             try:
                 generation = await server.generate(ids, sampling, held.tag)
                 await pool.accept(generation, held)
+            except PermanentFailure:
+                raise
             except InfrastructureError as error:
                 if not isinstance(error, OtherWeights) or not await pool.moved_on(held):
                     pool.lose(server, str(error))

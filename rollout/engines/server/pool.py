@@ -170,9 +170,8 @@ class ServerPool:
         if held.paths:
             await server.post("/weights/load", {**order, "paths": list(held.paths)})
             return
-        raise InfrastructureError(
-            f"it holds version {health['version']}, not {held.version}, whose files are gone: it gets the next push"
-        )
+        holds = health["refusal"] or f"it holds version {health['version']}"
+        raise InfrastructureError(f"{holds}; the files of version {held.version} are gone: it gets the next push")
 
     # ------------------------------------------------------------------ what they serve
     async def reachable(self) -> list[ServerClient]:

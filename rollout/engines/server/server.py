@@ -8,9 +8,11 @@
 | ``POST /weights/sees``, ``load`` | weights in files that server and trainer both see |
 | ``POST /transfer/METHOD`` | vLLM's own weight transfer (NCCL), with the engine drained or at a standstill |
 
-Status 400: the request is wrong; 409: the server does not hold the weights that are asked for; 422: weights were
-refused; 503: the engine has died, and the server with it. 401: it wants a secret (``retrieval.secret``), as it must
-where other machines reach it.
+Bodies are JSON, of the types in ``wire.py``. Each error is one line, ``{"error": ...}``. Status 400, 404, 405, 413: the
+request is wrong; 401: the server wants a secret (``retrieval.secret``), as it must where other machines reach it; 408:
+the body did not come; 409: the server does not hold the weights that are asked for; 422: weights were refused, and those
+that it holds go on serving; 500: the model's logits are not finite; 503: the engine has died, and the server with it if
+that was once too often.
 
 Exit codes: 0 stopped by SIGTERM or Ctrl-C; 1 the engine has died; 2 wrong arguments or model; 3 port in use.
 """
@@ -31,14 +33,23 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from aiohttp import web
+from pydantic import ValidationError
 
 from retrieval.secret import add_secret_option, demand_secret, server_secret
-from rollout.engines.process import EngineProcess
+from rollout.engines.base import UpdateInterrupted, WeightsLost
+from rollout.engines.process import INTERRUPTED, EngineProcess
 from rollout.engines.server.weights import ServerWeights, WeightsMoved
-from rollout.engines.server.wire import REQUEST
-from rollout.trajectory import InfrastructureError
+from rollout.engines.server.wire import LOAD, REQUEST, SEES, TRANSFER, TransferRequest, first_problem
+from rollout.trajectory import InfrastructureError, PermanentFailure
 
-REQUEST_BYTES = 64 << 20  # of a request for tokens, at most
+BODY_BYTES, TOKEN_BYTES = 1 << 20, 24  # a body has at most so many, and for each token of the longest request
+BODY_S = 60.0  # for a body to come
+IDLE_S = 75.0  # a connection without a request, or with half of one's head, is closed
+SENDER_S = 600.0  # after which the sender of a transfer that does not go on is taken for gone
+METHODS = (
+    "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
+    "shutdown_weight_transfer_engine",
+)  # fmt: skip
 
 
 class EngineServer:
@@ -53,10 +64,18 @@ class EngineServer:
         self._quiet.set()
         self._open = asyncio.Event()  # not while it is being drained
         self._open.set()
+        self._awaited: asyncio.TimerHandle | None = None  # the next call of the transfer that has begun
+        self._joined: int | None = None  # the engine's process that can take a transfer
+
+    def runner(self) -> web.AppRunner:
+        return web.AppRunner(
+            self.app(), handler_cancellation=True, shutdown_timeout=1, access_log=None, keepalive_timeout=IDLE_S
+        )
 
     def app(self) -> web.Application:
+        size = BODY_BYTES + TOKEN_BYTES * self._engine.max_length
         app = web.Application(
-            client_max_size=REQUEST_BYTES, middlewares=[demand_secret(self._secret, "error"), self._answer_errors]
+            client_max_size=size, middlewares=[demand_secret(self._secret, "error"), self._answer_errors]
         )
         post = {
             "/generate": self._generate,
@@ -76,21 +95,27 @@ class EngineServer:
     ) -> web.StreamResponse:
         try:
             return await handler(request)
-        except WeightsMoved as error:
+        except web.HTTPException as error:
+            return _refuse(error.status, error.text or error.reason)
+        except ValidationError as error:
+            return _refuse(400, first_problem(error))
+        except (WeightsMoved, WeightsLost) as error:
             return self._other_weights(str(error))
-        except (ValueError, KeyError) as error:
-            refused = request.path.startswith("/weights/")
-            return web.json_response({"error": " ".join(str(error).split())}, status=422 if refused else 400)
+        except ValueError as error:
+            return _refuse(422 if request.path.startswith("/weights/") else 400, str(error))
+        except PermanentFailure as error:
+            return _refuse(500, str(error))
         except InfrastructureError as error:
-            self.failed.set()
-            return web.json_response({"error": str(error)}, status=503)
+            if self._engine.gone:
+                self.failed.set()
+            return _refuse(503, str(error))
 
     def _other_weights(self, error: str) -> web.Response:
-        return web.json_response({"error": error, **self.weights.state()}, status=409)
+        return _refuse(409, error, **self.weights.state())
 
     # ------------------------------------------------------------------ tokens
     async def _generate(self, request: web.Request) -> web.Response:
-        asked = REQUEST.validate_python(await request.json())
+        asked = REQUEST.validate_json(await _body(request))
         await self._open.wait()
         if self.weights.refusal or asked.weights != self.weights.tag:
             found = self.weights.refusal or f"weights {self.weights.tag}, version {self.weights.version}"
@@ -117,27 +142,66 @@ class EngineServer:
 
     # ------------------------------------------------------------------ weights
     async def _sees(self, request: web.Request) -> web.Response:
-        return web.json_response({"sha256": self.weights.sees((await request.json())["path"])})
+        return web.json_response({"sha256": self.weights.sees(SEES.validate_json(await _body(request)).path)})
 
     async def _load(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        order = (body["paths"], body["tag"], body["version"], body.get("replaces"), body.get("between_steps", False))
-        await _to_its_end(self.weights.load(*order))
+        body = LOAD.validate_json(await _body(request))
+        await _to_its_end(self.weights.load(body.paths, body.tag, body.version, body.replaces, body.between_steps))
         return web.json_response(self.weights.state())
 
     async def _transfer(self, request: web.Request) -> web.Response:
         """vLLM's own protocol: init, start, update (any number), finish. Between start and finish nothing is sampled
         (new requests are answered 409), and if it ends between them, nothing until whole weights have come. Requests
-        in flight finish before the start, or, ``between_steps``, stand still until the finish."""
-        method, body = request.match_info["method"], await request.json()
-        if method == "start_weight_update":
-            if not body.get("between_steps", False):
-                await self._drain()
-            self.weights.unfit("a transfer of weights has not come to its end; push again")
-        await self._engine.transfer(method, body.get("arguments", {}), body.get("version"))
-        if method == "finish_weight_update":
-            self.weights.fit(body["tag"], body["version"])
+        in flight finish before the start, or, ``between_steps``, stand still until the finish. A sender that is gone in
+        between costs the engine's process, which is started anew."""
+        method, body = request.match_info["method"], TRANSFER.validate_json(await _body(request))
+        if method not in METHODS:
+            raise ValueError(f"{method[:100]} is no step of a weight transfer; expected one of {', '.join(METHODS)}")
+        if self._engine.info.get("weight_transfer") != "nccl":
+            raise ValueError("this server takes weights by files; for transfers start it with weight_transfer: nccl")
+        starts, ends = method == "start_weight_update", method == "finish_weight_update"
+        if (body.tag is not None) != (starts or ends) or (body.version is not None) != ends:
+            raise ValueError(f"{method}: expected a tag at the start and the finish, and a version at the finish alone")
+        if starts and not body.between_steps:
+            await self._drain()
+        await _to_its_end(self._pass_on(method, body))
         return web.json_response(self.weights.state())
+
+    async def _pass_on(self, method: str, body: TransferRequest) -> None:
+        async with self.weights.lock:
+            if method in METHODS[1:4] and self._joined != self._engine.pid:
+                if self._joined is not None:
+                    raise UpdateInterrupted(INTERRUPTED)
+                raise ValueError(f"{method}: expected init_weight_transfer_engine before it")
+            self.weights.expect(method, body.tag)
+            self._awaited = self._awaited and self._awaited.cancel()  # while the engine works its own watch sees to it
+            try:
+                await self._engine.transfer(method, body.arguments, body.version)
+                if method == "init_weight_transfer_engine":
+                    self._joined = self._engine.pid
+                elif method == "finish_weight_update":
+                    self.weights.fit(body.tag or "", body.version or 0)
+            except UpdateInterrupted:
+                self.weights.give_up()
+                raise
+            except ValueError:
+                if method == "start_weight_update":  # nobody knows what it has begun
+                    self._start_anew("a weight transfer failed at its start")
+                raise
+            finally:
+                self._await_sender()
+
+    def _await_sender(self) -> None:
+        """Its next call, if a transfer has begun."""
+        later, why = asyncio.get_running_loop().call_later, f"its sender gave no sign of life for {SENDER_S:g} s"
+        lost = (self._start_anew, f"a weight transfer has not come to its end: {why}", self._engine.pid)
+        self._awaited = later(SENDER_S, *lost) if self.weights.sending else None
+
+    def _start_anew(self, why: str, pid: int | None = None) -> None:
+        """``pid``: unless another process has taken its place already."""
+        if pid in (None, self._engine.pid):
+            self._engine.restart(why)
+        self.weights.give_up()
 
     async def _drain(self) -> None:
         """Let what is being generated end, and admit nothing meanwhile. Given up when the client hangs up."""
@@ -146,6 +210,22 @@ class EngineServer:
             await self._quiet.wait()
         finally:
             self._open.set()
+
+
+async def _body(request: web.Request) -> bytes:
+    """Raises HTTPRequestEntityTooLarge, and HTTPRequestTimeout where it does not come."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_S:g} s") from None
+
+
+def _refuse(status: int, error: str, **more: Any) -> web.Response:
+    response = web.json_response({"error": " ".join(error.split()), **more}, status=status)
+    if status in (408, 413):  # the rest of its body is not waited for
+        response.force_close()
+    return response
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
@@ -180,7 +260,7 @@ async def serve(engine: EngineProcess, listener: socket.socket, host: str, secre
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await engine.start()
     server = EngineServer(engine, secret)
-    runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=1, access_log=None)
+    runner = server.runner()
     await runner.setup()
     await web.SockSite(runner, listener).start()
     where = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -10,9 +10,9 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,10 @@ class WeightFiles:
     is copied before the next one is asked for (a ZeRO-3 gather may free it then).
     """
 
-    def __init__(self, paths: Collection[str]) -> None:
-        self.paths = list(paths)
+    def __init__(self, paths: Collection[str], verified: bool = True) -> None:
+        """``verified``: an engine that loads them compares checksums, where the files tell any."""
+        self.paths, self.verified = list(paths), verified
+        self._written: list[str] = []
 
     @classmethod
     def write(cls, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False) -> WeightFiles:
@@ -47,45 +49,67 @@ class WeightFiles:
             OSError: neither shared memory nor the temporary folder has room.
         """
         files = cls([])
-        try:
-            for bucket in buckets(tensors, SHARD_BYTES, checksum):
-                files._write_shard(bucket)
-        except BaseException:
-            files.remove()
-            raise
+        for _ in files.copying(tensors, checksum):
+            pass
         return files
 
-    def _write_shard(self, bucket: Bucket) -> None:
+    def copying(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """``tensors``, each of which is copied into new files before the next one is asked for. The files are whole
+        when this has ended; whatever ends it before removes them. Raises as `write`; the next tensor comes then."""
+        shard = _Shard(checksum)
+        names: set[str] = set()
+        try:
+            for name, tensor in tensors:
+                if name in names:
+                    raise ValueError(f"weight {name!r} was given twice")
+                names.add(name)
+                yield name, tensor
+                shard.add(name, tensor)
+                if shard.size >= SHARD_BYTES:
+                    self._write_shard(shard)
+                    shard = _Shard(checksum)
+            if shard.size:
+                self._write_shard(shard)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _write_shard(self, shard: _Shard) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         # Containers often have a /dev/shm of 64 MB: fall back to the disk where it is too small, or where another rank
         # of this host takes what is left while this one writes.
         disk = Path(tempfile.gettempdir())
-        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > bucket.size + (16 << 20)
+        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > shard.size + (16 << 20)
         if not roomy:
             _warn_of_little_room(disk)
         for folder in (SHARED_MEMORY, disk) if roomy else (disk,):
-            self.paths.append(str(path := new_file(folder)))
+            path = new_file(folder)
+            self._written.append(str(path))
             try:
-                return save_file(bucket.tensors, path, bucket.metadata)
-            except (OSError, SafetensorError):
+                save_file(shard.tensors, path, shard.metadata)
+                return self.paths.append(str(path))
+            except OSError:
                 if folder == disk:
                     raise
-                self.paths.pop()
-                path.unlink(missing_ok=True)
+            except SafetensorError as error:
+                if folder == disk:
+                    raise OSError(str(error)) from error
+            path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        for path in self.paths:
+        """Delete what was written here; files that came from elsewhere stay."""
+        for path in self._written:
             Path(path).unlink(missing_ok=True)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape, from the files' headers alone."""
-        from safetensors import safe_open
-
         found = {}
         for path in self.paths:
-            with safe_open(path, framework="pt") as file:
+            with _open(path) as file:
                 found.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})
         return found
 
@@ -107,31 +131,27 @@ class WeightFiles:
                 "parameter under its Hugging Face name, from a model of the configuration the engine was started with."
             )
 
-    def verify(self) -> None:
-        """Compare all tensors with the checksums that their files tell, if they tell any.
-
-        Raises ValueError with the first tensor that is not what was sent.
-        """
-        from safetensors import safe_open
-
+    def verify(self, checksums: bool = True) -> None:
+        """Raises ValueError with the first tensor that is not finite, or not what was sent by the checksums that the
+        files tell, if they tell any."""
         for path in self.paths:
-            with safe_open(path, framework="pt") as file:
-                sent = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
-                for name in file.keys() if sent else ():
-                    found = tensor_checksum(file.get_tensor(name))
+            with _open(path) as file:
+                sent = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}")) if checksums else {}
+                for name in file.keys():
+                    tensor = file.get_tensor(name)
+                    found = tensor_checksum(tensor) if sent else None
                     if found != sent.get(name):
                         raise ValueError(
                             f"the weights changed on their way: {name} has the checksum {found}, the trainer sent "
                             f"{sent.get(name, 'none')}. Nothing was changed; push again, and if this comes back, "
                             "suspect the memory or the network between trainer and engine."
                         )
+                    require_finite(name, tensor)
 
     def tensors(self, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors but those named in ``skip``, one at a time."""
-        from safetensors import safe_open
-
         for path in self.paths:
-            with safe_open(path, framework="pt") as file:
+            with _open(path) as file:
                 for name in file.keys():
                     if name not in skip:
                         yield name, file.get_tensor(name)
@@ -146,41 +166,51 @@ def in_type(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str | None) -> I
     return ((n, t.detach().to(getattr(torch, dtype)) if t.is_floating_point() else t) for n, t in tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Copies of some tensors in host memory, and what a safetensors file is to say of them."""
+class _Shard:
+    """Copies of some tensors in host memory, and what their file is to say of them."""
 
-    tensors: dict[str, torch.Tensor]
-    metadata: dict[str, str]
-    size: int  # bytes of the tensors
+    def __init__(self, checksum: bool) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.size = 0  # bytes
+        self._checksums: dict[str, str] | None = {} if checksum else None
 
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self.size += self.tensors[name].nbytes
+        if self._checksums is not None:
+            self._checksums[name] = tensor_checksum(tensor)  # of the trainer's own, not of the copy
 
-def buckets(tensors: Iterable[tuple[str, torch.Tensor]], size: int, checksum: bool = False) -> Iterator[Bucket]:
-    """Copy ``tensors`` bucket by bucket; a bucket ends with the tensor that brings it to ``size`` bytes.
-
-    Raises:
-        ValueError: a name comes twice.
-    """
-    held: dict[str, torch.Tensor] = {}
-    checksums: dict[str, str] = {}
-    names: set[str] = set()
-    for name, tensor in tensors:
-        if name in names:
-            raise ValueError(f"weight {name!r} was given twice")
-        names.add(name)
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if checksum:
-            checksums[name] = tensor_checksum(tensor)  # of the trainer's own, not of the copy
-        if sum(t.nbytes for t in held.values()) >= size:
-            yield _bucket(held, checksums)
-            held, checksums = {}, {}
-    if held:
-        yield _bucket(held, checksums)
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {CHECKSUMS: json.dumps(self._checksums)} if self._checksums else {}
 
 
-def _bucket(tensors: dict[str, torch.Tensor], checksums: dict[str, str]) -> Bucket:
-    metadata = {CHECKSUMS: json.dumps(checksums)} if checksums else {}
-    return Bucket(tensors, metadata, sum(t.nbytes for t in tensors.values()))
+@contextmanager
+def _open(path: str) -> Iterator[Any]:
+    """Raises ValueError where the file is gone, or is no whole safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path} cannot be read as weights ({error}): it is torn, or was removed. Nothing was changed; push again."
+        ) from error
+    with file as opened:
+        yield opened
+
+
+def require_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError where a tensor holds nan or infinity. One sum tells, unless it is itself too large a number."""
+    import torch
+
+    if tensor.is_floating_point() and not torch.isfinite(tensor.sum()):
+        count = int((~torch.isfinite(tensor)).sum())
+        if count:
+            raise ValueError(
+                f"the weights are not finite: {count} of {tensor.numel()} numbers of {name}. They were not taken: "
+                "training has diverged, or they were damaged on their way."
+            )
 
 
 @functools.cache  # once

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from rollout.engines.process import EngineProcess
+    from rollout.engines.weights.files import WeightFiles
 
 BUCKET_BYTES = 256 << 20  # of the buffer; a larger tensor makes it larger
 ALIGNMENT = 256
@@ -36,7 +37,7 @@ def memory_of(device: torch.device) -> str:
 
 
 class IPCSender:
-    """One push: `connect`, then `send`. The buffer lives from the one to the end of the other."""
+    """One push: `connect`, `send`, `finish`, and in any case `close`: so long the buffer lives."""
 
     def __init__(self, engine: EngineProcess, submit: Submit) -> None:
         self._engine, self._submit = engine, submit
@@ -66,26 +67,27 @@ class IPCSender:
                 raise ValueError(f"the engine cannot open the trainer's memory: {why}") from error
             self._buffer = buffer
 
-    def send(self, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
-        """Called in the trainer's thread, after `connect`.
+    def send(self, tensors: Tensors, checksum: bool, between_steps: bool) -> None:
+        """Called in the trainer's thread. From the first bucket to `finish` the engine samples nothing.
 
         Raises:
             ValueError: a name or a shape does not fit: nothing was changed if the first bucket shows it, else, as with
                 any error in the middle, the engine samples nothing until a whole push has come.
+            UpdateInterrupted: the engine was started anew meanwhile.
         """
         started = False
         missing = self._engine.info["weights"].keys() - set(self._engine.info["tied"])
-        try:
-            for bucket in self._buckets(tensors, missing, checksum):
-                if not started:
-                    self._ask("start_weight_update", {}, between_steps=between_steps)
-                    started = True
-                self._ask("update_weights", {"update_info": bucket})
-            if missing:
-                raise self._misfit(f"{len(missing)} missing ({', '.join(sorted(missing)[:3])})")
-            self._ask("finish_weight_update", {}, version=version)
-        finally:
-            self.close()
+        for bucket in self._buckets(tensors, missing, checksum):
+            if not started:
+                self._ask("start_weight_update", {}, between_steps=between_steps)
+                started = True
+            self._ask("update_weights", {"update_info": bucket})
+        if missing:
+            raise self._misfit(f"{len(missing)} missing ({', '.join(sorted(missing)[:3])})")
+
+    def finish(self, version: int, **keep: WeightFiles) -> None:
+        """Now the engine samples from what was sent. Raises UpdateInterrupted as `send`."""
+        self._ask("finish_weight_update", {}, version=version, **keep)
 
     def close(self) -> None:
         """Let go of the buffer. Memory that the engine still maps is kept by torch until it has let go, too."""

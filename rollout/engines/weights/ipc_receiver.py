@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.engines.weights.files import tensor_checksum
+from rollout.engines.weights.files import require_finite, tensor_checksum
 from rollout.engines.weights.ipc import view
 
 NAME = "compact_agents_ipc"
@@ -77,6 +77,8 @@ class BufferTransfer(WeightTransferEngine[Init, Update]):
                     f"the weights changed on their way: {name} has the checksum {found}, the trainer sent {sent}. Push "
                     "again, and if this comes back, suspect the memory."
                 )
+        for name, tensor in weights:
+            require_finite(name, tensor)
         model: Any = self.model
         model.load_weights(weights)
 

@@ -65,7 +65,7 @@ class NCCLSender:
         for bucket in _device_buckets(tensors, self._bucket_bytes):
             if not started:
                 submit(self._join(servers, bucket[0][1].device)).result()
-                submit(_all(servers, "start_weight_update", {"between_steps": between_steps})).result()
+                submit(_all(servers, "start_weight_update", {"tag": held.tag, "between_steps": between_steps})).result()
                 started = True
             update = {
                 "names": [name for name, _ in bucket],

@@ -16,7 +16,8 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
-from rollout.engines.base import Engine
+from rollout.engines.base import Engine, UpdateInterrupted
+from rollout.engines.process import INTERRUPTED
 from rollout.engines.weights.files import WeightFiles, in_type, shared_memory_id
 from rollout.engines.weights.ipc import IPCSender
 from rollout.trajectory import InfrastructureError
@@ -80,32 +81,100 @@ def _push_to_own_engines(
     engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool
 ) -> None:
     """Through a buffer that trainer and engine share where every rank can, else by files, which lie in a host's memory
-    once, however many ranks and engines the host has. Both in the engine's type."""
+    once, however many ranks and engines the host has. Both in the engine's type.
+
+    Engines that start a dead child anew keep the files until the next push has come to its end; by way of a buffer they
+    are written beside it, and hold the whole push for an engine that dies in it.
+    """
     tensors, sender, obstacle = _connect(engine, submit, tensors)
     hosts, obstacles = zip(*_all_gather((shared_memory_id(), obstacle)), strict=True)
-    if not any(obstacles) and sender is not None:
-        _, problem = _consume(tensors, lambda given: sender.send(given, version, checksum, between_steps), True)
-        return _raise_first(_all_gather(problem and _picklable(problem)), problem)
-    if sender is not None:
+    if sender is not None and any(obstacles):
         sender.close()
-    if getattr(engine, "transport", "files") == "ipc":
+        sender = None
+    if sender is None and getattr(engine, "transport", "files") == "ipc":
         raise ValueError(
             f"transport: ipc cannot be used: {next(filter(None, obstacles))}; take transport: auto or files"
         )
     writer = hosts.index(hosts[_rank()])
+    keeper: Any = engine if getattr(engine, "keeps_weights", False) else None
+    if keeper is not None and not between_steps:  # nothing is in flight, on any rank, that the old weights might be
+        keeper.forget()  # needed for again; memory need not hold both
+    before: WeightFiles | None = keeper.kept if keeper is not None else None
     tensors = in_type(tensors, _info(engine).get("dtype"))
-    files, problem = _consume(tensors, lambda given: WeightFiles.write(given, checksum), writer == _rank())
+    if sender is not None:
+        copies = WeightFiles([]) if keeper is not None and writer == _rank() else None
+        route = _Buffer(sender, copies, keeper is not None)
+        files, problem = _consume(tensors, lambda given: route.send(given, checksum, between_steps), True)
+    else:
+        route, sums = None, checksum or keeper is not None
+        files, problem = _consume(tensors, lambda given: WeightFiles.write(given, sums), writer == _rank())
     try:
         written = _all_gather((files.paths if files else [], problem and _picklable(problem)))
         _raise_first([error for _, error in written], problem)
+        whole = files or WeightFiles(written[writer][0])
+        whole.verified = checksum
+        keep: Any = {"keep": True} if keeper is not None else {}
         try:
-            submit(engine.load_files(WeightFiles(written[writer][0]), version, between_steps)).result()
+            if route is None or not route.finish(version, whole):
+                submit(engine.load_files(whole, version, between_steps, **keep)).result()
         except Exception as error:
             problem = error
         _raise_first(_all_gather(problem and _picklable(problem)), problem)
     finally:
-        if files:
-            files.remove()
+        if route is not None:
+            route.close()
+        for old in (before, files):
+            if old is not None and (keeper is None or old is not keeper.kept):
+                old.remove()
+
+
+class _Buffer:
+    """The way through a buffer, beside which ``copies`` are written for an engine that dies. An engine that is started
+    anew on the way (``mended``: that is foreseen) has to load the copies."""
+
+    def __init__(self, sender: IPCSender, copies: WeightFiles | None, mended: bool) -> None:
+        self._sender, self._copies, self._mended = sender, copies, mended
+        self._interrupted = False
+
+    def send(self, tensors: Tensors, checksum: bool, between_steps: bool) -> WeightFiles | None:
+        """The copies, if this rank writes them."""
+        passing = iter(tensors) if self._copies is None else _copying(tensors, self._copies)
+        try:
+            self._sender.send(passing, checksum, between_steps)
+        except UpdateInterrupted:
+            if not self._mended:
+                raise
+            self._interrupted = True
+        for _ in passing:  # what the sender has left: the copies are to be whole
+            pass
+        return self._copies
+
+    def finish(self, version: int, copies: WeightFiles) -> bool:
+        """False: the engine has to load the copies."""
+        if not self._interrupted:
+            try:
+                self._sender.finish(version, **({"keep": copies} if self._mended and copies.paths else {}))
+                return True
+            except UpdateInterrupted:
+                if not self._mended:
+                    raise
+        if not copies.paths:
+            raise UpdateInterrupted(f"{INTERRUPTED}, as there was no room for a copy of the weights")
+        return False
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def _copying(tensors: Tensors, copies: WeightFiles) -> Iterator[tuple[str, torch.Tensor]]:
+    """``tensors``, which pass also where there is no room for copies."""
+    source = iter(tensors)
+    try:
+        yield from copies.copying(source, checksum=True)
+    except OSError as error:
+        copies.paths.clear()
+        logger.warning("no copy of the weights is kept, which an engine that dies would need: %s", error)
+        yield from source
 
 
 def _connect(engine: Any, submit: Submit, tensors: Tensors) -> tuple[Tensors, IPCSender | None, str | None]:

@@ -30,6 +30,8 @@ class PlainBackend:
             "vocab_size": self._model.config.vocab_size,
             "weights": {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()},
             "tied": sorted(self._tied),
+            "weight_transfer": "nccl",  # or what stands for it, see `transfer`
+            "workers": 1,
         }
 
     @property
@@ -106,8 +108,9 @@ class StaleBackend(PlainBackend):
 class PlainEngine(EngineProcess):
     backend = PlainBackend.__name__
 
-    def __init__(self, model: str, max_length: int = 256, **options) -> None:
-        super().__init__(f"{__name__}.{self.backend}", {"model": model, **options}, max_length=max_length)
+    def __init__(self, model: str, max_length: int = 256, restarts: int = 3, **options) -> None:
+        path = f"{__name__}.{self.backend}"
+        super().__init__(path, {"model": model, **options}, max_length=max_length, restarts=restarts)
 
 
 class StaleEngine(PlainEngine):

@@ -24,8 +24,9 @@ from tests.rollout.engines.pushing import push_weights
 ONE = SamplingParams(max_new_tokens=1)
 
 
-def echo(threads: int = 1, **options) -> EngineProcess:
-    return EngineProcess("tests.rollout.engines.echo_backend.EchoBackend", options, max_length=50, threads=threads)
+def echo(threads: int = 1, restarts: int = 0, **options) -> EngineProcess:
+    path = "tests.rollout.engines.echo_backend.EchoBackend"
+    return EngineProcess(path, options, max_length=50, threads=threads, restarts=restarts)
 
 
 def alive(pid: int) -> bool:

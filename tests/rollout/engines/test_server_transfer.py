@@ -23,6 +23,7 @@ class Behind(EngineProcess):
     def __init__(self) -> None:
         super().__init__("none", {}, max_length=64)
         self.asked, self.answers, self.transfers = 0, asyncio.Event(), []
+        self._info = {"weight_transfer": "nccl"}
 
     async def generate(self, token_ids, sampling):
         self.asked += 1
@@ -49,22 +50,24 @@ async def hang_up_while_draining_then_do_not_finish():
 
         first = generate("start")
         await until(lambda: engine.asked == 1)
-        starting = asyncio.ensure_future(client.post("/transfer/start_weight_update", json={}))
+        assert (await client.post("/transfer/init_weight_transfer_engine", json={})).status == 200
+        starting = asyncio.ensure_future(client.post("/transfer/start_weight_update", json={"tag": "next"}))
         await until(lambda: not server._open.is_set())
         starting.cancel()
         second = generate("start")
         await until(lambda: engine.asked == 2)
         engine.answers.set()
-        assert [(await one).status for one in (first, second)] == [200, 200] and not engine.transfers
+        assert [(await one).status for one in (first, second)] == [200, 200] and len(engine.transfers) == 1
 
-        assert (await client.post("/transfer/start_weight_update", json={})).status == 200
+        assert (await client.post("/transfer/start_weight_update", json={"tag": "next"})).status == 200
         refused = await generate("start")
         assert refused.status == 409 and "has not come to its end" in (await refused.json())["error"]
         server.weights.fit("whole", 1)  # as when a push by files follows, from a trainer that has been started anew
         assert (await generate("whole")).status == 200
 
         for method in ("start_weight_update", "update_weights", "finish_weight_update"):
-            body = {"tag": "next", "version": 2} if method == "finish_weight_update" else {}
+            body = {"tag": "next"} if method != "update_weights" else {}
+            body |= {"version": 2} if method == "finish_weight_update" else {}
             assert (await client.post(f"/transfer/{method}", json=body)).status == 200
         assert (await generate("next")).status == 200 and (await generate("whole")).status == 409
     assert engine.transfers[-1] == ("finish_weight_update", 2) and engine.asked == 4

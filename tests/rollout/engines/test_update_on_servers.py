@@ -167,7 +167,8 @@ class FileSender(NCCLSender):
         self._folder = folder
 
     async def _join(self, servers, device):
-        pass
+        for server in servers:
+            await server.post("/transfer/init_weight_transfer_engine", {"arguments": {}})
 
     def _broadcast(self, bucket):
         path = self._folder / f"{bucket[0][0]}.safetensors"

@@ -13,7 +13,7 @@ import torch
 from rollout.engines.base import SamplingParams
 from rollout.engines.vllm_engine import VLLMEngine
 from rollout.engines.vllm_outputs import SampledTokens, StopStrings
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import PermanentFailure
 from tests.rollout.engines.conftest import LOGPROB_TOLERANCE, Reference, generate, random_prompts
 from tests.rollout.engines.pushing import push_weights
 
@@ -169,13 +169,23 @@ def test_new_weights_tied(engine, reference, other_reference):
 
 @needs_vllm
 @pytest.mark.slow
-def test_weights_that_are_not_finite_end_the_engine(other_dir):
-    engine = start(other_dir)
-    broken = {n: t * float("nan") for n, t in Reference(other_dir).weights()}
-    asyncio.run(push_weights(engine, broken.items(), 5))
-    with pytest.raises(InfrastructureError, match="logits are not finite .weights of version 5."):
-        asyncio.run(engine.generate([1, 2], GREEDY))
-    asyncio.run(engine.close())
+def test_weights_and_logits_that_are_not_finite(other_dir):
+    """The ones are refused, the others fail their request; the engine goes on."""
+    engine, truth = start(other_dir), Reference(other_dir)
+
+    async def main():
+        broken = {n: t * float("nan") for n, t in truth.weights()}
+        with pytest.raises(ValueError, match="the weights are not finite: .* numbers of model"):
+            await push_weights(engine, broken.items(), 5)
+        assert (await engine.generate([1, 2], GREEDY)).policy_version == 0
+        await push_weights(engine, {n: t * 1e18 for n, t in truth.weights()}.items(), 6)
+        with pytest.raises(PermanentFailure, match="logits are not finite .weights of version 6."):
+            await engine.generate([1, 2], GREEDY)
+        await push_weights(engine, truth.weights(), 7)
+        assert list((await engine.generate([1, 2], GREEDY)).token_ids) == truth.greedy([1, 2], 12)
+        await engine.close()
+
+    asyncio.run(main())
 
 
 @needs_vllm

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rollout.engines.base import SamplingParams
+from rollout.engines.base import EngineGone, SamplingParams
 from rollout.environments.base import FirstObservation, StepResult
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
@@ -231,9 +231,10 @@ def test_engine_failure_keeps_the_turns_before(protocol):
     assert trajectory.turns[0].observation_end == len(trajectory.response_ids) > trajectory.turns[0].end
 
 
-def test_a_bug_is_raised_not_recorded(protocol):
-    with pytest.raises(ZeroDivisionError):
-        run(make_loop(protocol, in_turn(ZeroDivisionError("a bug"))))
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), EngineGone("for good")], ids=repr)
+def test_what_ends_the_run_is_raised_not_recorded(protocol, error):
+    with pytest.raises(type(error), match=str(error)):
+        run(make_loop(protocol, in_turn(error)))
 
 
 def test_cancelling_cancels_the_tool_and_closes_the_environment(protocol):
