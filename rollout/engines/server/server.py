@@ -10,9 +10,9 @@
 
 Bodies are JSON, of the types in ``wire.py``. Each error is one line, ``{"error": ...}``. Status 400, 404, 405, 413: the
 request is wrong; 401: the server wants a secret (``retrieval.secret``), as it must where other machines reach it; 408:
-the body did not come; 409: the server does not hold the weights that are asked for; 422: weights were refused, and those
-that it holds go on serving; 500: the model's logits are not finite; 503: the engine has died, and the server with it if
-that was once too often.
+the body did not come; 409: the server does not hold the weights that are asked for; 422: weights were refused, and
+those that it holds go on serving; 500: the model's logits are not finite; 503: the engine has died, and the server with
+it if that was once too often.
 
 Exit codes: 0 stopped by SIGTERM or Ctrl-C; 1 the engine has died; 2 wrong arguments or model; 3 port in use.
 """
