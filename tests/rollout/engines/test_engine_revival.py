@@ -30,7 +30,7 @@ LONG = [SamplingParams(12, temperature=0.9, seed=i) for i in range(len(PROMPTS))
 
 
 def run(main):
-    return asyncio.run(asyncio.wait_for(main, 600))
+    return asyncio.run(asyncio.wait_for(main, 3600))
 
 
 @asynccontextmanager

@@ -56,7 +56,7 @@ async def door(tmp_path, **options):
 
 
 def run(main):
-    asyncio.run(asyncio.wait_for(main, 600))
+    asyncio.run(asyncio.wait_for(main, 3600))
 
 
 def sampling(**values):
