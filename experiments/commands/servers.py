@@ -70,6 +70,7 @@ def engine_server(args: argparse.Namespace, context: RunContext) -> None:
         engine["init_args"]["model"] = args.checkpoint
     for upstream in target.upstream if args.checkpoint is None else ():
         runner.folder_of(context.project, upstream)  # the model's stage: made by train
+    runner.require_unaltered(context.project.root / str(engine["init_args"].get("model", "")))
     words = ["--port", str(args.port), "--host", args.host]
     command = [sys.executable, "-m", "rollout.engines.server.server", "--engine", json.dumps(engine), *words]
     print(f"loading {engine['init_args'].get('model')} into {engine['class_path']} (Ctrl-C ends it)", flush=True)
