@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks.ranks import gather_objects
+from callbacks.tracking.mlflow_logger import MLflowLogger
 from callbacks.trainer import is_better, stage_dir
 from callbacks.training.checkpoint_files import (
     BEST,
@@ -78,14 +79,14 @@ class IterationCheckpoint(Checkpoint):
 
     ``checkpoints/iteration-<n>.ckpt`` (a folder under DeepSpeed) is written under a temporary name, renamed, and only
     then ``checkpoints/last.ckpt``, a symbolic link, is moved onto it in one step; what is older than the one before is
-    deleted last. ``best.ckpt`` links to the checkpoint with the best monitored value in the same way. With each
-    are written the SHA-256 of its files; of the two, the last may be damaged (``settle_checkpoints``).
+    deleted last. ``best.ckpt`` links to the checkpoint with the best monitored value in the same way. The SHA-256 of
+    the files are written with each; of the two, the last may be damaged (``settle_checkpoints``).
 
     What makes the continuation exact: weights, optimiser, schedulers, loop progress (Lightning), the data module's
-    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank. On another
-    number of ranks than wrote it, and under another strategy, all of that but the generators continues as well. When a
-    validation follows the iteration, the checkpoint is written after it: Lightning would skip the validation on
-    resume otherwise.
+    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank; and how far the
+    file of metrics had come (``MLflowLogger``). On another number of ranks than wrote it, and under another strategy,
+    all of that but the generators continues as well. When a validation follows the iteration, the checkpoint is written
+    after it: Lightning would skip the validation on resume otherwise.
 
     A training that is asked to stop (``stop_request``) saves after the current iteration, whichever is due.
 
@@ -119,6 +120,7 @@ class IterationCheckpoint(Checkpoint):
         self._saved: int | None = None  # iterations done at the last save
         self._rng_states: list[dict[str, Any]] | None = None  # read from a checkpoint, by rank
         self._to_stop = False
+        self._logged: list[int] = []  # how far the loggers' files had come, of rank 0
 
     # --- when -------------------------------------------------------------------------------------------------
 
@@ -127,6 +129,9 @@ class IterationCheckpoint(Checkpoint):
     ) -> None:
         self._to_stop = is_asked(trainer, stage_dir(trainer))
         if self._due(trainer) and not self._validation_follows(trainer):
+            # Lightning logs the iteration after this hook: a kill in between would lose what the checkpoint lets nobody
+            # repeat. It logs it again, which MLflowLogger knows.
+            trainer._logger_connector.update_train_step_metrics()
             self._save(trainer)
             self._stop_if_asked(trainer)
 
@@ -185,14 +190,15 @@ class IterationCheckpoint(Checkpoint):
     # --- what -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rng": gather_objects(rng_state()), "best_score": self.best_score}
+        return {"rng": gather_objects(rng_state()), "best_score": self.best_score, "logged": self._logged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rng_states = state_dict["rng"]
         self.best_score = state_dict["best_score"]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Raises ValueError where Lightning would start the data anew without a word: it keeps their state by class."""
+        """Let metrics go on where the checkpoint was written. Raises ValueError where Lightning would start the data
+        anew without a word: it keeps their state by class."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         name = type(data).__qualname__
         if trainer.state.fn == TrainerFn.FITTING and data is not None and data.state_dict() and name not in checkpoint:
@@ -200,6 +206,10 @@ class IterationCheckpoint(Checkpoint):
                 f"the checkpoint holds no position in the data of a {name}: it was written with another data module. "
                 "Resume with that one, or start anew"
             )
+        if trainer.state.fn == TrainerFn.FITTING:
+            logged = checkpoint["callbacks"].get(self.state_key, {}).get("logged", ())
+            for logger, position in zip(_metric_loggers(trainer), logged, strict=False):
+                logger.rewind(position)
 
     # --- how --------------------------------------------------------------------------------------------------
 
@@ -213,6 +223,7 @@ class IterationCheckpoint(Checkpoint):
             folder.mkdir(parents=True, exist_ok=True)
             remove(temporary)
             self._check_room(target)
+        self._logged = [logger.sync() for logger in _metric_loggers(trainer)]
         trainer.strategy.barrier("checkpoint folder")
         try:
             trainer.save_checkpoint(temporary, weights_only=False)
@@ -263,6 +274,10 @@ class IterationCheckpoint(Checkpoint):
         for path in folder.glob(PATTERN):
             if path.name not in kept | _linked(folder):
                 remove_checkpoint(path)
+
+
+def _metric_loggers(trainer: L.Trainer) -> list[MLflowLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, MLflowLogger)]
 
 
 def _linked(folder: Path) -> set[str]:

@@ -184,7 +184,7 @@ def test_a_stopped_run_is_killed_and_a_broken_one_failed(outputs, trainer_for, m
 
 
 def test_an_experiment_opens_with_its_runs_unless_the_user_chose_otherwise(outputs):
-    options = {"tracking_uri": f"sqlite:///{outputs}/mlflow.db", "synchronous": True}
+    options = {"tracking_uri": f"sqlite:///{outputs}/mlflow.db"}
     logger = MLflowLogger("tiny", "a", **options)
     client, experiment = logger.experiment, logger.experiment_id
     assert client.get_experiment(experiment).tags["mlflow.experimentKind"] == "custom_model_development"
@@ -195,7 +195,7 @@ def test_an_experiment_opens_with_its_runs_unless_the_user_chose_otherwise(outpu
 
 def test_compare_finds_runs_in_all_experiments(outputs):
     for family in ("sod", "arpo"):
-        logger = MLflowLogger(family, f"{family}_grpo-seed0", f"sqlite:///{outputs}/mlflow.db", synchronous=True)
+        logger = MLflowLogger(family, f"{family}_grpo-seed0", f"sqlite:///{outputs}/mlflow.db")
         logger.log_metrics({"test/em": 0.5})
         logger.finalize()
     client = client_of(outputs)
@@ -211,7 +211,8 @@ def test_runs_that_start_at_once_share_a_new_store(tmp_path):
     program = (
         "import sys; import mlflow; from callbacks.tracking.mlflow_logger import MLflowLogger\n"
         "print('ready', flush=True); sys.stdin.readline()\n"  # both have imported: now both make the store
-        "MLflowLogger('tests', sys.argv[1], 'sqlite:///' + sys.argv[2]).log_metrics({'x': 1.0})\n"
+        "logger = MLflowLogger('tests', sys.argv[1], 'sqlite:///' + sys.argv[2])\n"
+        "logger.log_metrics({'x': 1.0}); logger.finalize()\n"
     )
     command = [sys.executable, "-c", program]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
