@@ -200,11 +200,11 @@ class MLflowLogger(Logger):
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | argparse.Namespace) -> None:
         """Log parameters; a continued run keeps those it was started with."""
-        params = _flatten_dict(_convert_params(params))
+        found = _flatten_dict(_convert_params(params))
         if self._configured:  # these are of the module: what the configuration leaves at its default
-            named = {f"{MODULE}{key}": value for key, value in params.items()}
-            params = {name: value for name, value in named.items() if name not in self._configured}
-        self._start()[1].put(lambda run: run.log_parameters(params))
+            named = {f"{MODULE}{key}": value for key, value in found.items()}
+            found = {name: value for name, value in named.items() if name not in self._configured}
+        self._start()[1].put(lambda run: run.log_parameters(found))
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
