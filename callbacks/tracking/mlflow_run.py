@@ -136,7 +136,8 @@ class MLflowRun:
     def log_datasets(self, datasets: Iterable[Any]) -> None:
         """Data sets (``mlflow.entities.DatasetInput``) that the run reads, where it has none yet."""
         client = self.open()
-        if not client.get_run(self.run_id).inputs.dataset_inputs and (given := list(datasets)):
+        there = client.get_run(self.run_id).inputs
+        if not (there and there.dataset_inputs) and (given := list(datasets)):
             client.log_inputs(self.run_id, given)
 
     def send(self, rows: Sequence[Row]) -> int:
