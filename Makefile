@@ -31,7 +31,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all retriever engine compare ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
+.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -83,6 +83,9 @@ retriever: setup ## serve an experiment's search index; PORT=8000 INDEX=folder
 
 engine: setup ## serve an experiment's engine; PORT=8100 CKPT=folder
 	@$(RUN) engine-server $(EXP) $(SEED_FLAG) --port $(or $(PORT),8100) $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
+
+metrics: setup ## bring into MLflow what it lacks of an experiment's metrics.jsonl
+	@$(RUN) metrics $(EXP) $(COMPARE_FLAG) $(ARGS)
 
 compare: setup ## a table of runs (curves: make ui); EXPS="a b" for some
 	@$(RUN) compare $(EXPS) $(ARGS)

@@ -14,6 +14,7 @@ import torch
 
 from callbacks.model_export import adapters
 from callbacks.model_export.exporter import Adapter, read_weights, write_folder
+from rollout.digests import check_digests
 
 SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files
 POLICY = "policy."  # what the policy's names begin with in the module that was trained
@@ -35,9 +36,11 @@ def export_checkpoint(
         dtype: None: as in the checkpoint (DeepSpeed: float32).
 
     Raises:
-        ValueError: no checkpoint, one with a missing shard, or one of another model than ``source``.
+        ValueError: no checkpoint, one with a missing shard or of another model than ``source``, or it is not what was
+            written (``DigestError``).
         DiskFullError: no room.
     """
+    check_digests(checkpoint)
     found, adapter = checkpoint_weights(checkpoint), None
     settings = checkpoint_lora(checkpoint)
     if settings is not None:

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks.model_export import adapters
 from callbacks.trainer import is_better, policy_source, settle_parameters, stage_dir
+from rollout.digests import check_digests, write_digests
 from rollout.files import DiskFullError, is_no_room, no_room_message, recover_folder, remove, replace_folder
 from rollout.tokenizer import load_tokenizer
 
@@ -77,8 +78,8 @@ def write_folder(
     max_shard_size: str = "5GB",
     adapter: Adapter | None = None,
 ) -> None:
-    """Write weights with the configurations of ``policy`` and a tokenizer to ``folder``, replacing it as a whole; what
-    was merged into the weights goes to a folder ``adapter`` in it.
+    """Write weights with the configurations of ``policy`` and a tokenizer to ``folder``, replacing it as a whole, with
+    the SHA-256 of its files; what was merged into the weights goes to a folder ``adapter`` in it.
 
     Raises:
         DiskFullError: no room; the previous folder is intact.
@@ -90,6 +91,7 @@ def write_folder(
         _write(policy, state, temporary, tokenizer, max_shard_size)
         if adapter is not None:
             adapters.write_adapter(temporary / adapters.FOLDER, adapter.weights, adapter.settings, adapter.base)
+        write_digests(temporary)
     except (OSError, RuntimeError) as error:
         remove(temporary)
         if is_no_room(error) or "No space left" in str(error):
@@ -208,6 +210,8 @@ class Export(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # After on_train_end: the last checkpoint must hold the last weights, not the best ones.
         if self.choose == "best" and self.best_score is not None:
+            if trainer.is_global_zero:
+                check_digests(self.folder(trainer))
             trainer.strategy.barrier("export")
             settle_parameters(trainer)
             load_policy(cast(TrainedPolicy, pl_module).policy, self.folder(trainer))

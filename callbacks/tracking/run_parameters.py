@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from callbacks.tracking.run_info import run_info
-
 SHOWN = ("seed_everything", "model", "data", "trainer")
 TAGS = {"name": "experiment", "algorithm": "algorithm", "models": "model", "data": "world", "label": "label"}
 NOTE, SOURCE = "mlflow.note.content", "mlflow.source.name"  # MLflow's description, and its column "Source"
@@ -38,12 +36,17 @@ def _class(value: Mapping[str, Any]) -> str:
     return str(value.get("class_path", "")).rpartition(".")[2]
 
 
-def tags(config: Mapping[str, Any]) -> dict[str, str]:
-    """Tags to search runs by; the summary as MLflow's description, the command as its source."""
-    about, info = config.get("experiment") or {}, run_info()
+def tags(config: Mapping[str, Any], origin: Mapping[str, str]) -> dict[str, str]:
+    """Tags to search runs by; the summary as MLflow's description, the command as its source. ``origin``: as
+    ``run_info``."""
+    about = config.get("experiment") or {}
     found = {tag: str(about[key]) for key, tag in TAGS.items() if about.get(key)}
     if about.get("folder"):
         found["stage_key"] = Path(about["folder"]).name
     if about.get("summary"):
         found[NOTE] = str(about["summary"])
-    return found | {"seed": str(config.get("seed_everything", 0)), "commit": info["commit"], SOURCE: info["command"]}
+    return found | {
+        "seed": str(config.get("seed_everything", 0)),
+        "commit": origin["commit"],
+        SOURCE: origin["command"],
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.ranks import gather_lists
 from callbacks.tracking.mlflow_logger import MLflowLogger
+from callbacks.tracking.mlflow_run import MLflowRun
 from callbacks.tracking.traces import TraceWriter
 from callbacks.tracking.trajectory_page import PageItem, render_page
 from callbacks.trainer import policy_source, stage_dir
@@ -113,7 +114,11 @@ class TrajectoryLog(EvaluationHooks):
         for logger in trainer.loggers:
             if isinstance(logger, MLflowLogger):
                 logger.log_file(path, "trajectories")
-                traces = TraceWriter(logger.experiment, str(logger.experiment_id), str(logger.run_id), tokenizer)
-                for kind, (trajectory, _) in chosen:
-                    traces.write(f"{name} {kind}", trajectory, {"page": name, "kind": kind})
+                logger.trace(partial(_write_traces, name=name, chosen=chosen, tokenizer=tokenizer))
         return path
+
+
+def _write_traces(run: MLflowRun, *, name: str, chosen: Iterable[tuple[str, Annotated]], tokenizer: Any) -> None:
+    traces = TraceWriter(run.open(), run.experiment_id, run.run_id, tokenizer)
+    for kind, (trajectory, _) in chosen:
+        traces.write(f"{name} {kind}", trajectory, {"page": name, "kind": kind})

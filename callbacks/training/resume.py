@@ -17,19 +17,23 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks.ranks import gather_objects
+from callbacks.tracking.mlflow_logger import MLflowLogger
 from callbacks.trainer import is_better, stage_dir
+from callbacks.training.checkpoint_files import (
+    BEST,
+    FOLDER,
+    LAST,
+    PATTERN,
+    find_checkpoint,
+    remove_checkpoint,
+    size_of,
+)
 from callbacks.training.stop_request import StopRequested, is_asked
 from retrieval.ranges import PositiveInt
+from rollout.digests import files_of, list_path, sha256, write_list
 from rollout.files import DiskFullError, is_no_room, link_atomically, no_room_message, remove
 
 logger = logging.getLogger(__name__)
-FOLDER = "checkpoints"
-
-
-def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Path | None:
-    """The checkpoint to continue a stage from (or its best one), None when there is none yet."""
-    link = Path(stage) / FOLDER / f"{which}.ckpt"
-    return link if link.exists() else None
 
 
 def rng_state() -> dict[str, Any]:
@@ -70,24 +74,19 @@ def set_seeds(seed: int) -> None:
     torch.manual_seed(seed)  # the GPUs' too
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files under a folder."""
-    path = path.resolve()
-    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
-
-
 class IterationCheckpoint(Checkpoint):
     """Saves the whole training state after iterations, so that ``kill -9`` costs at most ``every_n_iterations``.
 
     ``checkpoints/iteration-<n>.ckpt`` (a folder under DeepSpeed) is written under a temporary name, renamed, and only
-    then ``checkpoints/last.ckpt``, a symbolic link, is moved onto it in one step; the one before is deleted last.
-    ``best.ckpt`` links to the checkpoint with the best monitored value in the same way.
+    then ``checkpoints/last.ckpt``, a symbolic link, is moved onto it in one step; what is older than the one before is
+    deleted last. ``best.ckpt`` links to the checkpoint with the best monitored value in the same way. The SHA-256 of
+    the files are written with each; of the two, the last may be damaged (``settle_checkpoints``).
 
     What makes the continuation exact: weights, optimiser, schedulers, loop progress (Lightning), the data module's
-    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank. On another
-    number of ranks than wrote it, and under another strategy, all of that but the generators continues as well. When a
-    validation follows the iteration, the checkpoint is written after it: Lightning would skip the validation on
-    resume otherwise.
+    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank; and how far the
+    file of metrics had come (``MLflowLogger``). On another number of ranks than wrote it, and under another strategy,
+    all of that but the generators continues as well. When a validation follows the iteration, the checkpoint is written
+    after it: Lightning would skip the validation on resume otherwise.
 
     A training that is asked to stop (``stop_request``) saves after the current iteration, whichever is due.
 
@@ -121,6 +120,7 @@ class IterationCheckpoint(Checkpoint):
         self._saved: int | None = None  # iterations done at the last save
         self._rng_states: list[dict[str, Any]] | None = None  # read from a checkpoint, by rank
         self._to_stop = False
+        self._logged: list[int] = []  # how far the loggers' files had come, of rank 0
 
     # --- when -------------------------------------------------------------------------------------------------
 
@@ -129,6 +129,9 @@ class IterationCheckpoint(Checkpoint):
     ) -> None:
         self._to_stop = is_asked(trainer, stage_dir(trainer))
         if self._due(trainer) and not self._validation_follows(trainer):
+            # Lightning logs the iteration after this hook: a kill in between would lose what the checkpoint lets nobody
+            # repeat. It logs it again, which MLflowLogger knows.
+            trainer._logger_connector.update_train_step_metrics()
             self._save(trainer)
             self._stop_if_asked(trainer)
 
@@ -187,14 +190,15 @@ class IterationCheckpoint(Checkpoint):
     # --- what -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rng": gather_objects(rng_state()), "best_score": self.best_score}
+        return {"rng": gather_objects(rng_state()), "best_score": self.best_score, "logged": self._logged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rng_states = state_dict["rng"]
         self.best_score = state_dict["best_score"]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Raises ValueError where Lightning would start the data anew without a word: it keeps their state by class."""
+        """Let metrics go on where the checkpoint was written. Raises ValueError where Lightning would start the data
+        anew without a word: it keeps their state by class."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         name = type(data).__qualname__
         if trainer.state.fn == TrainerFn.FITTING and data is not None and data.state_dict() and name not in checkpoint:
@@ -202,6 +206,10 @@ class IterationCheckpoint(Checkpoint):
                 f"the checkpoint holds no position in the data of a {name}: it was written with another data module. "
                 "Resume with that one, or start anew"
             )
+        if trainer.state.fn == TrainerFn.FITTING:
+            logged = checkpoint["callbacks"].get(self.state_key, {}).get("logged", ())
+            for logger, position in zip(_metric_loggers(trainer), logged, strict=False):
+                logger.rewind(position)
 
     # --- how --------------------------------------------------------------------------------------------------
 
@@ -215,25 +223,33 @@ class IterationCheckpoint(Checkpoint):
             folder.mkdir(parents=True, exist_ok=True)
             remove(temporary)
             self._check_room(target)
+        self._logged = [logger.sync() for logger in _metric_loggers(trainer)]
         trainer.strategy.barrier("checkpoint folder")
         try:
             trainer.save_checkpoint(temporary, weights_only=False)
+            digests = _digests(temporary, trainer.global_rank, trainer.world_size)
         except (OSError, RuntimeError) as error:
             if not is_no_room(error):
                 raise
             remove(temporary)
             raise DiskFullError(no_room_message(target, self._intact(folder))) from error
         if trainer.is_global_zero:
-            self._publish(temporary, target, best)
+            self._publish(temporary, target, best, digests)
         trainer.strategy.barrier("checkpoint written")
         self._saved = iteration
         self.seconds += time.perf_counter() - start
 
     def _check_room(self, target: Path) -> None:
-        previous = find_checkpoint(target.parent.parent)
-        stat = os.statvfs(target.parent)
-        if previous is not None and stat.f_bavail * stat.f_frsize < size_of(previous):
-            raise DiskFullError(no_room_message(target, self._intact(target.parent)))
+        """Raises DiskFullError. Where there is no room for a third checkpoint, the older of two makes way before."""
+        folder = target.parent
+        if (last := find_checkpoint(folder.parent)) is None:
+            return
+        needed = size_of(last)
+        spare = [path for path in sorted(folder.glob(PATTERN)) if path.name not in _linked(folder)]
+        while (stat := os.statvfs(folder)).f_bavail * stat.f_frsize < needed:
+            if not spare:
+                raise DiskFullError(no_room_message(target, self._intact(folder)))
+            remove_checkpoint(spare.pop(0))
 
     def _intact(self, folder: Path) -> str:
         previous = find_checkpoint(folder.parent)
@@ -243,17 +259,35 @@ class IterationCheckpoint(Checkpoint):
             else "There is no earlier checkpoint of this stage."
         )
 
-    def _publish(self, temporary: Path, target: Path, best: bool) -> None:
-        if temporary.is_file():
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-        remove(target)
-        os.rename(temporary, target)
+    def _publish(self, temporary: Path, target: Path, best: bool, digests: dict[str, str]) -> None:
         folder = target.parent
+        kept = {target.name, *([last.resolve().name] if (last := find_checkpoint(folder.parent)) else [])}
+        remove_checkpoint(target)
+        if temporary.is_dir():
+            write_list(temporary, digests)
+        else:
+            write_list(target, dict(zip((target.name,), digests.values(), strict=True)))
+        os.rename(temporary, target)
         if best:
-            link_atomically(folder / "best.ckpt", target.name)
-        link_atomically(folder / "last.ckpt", target.name)
-        kept = {link.resolve().name for link in (folder / "last.ckpt", folder / "best.ckpt") if link.exists()}
-        for path in folder.glob("iteration-*.ckpt"):
-            if path.name not in kept:
-                remove(path)
+            link_atomically(folder / BEST, target.name)
+        link_atomically(folder / LAST, target.name)
+        for path in folder.glob(PATTERN):
+            if path.name not in kept | _linked(folder):
+                remove_checkpoint(path)
+
+
+def _metric_loggers(trainer: L.Trainer) -> list[MLflowLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, MLflowLogger)]
+
+
+def _linked(folder: Path) -> set[str]:
+    return {link.resolve().name for link in (folder / LAST, folder / BEST) if link.exists()}
+
+
+def _digests(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Of all files of a checkpoint that all ranks have written, by name; each rank reads its share. A collective."""
+    folder = list_path(checkpoint).parent
+    mine = [file.relative_to(folder).as_posix() for file in files_of(checkpoint)]
+    names = sorted({name for seen in gather_objects(mine) for name in seen})
+    shares = gather_objects({name: sha256(folder / name, sync=True) for name in names[rank::ranks]})
+    return {name: digest for share in shares for name, digest in share.items()}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import find_model, rollouts_of
+from experiments.launch import runner
 from experiments.launch.secret import share_secret
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, data_arguments
@@ -46,6 +47,7 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
             "stage's trajectories/, make evaluate plays new ones"
         )
     model = find_model(context, None)
+    runner.require_unaltered(model)
     rollouts = rollouts_of(config)
     rollouts["init_args"]["engine"]["init_args"]["model"] = str(model)
     share_secret(context.project.outputs)

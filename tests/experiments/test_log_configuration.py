@@ -52,7 +52,7 @@ def test_a_run_has_parameters_tags_and_data_sets(store, tmp_path, monkeypatch):
     monkeypatch.setenv("COMPACT_AGENTS_COMMAND", "make train EXP=grpo_tiny")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     for _ in range(2):  # the second continues the run, and must change no parameter
-        logger = MLflowLogger("tiny", "grpo_tiny-seed3", uri, save_dir=str(store.path), synchronous=True)
+        logger = MLflowLogger("tiny", "grpo_tiny-seed3", uri, save_dir=str(store.path))
         log_configuration(SimpleNamespace(loggers=[logger], is_global_zero=True), store)
         logger.log_hyperparams({"lr": 1.0, "clip": 0.2})  # the module's own: the first is in the configuration
     run = open_store(uri).get_run(logger.run_id)

@@ -16,7 +16,8 @@ from callbacks.evaluation.evaluation import Evaluation
 from callbacks.model_export.exporter import Export
 from callbacks.ranks import gather_lists
 from callbacks.trainer import settle_parameters
-from callbacks.training.resume import IterationCheckpoint, find_checkpoint
+from callbacks.training.checkpoint_files import find_checkpoint, settle_checkpoints
+from callbacks.training.resume import IterationCheckpoint
 from callbacks.training.throughput import Throughput, rollout_rate
 from lightning_modules.algorithms.sft import SFT
 from lightning_modules.sharding import resharding
@@ -98,11 +99,26 @@ def master_weights(stage: Path, which: str = "last") -> list[torch.Tensor]:
     return torch.load(path, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]
 
 
+def damage_last_checkpoint(stage: Path) -> None:
+    """One bit of rank 1's shard; the checkpoint before it is used."""
+    last = find_checkpoint(stage).resolve()
+    shard = last / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    [line] = settle_checkpoints(stage)
+    assert f"{shard} has SHA-256" in line and "iteration-00000001.ckpt is used instead" in line, line
+    assert find_checkpoint(stage).resolve().name == "iteration-00000001.ckpt" and not last.exists()
+
+
 def main() -> None:
     straight, _, _, expected = fit(OUT / "straight", 4)
     fit(OUT / "stage", 2)
     assert find_checkpoint(OUT / "stage").resolve().name == "iteration-00000002.ckpt"
     assert find_checkpoint(OUT / "stage").is_dir()
+    if straight.is_global_zero:
+        damage_last_checkpoint(OUT / "stage")
+    torch.distributed.barrier()
     resharding.load_into_engine = None  # DeepSpeed's own loading does what nothing has changed for
     trainer, module, data, weights = fit(OUT / "stage", 4, resume=True)
     assert trainer.global_step == straight.global_step == 4

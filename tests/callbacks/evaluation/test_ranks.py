@@ -34,7 +34,8 @@ def test_zero3_on_two_ranks(tmp_path, model_dir):
     assert frame["id"].to_list() == ["r0q0", "r0q1", "r0q2", "r1q0"]
     merge_shards(tmp_path, model_dir, weights)
     checkpoints = sorted(p.name for p in (tmp_path / "stage" / "checkpoints").iterdir())
-    assert checkpoints == ["best.ckpt", "iteration-00000001.ckpt", "iteration-00000004.ckpt", "last.ckpt"]
+    whole = [f"iteration-0000000{n}.ckpt" for n in (1, 3, 4)]  # the best one, and the two newest
+    assert checkpoints == ["best.ckpt", whole[0], "iteration-00000002.ckpt.bad", *whole[1:], "last.ckpt"]
 
 
 def merge_shards(folder, model_dir, best):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,7 +16,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.training.resume import IterationCheckpoint, derived_seed, find_checkpoint
+from callbacks.training.checkpoint_files import find_checkpoint, settle_checkpoints, size_of
+from callbacks.training.resume import IterationCheckpoint, derived_seed
+from rollout.digests import DigestError, list_path
 from rollout.files import DiskFullError
 
 BATCHES = 4  # an epoch
@@ -115,6 +119,22 @@ def weights(module: L.LightningModule) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
+def names_in(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def saved(*iterations: int) -> list[str]:
+    """Files of these checkpoints, each with its digest."""
+    return [f"iteration-{n:08d}.ckpt{suffix}" for n in iterations for suffix in ("", ".sha256")]
+
+
+def damage(path, at: float) -> None:
+    """One bit."""
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] ^= 16
+    path.write_bytes(content)
+
+
 @pytest.fixture
 def straight(trainer_for, tmp_path):
     module, trainer = run(trainer_for, tmp_path / "straight", Noisy())
@@ -187,8 +207,7 @@ def test_epoch_boundary_with_a_shuffling_loader(trainer_for, tmp_path, options):
 def test_finished_run_resumes_to_nothing_and_keeps_last_and_best(trainer_for, tmp_path):
     folder = tmp_path / "done"
     module, _ = run(trainer_for, folder, Noisy())
-    names = sorted(p.name for p in (folder / "checkpoints").iterdir())
-    assert names == ["best.ckpt", "iteration-00000004.ckpt", "iteration-00000008.ckpt", "last.ckpt"]
+    assert names_in(folder) == ["best.ckpt", *saved(4, 7, 8), "last.ckpt"], "the best one, and the two newest"
     assert find_checkpoint(folder, "best").resolve().name == "iteration-00000004.ckpt"
     assert find_checkpoint(folder, "last").resolve().name == "iteration-00000008.ckpt"
     again, _ = run(trainer_for, folder, Noisy(), resume=True)
@@ -206,13 +225,68 @@ def test_no_room_says_so_and_leaves_the_previous_checkpoint(trainer_for, tmp_pat
             run(trainer_for, folder, Noisy(), resume=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
-        "best.ckpt",
-        "iteration-00000002.ckpt",
-        "last.ckpt",
-    ]
+    assert names_in(folder) == ["best.ckpt", *saved(1, 2), "last.ckpt"]
     rest, _ = run(trainer_for, folder, Noisy(), resume=True)
     assert torch.equal(weights(rest), weights(straight))
+
+
+@pytest.mark.parametrize("how", ["bit", "cut", "gone", "digest"])
+def test_from_the_checkpoint_before_a_damaged_one_the_weights_are_the_same(trainer_for, tmp_path, straight, how):
+    folder = tmp_path / how
+    with pytest.raises(Crash):
+        run(trainer_for, folder, Noisy(crash_at=5))
+    last = find_checkpoint(folder).resolve()
+    assert settle_checkpoints(folder) == [] and last.name == "iteration-00000005.ckpt"
+    damaged = list_path(last) if how == "digest" else last
+    if how in ("bit", "digest"):
+        damage(damaged, 0.4)
+    elif how == "cut":
+        os.truncate(last, 1000)
+    else:
+        last.unlink()
+    [line] = settle_checkpoints(folder)
+    assert last.name in line and "set aside as *.bad, iteration-00000004.ckpt is used instead" in line
+    assert ("iteration-00000005.ckpt.bad" in names_in(folder)) == (how != "gone")
+    rest, _ = run(trainer_for, folder, Noisy(), resume=True)
+    assert rest.seen == straight.seen[4:] and torch.equal(weights(rest), weights(straight))
+    assert settle_checkpoints(folder) == []
+
+
+def test_where_no_checkpoint_is_whole_all_stay_and_the_best_is_no_worse(trainer_for, tmp_path):
+    folder = tmp_path / "bad"
+    with pytest.raises(Crash):
+        run(trainer_for, folder, Noisy(crash_at=6))
+    before = names_in(folder)
+    assert before == ["best.ckpt", *saved(4, 5, 6), "last.ckpt"]
+    for n in (5, 6):
+        damage(folder / "checkpoints" / f"iteration-{n:08d}.ckpt", 0.9)
+    shutil.copytree(folder, tmp_path / "all", symlinks=True)
+    assert len(settle_checkpoints(folder)) == 2 and find_checkpoint(folder).resolve().name == saved(4)[0]
+    damage(tmp_path / "all" / "checkpoints" / saved(4)[0], 0.1)
+    with pytest.raises(DigestError, match=r"no checkpoint can be used: .*00000006.*00000005.*00000004.* FRESH=1"):
+        settle_checkpoints(tmp_path / "all")
+    assert names_in(tmp_path / "all") == before
+
+
+def test_the_older_of_two_makes_way_where_there_is_no_room_for_a_third(trainer_for, tmp_path, monkeypatch):
+    folder = tmp_path / "small"
+    with pytest.raises(Crash):
+        run(trainer_for, folder, Noisy(crash_at=3), limit_val_batches=0)
+    checkpoints, size = folder / "checkpoints", size_of(find_checkpoint(folder))
+    assert names_in(folder) == [*saved(2, 3), "last.ckpt"]
+    room = 2.5
+
+    def statvfs(path):
+        there = sum(size_of(file) for file in checkpoints.glob("iteration-*.ckpt"))
+        return SimpleNamespace(f_bavail=int(room * size) - there, f_frsize=1, f_blocks=0, f_bfree=0)
+
+    monkeypatch.setattr("os.statvfs", statvfs)
+    IterationCheckpoint()._check_room(checkpoints / "iteration-00000004.ckpt")
+    assert names_in(folder) == [*saved(3), "last.ckpt"]
+    room = 1.5
+    with pytest.raises(DiskFullError, match=r"iteration-00000003\.ckpt, is intact"):
+        IterationCheckpoint()._check_room(checkpoints / "iteration-00000004.ckpt")
+    assert names_in(folder) == [*saved(3), "last.ckpt"]
 
 
 def test_a_checkpoint_of_other_ranks_goes_on_with_new_generators_that_are_always_the_same(

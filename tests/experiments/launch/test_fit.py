@@ -56,7 +56,8 @@ def uninterrupted_walk():
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A fit stage: stopped by Ctrl-C in iteration 7, continued, killed in iteration 10, continued to its end."""
+    """A fit stage: stopped by Ctrl-C in iteration 7, continued, killed in iteration 10, continued to its end from the
+    checkpoint before the last, of which a bit was flipped meanwhile."""
     from tests.experiments.conftest import Workshop
 
     workshop = Workshop(tmp_path_factory.mktemp("fit"))
@@ -69,7 +70,12 @@ def fitted(tmp_path_factory):
         wait_for(marker, process)
         os.kill(process.pid if how == signal.SIGINT else int(marker.read_text()), how)
         said.append((process.communicate(timeout=120)[1], process.returncode, store.state()))
+    damaged = store.checkpoint.resolve()
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
     last = workshop.run("train", "toy", "--resume", "last")
+    assert f"{damaged.name} has SHA-256" in last.stdout and ".ckpt is used instead" in last.stdout, last
     return workshop, store, said, last
 
 

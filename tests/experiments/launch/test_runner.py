@@ -79,6 +79,22 @@ def test_what_it_is_compared_with_is_made_on_demand(chain, run_here, monkeypatch
     assert [s.name for s in shown[-1]] == ["a", "other", "third", "b"]
 
 
+def test_a_table_that_another_stage_made_is_not_read_once_it_was_altered(chain, run_here):
+    workshop, journal = chain
+    made = StageFolder(workshop.graph("a").target().folder)
+    made.path.mkdir(parents=True)
+    (made.path / "note.txt").write_text("A")
+    (made.path / "rows.jsonl").write_text('{"question": "who?"}\n')
+    made.finish({"kind": "task", "seconds": 1, "finished": 1})
+    assert run_here("train", "b").returncode == 0 and runs(journal) == ["b"]
+    (made.path / "rows.jsonl").write_text('{"question": "whom?"}\n')
+    refused = run_here("train", "b", "--fresh")
+    assert refused.returncode == 2 and runs(journal) == ["b"]
+    [line] = refused.stderr.splitlines()
+    assert "rows.jsonl has SHA-256" in line and "make train EXP=a FRESH=1" in line
+    assert StageFolder(workshop.graph("b").target().folder).result() is not None, "what was made is still there"
+
+
 @pytest.mark.slow
 def test_two_runs_at_once_make_a_stage_once(chain):
     workshop, journal = chain

@@ -21,7 +21,7 @@ def logged(tmp_path_factory):
     for name, seed, base in (("SDAR", 0, 0.3), ("SDAR", 1, 0.4), ("GRPO", 0, None), ("beta 0", 0, 0.0)):
         stage = folder / name / str(seed)
         stage.mkdir(parents=True)
-        logger = MLflowLogger("tests", f"{name}-{seed}", uri, save_dir=str(stage), synchronous=True)
+        logger = MLflowLogger("tests", f"{name}-{seed}", uri, save_dir=str(stage))
         for step in range(20):
             figures = {"train/reward": 1.0}
             if base is not None:
