@@ -51,8 +51,7 @@ class Sender:
         self._reads = False  # not before the first metric: until then a resumed run may rewind the file
         self._turn = threading.Condition()
         self._asked = self._answered = 0
-        self._urgent = self.failing = self._told = False
-        threading.Thread(target=self._work, name="mlflow", daemon=True).start()
+        self._urgent = self.failing = self._told = self._works = False
 
     def put(self, job: Callable[[MLflowRun], Any]) -> None:
         """Jobs are done in order, each after the metrics that there are then."""
@@ -85,13 +84,20 @@ class Sender:
         with self._turn:
             self._asked += 1
             self._urgent |= urgent
+            if not self._works:
+                self._works = True
+                threading.Thread(target=self._work, name="mlflow", daemon=True).start()
             self._turn.notify_all()
             return self._asked
 
     def _work(self) -> None:
+        """Until there is nothing to do."""
         wait = RETRY_S
         while True:
             with self._turn:
+                if self._answered == self._asked and not self.failing:
+                    self._works = False
+                    return
                 new = self._turn.wait_for(
                     lambda: self._urgent or (self._asked > self._answered and not self.failing),
                     timeout=wait if self.failing else None,

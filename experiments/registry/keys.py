@@ -106,7 +106,7 @@ class PathHasher:
         self.cache = cache
         try:
             self._known: dict[str, str] = dict(json.loads(cache.read_bytes()))
-        except (FileNotFoundError, ValueError, TypeError, RecursionError):  # missing or damaged: files are read again
+        except (OSError, ValueError, TypeError, RecursionError):  # missing or damaged: files are read again
             self._known = {}
         self._changed = False
 

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import threading
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,10 @@ class DeadlinePool:
                 future = self._pool.schedule(_call, args=(self.function, timeout_s, arguments), timeout=timeout_s)
             except RuntimeError as error:  # it broke since
                 raise BrokenProcessPool(str(error)) from error
+            pool = self._pool
+        while not wait([future], 1.0).done:  # a pool that breaks while it is given a call may never answer it
+            if not pool.active and not wait([future], timeout_s + 5.0).done:
+                raise BrokenProcessPool("it broke while it was given a call")
         try:
             returned, result = future.result()
         except TimeoutError:
