@@ -57,6 +57,11 @@ class WorkerExtension:
             self.weight_transfer_engine.finish_weight_update()
         self._weight_update_active = False
 
+    def clear_cache(self) -> None:
+        """Of all numbers: attention multiplies those of free places by 0, and nan by 0 is nan."""
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
     def report_untruncated_logprobs(self) -> bool:
         """Log-probs before top-k and top-p, where vLLM's "processed_logprobs" are those after. False: this worker's
         sampler is built differently, nothing was changed."""
@@ -169,6 +174,8 @@ class VLLMBackend:
         self._versions: dict[int, Runs] = {}  # request id -> versions of its tokens up to the latest weight update
         self._finished: list[tuple[int, Generation | Exception]] = []  # by `_finish_step`, not given out yet
         self._receiving = False  # a transfer has begun and not ended
+        self._infected = False  # the cache may hold numbers that are not finite
+        self._unused = False  # such a cache, of which nothing is needed
         self.version = 0
         vocab_size = self._engine.model_config.get_vocab_size()
         self.info = {
@@ -193,6 +200,9 @@ class VLLMBackend:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        if self._infected and not self._engine.has_unfinished_requests():
+            self._finish_step()
+            self._begin_anew()
         ours = not sampling.stop or self._stops.can_find(sampling.stop)
         params = VLLMSamplingParams(
             max_tokens=sampling.max_new_tokens,
@@ -226,6 +236,9 @@ class VLLMBackend:
         return finished or self._step()
 
     def _step(self) -> list[tuple[int, Generation | Exception]]:
+        if self._unused:  # here, since at a weight update the cache may be asleep
+            self._engine.collective_rpc("clear_cache")
+            self._infected = self._unused = False
         return [(int(output.request_id), self._generation(output)) for output in self._engine.step() if output.finished]
 
     def check(self, files: WeightFiles) -> None:
@@ -284,6 +297,7 @@ class VLLMBackend:
         unfinished = self._engine.has_unfinished_requests()
         if not self._engine.reset_prefix_cache(reset_running_requests=unfinished):
             raise RuntimeError("vLLM did not drop its prefix cache after a weight update")
+        self._unused = self._infected
 
     def sleep(self) -> None:
         """Level 1: the cache is dropped, weights go to the host's memory. Level 2 would drop them, too, and with them
@@ -314,6 +328,7 @@ class VLLMBackend:
         runs = self._runs(int(output.request_id), len(ids))
         self._versions.pop(int(output.request_id), None)
         if not all(map(math.isfinite, logprobs.values)):
+            self._infected = True
             return PermanentFailure(
                 f"the model's logits are not finite (weights of version {self.version}): training has diverged, or the "
                 "weights are damaged"

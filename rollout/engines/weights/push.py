@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
-from rollout.engines.base import Engine, UpdateInterrupted
+from rollout.engines.base import Engine, EngineGone, UpdateInterrupted
 from rollout.engines.process import INTERRUPTED
 from rollout.engines.weights.files import WeightFiles, in_type, shared_memory_id
 from rollout.engines.weights.ipc import IPCSender
@@ -283,7 +283,7 @@ def _raise_first(problems: list[Exception | None], cause: Exception | None) -> N
 
 def _picklable(error: Exception) -> Exception:
     """An error that can be sent to the other ranks, which wait for the outcome whatever failed (a full disk)."""
-    if type(error) in (ValueError, InfrastructureError):
+    if type(error) in (ValueError, InfrastructureError, EngineGone, UpdateInterrupted):
         return error
     return InfrastructureError(f"weights could not be pushed: {type(error).__name__}: {error}")
 

@@ -16,7 +16,7 @@ import torch
 
 from callbacks.training.weight_sync import WeightSync, generation_gap
 from lightning_modules.sharding.strategies import ZeRO3
-from rollout.engines.base import SamplingParams
+from rollout.engines.base import EngineGone, SamplingParams
 from rollout.engines.server.engine import ServerEngine
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
@@ -89,7 +89,8 @@ def engines_of_their_own(module) -> None:
         assert [g.policy_version for g in said.values()] == [version]
         assert generation_gap(module.policy, ids, said["the engine"]) < 1e-3
     assert len(written) == (2 if rank == 0 else 0)
-    assert not any(Path(path).exists() for files in written for path in files.paths)
+    there = [Path(path).exists() for files in written for path in files.paths]
+    assert there == ([False, True] if rank == 0 else []), "the latest is kept for engines that are started anew"
     raised(ValueError, "rank 0: the weights do not fit", rollouts.load_weights, [("nonsense", torch.zeros(1))], 9)
 
     def full(tensors, checksum):
@@ -105,9 +106,15 @@ def engines_of_their_own(module) -> None:
     assert gathered == [name for name, _ in module.policy_weights()], "not gathered to the end"
     WeightFiles.write = write
     raised(RuntimeError, "the gathering broke off", rollouts.load_weights, breaks_off(), 9)
-    if rank == 1:
+    if rank == 1:  # it is started anew, with what the other rank has kept
         os.kill(rollouts.engine.pid, signal.SIGKILL)
-    raised(InfrastructureError, "rank 1: ", rollouts.load_weights, module.policy_weights(), 9)
+    ids, said = rollouts.probe("Where?", 4)
+    assert said["the engine"].policy_version == 2
+    assert generation_gap(module.policy, ids, said["the engine"]) < 1e-3
+    if rank == 1:
+        rollouts.engine._restarts = 0
+        os.kill(rollouts.engine.pid, signal.SIGKILL)
+    raised(EngineGone, "rank 1: the engine died: ", rollouts.load_weights, module.policy_weights(), 9)
     rollouts.close()
     places = (SHARED_MEMORY, Path(tempfile.gettempdir()))
     assert not [path for place in places for path in place.glob(f"{PREFIX}{os.getpid()}-*")]

@@ -66,7 +66,7 @@ async def push(engine, seed, version, **options):
     await push_weights(engine, table(seed).items(), version, **options)
 
 
-@pytest.mark.parametrize("stops", [False, True], ids=["killed", "stopped"])
+@pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["killed", "stopped"])
 def test_what_a_dead_or_hung_child_was_sampling_is_sampled_again(tmp_path, stops, caplog):
     log = tmp_path / "log"
 
