@@ -25,6 +25,10 @@ def is_no_room(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "No space left" in str(error))
 
 
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
 def no_room_message(path: Path, intact: str) -> str:
     free = shutil.disk_usage(path.parent if path.parent.exists() else Path.cwd()).free
     return (

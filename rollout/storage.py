@@ -15,7 +15,7 @@ from typing import Any
 import polars as pl
 from pydantic import TypeAdapter
 
-from rollout.files import replacing
+from rollout.files import one_line, replacing
 from rollout.trajectory import ToolCall, Trajectory, Turn
 
 SCHEMA: dict[str, Any] = {
@@ -83,8 +83,7 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
     try:
         frame = pl.read_parquet(path)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        said = " ".join(str(error).split())
-        raise TrajectoryFileError(f"{path} is not a readable parquet file: {said}") from error
+        raise TrajectoryFileError(f"{path} is not a readable parquet file: {one_line(error)}") from error
     absent = {name: value for name, value in LATER_COLUMNS.items() if name not in frame.columns}
     later = [pl.lit(value, dtype=SCHEMA[name]).alias(name) for name, value in absent.items()]
     missing = [name for name in SCHEMA if name not in (*frame.columns, *LATER_COLUMNS)]

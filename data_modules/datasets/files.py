@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 
-from rollout.files import replacing
+from rollout.files import one_line, replacing
 
 SHOWN_ROWS = 5  # of those an error message is about
 SHOWN_FAULTS = 8  # kinds of them
@@ -32,10 +32,6 @@ def require_file(path: Path) -> Path:
     found = ", ".join(names[:8]) or f"no {suffix[1:]} file"
     hint = f"; did you mean '{near[0]}'?" if near else f"; the folder has: {found}"
     raise DatasetError(f"no such file: {path}{hint}")
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def shown(rows: Sequence[int]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.compose import Config
+from rollout.digests import sha256
 from rollout.files import write_atomically
 
 KEY_VERSION = 1  # raise to make every stage anew after a change of meaning
@@ -123,8 +124,7 @@ class PathHasher:
         stat = path.stat()
         identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
         if identity not in self._known:
-            with path.open("rb") as stream:
-                self._known[identity] = hashlib.file_digest(stream, "sha256").hexdigest()
+            self._known[identity] = sha256(path)
             self._changed = True
         return self._known[identity]
 
