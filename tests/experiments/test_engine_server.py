@@ -33,7 +33,7 @@ def test_an_experiments_engine_is_served_with_overrides(model_dir, tmp_path):
         assert (health["model"], health["max_length"], health["vocab_size"]) == (str(model_dir), 1024, 400)
         assert (health["weights"], health["version"], health["refusal"]) == ("start", 0, None)
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=60) == 0  # this is how one ends it
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
