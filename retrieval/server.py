@@ -45,6 +45,7 @@ from retrieval.ranges import NonNegativeInt
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.secret import add_secret_option, demand_secret, server_secret
 from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
+from retrieval.validation import first_problem
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3
@@ -146,11 +147,7 @@ async def _read(http: web.Request) -> RetrieveRequest:
     try:
         return RetrieveRequest.model_validate(json.loads(body))
     except ValidationError as error:
-        [first, *_] = error.errors(include_url=False)
-        where = ".".join(str(part) for part in first["loc"] if part is not None) or "body"
-        found = first["input"]
-        shown = type(found).__name__ if isinstance(found, (list, dict)) else repr(found)[:80]
-        raise Refused(422, f"{where}: {first['msg']}; found {shown}") from None
+        raise Refused(422, first_problem(error)) from None
     except (ValueError, RecursionError) as error:
         raise Refused(422, f"the body is no JSON: {' '.join(str(error).split())}") from None
 

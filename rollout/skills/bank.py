@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 
@@ -35,14 +35,6 @@ TASK_KEYWORDS = "task_keywords"
 
 class SkillBankError(ValueError):
     """A skill bank cannot be used as it is. The message names the file and the location in it."""
-
-
-def first_problem(error: ValidationError) -> str:
-    """In one line: the location in the file, what was expected, what was found."""
-    problem = error.errors(include_url=False)[0]
-    location = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
-    reason = str(problem.get("ctx", {}).get("error", problem["msg"]))
-    return f"{location}: {reason}; found {problem['input']!r:.80}" if location else reason
 
 
 def _text(value: str) -> str:

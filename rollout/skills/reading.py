@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollout.skills.bank import GENERAL, Skill, SkillBank, SkillBankError, first_problem, read_json
+from retrieval.validation import first_problem
+from rollout.skills.bank import GENERAL, Skill, SkillBank, SkillBankError, read_json
 from rollout.skills.render import APPLY
 
 OWN_BANKS = Path(__file__).parent / "banks"

@@ -36,10 +36,11 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from retrieval.secret import add_secret_option, demand_secret, server_secret
+from retrieval.validation import first_problem
 from rollout.engines.base import UpdateInterrupted, WeightsLost
 from rollout.engines.process import INTERRUPTED, EngineProcess
 from rollout.engines.server.weights import ServerWeights, WeightsMoved
-from rollout.engines.server.wire import LOAD, REQUEST, SEES, TRANSFER, TransferRequest, first_problem
+from rollout.engines.server.wire import LOAD, REQUEST, SEES, TRANSFER, TransferRequest
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
 BODY_BYTES, TOKEN_BYTES = 1 << 20, 24  # a body has at most so many, and for each token of the longest request

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from annotated_types import Ge, Len
-from pydantic import ConfigDict, StrictBool, StrictInt, StrictStr, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, StrictBool, StrictInt, StrictStr, TypeAdapter, with_config
 
 from rollout.engines.base import Generation, SamplingParams
 
@@ -59,20 +59,3 @@ class TransferRequest:
 
 REQUEST, GENERATION = TypeAdapter(TokenRequest), TypeAdapter(Generation)
 SEES, LOAD, TRANSFER = TypeAdapter(SeesRequest), TypeAdapter(LoadRequest), TypeAdapter(TransferRequest)
-
-
-def first_problem(error: ValidationError) -> str:
-    """What is wrong with a body, in one line.
-
-    >>> try:
-    ...     SEES.validate_json(b'{"path": 3}')
-    ... except ValidationError as error:
-    ...     first_problem(error)
-    'path: Input should be a valid string (found 3)'
-    """
-    problem = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(map(str, problem["loc"])) or "the body"
-    found = repr(problem["input"])
-    more = f"; {error.error_count() - 1} more" if error.error_count() > 1 else ""
-    shown = found if len(found) <= 60 else f"{found[:60]}..."
-    return f"{where}: {problem['msg']} (found {shown}){more}"

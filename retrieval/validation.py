@@ -1,0 +1,24 @@
+"""What pydantic found wrong, for those who sent it."""
+
+from __future__ import annotations
+
+from reprlib import repr as short_repr
+
+from pydantic import ValidationError
+
+
+def first_problem(error: ValidationError) -> str:
+    """In one line: where, what was expected, what was found.
+
+    >>> from pydantic import TypeAdapter
+    >>> try:
+    ...     TypeAdapter(dict[str, list[int]]).validate_json(b'{"a": [1, "b"]}')
+    ... except ValidationError as error:
+    ...     first_problem(error)
+    "a[1]: Input should be a valid integer, unable to parse string as an integer; found 'b'"
+    """
+    problem = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"] if part is not None)
+    reason = problem.get("ctx", {}).get("error", problem["msg"])
+    found = f"{reason}; found {short_repr(problem['input'])}"
+    return f"{where.lstrip('.')}: {found}" if where else found
