@@ -31,7 +31,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
+.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -77,6 +77,9 @@ test: setup ## the fast tests, 5 minutes; ARGS="tests/rollout -k parse"
 
 test-all: setup ## all tests (ranks, servers, ALFWorld, every experiment), 20 min
 	@$(PYTEST) $(ARGS)
+
+chaos: setup ## 100 random faults in small runs, 90 min; SEED=0 FAULTS=100 ONLY="17 42"
+	@$(PY) -m tests.chaos $(SEED_FLAG) $(if $(FAULTS),--faults $(FAULTS)) $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 retriever: setup ## serve an experiment's search index; PORT=8000 INDEX=folder
 	@$(RUN) retriever $(EXP) --port $(or $(PORT),8000) $(if $(INDEX),--index "$(INDEX)") $(ARGS)

@@ -45,7 +45,7 @@ from retrieval.ranges import NonNegativeInt
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.secret import add_secret_option, demand_secret, server_secret
 from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
-from retrieval.validation import first_problem
+from retrieval.validation import first_problem, silence_noise
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3
@@ -97,6 +97,7 @@ class RetrievalServer:
         app = web.Application(client_max_size=REQUEST_BYTES, middlewares=[demand_secret(self._secret, "detail")])
         app.router.add_post("/retrieve{slash:/?}", self._retrieve)
         app.router.add_get("/health{slash:/?}", self._health)
+        silence_noise()
         runner = web.AppRunner(
             app, handler_cancellation=True, keepalive_timeout=IDLE_S, shutdown_timeout=STOP_S, access_log=None
         )

@@ -1,10 +1,21 @@
-"""What pydantic found wrong, for those who sent it."""
+"""What is wrong with a request: said to those who sent it, and to nobody else."""
 
 from __future__ import annotations
 
+import logging
 from reprlib import repr as short_repr
 
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import ValidationError
+
+
+def silence_noise() -> None:
+    """Keep aiohttp from logging the traceback of a request that is no HTTP. It is answered with 400 all the same."""
+    logging.getLogger("aiohttp.server").addFilter(_no_noise)
+
+
+def _no_noise(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def first_problem(error: ValidationError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +67,7 @@ class MLflowRun:
             return self.client
         import mlflow
 
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # what it raises is told in a line
         with self._alone():
             if self.database is not None:
                 require_usable(self.database)

@@ -36,7 +36,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from retrieval.secret import add_secret_option, demand_secret, server_secret
-from retrieval.validation import first_problem
+from retrieval.validation import first_problem, silence_noise
 from rollout.engines.base import UpdateInterrupted, WeightsLost
 from rollout.engines.process import INTERRUPTED, EngineProcess
 from rollout.engines.server.weights import ServerWeights, WeightsMoved
@@ -69,6 +69,7 @@ class EngineServer:
         self._joined: int | None = None  # the engine's process that can take a transfer
 
     def runner(self) -> web.AppRunner:
+        silence_noise()
         return web.AppRunner(
             self.app(), handler_cancellation=True, shutdown_timeout=1, access_log=None, keepalive_timeout=IDLE_S
         )
