@@ -129,10 +129,9 @@ class Place:
 
     def kill(self) -> None:
         """Everything, at once."""
-        kill_all(self.processes())
-        for top in (self.process, self.server):
-            if top is not None:
-                top.wait()
+        killed = self.processes()
+        kill_all(killed)
+        psutil.wait_procs(killed, timeout=60)  # a zombie would pass for living where leftovers are swept
         self.process = self.server = None
 
     def end_server(self) -> None:
