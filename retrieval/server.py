@@ -148,7 +148,7 @@ async def _read(http: web.Request) -> RetrieveRequest:
     try:
         return RetrieveRequest.model_validate(json.loads(body))
     except ValidationError as error:
-        raise Refused(422, first_problem(error)) from None
+        raise Refused(422, first_problem(error, "the body")) from None
     except (ValueError, RecursionError) as error:
         raise Refused(422, f"the body is no JSON: {' '.join(str(error).split())}") from None
 

@@ -18,8 +18,8 @@ def _no_noise(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-def first_problem(error: ValidationError) -> str:
-    """In one line: where, what was expected, what was found.
+def first_problem(error: ValidationError, whole: str = "") -> str:
+    """In one line: where, what was expected, what was found. ``whole``: what to call all of it.
 
     >>> from pydantic import TypeAdapter
     >>> try:
@@ -31,5 +31,5 @@ def first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"] if part is not None)
     reason = problem.get("ctx", {}).get("error", problem["msg"])
-    found = f"{reason}; found {short_repr(problem['input'])}"
-    return f"{where.lstrip('.')}: {found}" if where else found
+    place = f"{where.lstrip('.') or whole}: ".removeprefix(": ")
+    return f"{place}{reason}; found {short_repr(problem['input'])}"

@@ -104,7 +104,7 @@ def test_queries_that_find_nothing_or_are_odd(server, corpus):
         (b'{"queries": ' + b"[" * 100_000, "the body is no JSON: "),
         (b'{"queries": ' + b"[" * 900 + b"]" * 900 + b"}", "queries[0]: Input should be a valid string; found [[["),
         (b'{"queries": ' + b"9" * 5000 + b"}", "the body is no JSON: "),
-        ([1], "Input should be "),
+        ([1], "the body: Input should be "),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(server, body, said):

@@ -100,7 +100,7 @@ class EngineServer:
         except web.HTTPException as error:
             return _refuse(error.status, error.text or error.reason)
         except ValidationError as error:
-            return _refuse(400, first_problem(error))
+            return _refuse(400, first_problem(error, "the body"))
         except (WeightsMoved, WeightsLost) as error:
             return self._other_weights(str(error))
         except ValueError as error:

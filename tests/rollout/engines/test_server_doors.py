@@ -67,7 +67,7 @@ WRONG = [
     ("/generate", b"", 400, "EOF"),
     ("/generate", b"\xff\xfe", 400, ""),
     ("/generate", b"[" * 100_000, 400, "recursion"),
-    ("/generate", [], 400, "Input should be an object; found \\[\\]"),
+    ("/generate", [], 400, "the body: Input should be an object; found \\[\\]"),
     ("/generate", b'{"token_ids": [1' + b"0" * 10_000 + b"]}", 400, "number out of range"),
     ("/generate", RIGHT | {"token_ids": []}, 400, "token_ids"),
     ("/generate", RIGHT | {"token_ids": [1.5]}, 400, "token_ids.0"),
@@ -116,7 +116,7 @@ def test_wrong_requests_are_refused_one_by_one(tmp_path):
     run(main())
 
 
-def test_large_slow_and_idle(tmp_path, monkeypatch):
+def test_large_slow_and_idle(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "BODY_S", 0.3)
     monkeypatch.setattr(module, "IDLE_S", 0.3)
 
@@ -140,6 +140,10 @@ def test_large_slow_and_idle(tmp_path, monkeypatch):
                 writer.write(sent)
                 assert await reader.read() == b"", "closed from there"
                 writer.close()
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n")
+            assert b" 400 " in await reader.readline() and not any(record.exc_info for record in caplog.records)
+            writer.close()
             async with aiohttp.ClientSession() as session, session.get(f"http://{host}:{port}/health") as response:
                 assert response.status == 200
             await runner.cleanup()
