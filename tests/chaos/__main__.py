@@ -29,17 +29,19 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from callbacks.tracking.run_info import duration
 from experiments.registry.project import Project
+from rollout.engines.weights.files import SHARED_MEMORY
 from tests.chaos import faults
 from tests.chaos.faults import FAULTS, own_disk, ports_of
-from tests.chaos.runs import ITERATIONS, RUNS, TRACEBACK, Made, Place, kill_all
+from tests.chaos.runs import ITERATIONS, RUNS, TRACEBACK, Made, Place, kill_all, living
 
 PR_SET_CHILD_SUBREAPER = 36  # of prctl: what a dead process leaves behind becomes a child of this one
 MOST_CONTINUED = 3
 LEAVE_S = 30.0  # for what a run leaves behind to end
 EARLY = 0.25  # share of the faults that come before the first iteration has ended
-WENT_ON, CONTINUED, MENDED, ELSE = "went on", "continued", "refused, mended", "ELSE"
-SHARED_MEMORY = Path("/dev/shm")
+WENT_ON, CONTINUED, MENDED, MISSED, ELSE = "went on", "continued", "refused, mended", "missed", "ELSE"
+VERDICTS = (WENT_ON, CONTINUED, MENDED, MISSED, ELSE)
 
 
 def main() -> int:
@@ -81,26 +83,20 @@ class Job:
         """What the run makes that nothing happens to; seconds until its first iteration has ended, and in all."""
         if name not in self._wanted:
             place = Place(name, self._prepared)
-            self._finish(place.command("train", "chaos_sft"), place)
+            _require_success(place.command("train", "chaos_sft").wait(), place)
             shutil.rmtree(place.folder, ignore_errors=True)
-            began, first = time.monotonic(), 0.0
-            place = Place(name, self._prepared)
+            place = Place(name, self._prepared)  # it knows the student now
+            began = time.monotonic()
             place.start()
-            while place.process.poll() is None:
-                first = first or (time.monotonic() - began if place.iterations() else 0.0)
-                place.serve()
-                time.sleep(0.05)
-            whole = time.monotonic() - began
+            self._wait(place, 1)
+            first = time.monotonic() - began
+            code, whole = place.wait(), time.monotonic() - began
             place.end_server()
-            self._finish(place.process, place)
-            self._wanted[name] = place.made(), first or whole / 2, whole
+            _require_success(code, place)
+            self._wanted[name] = place.made(), first, whole
             shutil.rmtree(place.folder)
             print(f"{name}: {ITERATIONS} iterations in {whole:.0f} s, the first after {first:.0f} s", flush=True)
         return self._wanted[name]
-
-    def _finish(self, process: psutil.Popen, place: Place) -> None:
-        if process.wait() != 0:
-            raise SystemExit(f"{place.name} fails by itself:\n{place.screen()}")
 
     def run(self, number: int, name: str | None = None, kind: str | None = None) -> None:
         """The fault of that number."""
@@ -154,9 +150,11 @@ class Job:
         self._wait(place, 0 if early else after)
         time.sleep(share * (first if early else (whole - first) / ITERATIONS))
         if place.process.poll() is not None:
-            return "too late, it had ended", WENT_ON, ""
+            return "too late, it had ended", MISSED, ""
         place.ports = ports_of(place)
-        what = FAULTS[kind](place, draw) or "nothing there to do it to"
+        what = FAULTS[kind](place, draw)
+        if not what:
+            return "nothing there to do it to", MISSED, ""
         what += " before the first iteration had ended" if early else f" in iteration {after + 1}"
         verdict = WENT_ON
         for _ in range(MOST_CONTINUED):
@@ -196,18 +194,24 @@ class Job:
 
     def table(self) -> None:
         table = Table(title=f"make chaos, seed {self.seed}: {self.counts.total()} faults")
-        for column in ("run", "fault", WENT_ON, CONTINUED, MENDED, ELSE):
+        for column in ("run", "fault", *VERDICTS):
             table.add_column(column, justify="left" if column in ("run", "fault") else "right")
         for (name, kind), counts in sorted(self.by_fault.items()):
-            table.add_row(name, kind, *(str(counts[c] or "") for c in (WENT_ON, CONTINUED, MENDED, ELSE)))
+            table.add_row(name, kind, *(str(counts[c] or "") for c in VERDICTS))
         table.add_section()
-        table.add_row("all", "", *(str(self.counts[c] or "") for c in (WENT_ON, CONTINUED, MENDED, ELSE)))
+        table.add_row("all", "", *(str(self.counts[c] or "") for c in VERDICTS))
         Console(width=110).print(table)
         print(
             f"{WENT_ON}: by itself. {CONTINUED}: it ended, and RESUME=last went on. {MENDED}: it named an altered "
             f"file and went on when that was whole again. All three to the same weights and metrics, bit for bit, "
-            f"with nothing left behind. {(time.monotonic() - self._started) / 60:.0f} minutes."
+            f"with nothing left behind. {MISSED}: there was nothing to do it to. "
+            f"{duration(time.monotonic() - self._started)}."
         )
+
+
+def _require_success(code: int | None, place: Place) -> None:
+    if code != 0:
+        raise SystemExit(f"{place.name} fails by itself:\n{place.screen()}")
 
 
 def surroundings() -> tuple[set[str], set[str]]:
@@ -218,7 +222,7 @@ def surroundings() -> tuple[set[str], set[str]]:
 def left_behind(before: tuple[set[str], set[str]], ports: list[int]) -> str:
     """What there is now and was not before, in words. Kills the processes."""
     me, deadline = psutil.Process(), time.monotonic() + LEAVE_S
-    while (left := living(me)) and time.monotonic() < deadline:
+    while (left := _children(me)) and time.monotonic() < deadline:
         time.sleep(0.1)
     words = [f"process {' '.join(p.cmdline())[:120]!r}" for p in left]
     kill_all(left)
@@ -244,14 +248,9 @@ def reap(known: Sequence[int] = ()) -> None:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def living(me: psutil.Process) -> list[psutil.Process]:
+def _children(me: psutil.Process) -> list[psutil.Process]:
     reap()
-    found = []
-    for process in me.children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return living(me.children(recursive=True))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,10 +122,10 @@ class Place:
     def processes(self) -> list[psutil.Process]:
         """All of the run and of its server, that live."""
         found: list[psutil.Process] = []
-        for top in (self.process, self.server):
-            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
+        for top in filter(None, (self.process, self.server)):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 found += [top, *top.children(recursive=True)]
-        return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return living(found)
 
     def kill(self) -> None:
         """Everything, at once."""
@@ -141,7 +141,7 @@ class Place:
                 self.server.send_signal(signal.SIGINT)
                 with contextlib.suppress(psutil.TimeoutExpired):
                     self.server.wait(timeout=30)
-            kill_all(p for p in [self.server, *below] if p.is_running())
+            kill_all([self.server, *below])
             self.server.wait()
             self.server = None
 
@@ -190,7 +190,17 @@ def roles(place: Place) -> list[tuple[psutil.Process, str]]:
     return found
 
 
-def kill_all(processes: Iterator[psutil.Process] | list[psutil.Process]) -> None:
+def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Without those that are gone, or dead and not yet waited for."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
