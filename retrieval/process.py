@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import select
-import subprocess
 import sys
 import tempfile
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from retrieval.client import RetrieverClient
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
+from retrieval.restarts import Restarts
 from retrieval.retriever import SearchSettings, check_indexes
-from retrieval.types import Document, RetrievalError, RetrieverStartError
+from retrieval.server_process import ServerProcess
+from retrieval.types import Document, RetrievalError
 
 SHARED_VARIABLE = "COMPACT_AGENTS_RETRIEVERS"  # servers that several processes share: identity -> URL, as JSON
 
-_ROOT = Path(__file__).resolve().parent.parent
-
 
 class RetrieverProcess:
-    """Starts ``python -m retrieval.server`` when first needed and ends it with this process, even by kill -9.
+    """Starts ``python -m retrieval.server`` when first needed and ends it with this process, even by kill -9. A server
+    that dies is started anew; searches wait for it.
 
     Where ``SHARED_VARIABLE`` names a server over the same indexes with the same settings (the
     launcher of several ranks starts one for all of them), that one is used, and is left to its owner.
@@ -44,6 +42,7 @@ class RetrieverProcess:
         log: file for the server's output; by default a temporary one, removed after a clean end.
         start_timeout: seconds without a sign of life until the server is ready. While it says how far it is (see
             ``retrieval.batching.OwnerThread``) the wait begins anew: a large index may take as long as it needs.
+        restarts: starts anew within an hour, at most; then searches fail with the reason.
         timeout, retries, backoff, max_connections: see ``RetrieverClient``.
     """
 
@@ -63,6 +62,7 @@ class RetrieverProcess:
         probes: PositiveInt | None = None,
         log: str | None = None,
         start_timeout: PositiveFloat = 120,
+        restarts: NonNegativeInt = 3,
         timeout: PositiveFloat = 10,
         retries: NonNegativeInt = 3,
         backoff: NonNegativeFloat = 0.2,
@@ -71,16 +71,16 @@ class RetrieverProcess:
         if topk < 1 or threads < 1:
             raise ValueError(f"expected topk, threads >= 1; found {topk}, {threads}")
         self.indexes = [index] if isinstance(index, str) else list(index)
-        self.topk, self.corpus, self.log, self.start_timeout = topk, corpus, log, start_timeout
+        self.topk, self.corpus, self.log = topk, corpus, log
+        self.start_timeout, self._restarts = start_timeout, Restarts(restarts)
         self.settings = SearchSettings(threads, k1, b, java_heap, encoder, device, gpu or None, ef_search, probes)
         self._client_options = {
             "timeout": timeout, "retries": retries, "backoff": backoff, "max_connections": max_connections,
         }  # fmt: skip
         RetrieverClient(["http://unused"], **self._client_options)  # wrong values are reported here, not hours later
         self.url: str | None = None
-        self._process: subprocess.Popen | None = None
+        self._server: ServerProcess | None = None
         self._client: RetrieverClient | None = None
-        self._log_path: Path | None = None
         self._finalizer: weakref.finalize | None = None
         self._start_error: Exception | None = None
         self._lock = threading.Lock()
@@ -91,6 +91,11 @@ class RetrieverProcess:
         settings = dataclasses.asdict(self.settings) | {"corpus": self.corpus}
         indexes = [os.path.abspath(index) for index in self.indexes]
         return orjson.dumps([indexes, settings], option=orjson.OPT_SORT_KEYS).decode()
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no server any more, where one has died once too often."""
+        return self._server.failure if self._server else None
 
     def start(self) -> str:
         """Start the server unless it was started, wait until it listens, return its URL.
@@ -121,10 +126,9 @@ class RetrieverProcess:
         try:
             return await client.search(queries, self.topk if k is None else k)
         except RetrievalError as error:
-            code = self._process.poll() if self._process else None
-            if code is None:
+            if (failure := self.failure) is None:
                 raise
-            raise RetrievalError(f"the retriever has ended with code {code}; {self._log_tail()}") from error
+            raise RetrievalError(failure) from error
 
     async def close(self) -> None:
         """Close the connections and end the server. A later ``start`` or ``search`` starts a new one."""
@@ -137,11 +141,12 @@ class RetrieverProcess:
         """End the server and wait for its end, from any thread; for owners that have not searched."""
         with self._lock:
             self._client = self.url = self._start_error = None
-            if self._finalizer is not None:
-                self._finalizer()
-                self._finalizer = self._process = None
-            if self.log is None and self._log_path is not None:
-                self._log_path.unlink(missing_ok=True)
+            if self._server is None or self._finalizer is None:
+                return
+            self._finalizer()
+            if self.log is None and self._server.failure is None:
+                self._server.log.unlink(missing_ok=True)
+            self._server = self._finalizer = None
 
     def _make_log(self) -> Path:
         if self.log is None:
@@ -152,13 +157,13 @@ class RetrieverProcess:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _command(self, ready_fd: int) -> list[str]:
+    def _command(self) -> list[str]:
         command = [sys.executable, "-m", "retrieval.server", "--index", *self.indexes]
         options = {
-            "--port": 0, "--topk": self.topk, "--threads": self.settings.threads, "--k1": self.settings.k1,
+            "--topk": self.topk, "--threads": self.settings.threads, "--k1": self.settings.k1,
             "--b": self.settings.b, "--java-heap": self.settings.java_heap, "--encoder": self.settings.encoder,
             "--device": self.settings.device, "--ef-search": self.settings.ef_search,
-            "--probes": self.settings.probes, "--parent": os.getpid(), "--ready-fd": ready_fd,
+            "--probes": self.settings.probes,
         }  # fmt: skip
         command += [str(part) for pair in options.items() if pair[1] is not None for part in pair]
         return [*command, "--gpu"] if self.settings.gpu else command
@@ -167,47 +172,6 @@ class RetrieverProcess:
         return orjson.loads(os.environ.get(SHARED_VARIABLE, "{}")).get(self.identity)
 
     def _launch(self) -> str:
-        self._log_path = self._make_log()
-        read_fd, write_fd = os.pipe()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-        try:
-            with self._log_path.open("ab") as log:
-                self._process = subprocess.Popen(
-                    self._command(write_fd), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    pass_fds=(write_fd,), start_new_session=True, env=environment,
-                )  # fmt: skip
-            self._finalizer = weakref.finalize(self, _terminate, self._process)
-        finally:
-            os.close(write_fd)
-        report: dict[str, Any] = {"loading": None}
-        said = ""
-        with open(read_fd, "rb", buffering=0) as pipe:  # a buffer would hide from select() what has come
-            while "loading" in report:
-                if not select.select([pipe], [], [], self.start_timeout)[0]:
-                    _terminate(self._process)
-                    late = f"the retriever gave no sign of life for {self.start_timeout} s while starting{said}"
-                    raise RetrieverStartError(f"{late}; {self._log_tail()}")
-                line = pipe.readline()
-                if not line:
-                    code = self._process.wait()
-                    raise RetrieverStartError(
-                        f"the retriever ended with code {code} while starting; {self._log_tail()}"
-                    )
-                report = orjson.loads(line)
-                said = f" (its last one: {report.get('loading')})"
-        return report["url"]
-
-    def _log_tail(self, lines: int = 15) -> str:
-        if self._log_path is None:
-            return "it has no log"
-        text = self._log_path.read_text(errors="replace").strip()
-        return f"the end of its log ({self._log_path}):\n" + "\n".join(text.splitlines()[-lines:])
-
-
-def _terminate(process: subprocess.Popen, patience: float = 10) -> None:
-    process.terminate()
-    try:
-        process.wait(patience)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        self._server = ServerProcess(self._command(), self._make_log(), self.start_timeout, self._restarts)
+        self._finalizer = weakref.finalize(self, self._server.end)
+        return self._server.start()

@@ -234,15 +234,18 @@ def announced_url(report: dict) -> str:
     return f"http://{socket.gethostname()}:{report['port']}" if anywhere else report["url"]
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; ``port`` 0 takes a free one. Ends the process with code 3 when the port is in use."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+def bind(host: str, port: int, inherited: int | None = None) -> socket.socket:
+    """A listening socket: that of the descriptor ``inherited``, or a new one; ``port`` 0 takes a free one. Ends the
+    process with code 3 when the port is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, fileno=inherited)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted connections inherit it; without it headers and body, sent apart, cost 40 ms of delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_S * 1000))
     try:
-        listener.bind((host, port))
+        if inherited is None:
+            listener.bind((host, port))
         listener.listen(BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -281,6 +284,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines, with a secret")
     add_secret_option(parser)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
+    parser.add_argument("--listen-fd", type=int, help="serve on this socket of our parent instead")
     parser.add_argument("--topk", type=int, default=3, help="passages per query when the request does not say")
     parser.add_argument("--threads", type=int, default=1, help="threads for Lucene, torch and Faiss")
     parser.add_argument("--k1", type=float, help="BM25's k1 (0.9)")
@@ -353,7 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             _require_none_given(options)
             options.make_backend = read_backend(options.backend)
-        listener = bind(options.host, options.port)
+        listener = bind(options.host, options.port, options.listen_fd)
         secret = server_secret(listener, options.secret_file)
     except (RetrievalFailure, ValueError, OSError) as error:
         _stop(str(error), EXIT_WRONG_INPUT)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -68,3 +69,18 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     for other in below:
         with contextlib.suppress(psutil.NoSuchProcess):
             other.kill()
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; not one that is dead and not yet waited for."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)

@@ -34,7 +34,8 @@ def run_stage(
     ranks, node, store = ranks_of(stage.config), context.node, StageFolder(stage.folder)
     require_launcher(stage.name, stage.config, node.count if node else None)
     with context.stop.working_in(stage.folder), shared_retrievers(stage.config, ranks.processes) as shared:
-        environment = set_environment(dict(os.environ)) | {"COMPACT_AGENTS_COMMAND": context.command()} | shared
+        environment = set_environment(dict(os.environ)) | {"COMPACT_AGENTS_COMMAND": context.command()}
+        environment |= shared.environment
         command = ["-m", "experiments", "stage", str(stage.folder)]
         if ranks.several:
             command = torchrun_command(command, ranks, node)
@@ -44,8 +45,8 @@ def run_stage(
             command = [sys.executable, *command]
         log = store.log_path if context.is_main_node else store.path / f"log-node{node.rank if node else 0}"
         child = run_child(
-            command, cwd=context.project.root, env=environment, log=log, watch=watch, fork_server=fork_server,
-            chain=context.chain,
+            command, cwd=context.project.root, env=environment, log=log, watch=lambda: watch() or shared.trouble(),
+            fork_server=fork_server, chain=context.chain,
         )  # fmt: skip
     _require_success(stage, store, context, child)
 

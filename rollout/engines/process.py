@@ -13,13 +13,13 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from retrieval.restarts import Restarts
 from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost
 from rollout.engines.child import ROOT, Child, Results
 from rollout.engines.weights.files import WeightFiles
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in the order in which they are woken; vLLM's tags
 INTERRUPTED = "the engine was started anew in the middle of a weight update; expected it to be pushed again"
-HOUR_S = 3600.0
 PAUSE_S = 5.0  # before another start when one has failed; what held memory may need it to let go
 START_FACTOR = 3.0  # a start anew may take so much longer than the first one, and ``hang_s``
 
@@ -80,12 +79,12 @@ class EngineProcess:
         """
         if threads < 1:
             raise ValueError(f"threads is {threads}; the engine's process needs at least 1")
-        if hang_s <= 0 or restarts < 0:
-            raise ValueError(f"expected hang_s > 0 and restarts >= 0; found {hang_s} and {restarts}")
+        if hang_s <= 0:
+            raise ValueError(f"expected hang_s > 0; found {hang_s}")
         self._backend, self._options, self._threads = backend, options, threads
         self._environment = environment or {}
         self.max_length = max_length
-        self._hang_s, self._restarts = hang_s, restarts
+        self._hang_s, self._restarts = hang_s, Restarts(restarts)
         self._info: dict[str, Any] | None = None
         self._failure: InfrastructureError | None = None
         self._start_lock = threading.Lock()
@@ -95,7 +94,6 @@ class EngineProcess:
         self._reviving: threading.Thread | None = None
         self._died_asleep: str | None = None  # why; it is started anew when it is needed
         self._closing = threading.Event()
-        self._restarted: deque[float] = deque()  # times within the last hour
         self._wanted = False  # the latest was ended by `restart`
         self._start_s = 0.0  # seconds that the first start took
         self._asked: dict[int, _Asked] = {}  # by number, in the order in which they were sent
@@ -134,7 +132,7 @@ class EngineProcess:
     @property
     def keeps_weights(self) -> bool:
         """Whether updates are to be kept for a child that is started anew."""
-        return self._restarts > 0
+        return self._restarts.limit > 0
 
     @property
     def kept(self) -> WeightFiles | None:
@@ -367,7 +365,6 @@ class EngineProcess:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
             self._child_environment = environment  # also of later children: by then Lightning has set variables
             self._closing.clear()
-            self._restarted.clear()
             began = time.monotonic()
             child = self._child = self._spawn()
             try:
@@ -457,26 +454,18 @@ class EngineProcess:
         with self._lock:  # so that `close` finds each child
             if self._closing.is_set():
                 return None
-            now = time.monotonic()
-            while self._restarted and now - self._restarted[0] > HOUR_S:
-                self._restarted.popleft()
             wanted, self._wanted = self._wanted, False
-            if not wanted and len(self._restarted) >= self._restarts:
-                times = "once" if self._restarts == 1 else f"{self._restarts} times"
-                often = f"; it was started anew {times} within an hour (option restarts)" if self._restarts else ""
-                self._fail(EngineGone(f"the engine died: {why}{often}"))
+            if not wanted and not self._restarts.take():
+                self._fail(EngineGone(f"the engine died: {why}{self._restarts.used_up()}"))
                 return None
-            if not wanted:
-                self._restarted.append(now)
             self._interrupt()
             held = "its folder's weights" if self._version is None else f"the weights of version {self._version}"
             lost = (
                 "the update in progress" if self._repeats_update() else "weights that nobody has kept: it needs others"
             )
             logger.warning(
-                "the engine died: %s. It is started anew (%d of %d within an hour) with %s",
+                "the engine died: %s. It is started anew (%s) with %s",
                 why,
-                len(self._restarted),
                 self._restarts,
                 lost if self._lost else held,
             )

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from argparse import Namespace
 from dataclasses import replace
 
@@ -26,7 +25,7 @@ from experiments.stages.context import Node, RunContext
 from retrieval import server
 from retrieval.secret import SECRET_VARIABLE
 from rollout.trajectory import Task
-from tests.experiments.launch.test_process import alive
+from tests.processes import gone_within
 
 # The tests themselves run under `make test`, whose flags and level an inner make would take over.
 OUTSIDE = {
@@ -197,10 +196,7 @@ def test_a_served_command_leaves_nothing_behind(number):
         below = int(serving.stdout.readline().split()[1])
         serving.send_signal(number)
         assert serving.wait(timeout=60) == 0
-        deadline = time.monotonic() + 10
-        while alive(below) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not alive(below)
+        assert gone_within(below, 10)
 
 
 def test_only_models_are_taken_for_models(workshop, tmp_path):

@@ -140,10 +140,7 @@ def test_the_page_its_class_alone_and_fused_with_an_index_and_ranked_again(
         text = text.replace("cross-encoder/ms-marco-MiniLM-L6-v2", cross_encoder)
         (tmp_path / name).write_text(text)
         process = RetrieverProcess("unused")
-        process._command = lambda fd: [
-            sys.executable, "-m", "retrieval.server", "--backend", str(tmp_path / name),
-            "--port", "0", "--ready-fd", str(fd),
-        ]  # fmt: skip
+        process._command = lambda: [sys.executable, "-m", "retrieval.server", "--backend", str(tmp_path / name)]
         url = process._launch()
         client = RetrieverClient([url])
 

@@ -106,7 +106,7 @@ def test_vectors_on_gpus_need_a_faiss_that_can(flat, config):
     with pytest.raises(IndexFolderError, match="built without GPU support; install .* leave gpu out"):
         DenseSearcher(flat / "no such file", config, gpu=True)
     process = RetrieverProcess(str(flat), gpu=True)
-    assert process._command(0)[-1] == "--gpu" and "--gpu" not in RetrieverProcess(str(flat))._command(0)
+    assert process._command()[-1] == "--gpu" and "--gpu" not in RetrieverProcess(str(flat))._command()
     options = parse_arguments(["--index", str(flat), "--gpu"])
     assert options.gpu is True and parse_arguments(["--index", str(flat)]).gpu is None
     with pytest.raises(IndexFolderError, match="built without GPU support"):

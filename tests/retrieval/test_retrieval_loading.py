@@ -13,6 +13,7 @@ import pytest
 
 from retrieval.process import RetrieverProcess
 from retrieval.types import RetrieverStartError
+from tests.processes import alive
 
 ROOT = Path(__file__).resolve().parents[2]
 HELD_UP = """
@@ -88,7 +89,7 @@ def test_a_server_that_cannot_be_announced_ends(bm25_index, tmp_path):
 def held_up(index: str, gate: Path, how: str, monkeypatch, **options) -> RetrieverProcess:
     process = RetrieverProcess(index, **options)
     command = process._command
-    held = lambda ready_fd: [sys.executable, "-c", HELD_UP, str(gate), how, *command(ready_fd)[3:]]  # noqa: E731
+    held = lambda: [sys.executable, "-c", HELD_UP, str(gate), how, *command()[3:]]  # noqa: E731
     monkeypatch.setattr(process, "_command", held)
     return process
 
@@ -111,5 +112,5 @@ def test_a_start_that_says_the_same_for_ever_is_ended(bm25_index, tmp_path, monk
     process = held_up(bm25_index, tmp_path / "gate", "hung", monkeypatch, start_timeout=4)
     with pytest.raises(RetrieverStartError, match=r"no sign of life for 4 s while starting \(its last one: step 0\)"):
         process.start()
-    assert process._process.poll() is not None
+    assert not alive(process._server.pid)
     process.stop()

@@ -5,14 +5,16 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import jsonargparse
 import pytest
 
+from experiments.launch.shared_retrievers import shared_retrievers
+from retrieval.client import RetrieverClient
 from retrieval.process import SHARED_VARIABLE, RetrieverProcess
 from retrieval.types import IndexFolderError, RetrievalError, RetrieverStartError
 from rollout.tools.search import SearchTool
+from tests.processes import alive
 from tests.rollout.serving import serving
 
 
@@ -28,7 +30,7 @@ def test_a_wrong_index_is_told_before_anything_starts(bm25_index, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("{}")
     process = RetrieverProcess(bm25_index, corpus=str(other))
-    assert start_elsewhere_than_here(process) is None and process._process is None
+    assert start_elsewhere_than_here(process) is None and process._server is None
 
 
 def test_a_server_that_does_not_come_up_shows_its_log_once(bm25_index, tmp_path):
@@ -44,9 +46,10 @@ def test_a_server_that_does_not_come_up_shows_its_log_once(bm25_index, tmp_path)
     errors = asyncio.run(main())
     assert {type(error) for error in errors} == {RetrieverStartError} and len({str(error) for error in errors}) == 1
     assert "ended with code 2 while starting" in str(errors[0]) and "Lucene cannot open it" in str(errors[0])
-    assert Path(process._log_path).read_text().count("Lucene cannot open it") == 1  # one start for all twenty
+    log = process._server.log
+    assert log.read_text().count("Lucene cannot open it") == 1  # one start for all twenty
     process.stop()
-    assert not process._log_path.exists()
+    assert not log.exists()
 
 
 def test_the_search_tools_start_and_its_searches_share_one_server(bm25_index, monkeypatch):
@@ -72,40 +75,50 @@ def test_the_search_tools_start_and_its_searches_share_one_server(bm25_index, mo
 
 
 @pytest.mark.slow
-def test_starting_lazily_dying_starting_again_and_ctrl_c(bm25_index, corpus, tmp_path):
-    log = str(tmp_path / "logs" / "retriever.log")
-    process = RetrieverProcess(bm25_index, topk=2, retries=1, backoff=0.01, log=log)
+def test_starting_lazily_dying_and_starting_again(bm25_index, corpus, tmp_path, caplog):
+    """Whoever asks while it is dead waits. Once too often, and the reason is told at once."""
+    log = tmp_path / "logs" / "retriever.log"
+    process = RetrieverProcess(bm25_index, topk=2, retries=1, backoff=0.01, restarts=1, log=str(log))
+
+    async def search_all():
+        return await asyncio.gather(*(process.search([word]) for word in corpus.words[:20]))
 
     async def main():
-        found = await asyncio.gather(*(process.search([word]) for word in corpus.words[:20]))
+        found = await search_all()
         assert [len(answer[0]) for answer in found] == [2] * 20  # topk
         assert len((await process.search(corpus.words[:1], 5))[0]) == 5
-        pid = process._process.pid
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RetrievalError, match=r"has ended with code -9; the end of its log .*retriever\.log"):
+        first, url = process._server.pid, process.url
+        os.kill(first, signal.SIGKILL)
+        assert await search_all() == found
+        assert process._server.pid != first and not alive(first) and process.url == url
+        os.kill(process._server.pid, signal.SIGKILL)
+        with pytest.raises(RetrievalError, match=r"was killed by SIGKILL; it was started anew once within an hour"):
             await process.search(corpus.words[:1])
+        assert "\n" not in process.failure and str(log) in process.failure
         await process.close()
-        again = await process.search(corpus.words[:1])
-        assert process._process.pid != pid and again == found[0]
-        process._process.send_signal(signal.SIGINT)  # Ctrl-C, twice
-        process._process.send_signal(signal.SIGINT)
-        assert process._process.wait(10) == 0
+        assert await process.search(corpus.words[:1]) == found[0]
+        server = process._server
+        for _ in range(2):  # Ctrl-C
+            os.kill(server.pid, signal.SIGINT)
+        assert server._child.wait(10) == 0
         await process.close()
 
     asyncio.run(main())
-    logged = Path(log).read_text()
-    assert logged.count("retriever ready at") == 2 and "Traceback" not in logged
+    said = [record.getMessage() for record in caplog.records if record.name == "retrieval.server_process"]
+    assert said[0] == "the search server was killed by SIGKILL. It is started anew (1 of 1 within an hour)"
+    logged = log.read_text()
+    assert logged.count("retriever ready at") == 3 and "Traceback" not in logged
 
 
 @pytest.mark.slow
 def test_a_forgotten_process_is_ended(bm25_index):
     process = RetrieverProcess(bm25_index)
     process.start()
-    child = process._process
-    process._log_path.unlink()
+    server = process._server
+    server.log.unlink()
     del process
     gc.collect()
-    assert child.wait(10) == 0  # it was sent SIGTERM, and left cleanly
+    assert server._child.wait(10) == 0  # it was sent SIGTERM, and left cleanly
 
 
 def test_too_silent_a_start_is_told(bm25_index):
@@ -113,7 +126,7 @@ def test_too_silent_a_start_is_told(bm25_index):
     started = time.monotonic()
     with pytest.raises(RetrieverStartError, match=r"no sign of life for 0\.05 s"):
         process.start()
-    assert time.monotonic() - started < 5 and process._process.poll() is not None
+    assert time.monotonic() - started < 5 and not alive(process._server.pid)
     process.stop()
 
 
@@ -142,3 +155,25 @@ def test_processes_share_a_server_that_one_has_started_for_them(bm25_index, monk
     assert launched == [other]
     user.stop()
     assert user.start() == "http://127.0.0.1:1", "closing it has ended nothing"
+
+
+@pytest.mark.slow
+def test_a_shared_server_is_started_anew_where_the_ranks_look_for_it(bm25_index, corpus):
+    init_args = {"index": bm25_index, "restarts": 1}
+    config = {"tool": {"class_path": "retrieval.process.RetrieverProcess", "init_args": init_args}}
+    with shared_retrievers(config, processes=2) as shared:
+        (server,) = shared.servers
+        (url,) = json.loads(shared.environment[SHARED_VARIABLE]).values()
+
+        async def main():
+            client = RetrieverClient([url])
+            found = await client.search(corpus.words[:2], 3)
+            os.kill(server._server.pid, signal.SIGKILL)
+            assert await client.search(corpus.words[:2], 3) == found and shared.trouble() is None
+            os.kill(server._server.pid, signal.SIGKILL)
+            with pytest.raises(RetrievalError, match="no answer"):
+                await client.search(corpus.words[:2], 3)
+            await client.close()
+
+        asyncio.run(main())
+        assert shared.trouble() == server.failure and "killed by SIGKILL" in server.failure

@@ -17,6 +17,7 @@ import pytest
 
 from retrieval.batching import OwnerThread
 from retrieval.server import DOCUMENTS, QUERIES, READ_S, TOPK, bind
+from tests.processes import alive, gone_within
 from tests.retrieval.serving import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,23 +211,13 @@ def test_a_wrong_index_is_told_in_one_line(bm25_index, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "another corpus" in done.stderr
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 OWNER = """
 import sys, threading
 from retrieval.process import RetrieverProcess
-from retrieval.batching import OwnerThread
-from retrieval.server import DOCUMENTS, QUERIES, READ_S, TOPK, bind
-from tests.retrieval.serving import serving
 process = RetrieverProcess(sys.argv[1], k1=2.0)
 starter = threading.Thread(target=process.start)  # whose end must not be taken for the end of the process
 starter.start(); starter.join()
-print(process._process.pid, process.url, process._log_path, flush=True)
+print(process._server.pid, process.url, process._server.log, flush=True)
 sys.stdin.read()
 """
 
@@ -245,10 +236,7 @@ def test_the_server_ends_with_its_owner_even_by_kill_9(bm25_index, server, corpu
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdin.close(), owner.stdout.close()
-    deadline = time.monotonic() + 10
-    while alive(int(pid)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert gone_within(int(pid), 10)
     os.unlink(log)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from callbacks.training.weight_sync import WeightSync, generation_gap
 from lightning_modules.sharding.strategies import ZeRO3
+from retrieval.restarts import Restarts
 from rollout.engines.base import EngineGone, SamplingParams
 from rollout.engines.server.engine import ServerEngine
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
@@ -112,7 +113,7 @@ def engines_of_their_own(module) -> None:
     assert said["the engine"].policy_version == 2
     assert generation_gap(module.policy, ids, said["the engine"]) < 1e-3
     if rank == 1:
-        rollouts.engine._restarts = 0
+        rollouts.engine._restarts = Restarts(0)
         os.kill(rollouts.engine.pid, signal.SIGKILL)
     raised(EngineGone, "rank 1: the engine died: ", rollouts.load_weights, module.policy_weights(), 9)
     rollouts.close()

@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from experiments.launch import process
 from experiments.registry.project import ROOT
+from tests.processes import gone_within
 
 CHILD = """
 import os, signal, sys, time
@@ -70,11 +70,6 @@ class Run:
         raise AssertionError(f"'{word}' never came")
 
 
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @starts
 def test_first_ctrl_c_lets_the_child_clean_up(tmp_path, start):
     run = Run(tmp_path, "plain", start)
@@ -101,10 +96,7 @@ def test_the_child_dies_when_we_are_killed(tmp_path, start):
     child = int(run.until("child").split()[1])
     run.process.kill()
     run.process.wait()
-    deadline = time.monotonic() + 10
-    while alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(child)
+    assert gone_within(child, 10)
 
 
 def test_what_the_watch_reports_ends_a_child_that_does_not_end_by_itself(tmp_path, monkeypatch, capfdbinary):

@@ -19,6 +19,7 @@ from rollout.engines.base import SamplingParams
 from rollout.engines.process import ROOT, EngineProcess
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
 from rollout.trajectory import InfrastructureError
+from tests.processes import alive, gone_within
 from tests.rollout.engines.pushing import push_weights
 
 ONE = SamplingParams(max_new_tokens=1)
@@ -27,20 +28,6 @@ ONE = SamplingParams(max_new_tokens=1)
 def echo(threads: int = 1, restarts: int = 0, **options) -> EngineProcess:
     path = "tests.rollout.engines.echo_backend.EchoBackend"
     return EngineProcess(path, options, max_length=50, threads=threads, restarts=restarts)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pid)
 
 
 def test_requests_weights_and_an_end():

@@ -20,10 +20,11 @@ from rollout.engines.weights import files as weight_files
 from rollout.engines.weights import ipc
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
 from rollout.trajectory import InfrastructureError
+from tests.processes import alive
 from tests.rollout.engines.conftest import random_prompts
 from tests.rollout.engines.dying_backend import DyingEngine, table
 from tests.rollout.engines.pushing import push_weights
-from tests.rollout.engines.test_engine_process import ONE, alive, echo
+from tests.rollout.engines.test_engine_process import ONE, echo
 
 PROMPTS = [[word] for word in range(4)]
 LONG = [SamplingParams(12, temperature=0.9, seed=i) for i in range(len(PROMPTS))]
@@ -207,7 +208,7 @@ def test_a_child_that_dies_again_and_again_is_given_up_with_the_reason():
 
 @pytest.mark.slow
 def test_restarts_of_an_hour_ago_are_forgotten(monkeypatch):
-    monkeypatch.setattr("rollout.engines.process.HOUR_S", 0.0)
+    monkeypatch.setattr("retrieval.restarts.HOUR_S", 0.0)
 
     async def main():
         async with started(echo(restarts=1)) as engine:

@@ -1,8 +1,6 @@
 """A sandbox that lives as long as a test module, with the event loop it belongs to."""
 
 import asyncio
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,10 +39,6 @@ def descendants(pid: int) -> list[int]:
     except (FileNotFoundError, ProcessLookupError):
         return []
     return own + [below for child in own for below in descendants(child)]
-
-
-def stages() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("sandbox-")}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 from experiments.registry.project import ROOT
 from rollout.tools.python.base import readable
 from rollout.trajectory import CallOutcome
-from tests.rollout.tools.conftest import descendants, stages
+from tests.processes import gone_within
+from tests.rollout.tools.conftest import descendants
 from tests.rollout.tools.hostile_programs import ALL, ERROR, FILES, OK
 
 SECRET_TEXT = "k3y-that-nobody-may-read"
@@ -144,8 +146,8 @@ def test_programs_leave_nothing_to_each_other(benches):
         assert bench.run("import os, math\nprint(os.listdir('.'), math.pi > 3.1)").text == "[] True"
 
 
-def test_closing_leaves_no_process_and_no_file(make_bench):
-    before = stages()
+def test_closing_leaves_no_process_and_no_file(make_bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of its own: in the usual one other tests start sandboxes
     bench = make_bench(timeout_s=30)
     bench.do(bench.sandbox.start())
     monitor = bench.monitor
@@ -157,7 +159,7 @@ def test_closing_leaves_no_process_and_no_file(make_bench):
     with pytest.raises(RuntimeError, match="closed"):
         bench.do(running)
     assert not [pid for pid in everyone if os.path.exists(f"/proc/{pid}")]
-    assert stages() <= before
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.slow
@@ -175,17 +177,7 @@ def test_nothing_outlives_a_trainer_that_is_killed():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         trainer.kill()
-    deadline = time.monotonic() + 20
-    while (left := [pid for pid in everyone if _alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left
-
-
-def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert all(gone_within(pid, 20) for pid in everyone)
 
 
 HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")]

@@ -1,0 +1,142 @@
+"""A search server as a child process. One that dies is started anew, at the same address."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from retrieval.restarts import Restarts
+from retrieval.types import RetrieverStartError
+
+LOG_LINES = 15  # of its end, in the message of a failed start
+
+_ROOT = Path(__file__).resolve().parent.parent
+logger = logging.getLogger(__name__)
+
+
+class ServerProcess:
+    """``python -m retrieval.server`` on a socket of this process, which lives on between two servers: whoever asks
+    meanwhile waits in it, and none is refused.
+
+    Args:
+        command: of the server, without where it listens, whom it tells that it is ready, and with whom it ends.
+        log: file for its output.
+        start_timeout: seconds without a sign of life until it is ready.
+        restarts: when they are used up the socket is closed, and ``failure`` says why.
+    """
+
+    def __init__(self, command: list[str], log: Path, start_timeout: float, restarts: Restarts) -> None:
+        self.failure: str | None = None
+        self.log = log
+        self._command, self._start_timeout, self._restarts = command, start_timeout, restarts
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()  # of the two that follow
+        self._child: subprocess.Popen | None = None
+        self._ended = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child else None
+
+    def start(self) -> str:
+        """Its URL, once it is loaded. Raises RetrieverStartError with the end of its log; it is not tried again."""
+        try:
+            child, pipe = self._spawn()
+            report = self._until_ready(child, pipe)
+        except BaseException:
+            self.end()
+            raise
+        threading.Thread(target=self._keep, args=(child,), daemon=True, name="search-server").start()
+        return report["url"]
+
+    def end(self) -> None:
+        """End it and wait for its end, from any thread. Idempotent."""
+        with self._lock:
+            self._ended = True
+            self._listener.close()
+        if self._child is not None:
+            _terminate(self._child)
+
+    def _spawn(self) -> tuple[subprocess.Popen, int]:
+        """The child, and the descriptor that its reports are read from."""
+        read, write = os.pipe()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+        inherited = (self._listener.fileno(), write)
+        command = [*self._command, "--parent", str(os.getpid())]
+        command += ["--listen-fd", str(inherited[0]), "--ready-fd", str(inherited[1])]
+        try:
+            with self.log.open("ab") as log:
+                self._child = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    pass_fds=inherited, start_new_session=True, env=environment,
+                )  # fmt: skip
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        return self._child, read
+
+    def _until_ready(self, child: subprocess.Popen, pipe: int) -> dict[str, Any]:
+        report: dict[str, Any] = {"loading": None}
+        said = ""
+        with open(pipe, "rb", buffering=0) as lines:  # a buffer would hide from select() what has come
+            while "loading" in report:
+                if not select.select([lines], [], [], self._start_timeout)[0]:
+                    _terminate(child)
+                    late = f"the retriever gave no sign of life for {self._start_timeout} s while starting{said}"
+                    raise RetrieverStartError(f"{late}; {self._log_tail()}")
+                line = lines.readline()
+                if not line:
+                    raise RetrieverStartError(f"the retriever {how_ended(child)} while starting; {self._log_tail()}")
+                report = orjson.loads(line)
+                said = f" (its last one: {report.get('loading')})"
+        return report
+
+    def _keep(self, child: subprocess.Popen) -> None:
+        """Own thread, until the server is ended, or given up."""
+        why = how_ended(child)
+        while True:
+            try:
+                with self._lock:  # so that `end` finds each child
+                    if self._ended:
+                        return
+                    if not self._restarts.take():
+                        self._listener.close()
+                        self.failure = f"the search server {why}{self._restarts.used_up()}; its log: {self.log}"
+                        logger.error("%s", self.failure)
+                        return
+                    logger.warning("the search server %s. It is started anew (%s)", why, self._restarts)
+                    child, pipe = self._spawn()
+                self._until_ready(child, pipe)
+                why = how_ended(child)
+            except (RetrieverStartError, OSError) as error:
+                why = f"could not be started anew ({str(error).partition(';')[0]})"
+
+    def _log_tail(self) -> str:
+        text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
+        return f"the end of its log ({self.log}):\n" + "\n".join(text.splitlines()[-LOG_LINES:])
+
+
+def how_ended(child: subprocess.Popen) -> str:
+    """In words, once it has."""
+    code = child.wait()
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _terminate(process: subprocess.Popen, patience: float = 10) -> None:
+    process.terminate()
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
