@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +20,7 @@ from rollout.trajectory import InfrastructureError
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package `rollout`
 LOOK_S = 1.0  # between looks at a process, at most; worker.py's BEAT_S is as long
+SILENT = "its process gave no sign of life for {:g} s (option hang_s), and was killed"
 
 Results = list[tuple[int, Any]]  # (number of the message, what came of it)
 TakesResults = Callable[[Results], None]
@@ -45,8 +48,14 @@ class Child:
         self._gone = threading.Event()
         self._reader: threading.Thread | None = None
 
-    def ready(self, limit_s: float | None = None) -> dict[str, Any]:
-        """Wait until the model is loaded, at most ``limit_s`` (None: for ever); what the child says of it.
+    @property
+    def hung(self) -> bool:
+        """Whether it was killed because it gave no sign of life, or was not ready in time."""
+        return self._hung is not None
+
+    def ready(self, hang_s: float, limit_s: float = math.inf) -> dict[str, Any]:
+        """Wait until the model is loaded, at most ``limit_s``, and ``hang_s`` without a sign of life; what the child
+        says of it.
 
         Raises:
             ValueError: the options do not fit the model.
@@ -56,7 +65,7 @@ class Child:
         kind = "fatal"
         with contextlib.suppress(EOFError, OSError):
             self._connection.send(self._first)
-            kind, content = self._receive(limit_s)
+            kind, content = self._receive(hang_s, limit_s)
         if kind == "ready":
             return content
         if kind == "refused":
@@ -64,12 +73,12 @@ class Child:
         self.trace = content
         raise InfrastructureError(self.describe_death())
 
-    def ask(self, *message: Any, limit_s: float) -> Any:
+    def ask(self, *message: Any, hang_s: float) -> Any:
         """What comes of one message, before `begin`. Raises InfrastructureError as `ready`."""
         try:
             self._connection.send(message)
             while True:
-                kind, content = self._receive(limit_s)
+                kind, content = self._receive(hang_s)
                 if kind == "results":
                     return content[0][1]
                 if kind == "fatal":
@@ -127,9 +136,20 @@ class Child:
             return f"its process was killed by {name}{hint}"
         return f"its process ended with exit code {code}; what it printed on stderr says why"
 
-    def _receive(self, limit_s: float | None) -> tuple[str, Any]:
-        if not self._connection.poll(limit_s):
-            self.kill(f"its process was not ready within {limit_s:.0f} s, and was killed")
+    def _receive(self, hang_s: float, limit_s: float = math.inf) -> tuple[str, Any]:
+        """The next message that is more than a sign of life."""
+        look = min(LOOK_S, hang_s / 10)
+        silent, deadline = 0.0, time.monotonic() + limit_s
+        while silent < hang_s and time.monotonic() < deadline:
+            if not self._connection.poll(look):
+                silent += look  # by looks, as in `_watch`
+                continue
+            silent = 0.0
+            kind, content = self._connection.recv()
+            if kind != "alive":
+                return kind, content
+        late = f"its process was not ready within {limit_s:.0f} s, and was killed"
+        self.kill(SILENT.format(hang_s) if silent >= hang_s else late)
         return self._connection.recv()
 
     def _write(self) -> None:
@@ -167,4 +187,4 @@ class Child:
         while not self._gone.wait(look):
             silent, heard = (silent + look if heard == self._heard and busy() else 0.0), self._heard
             if silent >= hang_s:
-                return self.kill(f"its process gave no sign of life for {hang_s:g} s (option hang_s), and was killed")
+                return self.kill(SILENT.format(hang_s))

@@ -73,8 +73,8 @@ class EngineProcess:
         """
         Args:
             backend: dotted path of a class with the methods `worker.py` calls, built there with ``options``.
-            hang_s: seconds without a sign of life, with work to do, after which the child counts as hung. Signs are
-                answers, and one a second between steps; the start is not counted.
+            hang_s: seconds without a sign of life, while it starts or has work to do, after which the child counts as
+                hung. Signs are answers, and one a second: all through the start, then between steps.
             restarts: starts anew within an hour, at most; then requests fail with the reason.
         """
         if threads < 1:
@@ -366,14 +366,21 @@ class EngineProcess:
             self._child_environment = environment  # also of later children: by then Lightning has set variables
             self._closing.clear()
             began = time.monotonic()
-            child = self._child = self._spawn()
-            try:
-                info = child.ready()
-            except BaseException as error:
-                child.end(5.0)
-                if isinstance(error, InfrastructureError):
-                    raise InfrastructureError(f"the engine's process failed at start: {child.trace or error}") from None
-                raise
+            while True:
+                child = self._child = self._spawn()
+                try:
+                    info = child.ready(self._hang_s)
+                    break
+                except BaseException as error:
+                    child.end(5.0)
+                    if not isinstance(error, InfrastructureError):
+                        raise
+                    if not child.hung or not self._restarts.take():  # what dies at its first start would die again
+                        why = f"{child.trace or error}{self._restarts.used_up() if child.hung else ''}"
+                        raise InfrastructureError(f"the engine's process failed at start: {why}") from None
+                    logger.warning(
+                        "the engine hung while it started: %s. Another is started (%s)", error, self._restarts
+                    )
             self._start_s = time.monotonic() - began
             with self._lock:
                 if self._closing.is_set():
@@ -435,7 +442,7 @@ class EngineProcess:
                 child = self._next_child(why)
                 if child is None:
                     return
-                info = child.ready(self._hang_s + START_FACTOR * self._start_s)
+                info = child.ready(self._hang_s, self._hang_s + START_FACTOR * self._start_s)
                 self._give_back(child)
             except (ValueError, OSError, InfrastructureError) as error:
                 why = f"it was started anew, and then: {' '.join(str(error).split())}"
@@ -501,14 +508,14 @@ class EngineProcess:
             version, kept, asleep = self._version, None if self._lost else self._kept, self._asleep
             falling = self._loading is not None and self._asked[self._loading].message[0] == "sleep"
         if kept is not None:
-            refusal = child.ask("load", -1, kept.paths, version, True, True, limit_s=self._hang_s)
+            refusal = child.ask("load", -1, kept.paths, version, True, True, hang_s=self._hang_s)
             if isinstance(refusal, Exception):
                 self._lose(f"the engine was started anew, and refused the weights that were kept: {refusal}")
         if asleep and not falling:
-            child.ask("sleep", -1, limit_s=self._hang_s)
+            child.ask("sleep", -1, hang_s=self._hang_s)
             for part in SLEEPING_PARTS:
                 if part not in asleep:
-                    child.ask("wake_up", -1, part, limit_s=self._hang_s)
+                    child.ask("wake_up", -1, part, hang_s=self._hang_s)
 
     def _fail_one(self, asked: _Asked, error: Exception) -> None:
         number = asked.message[1]

@@ -78,7 +78,8 @@ def main() -> None:
     try:
         class_path, options, threads = connection.recv()
         try:
-            backend = _build(class_path, options, threads)
+            with _beating(connection):
+                backend = _build(class_path, options, threads)
         except ValueError as error:
             connection.send(("refused", str(error)))
             return
@@ -91,6 +92,25 @@ def main() -> None:
     except Exception:
         connection.send(("fatal", traceback.format_exc()))
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def _beating(connection: Connection) -> Iterator[None]:
+    """The parent is told by a thread of its own that this process lives: what happens here may take minutes."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the parent is gone
+            while not done.wait(BEAT_S):
+                connection.send(("alive", None))
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _build(class_path: str, options: dict[str, Any], threads: int) -> Backend:

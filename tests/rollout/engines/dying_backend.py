@@ -28,9 +28,10 @@ class DyingBackend:
     """Each call is written to ``log``. The first ``at`` in it is the end of its process (``stops``: it stops). Refuses
     what vLLM's sleep mode refuses: sleep with requests, steps and updates while weights are away, and others."""
 
-    def __init__(self, log: str, at: str = "", stops: bool = False, sleeps: bool = False) -> None:
+    def __init__(self, log: str, at: str = "", stops: bool = False, sleeps: bool = False, takes_s: float = 0) -> None:
         self._log, self._at, self._stops, self._buffer = Path(log), at, stops, None
         self._called("start")
+        time.sleep(takes_s)
         self._weights, self._queue, self._away = table(0), {}, set()
         self.version = 0
         shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}

@@ -86,6 +86,27 @@ def test_what_a_dead_or_hung_child_was_sampling_is_sampled_again(tmp_path, stops
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_child_that_hangs_while_it_starts(tmp_path, restarts, caplog):
+    """Another is started. That takes longer than ``hang_s``, and is waited for: it gives signs of life."""
+    log = tmp_path / "log"
+
+    async def main():
+        engine = DyingEngine(log=str(log), at="start", stops=True, takes_s=7.0, hang_s=6.0, restarts=restarts)
+        async with started(engine):
+            assert sampled(await ask(engine)) == expected(0, 0)
+
+    if restarts:
+        run(main())
+        assert log.read_text().split()[:2] == ["start", "start"]
+        (said,) = [record.getMessage() for record in caplog.records if "hung while it started" in record.getMessage()]
+        assert said.endswith("Another is started (1 of 1 within an hour)")
+    else:
+        with pytest.raises(InfrastructureError, match=r"failed at start: .* no sign of life for 6 s .option hang_s."):
+            run(main())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "at"),
     [("files", "load"), ("ipc", "start_weight_update"), ("ipc", "b"), ("ipc", "finish_weight_update")],
