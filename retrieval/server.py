@@ -44,7 +44,7 @@ from retrieval.protocols import compare_by_calls, explain
 from retrieval.ranges import NonNegativeInt
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.secret import add_secret_option, demand_secret, server_secret
-from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
+from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend, one_line
 from retrieval.validation import first_problem, silence_noise
 
 EXIT_WRONG_INPUT = 2
@@ -144,13 +144,13 @@ async def _read(http: web.Request) -> RetrieveRequest:
     except web.HTTPRequestEntityTooLarge:
         raise Refused(413, f"the body has more than {REQUEST_BYTES} bytes; ask in several requests") from None
     except web.RequestPayloadError as error:
-        raise Refused(400, f"the body cannot be read: {' '.join(str(error).split())}") from None
+        raise Refused(400, f"the body cannot be read: {one_line(error)}") from None
     try:
         return RetrieveRequest.model_validate(json.loads(body))
     except ValidationError as error:
         raise Refused(422, first_problem(error, "the body")) from None
     except (ValueError, RecursionError) as error:
-        raise Refused(422, f"the body is no JSON: {' '.join(str(error).split())}") from None
+        raise Refused(422, f"the body is no JSON: {one_line(error)}") from None
 
 
 def _render(answer: Answer, with_scores: bool) -> list[dict]:
@@ -320,7 +320,7 @@ def read_backend(path: str) -> Callable[[], SearchBackend]:
     try:
         parsed = parser.parse_object({"backend": yaml.safe_load(Path(path).read_text())})
     except (ArgumentError, yaml.YAMLError) as error:
-        reason = explain(" ".join(str(error).split()))
+        reason = explain(one_line(error))
         raise ValueError(f"{path}: no backend ({reason}); see docs/new_retriever.md") from error
     return lambda: parser.instantiate_classes(parsed)["backend"]
 

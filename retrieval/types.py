@@ -10,6 +10,10 @@ Progress = Callable[[str], None]  # says how far a load is, see ``retrieval.batc
 LOADING = "loading"  # status of a server, in the JSON of its answer 503, until it can search
 
 
+def one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
 class RetrievalFailure(Exception):
     """Root of everything this package raises on purpose."""
 
@@ -22,7 +26,14 @@ class RetrieverStartError(RetrievalFailure, RuntimeError):
     """A retriever process did not come up. The message holds the end of its log."""
 
 
-class CorpusError(RetrievalFailure, ValueError):
+class FileError(ValueError):
+    """A file cannot be used as it is. In one line, whatever stands in the file and is shown."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class CorpusError(RetrievalFailure, FileError):
     """A corpus file cannot be used as it is. The message names the file and the line."""
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+UNREADABLE = (  # what torch.load makes of damaged bytes
+    OSError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, UnicodeError, pickle.UnpicklingError,
+)  # fmt: skip
 
 
 class DiskFullError(OSError):
@@ -23,10 +27,6 @@ def is_no_room(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "No space left" in str(error))
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def no_room_message(path: Path, intact: str) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import polars as pl
 from pydantic import TypeAdapter
 
-from rollout.files import one_line, replacing
+from retrieval.types import FileError
+from rollout.files import replacing
 from rollout.trajectory import ToolCall, Trajectory, Turn
 
 SCHEMA: dict[str, Any] = {
@@ -55,7 +56,7 @@ _PLAIN_OF_TASK = ("question", "golden_answers", "data_source", "skills")
 LATER_COLUMNS: dict[str, Any] = {"prompt": [], "skills": ""}  # files without them can be read: as these values
 
 
-class TrajectoryFileError(ValueError):
+class TrajectoryFileError(FileError):
     """A file of trajectories cannot be read, or trajectories cannot be written as they are."""
 
 
@@ -83,7 +84,7 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
     try:
         frame = pl.read_parquet(path)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise TrajectoryFileError(f"{path} is not a readable parquet file: {one_line(error)}") from error
+        raise TrajectoryFileError(f"{path} is not a readable parquet file: {error}") from error
     absent = {name: value for name, value in LATER_COLUMNS.items() if name not in frame.columns}
     later = [pl.lit(value, dtype=SCHEMA[name]).alias(name) for name, value in absent.items()]
     missing = [name for name in SCHEMA if name not in (*frame.columns, *LATER_COLUMNS)]

@@ -124,7 +124,8 @@ json_values = st.recursive(
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     """Cut short, bytes changed, put in or taken out; or something else altogether."""
     if draw(st.integers(0, 9)) == 0:
-        return draw(st.binary(max_size=80) | st.sampled_from([b"[" * 2000, b'{"a":' * 2000, b"1" * 5000, b"\xff\xfe"]))
+        others = [b"[" * 2000, b'{"a":' * 2000, b"1" * 5000, b"\xff\xfe", b'{"a\\nb": 1}\n']
+        return draw(st.binary(max_size=80) | st.sampled_from(others))
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(content)))
         kind = draw(st.sampled_from(["cut", "flip", "insert", "remove"]))

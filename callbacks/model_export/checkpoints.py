@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import torch
 from callbacks.model_export import adapters
 from callbacks.model_export.exporter import Adapter, read_weights, write_folder
 from rollout.digests import check_digests
+from rollout.files import UNREADABLE
 
 SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files
 POLICY = "policy."  # what the policy's names begin with in the module that was trained
 WRAPPER = "_forward_module."  # what some strategies put before that
-# What torch.load raises on a file that it did not write, or wrote in part.
-UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
 def export_checkpoint(
@@ -118,7 +116,7 @@ def _lightning_state(path: Path) -> dict[str, torch.Tensor]:
 def _content(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UNREADABLE as error:
+    except (ValueError, *UNREADABLE) as error:
         reason = str(error).strip().splitlines()
         raise ValueError(f"{path} is no checkpoint, or an incomplete one: {reason[0] if reason else error!r}") from None
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):

@@ -10,13 +10,14 @@ from typing import Any
 
 import polars as pl
 
-from rollout.files import one_line, replacing
+from retrieval.types import FileError
+from rollout.files import replacing
 
 SHOWN_ROWS = 5  # of those an error message is about
 SHOWN_FAULTS = 8  # kinds of them
 
 
-class DatasetError(ValueError):
+class DatasetError(FileError):
     """A data file is not what it should be. The message says which file, which column or rows, and what to do."""
 
 
@@ -156,7 +157,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pl.DataFra
     try:
         return pl.read_parquet(path, columns=list(columns) if columns else None)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise DatasetError(f"{path} cannot be read as parquet ({one_line(error)}); write or fetch it again") from error
+        raise DatasetError(f"{path} cannot be read as parquet ({error}); write or fetch it again") from error
 
 
 def write_parquet(path: Path, frame: pl.DataFrame) -> None:

@@ -25,7 +25,7 @@ BASES = "bases"
 
 
 # As OmegaConf reads its files (1e-3 is a number, a key twice an error), without a node object for every value.
-Loader = get_yaml_loader()
+_Loader = get_yaml_loader()
 
 
 def load_yaml(path: Path) -> Config:
@@ -45,12 +45,22 @@ def load_yaml(path: Path) -> Config:
 @cache
 def _read_yaml(path: str, modified: int, size: int) -> Config:
     try:
-        plain = yaml.load(Path(path).read_bytes(), Loader)
+        plain = parse_yaml(Path(path).read_bytes())
     except yaml.YAMLError as error:
         raise ExperimentError(f"{path} is not valid YAML: {short(error)}; correct it") from None
     if plain is not None and not isinstance(plain, dict):
         raise ExperimentError(f"{path}: expected a mapping at the top, found a {type(plain).__name__}")
     return plain or {}
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """As OmegaConf reads it. Raises yaml.YAMLError."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML's for !!int abc is a ValueError, for !!bool abc a KeyError
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def read_json(path: Path) -> Any:

@@ -18,7 +18,7 @@ import yaml
 
 from experiments.registry.compose import SECTIONS, check_keys
 from experiments.registry.errors import ExperimentError, nearest
-from experiments.registry.files import Config, Loader, load_yaml, merge
+from experiments.registry.files import Config, load_yaml, merge, parse_yaml
 
 STAGE_PREFIX = "stages"
 OVERRIDE_SECTIONS = [*(s for s in SECTIONS if s != "experiment"), "config"]
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> Overrides:
         word = rest.pop(0)
         match = re.fullmatch(r"--([A-Za-z_][\w.\-]*\+?)(?:=(.*))?", word, flags=re.DOTALL)
         if not match:
-            raise ExperimentError(f"override '{word}': expected --section.name VALUE, as in --model.kl_coef 0.01")
+            raise ExperimentError(f"override {word!r}: expected --section.name VALUE, as in --model.kl_coef 0.01")
         path, value = match.groups()
         if value is None:
             if not rest or rest[0].startswith("--"):
@@ -145,6 +145,6 @@ def _read_value(text: str, old: Any) -> Any:
     if "${" in text or not text:
         return text
     try:
-        return yaml.load(f"value: {text}", Loader)["value"]
+        return parse_yaml(f"value: {text}")["value"]
     except yaml.YAMLError:
         return text

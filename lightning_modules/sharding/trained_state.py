@@ -7,7 +7,6 @@ memory), so that a rank takes from all of them just the parts that it will hold.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rollout.files import UNREADABLE
 
 WEIGHTS = "weights"  # stands beside the optimiser's own names (exp_avg, ...)
 SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files
@@ -26,7 +27,6 @@ DEEPSPEED_ONLY = frozenset(
     "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
     "mp_world_size ds_config ds_version".split()
 )
-UNREADABLE = (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True, slots=True)

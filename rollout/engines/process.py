@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from retrieval.restarts import Restarts
+from retrieval.types import one_line
 from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost
 from rollout.engines.child import ROOT, Child, Results
 from rollout.engines.weights.files import WeightFiles
@@ -445,7 +446,7 @@ class EngineProcess:
                 info = child.ready(self._hang_s, self._hang_s + START_FACTOR * self._start_s)
                 self._give_back(child)
             except (ValueError, OSError, InfrastructureError) as error:
-                why = f"it was started anew, and then: {' '.join(str(error).split())}"
+                why = f"it was started anew, and then: {one_line(error)}"
                 if self._child is not None:
                     self._child.end()
                 self._closing.wait(PAUSE_S)

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
+from retrieval.types import one_line
+
 if TYPE_CHECKING:
     from rollout.engines.base import Generation, SamplingParams
     from rollout.engines.weights.files import WeightFiles
@@ -207,7 +209,7 @@ def _add(pipe: _Pipe, backend: Backend, number: int, token_ids: list[int], sampl
     except Exception as error:
         with contextlib.suppress(Exception):
             backend.cancel(number)
-        pipe.answer(number, ValueError(f"the engine does not take this request: {' '.join(str(error).split())}"))
+        pipe.answer(number, ValueError(f"the engine does not take this request: {one_line(error)}"))
 
 
 def _update(pipe: _Pipe, backend: Backend, incomplete: bool, kind: str, number: int, *arguments: Any) -> bool:

@@ -25,6 +25,8 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 
+from retrieval.types import FileError
+
 GENERAL = "general_skills"
 SPECIFIC = "task_specific_skills"
 MISTAKES = "common_mistakes"
@@ -33,7 +35,7 @@ TASK_TO_SKILL = "task_to_skill"
 TASK_KEYWORDS = "task_keywords"
 
 
-class SkillBankError(ValueError):
+class SkillBankError(FileError):
     """A skill bank cannot be used as it is. The message names the file and the location in it."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from retrieval.secret import authorization
+from retrieval.types import one_line
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.server.wire import GENERATION, TokenRequest
 from rollout.services.http_client import LoopSession
@@ -68,7 +69,7 @@ class ServerClient:
         try:
             return GENERATION.validate_python(body)
         except ValueError as error:
-            found = " ".join(str(error).split())
+            found = one_line(error)
             raise InfrastructureError(f"{self.url}: {found}; is it an engine server of the same release?") from None
 
     async def health(self) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def test_callbacks_are_named_in_files_and_a_list_afterwards(workshop):
         ({"x": "experiment: {columns: em}"}, "must be a list of different names such as .em, tool_calls., found 'em'"),
         ({"x": "experiment: {columns: [em, em]}"}, "must be a list of different names"),
         ({"x": "trainer: {a: [1, 2}"}, "x.yaml is not valid YAML.*line 1"),
+        ({"x": "trainer: !!int abc"}, "x.yaml is not valid YAML: ValueError: invalid literal"),
+        ({"x": "trainer: " + "1" * 5000}, "x.yaml is not valid YAML: ValueError: Exceeds the limit"),
         ({"x": "- 1"}, "expected a mapping"),
         ({"x": "trainer: {a: '${values.nothing}'}"}, "cannot resolve.*values.nothing.*at 'trainer.a'"),
         (
