@@ -22,11 +22,13 @@ class DiskFullError(OSError):
 
 
 def is_no_room(error: BaseException) -> bool:
-    """True for the errors a full disk, a full quota or a file size limit cause (torch's own writer included,
-    which loses the errno on the way)."""
-    if isinstance(error, OSError):
+    """True for the errors a full disk, a full quota or a file size limit cause. Those of torch and safetensors have no
+    errno."""
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in NO_ROOM
-    return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "No space left" in str(error))
+    told = str(error)
+    said = ("PytorchStreamWriter", "No space left", *(f"(os error {number})" for number in NO_ROOM))
+    return any(words in told for words in said)
 
 
 def no_room_message(path: Path, intact: str) -> str:

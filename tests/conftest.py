@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import resource
 import signal
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def forget_ranks_seeds_and_stores() -> None:
     names += ("MLFLOW_TRACKING_URI", "COMPACT_AGENTS_SECRET")
     for name in [name for name in os.environ if name.startswith(names)]:
         del os.environ[name]
+
+
+@pytest.fixture
+def file_limit():
+    """A real limit on file sizes, the nearest a test can come to a full disk without a file system of its own. Without
+    a size it is taken back."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    set_limit = lambda size=soft: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))  # noqa: E731
+    yield set_limit
+    set_limit()
 
 
 def make_model_dir(path: Path, *, seed: int = 0, hidden_size: int = 32, layers: int = 2, tie: bool = True) -> Path:

@@ -92,9 +92,9 @@ def write_folder(
         if adapter is not None:
             adapters.write_adapter(temporary / adapters.FOLDER, adapter.weights, adapter.settings, adapter.base)
         write_digests(temporary)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         remove(temporary)
-        if is_no_room(error) or "No space left" in str(error):
+        if is_no_room(error):
             raise DiskFullError(no_room_message(folder, "An earlier export there is intact.")) from error
         raise
     recover_folder(folder)

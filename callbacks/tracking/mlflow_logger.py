@@ -20,6 +20,7 @@ from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile
 from callbacks.tracking.mlflow_run import MLflowRun
 from callbacks.tracking.run_info import RunStopped
 from callbacks.tracking.run_parameters import parameters
+from retrieval.types import one_line
 
 log = logging.getLogger(__name__)
 MODULE = "model."  # begins the names of the module's parameters
@@ -76,7 +77,7 @@ class Sender:
         """One line, once."""
         if not self._told:
             self._told = True
-            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            reason = one_line(error)[:200]
             log.warning("MLflow (%s) does not take this run: %s: %s. %s", self.run.uri, type(error).__name__, reason,
                         self._kept)  # fmt: skip
 

@@ -28,7 +28,7 @@ from callbacks.training.stop_request import StopRequested
 from experiments.registry import hardware
 from experiments.registry.errors import ExperimentError
 from experiments.stages.store import StageFolder
-from rollout.files import write_atomically
+from rollout.files import is_no_room, write_atomically
 
 SUMMARY = "summary.json"  # what a task returned
 INTERRUPTED = 130
@@ -199,7 +199,7 @@ def is_for_user(error: BaseException) -> bool:
 
 def _is_full_disk(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_no_room(error):
             return True
         error = error.__cause__ or error.__context__
     return False

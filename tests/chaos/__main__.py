@@ -126,8 +126,10 @@ class Job:
                 if place.process is not None and place.process.poll() is None:
                     place.kill()
                 place.end_server()
-            why = why or left_behind(before, place.ports)
-            verdict = ELSE if why else verdict
+            left = left_behind(before, place.ports)
+            if verdict != MISSED:  # such a run was killed by us, and no later one has cleaned up
+                why = why or left
+                verdict = ELSE if why else verdict
             if verdict == ELSE:
                 for path in place.folder.glob("log*"):
                     shutil.copy2(path, outputs.parent)

@@ -1,18 +1,8 @@
 from __future__ import annotations
 
-import resource
-
 import pytest
 
 from rollout.files import DiskFullError, replacing, write_atomically
-
-
-@pytest.fixture
-def file_limit():
-    """A real limit on file sizes: the nearest a test can come to a full disk without a file system of its own."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_write_that_finds_no_room_leaves_the_old_file_and_nothing_else(tmp_path, file_limit):

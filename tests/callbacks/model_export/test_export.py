@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks.evaluation.evaluation import Evaluation
-from callbacks.model_export.exporter import Export, load_policy
+from callbacks.model_export.exporter import Export, load_policy, write_folder
 from callbacks.training.resume import IterationCheckpoint, find_checkpoint
+from rollout.files import DiskFullError
 from tests.callbacks.helpers import make_learner, policy_state, same_weights
 from tests.conftest import make_model_dir
 
@@ -42,6 +43,17 @@ def test_last_weights_are_what_transformers_loads(trainer_for, tmp_path, tie):
     assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
     assert tokenizers[1].chat_template == tokenizers[0].chat_template
     assert sorted(p.name for p in folder.parent.iterdir() if p.name.startswith(".")) == []
+
+
+def test_no_room_says_so_and_leaves_the_previous_export(tmp_path, model_dir, file_limit):
+    policy = AutoModelForCausalLM.from_pretrained(model_dir)
+    write_folder(policy, policy_state(policy), tmp_path / "model", str(model_dir))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    file_limit(2000)  # less than the weights
+    with pytest.raises(DiskFullError, match="no room to write .*earlier export there is intact"):
+        write_folder(policy, policy_state(policy), tmp_path / "model", str(model_dir))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_best_weights_are_exported_and_the_last_checkpoint_keeps_the_last(trainer_for, tmp_path, model_dir):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -214,17 +213,14 @@ def test_finished_run_resumes_to_nothing_and_keeps_last_and_best(trainer_for, tm
     assert again.seen == [] and torch.equal(weights(again), weights(module))
 
 
-def test_no_room_says_so_and_leaves_the_previous_checkpoint(trainer_for, tmp_path, straight):
+def test_no_room_says_so_and_leaves_the_previous_checkpoint(trainer_for, tmp_path, straight, file_limit):
     folder = tmp_path / "full"
     with pytest.raises(Crash):
         run(trainer_for, folder, Noisy(crash_at=2))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
-        with pytest.raises(DiskFullError, match="iteration-00000002.ckpt, is intact.*RESUME=last"):
-            run(trainer_for, folder, Noisy(), resume=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file_limit(2000)
+    with pytest.raises(DiskFullError, match="iteration-00000002.ckpt, is intact.*RESUME=last"):
+        run(trainer_for, folder, Noisy(), resume=True)
+    file_limit()
     assert names_in(folder) == ["best.ckpt", *saved(1, 2), "last.ckpt"]
     rest, _ = run(trainer_for, folder, Noisy(), resume=True)
     assert torch.equal(weights(rest), weights(straight))
