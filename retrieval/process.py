@@ -95,7 +95,8 @@ class RetrieverProcess:
     @property
     def failure(self) -> str | None:
         """Why there is no server any more, where one has died once too often."""
-        return self._server.failure if self._server else None
+        server = self._server  # another thread may stop it
+        return server.failure if server else None
 
     def start(self) -> str:
         """Start the server unless it was started, wait until it listens, return its URL.

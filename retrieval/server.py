@@ -35,7 +35,7 @@ from typing import NoReturn
 import orjson
 import yaml
 from aiohttp import web
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 from pydantic import BaseModel, Field, ValidationError
 
 from retrieval.batching import Answer, Batcher, OwnerThread
@@ -319,7 +319,9 @@ def read_backend(path: str) -> Callable[[], SearchBackend]:
     parser.add_argument("--backend", type=SearchBackend, required=True)
     try:
         parsed = parser.parse_object({"backend": yaml.safe_load(Path(path).read_text())})
-    except (ArgumentError, yaml.YAMLError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # PyYAML's for !!int abc is a ValueError, for !!bool abc a KeyError
         reason = explain(one_line(error))
         raise ValueError(f"{path}: no backend ({reason}); see docs/new_retriever.md") from error
     return lambda: parser.instantiate_classes(parsed)["backend"]

@@ -9,15 +9,17 @@ import signal
 import socket
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from retrieval.restarts import Restarts
-from retrieval.types import RetrieverStartError
+from retrieval.types import RetrieverStartError, one_line
 
 LOG_LINES = 15  # of its end, in the message of a failed start
+PAUSE_S = 2.0  # before another start when one has failed
 
 _ROOT = Path(__file__).resolve().parent.parent
 logger = logging.getLogger(__name__)
@@ -37,11 +39,14 @@ class ServerProcess:
     def __init__(self, command: list[str], log: Path, start_timeout: float, restarts: Restarts) -> None:
         self.failure: str | None = None
         self.log = log
-        self._command, self._start_timeout, self._restarts = command, start_timeout, restarts
+        self._start_timeout, self._restarts = start_timeout, restarts
+        self._command = [*command, "--parent", str(os.getpid())]
+        # Also of later servers: a trainer sets variables of its own meanwhile.
+        self._environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._lock = threading.Lock()  # of the two that follow
         self._child: subprocess.Popen | None = None
-        self._ended = False
+        self._ended = threading.Event()
+        self._lock = threading.RLock()  # so that `end` finds each child; a garbage collection may call it anywhere
 
     @property
     def pid(self) -> int | None:
@@ -61,7 +66,7 @@ class ServerProcess:
     def end(self) -> None:
         """End it and wait for its end, from any thread. Idempotent."""
         with self._lock:
-            self._ended = True
+            self._ended.set()
             self._listener.close()
         if self._child is not None:
             _terminate(self._child)
@@ -69,15 +74,15 @@ class ServerProcess:
     def _spawn(self) -> tuple[subprocess.Popen, int]:
         """The child, and the descriptor that its reports are read from."""
         read, write = os.pipe()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-        inherited = (self._listener.fileno(), write)
-        command = [*self._command, "--parent", str(os.getpid())]
-        command += ["--listen-fd", str(inherited[0]), "--ready-fd", str(inherited[1])]
         try:
-            with self.log.open("ab") as log:
+            with self._lock, self.log.open("ab") as log:
+                if self._ended.is_set():
+                    raise RetrieverStartError("the search server was ended")
+                inherited = (self._listener.fileno(), write)
                 self._child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    pass_fds=inherited, start_new_session=True, env=environment,
+                    [*self._command, "--listen-fd", str(inherited[0]), "--ready-fd", str(write)],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    pass_fds=inherited, start_new_session=True, env=self._environment,
                 )  # fmt: skip
         except BaseException:
             os.close(read)
@@ -105,22 +110,22 @@ class ServerProcess:
     def _keep(self, child: subprocess.Popen) -> None:
         """Own thread, until the server is ended, or given up."""
         why = how_ended(child)
-        while True:
+        while not self._ended.is_set():
+            if not self._restarts.take():
+                # Set before anybody is refused, who then asks for it.
+                self.failure = f"the search server {why}{self._restarts.used_up()}; what it printed: {self.log}"
+                with suppress(OSError):
+                    self._listener.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it, too
+                self._listener.close()
+                return
+            logger.warning("the search server %s. It is started anew (%s)", why, self._restarts)
             try:
-                with self._lock:  # so that `end` finds each child
-                    if self._ended:
-                        return
-                    if not self._restarts.take():
-                        self._listener.close()
-                        self.failure = f"the search server {why}{self._restarts.used_up()}; its log: {self.log}"
-                        logger.error("%s", self.failure)
-                        return
-                    logger.warning("the search server %s. It is started anew (%s)", why, self._restarts)
-                    child, pipe = self._spawn()
+                child, pipe = self._spawn()
                 self._until_ready(child, pipe)
                 why = how_ended(child)
-            except (RetrieverStartError, OSError) as error:
-                why = f"could not be started anew ({str(error).partition(';')[0]})"
+            except Exception as error:
+                why = f"could not be started anew ({one_line(error).partition(';')[0]})"
+                self._ended.wait(PAUSE_S)
 
     def _log_tail(self) -> str:
         text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
@@ -130,7 +135,10 @@ class ServerProcess:
 def how_ended(child: subprocess.Popen) -> str:
     """In words, once it has."""
     code = child.wait()
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    if code >= 0:
+        return f"ended with code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def _terminate(process: subprocess.Popen, patience: float = 10) -> None:

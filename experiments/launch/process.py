@@ -7,12 +7,14 @@ If *we* are killed, the kernel ends the child (`stages.stage.die_with_parent`).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import select
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +58,7 @@ def run_child(
             start_new_session=True,
         )  # fmt: skip
     presses, trouble, looked, deadline = 0, None, 0.0, math.inf
+    logging.getLogger().addHandler(notes := _Notes())
 
     def say(words: str) -> None:
         screen.erase()
@@ -73,6 +76,8 @@ def run_child(
 
     def check_watch() -> None:
         nonlocal trouble, looked, deadline
+        while notes.lines:
+            screen.write(notes.lines.popleft().encode())
         if trouble is None and time.monotonic() > looked + WATCH_S:
             trouble, looked = watch(), time.monotonic()
             if trouble is not None:
@@ -88,6 +93,7 @@ def run_child(
                 check_watch()
                 time.sleep(0.05)
     finally:
+        logging.getLogger().removeHandler(notes)
         screen.close()
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
@@ -95,6 +101,17 @@ def run_child(
     if trouble is None and returncode != 0 and not presses:
         trouble = watch()  # the child may have met another node's end before our next look, and said it worse
     return ChildResult(returncode, presses > 0, trouble)
+
+
+class _Notes(logging.Handler):
+    """What this process says meanwhile, of a search server that ranks share for instance: for screen and log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: deque[str] = deque()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.getMessage()}\n")
 
 
 @contextmanager

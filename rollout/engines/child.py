@@ -50,7 +50,7 @@ class Child:
 
     @property
     def hung(self) -> bool:
-        """Whether it was killed because it gave no sign of life, or was not ready in time."""
+        """Whether it was killed from here, as before it is ready only for silence."""
         return self._hung is not None
 
     def ready(self, hang_s: float, limit_s: float = math.inf) -> dict[str, Any]:

@@ -366,9 +366,13 @@ class EngineProcess:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
             self._child_environment = environment  # also of later children: by then Lightning has set variables
             self._closing.clear()
-            began = time.monotonic()
+            self._restarts = Restarts(self._restarts.limit)
             while True:
-                child = self._child = self._spawn()
+                began = time.monotonic()
+                with self._lock:  # so that `close` finds each child
+                    if self._closing.is_set():
+                        raise InfrastructureError("the engine was closed")
+                    child = self._child = self._spawn()
                 try:
                     info = child.ready(self._hang_s)
                     break
@@ -382,6 +386,7 @@ class EngineProcess:
                     logger.warning(
                         "the engine hung while it started: %s. Another is started (%s)", error, self._restarts
                     )
+                    self._closing.wait(PAUSE_S)
             self._start_s = time.monotonic() - began
             with self._lock:
                 if self._closing.is_set():

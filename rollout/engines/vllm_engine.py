@@ -60,8 +60,8 @@ class VLLMEngine(EngineProcess):
             request_seeds: sample every request with its own seed: a run repeats its tokens where the arithmetic does.
                 None: where that costs nothing, which is on CPU and with vLLM's second model runner; on CUDA the first
                 one samples row by row for it.
-            hang_s: seconds without a sign of life, with work to do, after which the child process is killed. Its start
-                does not count.
+            hang_s: seconds without a sign of life, while it starts or has work to do, after which the child process is
+                killed.
             restarts: how often within an hour a child that has died or was killed is started anew. It gets the weights
                 that it held, of which a copy stays in the host's memory (once per host), and samples again, with the
                 same seeds, what it had not answered. 0: its death ends the run, and no copy is kept.

@@ -163,8 +163,11 @@ def test_the_page_its_class_alone_and_fused_with_an_index_and_ranked_again(
     assert yaml.safe_load(BLOCKS["search.yaml"])["class_path"] == "retrieval.rerank.Reranked"
 
 
-def test_a_file_that_describes_no_backend_is_refused_in_one_line(tmp_path):
-    (tmp_path / "s.yaml").write_text("class_path: retrieval.corpus.PassageStore\ninit_args: {folder: x}\n")
+@pytest.mark.parametrize(
+    "text", ["class_path: retrieval.corpus.PassageStore\ninit_args: {folder: x}\n", "class_path: !!int abc\n"]
+)
+def test_a_file_that_describes_no_backend_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "s.yaml").write_text(text)
     command = [sys.executable, "-m", "retrieval.server", "--port", "0", "--backend", str(tmp_path / "s.yaml")]
     wrong = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode == serving.EXIT_WRONG_INPUT

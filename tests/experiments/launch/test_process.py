@@ -1,5 +1,6 @@
 """Child processes: what reaches the terminal and the log, and what Ctrl-C and a killed parent do."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -109,6 +110,16 @@ def test_what_the_watch_reports_ends_a_child_that_does_not_end_by_itself(tmp_pat
     )
     assert (result.returncode, result.interrupted, result.trouble) == (-signal.SIGKILL, False, "node 1 has gone")
     assert b"node 1 has gone; what runs here ends in" in capfdbinary.readouterr().out
+
+
+def test_what_this_process_logs_meanwhile_is_on_the_screen_and_in_the_log(tmp_path, capfdbinary):
+    def watch():
+        logging.getLogger("retrieval").warning("the search server was %s", "killed")
+
+    command = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    assert process.run_child(command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=watch).returncode == 0
+    for said in (capfdbinary.readouterr().out, (tmp_path / "log").read_bytes()):
+        assert said.startswith(b"the search server was killed\n")
 
 
 def test_a_child_that_fails_before_the_next_look_is_explained_by_the_watch(tmp_path):
