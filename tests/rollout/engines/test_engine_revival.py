@@ -92,7 +92,7 @@ def test_a_child_that_hangs_while_it_starts(tmp_path, restarts, caplog):
     log = tmp_path / "log"
 
     async def main():
-        engine = DyingEngine(log=str(log), at="start", stops=True, takes_s=22.0, hang_s=20.0, restarts=restarts)
+        engine = DyingEngine(log=str(log), at="start", stops=True, takes_s=11.0, hang_s=10.0, restarts=restarts)
         async with started(engine):
             assert sampled(await ask(engine)) == expected(0, 0)
 
@@ -102,7 +102,7 @@ def test_a_child_that_hangs_while_it_starts(tmp_path, restarts, caplog):
         (said,) = [record.getMessage() for record in caplog.records if "hung while it started" in record.getMessage()]
         assert said.endswith("Another is started (1 of 1 within an hour)")
     else:
-        with pytest.raises(InfrastructureError, match=r"failed at start: .* no sign of life for 20 s .option hang_s."):
+        with pytest.raises(InfrastructureError, match=r"failed at start: .* no sign of life for 10 s .option hang_s."):
             run(main())
 
 
