@@ -6,6 +6,7 @@ parent process writes once this one has ended well.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -28,7 +29,8 @@ from callbacks.training.stop_request import StopRequested
 from experiments.registry import hardware
 from experiments.registry.errors import ExperimentError
 from experiments.stages.store import StageFolder
-from rollout.files import is_no_room, write_atomically
+from retrieval.types import one_line
+from rollout.files import DiskFullError, is_no_room, write_atomically
 
 SUMMARY = "summary.json"  # what a task returned
 INTERRUPTED = 130
@@ -184,8 +186,9 @@ def _report(error: Exception, folder: Path) -> int:
         traceback.print_exc()
     elif not _is_full_disk(error):
         path = folder / (f"traceback-rank{rank()}.txt" if rank() else "traceback.txt")
-        write_atomically(path, traceback.format_exc())
-        print(f"(where it arose: {path})", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the disk may be full, as another rank has said
+            write_atomically(path, traceback.format_exc())
+            print(f"(where it arose: {path})", file=sys.stderr)
     sys.stderr.flush()
     return 1
 
@@ -194,7 +197,8 @@ def is_for_user(error: BaseException) -> bool:
     """Whether the message alone is enough: wrong input, the machine's state, or an error class of the project's own
     (a service that is down, a collapsed run)."""
     own = type(error).__module__.partition(".")[0] in PACKAGES
-    return own or isinstance(error, (ValueError, OSError, MemoryError)) or _is_full_disk(error)
+    machine = isinstance(error, (ValueError, OSError, MemoryError)) or _is_full_disk(error)
+    return own or machine or _is_lost_connection(error)
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
@@ -205,9 +209,19 @@ def _is_full_disk(error: BaseException | None) -> bool:
     return False
 
 
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective, gloo's or NCCL's, has lost another rank."""
+    said = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+
+
 def explain(error: BaseException) -> str:
     """One message: what was found, and for the machine's own troubles what to do."""
     text = str(error) or type(error).__name__
+    if isinstance(error, DiskFullError):
+        return error.strerror or text
+    if _is_lost_connection(error):
+        return f"another rank has ended, and says why. This one has lost its connection: {one_line(text)[:200]}"
     if _is_full_disk(error):
         return f"no space left on the disk ({text}). Free some space; what was made so far is kept."
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
