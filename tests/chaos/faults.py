@@ -208,7 +208,7 @@ def bad_requests(place: Place, draw: random.Random) -> str:
     time.sleep(draw.uniform(0, 3))
     for connection in open_ones:
         connection.close()
-    return f"to {len(place.ports)} ports"
+    return f"to {len(place.ports)} ports" if place.ports else ""
 
 
 def _bad_request(draw: random.Random) -> bytes:
