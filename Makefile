@@ -78,7 +78,7 @@ test: setup ## the fast tests, 5 minutes; ARGS="tests/rollout -k parse"
 test-all: setup ## all tests (ranks, servers, ALFWorld, every experiment), 20 min
 	@$(PYTEST) $(ARGS)
 
-chaos: setup ## 100 random faults in small runs, 90 min; SEED=0 FAULTS=100 ONLY="17 42"
+chaos: setup ## 100 random faults in small runs, 60 min; SEED=0 FAULTS=100 ONLY="17 42"
 	@$(PY) -m tests.chaos $(SEED_FLAG) $(if $(FAULTS),--faults $(FAULTS)) $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 retriever: setup ## serve an experiment's search index; PORT=8000 INDEX=folder

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+WRITERS_SAY = ("PytorchStreamWriter", "unexpected pos", "iostream error", "No space left")  # torch's, mostly
 UNREADABLE = (  # what torch.load makes of damaged bytes
     OSError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, UnicodeError, pickle.UnpicklingError,
 )  # fmt: skip
@@ -27,7 +28,7 @@ def is_no_room(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in NO_ROOM
     told = str(error)
-    said = ("PytorchStreamWriter", "No space left", *(f"(os error {number})" for number in NO_ROOM))
+    said = (*WRITERS_SAY, *(f"(os error {number})" for number in NO_ROOM))
     return any(words in told for words in said)
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from rollout.files import DiskFullError, replacing, write_atomically
+from rollout.files import DiskFullError, is_no_room, replacing, write_atomically
 
 
 def test_a_write_that_finds_no_room_leaves_the_old_file_and_nothing_else(tmp_path, file_limit):
@@ -13,6 +15,16 @@ def test_a_write_that_finds_no_room_leaves_the_old_file_and_nothing_else(tmp_pat
         write_atomically(path, "x" * 5000)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["evaluation.json"]
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+@pytest.mark.parametrize("save", [torch.save, save_file])
+def test_the_errors_of_torch_and_safetensors_are_known(tmp_path, file_limit, size, save):
+    file_limit(size)
+    with pytest.raises(Exception) as told:
+        save({"a": torch.zeros(10_000)}, tmp_path / "a")
+    file_limit()
+    assert is_no_room(told.value)
 
 
 def test_what_ends_badly_replaces_nothing(tmp_path):
