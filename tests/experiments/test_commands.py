@@ -103,7 +103,7 @@ def test_make_alone_prints_help_and_sets_nothing_up():
 
 def test_retriever_hands_through_every_option_of_the_server():
     taken_by_us = {"index", "port", "gpu"}
-    between_processes = {"parent", "ready_fd", "help"}
+    between_processes = {"parent", "listen_fd", "ready_fd", "help"}
     theirs = {action.dest for action in server.build_parser()._actions} - between_processes
     assert {name.replace("-", "_") for name in SERVER_OPTIONS} | taken_by_us == theirs
     words = "--host 0.0.0.0 --threads 8 --device cpu --topk 5 --k1 1.2 --java-heap 2g --gpu".split()
