@@ -76,8 +76,7 @@ def run_child(
 
     def check_watch() -> None:
         nonlocal trouble, looked, deadline
-        while notes.lines:
-            screen.write(notes.lines.popleft().encode())
+        notes.pass_to(screen)
         if trouble is None and time.monotonic() > looked + WATCH_S:
             trouble, looked = watch(), time.monotonic()
             if trouble is not None:
@@ -94,6 +93,7 @@ def run_child(
                 time.sleep(0.05)
     finally:
         logging.getLogger().removeHandler(notes)
+        notes.pass_to(screen)
         screen.close()
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
@@ -108,10 +108,14 @@ class _Notes(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.lines: deque[str] = deque()
+        self._lines: deque[str] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.getMessage()}\n")
+        self._lines.append(f"{record.getMessage()}\n")
+
+    def pass_to(self, screen: Screen) -> None:
+        while self._lines:
+            screen.write(self._lines.popleft().encode())
 
 
 @contextmanager
