@@ -50,13 +50,7 @@ def run_child(
     child is killed ``GRACE_S`` later, unless it has ended by itself. ``fork_server``: start it there. ``chain``:
     for the screen."""
     screen = Screen(log, chain)
-    if fork_server is not None:
-        child = fork_server.start(command, cwd=cwd, env=env)
-    else:
-        child = subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+    child = (fork_server.start if fork_server else _start)(command, cwd=cwd, env=env)
     presses, trouble, looked, deadline = 0, None, 0.0, math.inf
     logging.getLogger().addHandler(notes := _Notes())
 
@@ -101,6 +95,13 @@ def run_child(
     if trouble is None and returncode != 0 and not presses:
         trouble = watch()  # the child may have met another node's end before our next look, and said it worse
     return ChildResult(returncode, presses > 0, trouble)
+
+
+def _start(command: Sequence[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 class _Notes(logging.Handler):

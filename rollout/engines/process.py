@@ -367,27 +367,7 @@ class EngineProcess:
             self._child_environment = environment  # also of later children: by then Lightning has set variables
             self._closing.clear()
             self._restarts = Restarts(self._restarts.limit)
-            while True:
-                began = time.monotonic()
-                with self._lock:  # so that `close` finds each child
-                    if self._closing.is_set():
-                        raise InfrastructureError("the engine was closed")
-                    child = self._child = self._spawn()
-                try:
-                    info = child.ready(self._hang_s)
-                    break
-                except BaseException as error:
-                    child.end(5.0)
-                    if not isinstance(error, InfrastructureError):
-                        raise
-                    if not child.hung or not self._restarts.take():  # what dies at its first start would die again
-                        why = f"{child.trace or error}{self._restarts.used_up() if child.hung else ''}"
-                        raise InfrastructureError(f"the engine's process failed at start: {why}") from None
-                    logger.warning(
-                        "the engine hung while it started: %s. Another is started (%s)", error, self._restarts
-                    )
-                    self._closing.wait(PAUSE_S)
-            self._start_s = time.monotonic() - began
+            child, info = self._first_child()
             with self._lock:
                 if self._closing.is_set():
                     child.end()
@@ -395,6 +375,29 @@ class EngineProcess:
                 self._failure, self._asleep, self._version, self._lost = None, (), None, None
                 self._transferring, self._broken, self._connected = False, False, None
                 self._begin(child, info)
+
+    def _first_child(self) -> tuple[Child, dict[str, Any]]:
+        """It, and what it says of its model. Another where one hangs; one that dies would mostly die again."""
+        while True:
+            began = time.monotonic()
+            with self._lock:  # so that `close` finds each child
+                if self._closing.is_set():
+                    raise InfrastructureError("the engine was closed")
+                child = self._child = self._spawn()
+            try:
+                info = child.ready(self._hang_s)
+                self._start_s = time.monotonic() - began
+                return child, info
+            except InfrastructureError as error:
+                child.end(5.0)
+                if not child.hung or not self._restarts.take():
+                    why = f"{child.trace or error}{self._restarts.used_up() if child.hung else ''}"
+                    raise InfrastructureError(f"the engine's process failed at start: {why}") from None
+                logger.warning("the engine hung while it started: %s. Another is started (%s)", error, self._restarts)
+            except BaseException:
+                child.end(5.0)
+                raise
+            self._closing.wait(PAUSE_S)
 
     def _spawn(self) -> Child:
         self._spawned += 1
