@@ -17,6 +17,7 @@ Where a protocol writes a prompt of its own for every turn (a window of history,
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -213,7 +214,7 @@ class Trajectory:
 
     Raises:
         ValueError: on construction, if the per-token fields differ in length, if a turn's span is not
-            exactly the mask's ones, or if a log-prob of a sampled token is positive.
+            exactly the mask's ones, or if a log-prob is positive or not finite.
     """
 
     task: Task
@@ -241,18 +242,25 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
+        who = f"trajectory {self.name}"
         if not (len(self.loss_mask) == len(self.logprobs) == n):
             raise ValueError(
-                f"trajectory {self.group}/{self.index}: {n} response ids, {len(self.loss_mask)} mask entries, "
+                f"{who}: {n} response ids, {len(self.loss_mask)} mask entries, "
                 f"{len(self.logprobs)} log-probs; expected three equal lengths"
             )
         covered = [0] * n
         for turn in self.turns:
             covered[turn.start : turn.end] = [1] * (turn.end - turn.start)
         if covered != list(self.loss_mask):
-            raise ValueError(f"trajectory {self.group}/{self.index}: turns do not cover exactly the masked-in tokens")
-        if n and max(self.logprobs) > 1e-4:
-            raise ValueError(f"trajectory {self.group}/{self.index}: a log-prob is positive")
+            raise ValueError(f"{who}: turns do not cover exactly the masked-in tokens")
+        if n and not (max(self.logprobs) <= 1e-4 and math.isfinite(sum(self.logprobs))):
+            wrong = next(x for x in self.logprobs if not -math.inf < x <= 1e-4)
+            raise ValueError(f"{who}: a log-prob is {wrong}; expected finite numbers of at most 0")
+
+    @property
+    def name(self) -> str:
+        """Group and index, for messages."""
+        return f"{self.group}/{self.index}"
 
     @property
     def failed_by_infrastructure(self) -> bool:

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from callbacks.model_export import adapters
 from callbacks.trainer import is_better, policy_source, settle_parameters, stage_dir
 from rollout.digests import check_digests, write_digests
+from rollout.engines.weights.files import require_finite
 from rollout.files import DiskFullError, is_no_room, no_room_message, recover_folder, remove, replace_folder
 from rollout.tokenizer import load_tokenizer
 
@@ -83,6 +84,7 @@ def write_folder(
 
     Raises:
         DiskFullError: no room; the previous folder is intact.
+        ValueError: a weight is not finite; the previous folder is intact.
     """
     temporary = folder.with_name(f".{folder.name}.new")
     remove(temporary)
@@ -104,6 +106,8 @@ def write_folder(
 def _write(policy: Any, state: dict[str, torch.Tensor], folder: Path, tokenizer: str, max_shard_size: str) -> None:
     from huggingface_hub import save_torch_state_dict
 
+    for name, tensor in state.items():
+        require_finite(name, tensor)
     save_torch_state_dict(state, folder, max_shard_size=max_shard_size)
     config = copy.deepcopy(policy.config)
     config.architectures = [type(policy).__name__]

@@ -157,6 +157,7 @@ class OnPolicyModule(PolicyModule):
             )
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
         self.rolled_out: Sequence[Trajectory] = ()  # the current rollout batch, infrastructure failures included
+        self._rows: Sequence[Trajectory] = ()  # of the current batch
         self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._seen: TokenStats  # of the current batch, by the last forward pass of the update over each token
         self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors, TokenWeights] | None = None
@@ -328,7 +329,7 @@ class OnPolicyModule(PolicyModule):
             usable += rows
             position = i if t.batch_index is None else t.batch_index  # it may come from another rank
             positions += [position + (row.row or 0) for row in rows]
-        self.rolled_out = trajectories
+        self.rolled_out, self._rows = trajectories, usable
         self.metrics = StepMetrics()
         batch = collate(usable, self.device)
         with torch.no_grad():
@@ -381,18 +382,17 @@ class OnPolicyModule(PolicyModule):
         learnt = False
         for k, index in enumerate(plan):
             with optimisation.counted(optimizer, k == len(plan) - 1):
-                learnt = self._mini_batch(batch, notes, weights, index, optimizer) or learnt
+                learnt = self._mini_batch(batch, notes, weights, index) or learnt
         for group, name in zip(optimizer.param_groups, self.trained_parts(), strict=True):
             self.metrics.maximum("train/lr" if name == "policy" else f"train/lr_{name}", group["lr"])
         if learnt:
             scheduler.step()
 
-    def _mini_batch(
-        self, batch: TokenBatch, notes: RowTensors, weights: TokenWeights, index: Sequence[int], optimizer: Any
-    ) -> bool:
+    def _mini_batch(self, batch: TokenBatch, notes: RowTensors, weights: TokenWeights, index: Sequence[int]) -> bool:
         """One optimiser step. Returns whether there was anything to learn from, on any rank."""
         whole = {name: divisor[list(index)].sum() for name, divisor in self.streams(batch, notes, weights).items()}
         counts = dict(zip(whole, ranks.sum_over_ranks(torch.stack(list(whole.values()))), strict=True))
+        losses: list[optimisation.MicroLosses] = []
         for group, length in scoring.plan(batch, index, self.micro_batch_tokens, self.packing):
             micro = batch.rows(group, length)
             stats = self._token_stats(self.policy, micro)
@@ -405,24 +405,17 @@ class OnPolicyModule(PolicyModule):
                 raise ValueError(
                     f"loss sums {sorted(sums)}, but streams divides {sorted(counts)}; name the same in both"
                 )
-            means = {name: sums[name] / count.clamp(min=1e-8) for name, count in counts.items()}
+            means = {f"train/loss_{name}": sums[name] / count.clamp(min=1e-8) for name, count in counts.items()}
+            losses.append(([self._rows[i] for i in group], {name: mean.detach() for name, mean in means.items()}))
             optimisation.backward(self, cast("Tensor", sum(means.values())))
             self.metrics.mean("train/entropy", (stats.entropy * micro.mask).sum(), micro.mask.sum())
             for name, mean in means.items():  # the mean over ranks and mini-batches of a sum over micro-batches
-                self.metrics.mean(f"train/loss_{name}", mean, 0.0)
+                self.metrics.mean(name, mean, 0.0)
         for name in counts:
             self.metrics.mean(f"train/loss_{name}", 0.0, 1.0 / ranks.world_size())
         learnt = any(bool(count > 0) for count in counts.values())
-        self._step(optimizer, idle=not learnt)
+        optimisation.step(self, self.trained_parts(), self.max_grad_norm, losses, self.metrics, idle=not learnt)
         return learnt
-
-    def _step(self, optimizer: Any, idle: bool) -> None:
-        norms = optimisation.clip_gradients(self, self.trained_parts(), self.max_grad_norm)
-        with optimisation.paused(optimizer, idle):
-            optimizer.step()
-        optimizer.zero_grad()
-        for name, norm in (norms or optimisation.engine_norm(self)).items():
-            self.metrics.maximum("train/grad_norm" if name == "policy" else f"train/grad_norm_{name}", norm)
 
     # ------------------------------------------------------------------ checkpoints and metrics
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""One optimiser step under any strategy: loss scale, gradient clipping, and which step Lightning counts."""
+"""One optimiser step under any strategy: loss scale, finite numbers, clipping, and which step Lightning counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,10 +11,21 @@ import torch
 from torch import nn
 
 from lightning_modules import ranks
+from lightning_modules.metrics import StepMetrics
 
 if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    from rollout.trajectory import Trajectory
+
+# The trajectories of a micro-batch, and its losses by the name under which they are logged.
+MicroLosses = tuple[Sequence["Trajectory"], Mapping[str, torch.Tensor]]
+SHOWN = 8  # trajectories and parameters that an error names
+
+
+class NonFiniteError(ValueError):
+    """A loss or a gradient norm is NaN or infinite. Raised on every rank with the same message."""
 
 
 def backward(module: L.LightningModule, loss: torch.Tensor) -> None:
@@ -40,11 +52,45 @@ def set_clipping(module: L.LightningModule, max_norm: float) -> None:
         config["gradient_clipping"] = max_norm
 
 
+def step(
+    module: L.LightningModule,
+    parts: Mapping[str, nn.Module],
+    max_norm: float,
+    losses: Sequence[MicroLosses],
+    metrics: StepMetrics,
+    idle: bool,
+) -> None:
+    """Clip the accumulated gradient, apply it and clear it. Every rank must call.
+
+    The gradient norm before clipping is logged as ``train/grad_norm`` (the policy, or all parts under DeepSpeed) and
+    ``train/grad_norm_<part>``.
+
+    Args:
+        parts: the trained models by name.
+        max_norm: norm above which a part's gradient is scaled down; 0 for never. DeepSpeed clips all parts jointly.
+        losses: of each micro-batch.
+        idle: no rank has a loss token, see ``paused``.
+
+    Raises:
+        NonFiniteError: a loss or norm of any rank is not finite. The weights are those before the step.
+    """
+    optimizer, _ = only(module)
+    norms = clip_gradients(module, parts, max_norm)
+    _require_finite(module, losses, norms)
+    with paused(optimizer, idle):
+        optimizer.step()
+    optimizer.zero_grad()
+    if under_deepspeed(module):  # the norm is known now; the engine has left the step out where it is not finite
+        norms = engine_norm(module)
+        _require_finite(module, [(rows, {}) for rows, _ in losses], norms)
+    for name, norm in norms.items():
+        metrics.maximum(_logged(name), norm)
+
+
 def clip_gradients(module: L.LightningModule, parts: Mapping[str, nn.Module], max_norm: float) -> dict[str, Any]:
     """Clip each part's gradient to ``max_norm`` (0 or less: measure only), returning the norms before clipping.
 
-    Under DeepSpeed the engine clips all parts jointly during its step, and its norm is only known afterwards: then
-    nothing is returned, see ``engine_norm``.
+    Returns nothing under DeepSpeed, whose engine clips all parts jointly during its step; see ``engine_norm``.
     """
     if under_deepspeed(module):
         return {}
@@ -56,12 +102,50 @@ def clip_gradients(module: L.LightningModule, parts: Mapping[str, nn.Module], ma
 
 
 def engine_norm(module: L.LightningModule) -> dict[str, Any]:
-    """Joint gradient norm of DeepSpeed's last step, under the name of the policy; empty under other strategies."""
-    if not under_deepspeed(module):
-        return {}
+    """Joint gradient norm of DeepSpeed's last step, under the name of the policy; empty if the engine has none."""
     strategy: Any = module.trainer.strategy
     norm = strategy.deepspeed_engine.get_global_grad_norm()
-    return {} if norm is None else {"policy": float(norm)}
+    return {} if norm is None else {"policy": torch.as_tensor(float(norm))}
+
+
+def _logged(part: str) -> str:
+    return "train/grad_norm" if part == "policy" else f"train/grad_norm_{part}"
+
+
+def _require_finite(
+    module: L.LightningModule, losses: Sequence[MicroLosses], norms: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise NonFiniteError on all ranks if a number of any rank is not finite. One small collective."""
+    if str(module.trainer.precision).startswith("16"):
+        norms = {}  # the loss scaler of float16 expects infinite gradients now and then, and leaves out such steps
+    numbers = [*(named for _, named in losses), {_logged(part): norm for part, norm in norms.items()}]
+    values = [torch.zeros(()), *(value for named in numbers for value in named.values())]
+    wrong = torch.stack([~value.isfinite().to(module.device) for value in values]).sum()
+    if not int(ranks.sum_over_ranks(wrong)):
+        return
+    found = [f"{name} is {float(v)}" for named in numbers for name, v in named.items() if not v.isfinite()]
+    suspects = [t.name for rows, named in losses if not all(v.isfinite() for v in named.values()) for t in rows]
+    batch = [t.name for rows, _ in losses for t in rows]
+    parameters = ((name, getattr(p, "ds_tensor", p)) for name, p in module.named_parameters())  # ZeRO-3: its shard
+    damaged = [name for name, parameter in parameters if not parameter.isfinite().all()]
+    by_rank = ranks.gather_objects((found, suspects, batch, damaged))
+    merged = (list(dict.fromkeys(itertools.chain(*lists))) for lists in zip(*by_rank, strict=True))
+    raise NonFiniteError(_explain(module.trainer.fit_loop.total_batch_idx + 1, *merged))
+
+
+def _explain(iteration: int, found: list[str], suspects: list[str], batch: list[str], damaged: list[str]) -> str:
+    advice = "all parameters are finite: look at these trajectories, lower model.lr or set trainer.precision to 32-true"
+    if damaged:
+        advice = f"not finite are the parameters {_first(damaged)}: start from an undamaged model"
+    return (
+        f"iteration {iteration}: {', '.join(found)}; expected finite numbers, so the optimiser step was left out. "
+        f"Trajectories {_first(suspects or batch)}; {advice}, or continue from an earlier checkpoint (RESUME=last)"
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 @contextmanager

@@ -121,16 +121,23 @@ class SupervisedModule(PolicyModule):
             validated(losses)
 
     def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
-        batch = collate([t for t in trajectories if not t.failed_by_infrastructure], self.device)
+        usable = [t for t in trajectories if not t.failed_by_infrastructure]
+        batch = collate(usable, self.device)
         tokens = ranks.sum_over_ranks(batch.mask.sum())
         metrics = StepMetrics()
-        rows = range(len(batch.lengths))
-        for group, length in scoring.plan(batch, rows, self.micro_batch_tokens, self.packing):
+        losses: list[optimisation.MicroLosses] = []
+        for group, length in scoring.plan(batch, range(len(usable)), self.micro_batch_tokens, self.packing):
             columns = self.token_losses(batch.rows(group, length))
-            optimisation.backward(self, columns["loss"].sum() / tokens.clamp(min=1))
+            loss = columns["loss"].sum() / tokens.clamp(min=1)
+            optimisation.backward(self, loss)
+            losses.append(([usable[i] for i in group], {"train/loss": loss.detach()}))
             for name, values in columns.items():
                 metrics.mean(f"train/{name}", values.sum(), values.numel())
-        self._step(metrics, idle=not bool(tokens > 0))
+        optimizer, scheduler = optimisation.only(self)
+        metrics.maximum("train/lr", optimizer.param_groups[0]["lr"])
+        idle = not bool(tokens > 0)
+        optimisation.step(self, {"policy": self.policy}, self.max_grad_norm, losses, metrics, idle)
+        scheduler.step()
         metrics.mean("train/tokens", batch.mask.sum(), 1.0 / ranks.world_size())
         reduced = metrics.reduce() | getattr(getattr(self.trainer, "datamodule", None), "batch_metrics", {})
         self.after_step(reduced)
@@ -139,14 +146,3 @@ class SupervisedModule(PolicyModule):
     def after_step(self, metrics: dict[str, float]) -> None:
         """For schedules that depend on the loss: called after every optimiser step with its metrics, which are the
         same on every rank; what is added to them is logged."""
-
-    def _step(self, metrics: StepMetrics, idle: bool) -> None:
-        optimizer, scheduler = optimisation.only(self)
-        norms = optimisation.clip_gradients(self, {"policy": self.policy}, self.max_grad_norm)
-        metrics.maximum("train/lr", optimizer.param_groups[0]["lr"])
-        with optimisation.paused(optimizer, idle):
-            optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        for norm in (norms or optimisation.engine_norm(self)).values():
-            metrics.maximum("train/grad_norm", norm)

@@ -56,6 +56,17 @@ def test_no_room_says_so_and_leaves_the_previous_export(tmp_path, model_dir, fil
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_weights_that_are_not_finite_leave_the_previous_export(tmp_path, model_dir):
+    policy = AutoModelForCausalLM.from_pretrained(model_dir)
+    write_folder(policy, policy_state(policy), tmp_path / "model", str(model_dir))
+    with torch.no_grad():
+        policy.model.embed_tokens.weight[3, 1] = float("nan")  # of a token in no batch: no loss shows it
+    with pytest.raises(ValueError, match="not finite: 1 of 12800 numbers of model.embed_tokens.weight"):
+        write_folder(policy, policy_state(policy), tmp_path / "model", str(model_dir))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.embed_tokens.weight.isfinite().all()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_best_weights_are_exported_and_the_last_checkpoint_keeps_the_last(trainer_for, tmp_path, model_dir):
     evaluations = [[WRONG, WRONG], [RIGHT, RIGHT], [RIGHT, WRONG], [RIGHT, RIGHT]]  # the second is best: ties lose
     module, data = make_learner(model_dir, evaluations)

@@ -344,9 +344,7 @@ def test_a_failure_moves_no_other_trajectory_to_another_step(model_dir, teacher_
     seen = []
     module = dgpo(model_dir, teacher_dir, mini_batches=2)
     step = module._mini_batch
-    module._mini_batch = lambda batch, notes, weights, index, optimizer: (
-        seen.append(index) or step(batch, notes, weights, index, optimizer)
-    )
+    module._mini_batch = lambda batch, notes, weights, index: seen.append(index) or step(batch, notes, weights, index)
     fit(module, [[failed, *rows[1:]]])
     assert seen == [[1], [0, 2]]  # rows of the batch that is left: 1, 2, 3
 
