@@ -76,7 +76,8 @@ class EngineProcess:
             backend: dotted path of a class with the methods `worker.py` calls, built there with ``options``.
             hang_s: seconds without a sign of life, while it starts or has work to do, after which the child counts as
                 hung. Signs are answers, and one a second: all through the start, then between steps.
-            restarts: starts anew within an hour, at most; then requests fail with the reason.
+            restarts: restarts per hour, at most; then requests fail with the reason. An exception before the first
+                answer is not followed by a restart, which would repeat it.
         """
         if threads < 1:
             raise ValueError(f"threads is {threads}; the engine's process needs at least 1")
@@ -95,6 +96,7 @@ class EngineProcess:
         self._reviving: threading.Thread | None = None
         self._died_asleep: str | None = None  # why; it is started anew when it is needed
         self._closing = threading.Event()
+        self._has_sampled = False  # whether a child has ever answered a request
         self._wanted = False  # the latest was ended by `restart`
         self._start_s = 0.0  # seconds that the first start took
         self._asked: dict[int, _Asked] = {}  # by number, in the order in which they were sent
@@ -315,7 +317,9 @@ class EngineProcess:
     def _note(self, asked: _Asked) -> None:
         """What the child holds after it has done what it was asked."""
         kind, _, *content = asked.message
-        if kind == "wake_up":
+        if kind == "generate":
+            self._has_sampled = True
+        elif kind == "wake_up":
             self._asleep = tuple(part for part in self._asleep if part != content[0])
         elif kind == "transfer" and content[0] == "init_weight_transfer_engine":
             self._connected = self._spawned
@@ -426,12 +430,14 @@ class EngineProcess:
         self.forget()
 
     def _ended(self, child: Child) -> None:
-        """In the thread of a child that is gone."""
+        """Restart the engine or give it up. Runs in the ended child's reader thread."""
         with self._lock:
             self._up = False
             if self._closing.is_set():
                 return
-            if self._asleep and not self._asked:  # its memory is in use: another would find none
+            if child.trace is not None and not self._has_sampled:  # a restarted child would repeat the exception
+                self._fail(EngineGone(f"the engine died before it answered a request: {child.describe_death()}"))
+            elif self._asleep and not self._asked:  # its memory is in use: another would find none
                 self._died_asleep = child.describe_death()
                 logger.warning("the engine died asleep: %s. It is started anew when it is woken", self._died_asleep)
             else:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from rollout.engines.base import SamplingParams, WeightsLost
+from rollout.engines.base import EngineGone, SamplingParams, WeightsLost
 from rollout.engines.vllm_engine import VLLMEngine
 from rollout.engines.weights import files as weight_files
 from rollout.engines.weights import ipc
@@ -223,6 +223,39 @@ def test_a_child_that_dies_again_and_again_is_given_up_with_the_reason():
                 assert "\n" not in str(outcome)
             with pytest.raises(InfrastructureError, match="exit code 3"):
                 await engine.generate([1], ONE)
+
+    run(main())
+
+
+@pytest.mark.parametrize("fails_to_load", [False, True])
+def test_an_exception_before_the_first_answer_ends_the_engine_without_a_restart(fails_to_load, caplog):
+    async def main():
+        async with started(echo(restarts=3, fails_to_load=fails_to_load)) as engine:
+            first = engine.pid
+            message = "^the engine died before it answered a request: an exception in its process: "
+            message += "ValueError: it failed half-way$" if fails_to_load else "ZeroDivisionError: thirteen$"
+            with pytest.raises(EngineGone, match=message):
+                if fails_to_load:
+                    await push_weights(engine, [("weight", torch.ones(2, 2))], 1)
+                else:
+                    await engine.generate([13], ONE)
+            assert engine.pid == first and engine.gone
+
+    run(main())
+    assert not any("started anew" in record.message for record in caplog.records)
+
+
+@pytest.mark.slow
+def test_an_exception_after_an_answer_is_followed_by_a_restart():
+    async def main():
+        async with started(echo(restarts=1)) as engine:
+            first = engine.pid
+            await engine.generate([1], ONE)
+            poison = asyncio.ensure_future(engine.generate([13], ONE))
+            while engine.pid == first:
+                await asyncio.sleep(0.001)
+            poison.cancel()
+            assert (await engine.generate([2], ONE)).token_ids == (2,)
 
     run(main())
 
