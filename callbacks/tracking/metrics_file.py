@@ -58,7 +58,8 @@ class MetricsFile:
         if values:
             self._last |= {name: (step, value) for name, value in values.items()}
             line = {"step": step, "ms": time.time_ns() // 1_000_000, "metrics": values}
-            rest = memoryview(f"{json.dumps(line, ensure_ascii=False)}\n".encode())
+            text = f"{json.dumps(line, ensure_ascii=False)}\n"
+            rest = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair as JSON's own \\ud83d
             while rest:  # a full disk may take a part before it refuses
                 rest = rest[self._file.write(rest) :]
 

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile
-from callbacks.tracking.mlflow_run import MLflowRun
+from callbacks.tracking.mlflow_run import MLflowRun, is_refusal
 from callbacks.tracking.run_info import RunStopped
 from callbacks.tracking.run_parameters import parameters
 from retrieval.types import one_line
@@ -125,9 +125,9 @@ class Sender:
             try:
                 self._jobs[0](self.run)
             except Exception as error:
-                if getattr(error, "error_code", "") != "INVALID_PARAMETER_VALUE":
+                if not is_refusal(error):
                     raise
-                self.warn(error)  # which another attempt would not change
+                self.warn(error)
             self._jobs.popleft()
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from callbacks.tracking.mlflow_names import mlflow_name, storable
 from rollout.trajectory import CallOutcome, ToolCall, Trajectory
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class TraceWriter:
         self._tokenizer = tokenizer
 
     def write(self, name: str, trajectory: Trajectory, tags: dict[str, str]) -> None:
-        """One trace. Of a trajectory are known its seconds and those of each call: a turn is given the rest of the time
-        by its share of the sampled tokens, and the calls of one turn start together.
+        """Write one trace. A trajectory knows its seconds and those of each call. Turns share the other time by their
+        sampled tokens, and the calls of one turn start together.
 
         Args:
             tags: of the trace, beside task, data source, stop reason, reward and the reward's parts.
@@ -50,7 +51,8 @@ class TraceWriter:
         at = end - round(trajectory.seconds * NS)
         with _own_random_state():
             inputs = {"question": task.question, "gold": list(task.golden_answers)}
-            root = self._start_trace(name, span_type="AGENT", inputs=inputs, tags=tags, start_time_ns=at)
+            taken = {mlflow_name(tag): storable(value) for tag, value in tags.items()}
+            root = self._start_trace(name, span_type="AGENT", inputs=inputs, tags=taken, start_time_ns=at)
             for number, seconds in enumerate(_turn_seconds(trajectory)):
                 at = self._write_turn(root, trajectory, number, at, at + round(seconds * NS))
             if reward is not None:

@@ -69,7 +69,8 @@ def read_own(path: Path, columns: Mapping[str, str]) -> OwnRows:
         if found.rows and theirs not in there:
             raise DatasetError(f"{path}: no column '{theirs}' (columns.{ours}); the file has: {', '.join(there)}")
     pairs = zip(found.rows, found.lines, strict=True)
-    found.rows = [_ours(row, columns, f"{path.stem}_{line}", path.stem, there) for row, line in pairs]
+    name = path.stem.encode(errors="backslashreplace").decode()  # a file's name may have bytes that are no text
+    found.rows = [_ours(row, columns, f"{name}_{line}", name, there) for row, line in pairs]
     return found
 
 

@@ -18,6 +18,7 @@ from experiments.registry.columns import columns_of
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
+from retrieval.types import one_line
 
 BOOKKEEPING = ("config.yaml", "stage.json", "log", "traceback.txt")
 
@@ -66,31 +67,45 @@ def ui(args: argparse.Namespace, context: RunContext) -> None:
 
 @command("metrics", "bring into MLflow what its database lacks of an experiment's runs", COMPARE)
 def metrics(args: argparse.Namespace, context: RunContext) -> None:
-    """For every folder of the experiment, and of the stages it depends on, that has a metrics.jsonl, whatever its seed
-    and settings. Runs that the store does not know are made anew. Raises ExperimentError where it takes nothing."""
+    """Import every folder with a metrics.jsonl of the experiment and of the stages it depends on, whatever its seed and
+    settings. A run that the store does not know is created. A run that cannot be imported is named, and the others
+    follow.
+
+    Raises:
+        ExperimentError: the store takes nothing, or a run was left out.
+    """
     import sqlite3
 
     from mlflow.exceptions import MlflowException
 
     from callbacks.tracking.metrics_file import METRICS_FILE
+    from callbacks.tracking.mlflow_run import is_refusal
 
     outputs, uri = context.project.outputs, default_tracking_uri(context.project.outputs)
     names = [stage.name for stage in make_graph(context).plan(compare=context.compare)]
     folders = [path.parent for name in names for path in sorted((outputs / name).glob(f"*/{METRICS_FILE}"))]
     if not folders:
         raise ExperimentError(f"no run of '{context.target}' has a {METRICS_FILE} in {outputs}: make train first")
+    left_out = 0
     for folder in folders:
         try:
-            print(f"  {context.project.relative(folder)}: {import_run(StageFolder(folder), uri, outputs)}", flush=True)
-        except (MlflowException, sqlite3.Error, OSError) as error:
-            raise ExperimentError(
-                f"MLflow ({uri}) takes nothing: {str(error).strip().splitlines()[0]}. Another process may hold it; a "
-                "broken database can be moved away, and the same command makes another"
-            ) from None
+            said = import_run(StageFolder(folder), uri, outputs)
+        except (MlflowException, sqlite3.Error, OSError, yaml.YAMLError) as error:
+            reason = one_line(error)[:200]
+            of_folder = isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(folder)
+            if not (is_refusal(error) or of_folder or isinstance(error, yaml.YAMLError)):
+                raise ExperimentError(
+                    f"MLflow ({uri}) takes nothing: {reason}. Another process may hold it; a broken database can be "
+                    "moved away, and the same command makes another"
+                ) from None
+            said, left_out = f"left out: {reason}", left_out + 1
+        print(f"  {context.project.relative(folder)}: {said}", flush=True)
+    if left_out:
+        raise ExperimentError(f"left out {left_out} of {len(folders)} runs, for the reasons above")
 
 
 def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
-    """Bring parameters, data sets, metrics and, for a run made anew, pages into MLflow; returns what was done."""
+    """Send parameters, data sets and metrics to MLflow, and pages where the run is created. Returns a summary."""
     from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
     from callbacks.tracking.mlflow_run import MLflowRun
     from callbacks.tracking.run_parameters import parameters
@@ -101,7 +116,8 @@ def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
     text, result = store.config_path.read_text(), store.result()
     config, rows = yaml.safe_load(text), read_metrics(store.path / METRICS_FILE)
     given = {"experiment_name": "compact_agents", "run_name": store.path.name, "artifact_location": None, "tags": None}
-    given |= {key: value for key, value in config["trainer"]["logger"]["init_args"].items() if key in given}
+    logger = config["trainer"]["logger"].get("init_args") or {}
+    given |= {key: value for key, value in logger.items() if key in given}
     run = MLflowRun(**given, tracking_uri=uri, folder=store.path)
     client = run.open(rows[0].ms if rows else None)
     if run.made or result is not None:

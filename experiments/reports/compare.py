@@ -1,14 +1,17 @@
-"""Reads runs recorded in MLflow: one table of what they ended with, and their history."""
+"""Reads runs recorded in MLflow: a table of their last values, and their history."""
 
 from __future__ import annotations
 
 import fnmatch
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from callbacks.tracking.mlflow_names import mlflow_name
 from callbacks.tracking.run_info import SQLITE, default_tracking_uri
 
 if TYPE_CHECKING:
@@ -73,8 +76,13 @@ def _row(run: Any) -> dict[str, Any]:
         "run": run.info.run_name,
         "status": run.info.status,
         "seconds": (end - run.info.start_time) / 1000 if end else None,
-        **{f"metrics.{k}": v for k, v in run.data.metrics.items()},
+        **{f"metrics.{k}": _stored(v) for k, v in run.data.metrics.items()},
     }
+
+
+def _stored(value: float) -> float:
+    """A metric's value: MLflow's databases keep the largest finite number in place of an infinite one."""
+    return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value
 
 
 def history_frame(client: MlflowClient, runs: Mapping[str, str], metrics: Sequence[str]) -> pl.DataFrame:
@@ -85,10 +93,10 @@ def history_frame(client: MlflowClient, runs: Mapping[str, str], metrics: Sequen
         runs: run id -> name.
     """
     rows = [
-        {"run_id": run_id, "run": name, "metric": metric, "step": m.step, "value": m.value, "at": m.timestamp}
+        {"run_id": run_id, "run": name, "metric": metric, "step": m.step, "value": _stored(m.value), "at": m.timestamp}
         for run_id, name in runs.items()
         for metric in metrics
-        for m in client.get_metric_history(run_id, metric)
+        for m in client.get_metric_history(run_id, mlflow_name(metric))
     ]
     frame = pl.DataFrame(rows, schema=HISTORY_SCHEMA | {"at": pl.Int64}).sort("at", maintain_order=True)
     last = frame.unique(["run_id", "metric", "step"], keep="last", maintain_order=True)
@@ -116,7 +124,7 @@ def compare(
     from rich.table import Table
 
     frame = runs_frame(open_store(tracking_uri or default_tracking_uri(Path(outputs))), experiment, names)
-    measured = {f"metrics.{m}": m for m in metrics if f"metrics.{m}" in frame.columns}
+    measured = {c: m for m in metrics if (c := f"metrics.{mlflow_name(m)}") in frame.columns}
     rows = frame.select("run", "status", "seconds", *measured).rename(measured)
     table = Table(title="runs")
     for name in ("", *rows["run"]):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from callbacks.tracking.mlflow_names import storable
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.keys import HASHES, KEY_LENGTH, PathHasher
 
@@ -48,7 +49,7 @@ def dataset_inputs(config: Mapping[str, Any], outputs: Path) -> Iterator[Dataset
             for file, rows in counted:
                 yield DatasetInput(
                     Dataset(
-                        name=benchmark or _name(file.absolute(), outputs.absolute()),
+                        name=storable(benchmark or _name(file.absolute(), outputs.absolute())),
                         digest=hasher(file)[:KEY_LENGTH],
                         source_type="local",
                         source=json.dumps({"uri": str(file)}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from mlflow import MlflowClient
 
 from callbacks.tracking import mlflow_logger
 
@@ -35,3 +36,11 @@ def trainer_for(tmp_path: Path):
         return L.Trainer(callbacks=callbacks, **(defaults | options))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store: its tables take a while to make."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    MlflowClient(uri).search_experiments()
+    return uri

@@ -10,7 +10,6 @@ import sqlite3
 import lightning as L
 import pytest
 import torch
-from mlflow import MlflowClient
 from torch.utils.data import DataLoader
 
 from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile, read_metrics
@@ -71,14 +70,6 @@ def fit(trainer_for, folder, module, uri, resume=False, every=1):
 
 def logged(folder):
     return [(row.step, dict(row.metrics)) for row in read_metrics(folder / METRICS_FILE)]
-
-
-@pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    """A store: its tables take a while to make."""
-    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
-    MlflowClient(uri).search_experiments()
-    return uri
 
 
 def expected():

@@ -55,6 +55,7 @@ def test_a_run_has_parameters_tags_and_data_sets(store, tmp_path, monkeypatch):
         logger = MLflowLogger("tiny", "grpo_tiny-seed3", uri, save_dir=str(store.path))
         log_configuration(SimpleNamespace(loggers=[logger], is_global_zero=True), store)
         logger.log_hyperparams({"lr": 1.0, "clip": 0.2})  # the module's own: the first is in the configuration
+        logger.flush()
     run = open_store(uri).get_run(logger.run_id)
 
     params, train = run.data.params, tmp_path / "world_tiny/key0/train.parquet"

@@ -18,6 +18,7 @@ data: {class_path: d.A}
 trainer:
   logger: {class_path: x.Logger, init_args: {experiment_name: tiny, run_name: x-seed0}}
 """
+ODD = {"test/em/a+b": 0.25, "test/em/ab": 0.75, "test/em/问题": 0.5}
 
 
 @pytest.fixture
@@ -35,15 +36,25 @@ def done(workshop):
 
 
 def test_a_lost_run_is_made_anew_and_what_is_there_is_not_sent_again(workshop, run_here, done):
-    for said in ("3 values sent, to a run that was made anew", "0 values sent\n"):
+    MetricsFile(done.path / METRICS_FILE).append(ODD, 3)
+    for said in ("6 values sent, to a run that was made anew", "0 values sent\n"):
         imported = run_here("metrics", "x")
         assert imported.returncode == 0 and said in imported.stdout, imported
+    (spoilt := done.path.with_name("0") / METRICS_FILE).parent.mkdir()  # before the run in the order of their names
+    spoilt.write_text("")
+    imported = run_here("metrics", "x")
+    assert imported.returncode == 2 and "left out 1 of 2 runs" in imported.stderr, imported
+    assert "x/0: left out:" in imported.stdout and "0 values sent" in imported.stdout
     client = open_store(f"sqlite:///{workshop.project.outputs}/mlflow.db")
     run = client.get_run((done.path / RUN_ID_FILE).read_text().strip())
     assert run.data.params["model.lr"] == "0.5" and run.data.tags["commit"] == "abc"
     assert (run.info.status, run.info.run_name, run.info.end_time) == ("FINISHED", "x-seed0", 2_000_000_000_000)
     history = history_frame(client, {run.info.run_id: "x"}, ["train/loss"])
     assert list(zip(history["step"], history["value"], strict=True)) == [(0, 1.0), (1, 0.75), (2, 0.5)]
+    workshop.write("x", FIT.replace("a run", f"a run, columns: [{', '.join(name[5:] for name in ODD)}]"))
+    compared = run_here("compare", "x")
+    cells = [line.replace("\u2502", " ").split() for line in compared.stdout.splitlines()]
+    assert all([name, f"{value:g}"] in cells for name, value in ODD.items()), compared
 
 
 def test_refusals_in_one_line(workshop, run_here, done):

@@ -45,6 +45,12 @@ def test_ids_sources_and_answers_of_the_file_are_kept(tmp_path):
     assert load_tasks(written(tmp_path / "q.jsonl", rows), columns={}) == [Task("7", "q", ("1", "one"), "sums")]
 
 
+def test_the_name_of_a_file_is_a_data_source_whatever_its_bytes(tmp_path):
+    named = {"问题": "问题", "a+b": "a+b", "half \udcff": r"half \udcff"}
+    found = [load_tasks(written(tmp_path / f"{name}.jsonl", ROWS[:1]), columns=MAPPING)[0] for name in named]
+    assert [(t.data_source, t.id) for t in found] == [(source, f"{source}_1") for source in named.values()]
+
+
 def test_a_mapping_wins_over_a_column_that_has_our_name(tmp_path):
     rows = [{"question": "in German", "english": "in English", "golden_answers": "x"}]
     [task] = load_tasks(written(tmp_path / "q.jsonl", rows), columns={"question": "english"})
