@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import pickle
 import shutil
@@ -16,6 +17,7 @@ WRITERS_SAY = ("PytorchStreamWriter", "unexpected pos", "iostream error", "No sp
 UNREADABLE = (  # what torch.load makes of damaged bytes
     OSError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, UnicodeError, pickle.UnpicklingError,
 )  # fmt: skip
+REPLACED = ".replaced"  # what ``set_aside`` adds to a name
 
 
 class DiskFullError(OSError):
@@ -105,12 +107,20 @@ def recover_folder(target: Path) -> None:
             os.rename(old, target)
 
 
+def set_aside(path: Path, suffix: str) -> Path:
+    """Rename ``path`` to the first free name among ``<name><suffix>``, ``<name><suffix>2``, ...; returns that name."""
+    names = (path.with_name(f"{path.name}{suffix}{number}") for number in itertools.chain([""], itertools.count(2)))
+    aside = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, aside)
+    return aside
+
+
 def link_atomically(link: Path, target_name: str) -> None:
-    """Make the symbolic link ``link`` (in the same folder) point at ``target_name``, replacing what it was in one
-    step. A real file or folder of that name, left by another program, is removed first."""
+    """Make the symbolic link ``link`` point at ``target_name`` in the same folder, in one step. A real file or folder
+    of the link's name is renamed to ``<name>.replaced``."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}.link")
     remove(temporary)
     temporary.symlink_to(target_name)
-    if link.is_dir() and not link.is_symlink():
-        remove(link)
+    if link.exists() and not link.is_symlink():
+        set_aside(link, REPLACED)
     os.replace(temporary, link)

@@ -1,23 +1,52 @@
-"""The checkpoints in a stage's folder: which to continue from, and what becomes of a damaged one. Without torch."""
+"""The checkpoints in a stage's folder: which one a run continues from, and where a damaged one goes. Without torch."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
 from rollout.digests import DigestError, check_digests, list_path
-from rollout.files import link_atomically, remove
+from rollout.files import link_atomically, remove, set_aside
 
 FOLDER = "checkpoints"
-PATTERN = "iteration-*.ckpt"  # names sort by iteration
-LAST, BEST = "last.ckpt", "best.ckpt"  # symbolic links
+NAME = re.compile(r"iteration-(\d{8,})\.ckpt")
+LAST, BEST = "last.ckpt", "best.ckpt"  # symbolic links, for people: a run looks at the checkpoints themselves
 BAD = ".bad"
+
+
+def iteration_of(path: Path) -> int | None:
+    """The iteration that a checkpoint's name holds; None for any other name."""
+    found = NAME.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def numbered(stage: Path) -> list[Path]:
+    """The checkpoints that ``IterationCheckpoint`` has written, newest first."""
+    named = [(iteration_of(path), path) for path in (Path(stage) / FOLDER).glob("*.ckpt")]
+    return [path for _, path in sorted(((n, path) for n, path in named if n is not None), reverse=True)]
+
+
+def usable(stage: Path) -> list[Path]:
+    """The checkpoints that a run may continue from, newest first. ``last.ckpt`` counts, after the numbered ones, where
+    it is a file (a copy that follows links makes one) or a link to another name."""
+    found, last = numbered(stage), Path(stage) / FOLDER / LAST
+    return [*found, *([last] if last.exists() and last.resolve() not in [path.resolve() for path in found] else [])]
+
+
+def anything_saved(stage: Path) -> list[Path]:
+    """Every file, folder and link among the checkpoints but half-written ones and digests: renamed, set aside, too."""
+    folder = Path(stage) / FOLDER
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in found if not path.name.startswith(".") and not path.name.endswith(".sha256")]
 
 
 def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Path | None:
     """The checkpoint to continue a stage from (or its best one), None when there is none yet."""
-    link = Path(stage) / FOLDER / f"{which}.ckpt"
+    if which == "last":
+        return next(iter(usable(stage)), None)
+    link = Path(stage) / FOLDER / BEST
     return link if link.exists() else None
 
 
@@ -35,23 +64,20 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def settle_checkpoints(stage: Path) -> list[str]:
-    """Compare the last checkpoint with its digests. One that differs, or is gone, is set aside under a name of its own,
-    and ``last.ckpt`` links to the newest of the others that is whole.
+    """Find the newest checkpoint that agrees with its digests, and link ``last.ckpt`` to it. Newer ones, which do not
+    agree, are renamed.
 
     Returns:
-        a line for each that cannot be used; empty where the last one can, or where there is none at all.
+        A line for each checkpoint that was renamed or that only the link knows; empty where the newest checkpoint is
+        whole, or where nothing was ever saved.
 
     Raises:
-        DigestError: there are checkpoints, and none can be used; all are left as they are.
+        DigestError: something was saved, but no checkpoint can be used; the folder is left as it is.
     """
-    folder = Path(stage) / FOLDER
-    link = folder / LAST
-    if not os.path.lexists(link):
-        return []
-    last = Path(os.path.realpath(link)).name
-    older = sorted((path for path in folder.glob(PATTERN) if path.name < last), reverse=True)
-    bad: dict[Path, str] = {}
-    for path in (folder / last, *older):
+    folder, bad = Path(stage) / FOLDER, dict[Path, str]()
+    linked = Path(os.path.realpath(folder / LAST))
+    gone = (folder / LAST).is_symlink() and not linked.exists()
+    for path in usable(stage):
         try:
             if not path.exists():
                 raise DigestError(f"{path} is missing", "")
@@ -59,24 +85,28 @@ def settle_checkpoints(stage: Path) -> list[str]:
         except DigestError as error:
             bad[path] = error.found
             continue
-        if bad:
-            link_atomically(link, path.name)
         for other in bad:
             _set_aside(other)
-        return [f"{found}; set aside as *{BAD}, {path.name} is used instead" for found in bad.values()]
-    if not older and not link.exists():
-        return []
-    raise DigestError(f"no checkpoint can be used: {'; '.join(bad.values())}", "FRESH=1 starts the stage anew")
+        if path.name != LAST and linked != path.resolve():
+            link_atomically(folder / LAST, path.name)
+        lines = [f"{found}; set aside as *{BAD}, {path.name} is used instead" for found in bad.values()]
+        return [*lines, f"{linked} is missing; {path.name} is used instead"] if gone else lines
+    if others := [path.name for path in anything_saved(stage) if path not in bad]:
+        bad[folder] = f"{folder} has {', '.join(others)}, expected iteration-<8 digits>.ckpt"
+    if bad:
+        raise DigestError(
+            f"no checkpoint can be used: {'; '.join(bad.values())}",
+            "Give a renamed checkpoint its name back, or start the stage from the beginning with FRESH=1",
+        )
+    return []
 
 
 def _set_aside(path: Path) -> None:
-    aside = path.with_name(path.name + BAD)
-    remove_checkpoint(aside)
     digests = list_path(path)
-    if path.is_file() and digests.is_file():
-        os.rename(digests, list_path(aside))
-    if path.exists():
-        os.rename(path, aside)
+    is_file = path.is_file()
+    aside = set_aside(path, BAD)
+    if is_file and digests.is_file():
+        os.replace(digests, list_path(aside))
     best = path.with_name(BEST)
     if best.is_symlink() and not best.exists():
         best.unlink()  # the next better validation makes another

@@ -23,8 +23,9 @@ from callbacks.training.checkpoint_files import (
     BEST,
     FOLDER,
     LAST,
-    PATTERN,
     find_checkpoint,
+    iteration_of,
+    numbered,
     remove_checkpoint,
     size_of,
 )
@@ -77,10 +78,10 @@ def set_seeds(seed: int) -> None:
 class IterationCheckpoint(Checkpoint):
     """Saves the whole training state after iterations, so that ``kill -9`` costs at most ``every_n_iterations``.
 
-    ``checkpoints/iteration-<n>.ckpt`` (a folder under DeepSpeed) is written under a temporary name, renamed, and only
-    then ``checkpoints/last.ckpt``, a symbolic link, is moved onto it in one step; what is older than the one before is
-    deleted last. ``best.ckpt`` links to the checkpoint with the best monitored value in the same way. The SHA-256 of
-    the files are written with each; of the two, the last may be damaged (``settle_checkpoints``).
+    Each save writes ``checkpoints/iteration-<n>.ckpt`` (a folder under DeepSpeed) under a temporary name, renames it,
+    and links ``last.ckpt`` to it. Then it deletes the checkpoints that are older than the previous one, except the best
+    by the monitored value, to which ``best.ckpt`` links. The links are for people: a run continues from the newest
+    checkpoint that agrees with its SHA-256 (``settle_checkpoints``), and a checkpoint knows the best one's name.
 
     What makes the continuation exact: weights, optimiser, schedulers, loop progress (Lightning), the data module's
     ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank; and how far the
@@ -116,6 +117,7 @@ class IterationCheckpoint(Checkpoint):
         self.monitor = monitor
         self.mode = mode
         self.best_score: float | None = None
+        self._best: str | None = None  # the checkpoint with that score
         self.seconds = 0.0  # spent saving so far; throughput.py reads it
         self._saved: int | None = None  # iterations done at the last save
         self._rng_states: list[dict[str, Any]] | None = None  # read from a checkpoint, by rank
@@ -190,26 +192,38 @@ class IterationCheckpoint(Checkpoint):
     # --- what -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rng": gather_objects(rng_state()), "best_score": self.best_score, "logged": self._logged}
+        best = {"best_score": self.best_score, "best": self._best, "monitor": (self.monitor, self.mode)}
+        return {"rng": gather_objects(rng_state()), "logged": self._logged, **best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rng_states = state_dict["rng"]
-        self.best_score = state_dict["best_score"]
+        self._best = state_dict.get("best")
+        if state_dict.get("monitor", (self.monitor, self.mode)) == (self.monitor, self.mode):
+            self.best_score = state_dict["best_score"]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Let metrics go on where the checkpoint was written. Raises ValueError where Lightning would start the data
-        anew without a word: it keeps their state by class."""
+        """Let metrics continue from where the checkpoint was written.
+
+        Raises:
+            ValueError: the checkpoint was written by another data module, of which Lightning would silently restore
+                nothing; or its name has another iteration than its content.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
         data = trainer.datamodule  # type: ignore[attr-defined]
         name = type(data).__qualname__
-        if trainer.state.fn == TrainerFn.FITTING and data is not None and data.state_dict() and name not in checkpoint:
+        if data is not None and data.state_dict() and name not in checkpoint:
             raise ValueError(
                 f"the checkpoint holds no position in the data of a {name}: it was written with another data module. "
                 "Resume with that one, or start anew"
             )
-        if trainer.state.fn == TrainerFn.FITTING:
-            logged = checkpoint["callbacks"].get(self.state_key, {}).get("logged", ())
-            for logger, position in zip(_metric_loggers(trainer), logged, strict=False):
-                logger.rewind(position)
+        path = Path(trainer.ckpt_path or "").resolve()
+        done = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
+        if iteration_of(path) not in (None, done):
+            raise ValueError(f"{path} holds iteration {done}: it was renamed. Give it its own number, or remove it")
+        logged = checkpoint["callbacks"].get(self.state_key, {}).get("logged", ())
+        for logger, position in zip(_metric_loggers(trainer), logged, strict=False):
+            logger.rewind(position)
 
     # --- how --------------------------------------------------------------------------------------------------
 
@@ -219,6 +233,7 @@ class IterationCheckpoint(Checkpoint):
         iteration = self._iterations(trainer)
         target = folder / f"iteration-{iteration:08d}.ckpt"
         temporary = folder / f".{target.name}.tmp"
+        self._best = target.name if best else self._best
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
             remove(temporary)
@@ -234,7 +249,7 @@ class IterationCheckpoint(Checkpoint):
             remove(temporary)
             raise DiskFullError(no_room_message(target, self._intact(folder))) from error
         if trainer.is_global_zero:
-            self._publish(temporary, target, best, digests)
+            self._publish(temporary, target, digests)
         trainer.strategy.barrier("checkpoint written")
         self._saved = iteration
         self.seconds += time.perf_counter() - start
@@ -244,12 +259,11 @@ class IterationCheckpoint(Checkpoint):
         folder = target.parent
         if (last := find_checkpoint(folder.parent)) is None:
             return
-        needed = size_of(last)
-        spare = [path for path in sorted(folder.glob(PATTERN)) if path.name not in _linked(folder)]
+        needed, spare = size_of(last), self._superseded(target)
         while (stat := os.statvfs(folder)).f_bavail * stat.f_frsize < needed:
             if not spare:
                 raise DiskFullError(no_room_message(target, self._intact(folder)))
-            remove_checkpoint(spare.pop(0))
+            remove_checkpoint(spare.pop())
 
     def _intact(self, folder: Path) -> str:
         previous = find_checkpoint(folder.parent)
@@ -259,29 +273,29 @@ class IterationCheckpoint(Checkpoint):
             else "There is no earlier checkpoint of this stage."
         )
 
-    def _publish(self, temporary: Path, target: Path, best: bool, digests: dict[str, str]) -> None:
+    def _superseded(self, target: Path) -> list[Path]:
+        """Checkpoints older than the one before ``target``, newest first, without the best one."""
+        best = {self._best, (target.parent / BEST).resolve().name}
+        older = [path for path in numbered(target.parent.parent) if path.name < target.name]
+        return [path for path in older[1:] if path.name not in best]
+
+    def _publish(self, temporary: Path, target: Path, digests: dict[str, str]) -> None:
         folder = target.parent
-        kept = {target.name, *([last.resolve().name] if (last := find_checkpoint(folder.parent)) else [])}
         remove_checkpoint(target)
         if temporary.is_dir():
             write_list(temporary, digests)
         else:
             write_list(target, dict(zip((target.name,), digests.values(), strict=True)))
         os.rename(temporary, target)
-        if best:
-            link_atomically(folder / BEST, target.name)
+        if self._best is not None and (folder / self._best).exists():
+            link_atomically(folder / BEST, self._best)
         link_atomically(folder / LAST, target.name)
-        for path in folder.glob(PATTERN):
-            if path.name not in kept | _linked(folder):
-                remove_checkpoint(path)
+        for path in self._superseded(target):
+            remove_checkpoint(path)
 
 
 def _metric_loggers(trainer: L.Trainer) -> list[MLflowLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, MLflowLogger)]
-
-
-def _linked(folder: Path) -> set[str]:
-    return {link.resolve().name for link in (folder / LAST, folder / BEST) if link.exists()}
 
 
 def _digests(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:

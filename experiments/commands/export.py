@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from callbacks.training.checkpoint_files import FOLDER, find_checkpoint
 from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import TRUST, find_model, is_model_folder
 from experiments.launch import runner
@@ -61,13 +62,13 @@ def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trus
     """The model folder or checkpoint that is asked for. Raises ExperimentError if there is none."""
     store = StageFolder(stage.folder)
     if checkpoint in OWN:
-        path = stage.folder / "checkpoints" / f"{checkpoint}.ckpt"
-        if not path.exists():
-            raise ExperimentError(f"'{stage.name}' has no {checkpoint} checkpoint ({context.project.relative(path)})")
+        if (path := find_checkpoint(stage.folder, checkpoint)) is None:
+            folder = context.project.relative(stage.folder / FOLDER)
+            raise ExperimentError(f"'{stage.name}' has no {checkpoint} checkpoint in {folder}")
         return path
     if checkpoint is not None:
         return find_model(context, checkpoint, trust)
-    if store.result() is None and store.checkpoint.exists():
+    if store.result() is None and store.checkpoint is not None:
         raise ExperimentError(
             f"'{stage.name}' is not done; its last checkpoint can be exported: make export EXP={stage.name} CKPT=last"
         )

@@ -167,9 +167,9 @@ def clean(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def can_be_resumed(folder: Path) -> bool:
-    """Whether an unfinished stage has left a checkpoint, or as a task anything that another attempt may find."""
+    """Whether an unfinished stage has saved weights, or as a task has files that another attempt may find."""
     store = StageFolder(folder)
-    if store.checkpoint.exists() or not store.config_path.is_file():
-        return store.checkpoint.exists()
+    if store.has_weights() or not store.config_path.is_file():
+        return store.has_weights()
     task = yaml.safe_load(store.config_path.read_text())["experiment"]["kind"] == "task"
     return task and any(path.name not in BOOKKEEPING for path in folder.iterdir())

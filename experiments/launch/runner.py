@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import sys
 import tempfile
 import time
@@ -209,10 +208,9 @@ def make_stage(
         require_inputs(stage, context.project.root)
         if stage.kind == "fit" and not fresh:
             _settle(stage)
-        resume = stage.kind == "fit" and store.checkpoint.exists() and not fresh
+        resume = not fresh and stage.kind == "fit" and store.checkpoint
         if resume:
-            checkpoint_path = context.project.relative(store.checkpoint)
-            print(f"  continuing from {checkpoint_path} (FRESH=1 would start anew)", flush=True)
+            print(f"  continuing from {context.project.relative(resume)} (FRESH=1 would start anew)", flush=True)
         metadata = {
             "name": stage.name,
             "key": stage.key,
@@ -222,22 +220,24 @@ def make_stage(
             "checkpoint": str(checkpoint.absolute()) if checkpoint else None,
         }
         # Tasks find what an earlier attempt at the very same configuration has left, and may continue from there.
-        keep = resume or (stage.kind == "task" and not fresh and store.path.exists())
+        keep = bool(resume) or (stage.kind == "task" and not fresh and store.path.exists())
         metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name)
         for other in closure([stage]) if keep else closure(stage.upstream):
             earlier = StageFolder(other.folder).metadata().get("retrievers") or {}
             retriever_identity.require_same(other.name, earlier, metadata["retrievers"])
-        store.prepare(stage, metadata, keep=keep)
+        if earlier := store.prepare(stage, metadata, keep=keep):
+            print(f"  earlier weights stay in {context.project.relative(earlier)} until the stage is done", flush=True)
         store.lock.update(prepared=True, commit=commit())
         try:
-            run_stage(stage, context, watch_nodes(store, ranks_of(stage.config).nodes), fork_server)
+            try:
+                run_stage(stage, context, watch_nodes(store, ranks_of(stage.config).nodes), fork_server)
+            finally:
+                seconds = store.end_session() if store.metadata() else 0.0
         except StageFailed as failure:
             _require_folder(stage, store, context)
             if failure.exit_code == REFUSED and not keep:
-                shutil.rmtree(stage.folder)
+                store.undo_prepare()
             raise
-        finally:
-            seconds = store.end_session() if store.metadata() else 0.0
         _require_folder(stage, store, context)
         store.finish(_result(stage, store, context, seconds))
 

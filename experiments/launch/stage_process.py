@@ -61,7 +61,7 @@ def _require_success(stage: Stage, store: StageFolder, context: RunContext, chil
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
         hint = " (killed from outside, perhaps for lack of memory)" if child.returncode == -9 else ""
         how = child.trouble or f"{how}{hint}"
-        saved = store.checkpoint.exists()
+        saved = store.checkpoint is not None
         again = context.resume_command(resume=saved or stage.kind == "task")  # a task may have finished parts
         verb = "continue" if saved else "try again"
         raise StageFailed(f"{stage.name} failed: {how}. Its log: {log}. To {verb}: {again}", 1)

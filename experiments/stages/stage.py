@@ -118,9 +118,8 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
     watch_from_the_start(trainer)
     log_configuration(trainer, store)
     if config["experiment"]["kind"] == "fit":
-        checkpoint = str(store.checkpoint) if store.checkpoint.exists() else None
         gc.freeze()  # libraries and models stay: the collector need not walk them whenever trajectories pile up
-        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        trainer.fit(model, datamodule=data, ckpt_path=store.checkpoint)
         if has_test(data):
             trainer.test(model, datamodule=data, verbose=False)
         else:

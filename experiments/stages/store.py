@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +23,15 @@ from typing import Any
 import yaml
 
 from callbacks.training import stop_request
+from callbacks.training.checkpoint_files import FOLDER, anything_saved, find_checkpoint
 from experiments.registry.files import read_json
 from experiments.stages.graph import Stage
 from rollout.digests import files_of, write_digests
-from rollout.files import write_atomically
+from rollout.files import REPLACED, remove, set_aside, write_atomically
 
 HANDED_ON = (".parquet", ".jsonl", ".csv")
-OWN_FOLDERS = ("checkpoints", "model", "index")  # have digests of their own; an index records the sizes of its files
+MODEL = "model"
+OWN_FOLDERS = (FOLDER, MODEL, "index")  # have digests of their own; an index records the sizes of its files
 
 
 class Lock:
@@ -100,8 +101,9 @@ class StageFolder:
         return Lock(self.path.with_name(self.path.name + ".lock"))
 
     @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoints" / "last.ckpt"
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint, None if there is none."""
+        return find_checkpoint(self.path)
 
     @property
     def evaluation(self) -> Path:
@@ -115,14 +117,15 @@ class StageFolder:
             return None
 
     def state(self) -> str:
-        """``done``, ``running``, ``interrupted`` (can be resumed), ``unfinished`` (will start anew) or ``missing``."""
+        """``done``, ``running``, ``interrupted`` (has checkpoints), ``unfinished`` (starts from the beginning) or
+        ``missing``."""
         if self.result() is not None:
             return "done"
         if not self.path.is_dir():
             return "missing"
         if self.lock.owner() is not None:
             return "running"
-        return "interrupted" if self.checkpoint.exists() else "unfinished"
+        return "interrupted" if anything_saved(self.path) else "unfinished"
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
@@ -130,19 +133,30 @@ class StageFolder:
         path = self.path / "stage.json"
         return read_json(path) if path.is_file() else {}
 
-    def prepare(self, stage: Stage, metadata: dict[str, Any], *, keep: bool) -> None:
-        """Write config.yaml and stage.json and open a session. ``keep=False`` empties the folder first."""
-        if not keep and self.path.exists():
-            shutil.rmtree(self.path)
+    def has_weights(self) -> bool:
+        """Whether there are checkpoints, whole or not, or an exported model."""
+        return bool(anything_saved(self.path)) or (self.path / MODEL).exists()
+
+    def prepare(self, stage: Stage, metadata: dict[str, Any], *, keep: bool) -> Path | None:
+        """Write config.yaml and stage.json and open a session. ``keep=False`` begins with an empty folder: it renames
+        a folder with weights, which stays until ``finish``, and deletes any other.
+
+        Returns:
+            the new name of a renamed folder.
+        """
+        renamed = None if keep or not self.has_weights() else set_aside(self.path, REPLACED)
+        if not keep:
+            remove(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         sessions = self.metadata().get("sessions", [])
         if sessions and sessions[-1]["ended"] is None:  # killed: it lived at least until its last checkpoint
-            end = self.checkpoint.stat().st_mtime if self.checkpoint.exists() else sessions[-1]["started"]
+            end = self.checkpoint.stat().st_mtime if self.checkpoint else sessions[-1]["started"]
             sessions[-1]["ended"] = max(end, sessions[-1]["started"])
         sessions.append({"started": time.time(), "ended": None})
         stop_request.forget(self.path)
         write_atomically(self.config_path, yaml.safe_dump(stage.config, sort_keys=False, allow_unicode=True))
         write_atomically(self.path / "stage.json", json.dumps({**metadata, "sessions": sessions}, indent=2))
+        return renamed
 
     def end_session(self) -> float:
         """Close the session; returns the seconds of all sessions together."""
@@ -151,12 +165,26 @@ class StageFolder:
         write_atomically(self.path / "stage.json", json.dumps(metadata, indent=2))
         return sum(s["ended"] - s["started"] for s in metadata["sessions"])
 
+    def undo_prepare(self) -> None:
+        """Delete the folder, and give a folder that ``prepare`` renamed its name back."""
+        remove(self.path)
+        if earlier := self._replaced():
+            os.rename(earlier[-1], self.path)
+
+    def _replaced(self) -> list[Path]:
+        """Folders that ``prepare`` renamed, oldest first."""
+        found = self.path.parent.glob(f"{self.path.name}{REPLACED}*")
+        numbered = {path.name.partition(REPLACED)[2] or "1": path for path in found}
+        return [numbered[number] for number in sorted(filter(str.isdigit, numbered), key=int)]
+
     def finish(self, result: dict[str, Any]) -> None:
-        """Digests of the tables, then the done marker."""
+        """Write the digests of the tables, then the done marker; delete what this stage replaces."""
         own = [self.path / name for name in OWN_FOLDERS]
         tables = [file for file in files_of(self.path) if file.suffix in HANDED_ON]
         write_digests(self.path, [file for file in tables if not any(map(file.is_relative_to, own))])
         write_atomically(self.path / "result.json", json.dumps(result, indent=2))
+        for earlier in self._replaced():
+            remove(earlier)
 
 
 def _try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:

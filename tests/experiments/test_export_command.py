@@ -60,7 +60,7 @@ def test_the_last_checkpoint_of_an_interrupted_run(trained, tmp_path, capsys):
     with pytest.raises(ExperimentError, match="'sft' is not done; .* make export EXP=sft CKPT=last"):
         run(context, tmp_path / "a")
     assert same_weights(policy_state(run(context, tmp_path / "b", "last")), weights)
-    assert "checkpoints/last.ckpt to" in capsys.readouterr().out
+    assert "checkpoints/iteration-00000004.ckpt to" in capsys.readouterr().out
     half = policy_state(run(context, tmp_path / "c", "last", "bfloat16"))
     assert same_weights(half, {name: weight.to(torch.bfloat16) for name, weight in weights.items()})
     assert "(iteration-00000004.ckpt) were not tested" in (tmp_path / "c" / "README.md").read_text()

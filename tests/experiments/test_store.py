@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from experiments.registry.project import ROOT
 from experiments.stages.store import StageFolder
 
@@ -25,6 +27,12 @@ def hold_lock(folder):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "locked\n"
     return holder
+
+
+def write(path, text=""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
@@ -52,8 +60,12 @@ def test_states(workshop):
     assert store.state() == "missing"
     store.prepare(stage, {"arguments": []}, keep=False)
     assert store.state() == "unfinished"
-    store.checkpoint.parent.mkdir()
-    store.checkpoint.touch()
+    for name in (".iteration-00000001.ckpt.tmp", "iteration-00000001.ckpt.sha256"):
+        write(store.path / "checkpoints" / name)
+    assert store.state() == "unfinished"
+    write(store.path / "checkpoints" / "renamed.ckpt")
+    assert store.state() == "interrupted" and store.checkpoint is None
+    assert write(store.path / "checkpoints" / "iteration-00000001.ckpt") == store.checkpoint
     assert store.state() == "interrupted"
     holder = hold_lock(stage.folder)
     try:
@@ -70,8 +82,7 @@ def test_sessions_add_up_and_a_killed_one_counts_to_its_last_checkpoint(workshop
     stage = workshop.graph("x").target()
     store = StageFolder(stage.folder)
     store.prepare(stage, {}, keep=False)
-    store.checkpoint.parent.mkdir()
-    store.checkpoint.touch()
+    write(store.path / "checkpoints" / "iteration-00000001.ckpt")
     began = store.metadata()["sessions"][0]["started"]
     os.utime(store.checkpoint, (began + 100, began + 100))
     store.prepare(stage, {}, keep=True)  # the first session never ended
@@ -79,6 +90,28 @@ def test_sessions_add_up_and_a_killed_one_counts_to_its_last_checkpoint(workshop
     seconds = store.end_session()
     assert 100.04 < seconds < 110
     assert len(store.metadata()["sessions"]) == 2
+
+
+@pytest.mark.parametrize(
+    "weights", ["checkpoints/iteration-00000001.ckpt", "checkpoints/a.ckpt.bad", "model/x.safetensors"]
+)
+def test_a_folder_with_weights_stays_until_the_next_is_done(workshop, weights):
+    workshop.task("x")
+    stage = workshop.graph("x").target()
+    store = StageFolder(stage.folder)
+    mine = write(stage.folder.with_name(f"{stage.key}.replaced-by-me"))
+    for text in ("first", "second"):
+        assert store.prepare(stage, {}, keep=False) == (
+            stage.folder.with_name(f"{stage.key}.replaced") if text == "second" else None
+        )
+        write(stage.folder / weights, text)
+    assert store.prepare(stage, {}, keep=False) == stage.folder.with_name(f"{stage.key}.replaced2")
+    assert not (stage.folder / weights).exists()
+    store.undo_prepare()
+    assert (stage.folder / weights).read_text() == "second"
+    assert store.prepare(stage, {}, keep=False) is not None and store.prepare(stage, {}, keep=False) is None
+    store.finish({"seconds": 1})
+    assert sorted(path.name for path in stage.folder.parent.iterdir()) == [stage.key, mine.name]
 
 
 def test_preparing_afresh_empties_the_folder(workshop):

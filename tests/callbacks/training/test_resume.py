@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -241,11 +242,88 @@ def test_from_the_checkpoint_before_a_damaged_one_the_weights_are_the_same(train
     else:
         last.unlink()
     [line] = settle_checkpoints(folder)
-    assert last.name in line and "set aside as *.bad, iteration-00000004.ckpt is used instead" in line
+    what = "is missing" if how == "gone" else "set aside as *.bad"
+    assert last.name in line and what in line and "iteration-00000004.ckpt is used instead" in line
     assert ("iteration-00000005.ckpt.bad" in names_in(folder)) == (how != "gone")
     rest, _ = run(trainer_for, folder, Noisy(), resume=True)
     assert rest.seen == straight.seen[4:] and torch.equal(weights(rest), weights(straight))
     assert settle_checkpoints(folder) == []
+
+
+LINKS = {  # what became of last.ckpt, or of the checkpoints: the iteration to continue from
+    "missing": ("rm last.ckpt", 5),
+    "both missing": ("rm last.ckpt best.ckpt", 5),
+    "dangling": ("ln -sfn iteration-00000099.ckpt last.ckpt", 5),
+    "a loop": ("ln -sfn last.ckpt last.ckpt", 5),
+    "killed before it was moved": ("ln -sfn iteration-00000004.ckpt last.ckpt", 5),
+    "a damaged one": ("truncate -s -1 iteration-00000005.ckpt", 4),
+    "missing, and a damaged one": ("rm last.ckpt; truncate -s 9 iteration-00000005.ckpt", 4),
+    "missing, and a damaged list": ("rm last.ckpt; truncate -s 9 iteration-00000005.ckpt.sha256", 4),
+    "a text, as on a disk without links": ("rm last.ckpt; echo iteration-00000004.ckpt > last.ckpt", 5),
+    "a copy, as of tools that follow links": ("cp --remove-destination iteration-00000005.ckpt last.ckpt", 5),
+    "one was renamed": ("mv iteration-00000005.ckpt mine.ckpt", 4),
+    "half a checkpoint": ("touch .iteration-00000006.ckpt.tmp iteration-00000006.ckpt.sha256", 5),
+    "only a copy called last": ("rm last.ckpt; cp iteration-00000005.ckpt last.ckpt; rm iteration-*", None),
+    "a link to another name": (
+        "mv iteration-00000005.ckpt mine.ckpt; ln -sfn mine.ckpt last.ckpt; rm iteration-*",
+        None,
+    ),
+}
+
+
+def test_a_resume_looks_at_the_checkpoints_not_at_the_link(trainer_for, tmp_path, straight):
+    with pytest.raises(Crash):
+        run(trainer_for, tmp_path / "crash", Noisy(crash_at=5))
+    for name, (command, iteration) in LINKS.items():
+        folder = shutil.copytree(tmp_path / "crash", tmp_path / name, symlinks=True)
+        subprocess.run(command, shell=True, check=True, cwd=folder / "checkpoints")
+        before = {path.stat().st_size for path in (folder / "checkpoints").iterdir() if path.exists()}
+        lines = settle_checkpoints(folder)
+        found = find_checkpoint(folder)
+        assert found.name == (f"iteration-{iteration:08d}.ckpt" if iteration else "last.ckpt"), name
+        assert settle_checkpoints(folder) == [] and find_checkpoint(folder) == found, lines
+        assert found.resolve() == (folder / "checkpoints" / "last.ckpt").resolve(), name
+        assert {path.stat().st_size for path in (folder / "checkpoints").iterdir() if path.exists()} >= before
+    for name in ("missing", "only a copy called last", "a text, as on a disk without links"):
+        rest, _ = run(trainer_for, tmp_path / name, Noisy(), resume=True)
+        assert rest.seen == straight.seen[5:] and torch.equal(weights(rest), weights(straight))
+
+
+@pytest.mark.parametrize(
+    "command", ["mv iteration-00000001.ckpt mine.ckpt", "rm iteration-*", "rm -r *; touch mine.ckpt.bad"]
+)
+def test_what_cannot_be_used_is_refused_and_left(trainer_for, tmp_path, command):
+    with pytest.raises(Crash):
+        run(trainer_for, tmp_path, Noisy(crash_at=1))
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path / "checkpoints")
+    before = names_in(tmp_path)
+    with pytest.raises(DigestError, match=r"no checkpoint can be used: .*expected iteration-<8 digits>.*FRESH=1"):
+        settle_checkpoints(tmp_path)
+    assert names_in(tmp_path) == before
+
+
+def test_the_best_checkpoint_is_kept_without_its_link_and_other_names_are_never_removed(trainer_for, tmp_path):
+    with pytest.raises(Crash):
+        run(trainer_for, tmp_path, Noisy(crash_at=5))
+    folder = tmp_path / "checkpoints"
+    (folder / "best.ckpt").unlink()
+    shutil.copy(folder / "iteration-00000004.ckpt", folder / "iteration-mine.ckpt")
+    shutil.copy(folder / "iteration-00000004.ckpt", folder / "iteration-00000099.ckpt")  # newer than the run will be
+    with pytest.raises(ValueError, match=r"00000099.ckpt holds iteration 4: it was renamed"):
+        run(trainer_for, tmp_path, Noisy(), resume=True)
+    (folder / "iteration-00000099.ckpt").rename(folder / "99.ckpt")
+    run(trainer_for, tmp_path, Noisy(), resume=True)
+    assert names_in(tmp_path) == ["99.ckpt", "best.ckpt", *saved(4, 7, 8), "iteration-mine.ckpt", "last.ckpt"]
+    assert find_checkpoint(tmp_path, "best").resolve().name == "iteration-00000004.ckpt"
+
+
+def test_another_monitor_begins_with_a_best_of_its_own(trainer_for, tmp_path):
+    checkpoint = IterationCheckpoint(monitor="val/em")
+    checkpoint.best_score, checkpoint._best = 0.9, "iteration-00000004.ckpt"
+    for monitor, score in (("val/em", 0.9), ("val/loss", None)):
+        other = IterationCheckpoint(monitor=monitor)
+        other.load_state_dict(checkpoint.state_dict())
+        assert (other.best_score, other._best) == (score, "iteration-00000004.ckpt")
 
 
 def test_where_no_checkpoint_is_whole_all_stay_and_the_best_is_no_worse(trainer_for, tmp_path):

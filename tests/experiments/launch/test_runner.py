@@ -143,6 +143,51 @@ def test_a_refused_restart_keeps_what_an_interrupted_task_has_made(workshop, run
     assert (folder / "chunk").exists()
 
 
+FIT = """experiment: {kind: fit}
+model: {class_path: tests.experiments.toy_modules.Walk}
+data: {class_path: tests.experiments.toy_modules.Noise}
+"""
+
+
+def test_no_command_erases_a_checkpoint_that_it_has_not_replaced(workshop, run_here, monkeypatch):
+    workshop.write("a", FIT)
+    store = StageFolder(workshop.graph("a").target().folder)
+    folder, seen = store.path / "checkpoints", []
+    monkeypatch.setattr("experiments.launch.runner.require_needs", lambda *_: None)
+
+    def train(code, *words, saves=None):
+        def run_stage(stage, *_):
+            seen.append(store.checkpoint and store.checkpoint.read_text())
+            if saves:
+                folder.mkdir(exist_ok=True)
+                (folder / "iteration-00000001.ckpt").write_text(saves)
+            if code:
+                raise StageFailed("", code)
+
+        monkeypatch.setattr("experiments.launch.runner.run_stage", run_stage)
+        done = run_here("train", "a", *words)
+        assert done.returncode == code, done
+        return done
+
+    train(1, saves="first")
+    (folder / "iteration-00000001.ckpt").rename(folder / "mine.ckpt")
+    assert "nothing to continue" not in train(2, "--resume", "last").stdout
+    assert "(can be resumed)" in run_here("clean").stdout and (folder / "mine.ckpt").exists()
+    (folder / "mine.ckpt").rename(folder / "iteration-00000001.ckpt")
+    assert "continuing from" in train(1, "--resume", "last").stdout and seen[-1] == "first"
+    assert ".replaced until the stage is done" in train(REFUSED, "--fresh").stdout and seen[-1] is None
+    assert store.checkpoint.read_text() == "first", "refused before anything was made: as if it had not been asked for"
+    train(1, "--fresh")
+    train(1)
+    assert seen[-1] is None, "FRESH=1 holds for the attempts after it"
+    train(1, "--fresh", saves="second")
+    [earlier] = store.path.parent.glob("*.replaced*")
+    assert "(can be resumed)" in run_here("clean").stdout
+    assert (earlier / "checkpoints" / "iteration-00000001.ckpt").read_text() == "first"
+    train(0)
+    assert seen[-1] == "second" and [path.name for path in store.path.parent.glob("*/")] == [store.path.name]
+
+
 def test_ctrl_c_says_how_to_continue(chain):
     workshop, journal = chain
     workshop.task("a", "text: A, seconds: 30")
