@@ -19,6 +19,7 @@ from rollout.trajectory import (
     Trajectory,
     TrajectoryPrefix,
     Turn,
+    finite_number,
 )
 from rollout.versions import Runs, merged, recorded, runs_of
 
@@ -141,7 +142,8 @@ class RunningTrajectory:
         )
 
     def credit(self, reward: float) -> None:
-        """What the environment gave for the last turn."""
+        """Add the environment's reward of the last turn. Raises RewardError unless it is a finite number."""
+        reward = finite_number(reward, f"the reward of turn {len(self.turns)}")
         self.environment_reward = (self.environment_reward or 0.0) + reward
         self.turns[-1] = dataclasses.replace(self.turns[-1], reward=reward)
 

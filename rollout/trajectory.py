@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from numbers import Number
+from typing import Any, Protocol, cast
 
+from retrieval.types import one_line
 from rollout.versions import Runs, runs_of
 
 
@@ -57,11 +60,16 @@ class CallOutcome(StrEnum):
 
 
 EXECUTED = frozenset({CallOutcome.OK, CallOutcome.EMPTY, CallOutcome.ERROR, CallOutcome.TIMEOUT})
+LARGEST = 3.4e38  # about the largest float32
 ENDED_HERE = "the trajectory ended here"  # begins the detail of calls that no tool was asked for: its turn was the last
 
 
 class InfrastructureError(RuntimeError):
     """A service under the rollout failed (retriever down, engine dead). Never the policy's fault."""
+
+
+class RewardError(ValueError):
+    """A reward is not a finite number. Ends the run, unlike an ``InfrastructureError``: it would come back."""
 
 
 class PermanentFailure(InfrastructureError):
@@ -169,10 +177,56 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """``total`` enters the objective; ``parts`` are logged (em, f1, format, ...)."""
+    """``total`` enters the objective; ``parts`` are logged (em, f1, format, ...). All are kept as Python floats.
+
+    Raises:
+        RewardError: on construction, if the total or a part is not a finite number (see ``finite_number``).
+    """
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", finite_number(self.total, "the total"))
+        if not isinstance(self.parts, Mapping) or not all(isinstance(name, str) for name in self.parts):
+            raise RewardError(f"the parts are {_shown(self.parts)}; expected a dict from names to finite numbers")
+        parts = {name: finite_number(value, f"the part {name!r}") for name, value in self.parts.items()}
+        object.__setattr__(self, "parts", parts)
+
+
+def finite_number(value: Any, what: str) -> float:
+    """Convert a number, or a scalar of numpy or torch, to a float. Booleans count as 0 and 1.
+
+    Args:
+        value: of any type.
+        what: its name in the error.
+
+    Raises:
+        RewardError: it is not a number, NaN, infinite, or above the largest float32, the type of advantages.
+    """
+    number = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    if isinstance(number, Number) and not isinstance(number, complex):
+        try:
+            if abs(found := float(cast("Any", number))) <= LARGEST:
+                return found
+        except (OverflowError, ValueError):  # an int without end, a signalling NaN
+            pass
+    raise RewardError(f"{what} is {_shown(value)}; expected a finite number")
+
+
+@contextmanager
+def scored_by(source: object, trajectory: Any) -> Iterator[None]:
+    """Name the reward or environment, and the trajectory (``group`` and ``index``), in RewardErrors of the block."""
+    try:
+        yield
+    except RewardError as error:
+        name = getattr(source, "__name__", type(source).__name__)  # an environment may be its class
+        raise RewardError(f"{name}, trajectory {trajectory.group}/{trajectory.index}: {error}") from error
+
+
+def _shown(value: object) -> str:
+    text = one_line(repr(value))
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from rollout.trajectory import (
     Trajectory,
     TrajectoryPrefix,
     Turn,
+    scored_by,
 )
 
 logger = logging.getLogger(__name__)
@@ -155,20 +156,26 @@ class AgentLoop:
         """
         began = time.monotonic()
         state = RunningTrajectory(task, group, index, key=index if key is None else key)
+        with scored_by(self.environment, state):
+            reason = await self._run(state, request, start, at)
+            return state.finish(reason, time.monotonic() - began)
+
+    async def _run(
+        self, state: RunningTrajectory, request: Request, start: TrajectoryPrefix | None, at: int
+    ) -> StopReason:
         try:
-            environment = self.environment(task, tools_enabled=request.mode is PromptMode.AGENT)
+            environment = self.environment(state.task, tools_enabled=request.mode is PromptMode.AGENT)
             try:
                 await self._open(state, environment, request, start, at)
-                reason = await self._play(state, environment, request)
+                return await self._play(state, environment, request)
             finally:
                 await environment.close()
         except EngineGone:
             raise
         except InfrastructureError as error:
-            logger.warning("trajectory %s/%d failed by infrastructure: %s", group, index, error)
+            logger.warning("trajectory %s/%d failed by infrastructure: %s", state.group, state.index, error)
             self.failures.append(str(error))
-            reason = StopReason.INFRASTRUCTURE
-        return state.finish(reason, time.monotonic() - began)
+            return StopReason.INFRASTRUCTURE
 
     async def _open(
         self,

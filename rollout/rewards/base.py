@@ -7,9 +7,9 @@ import contextlib
 import os
 import threading
 from collections import deque
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
-from rollout.trajectory import Reward, Trajectory
+from rollout.trajectory import Reward, Trajectory, finite_number, scored_by
 
 THREADS = min(32, (os.cpu_count() or 1) + 4)  # that score at once: those of a loop's executor
 
@@ -18,7 +18,8 @@ class RewardFunction(Protocol):
     def score(self, trajectory: Trajectory) -> Reward:
         """Score a finished trajectory from its parsed answer, calls and task. Prints nothing, draws nothing.
 
-        InfrastructureError where a service fails: the trajectory is then left out, and never given a score for it."""
+        A bare number is accepted as the total (``Scorer``). Raises InfrastructureError where a service fails: the
+        trajectory is then left out, and never given a score for it."""
         ...
 
 
@@ -47,12 +48,24 @@ class Scorer:
     def __init__(self, reward: RewardFunction | AsyncReward) -> None:
         self._asynchronous = reward if isinstance(reward, AsyncReward) else None
         self._reward = reward
-        self._waiting: deque[tuple[Trajectory, asyncio.Future[Reward]]] = deque()
+        self._waiting: deque[tuple[Trajectory, asyncio.Future[Any]]] = deque()
         self._threads = 0
         self._lock = threading.Lock()  # guards the two against each other: what waits has a thread
 
     async def score(self, trajectory: Trajectory) -> Reward:
-        """The trajectory's reward. Raises what the reward raises."""
+        """The trajectory's reward; a bare number is its total.
+
+        Raises:
+            RewardError: the reward returned something else, or a total or part that is not a finite number.
+            Exception: what the reward raises.
+        """
+        with scored_by(self._reward, trajectory):
+            found = await self._answer(trajectory)
+            if isinstance(found, Reward):
+                return Reward(found.total, found.parts)  # checked again: another process may have sent it
+            return Reward(finite_number(found, "the returned value"))
+
+    async def _answer(self, trajectory: Trajectory) -> Any:
         if self._asynchronous is not None:
             return await self._asynchronous.score_async(trajectory)
         loop = asyncio.get_running_loop()
@@ -76,7 +89,7 @@ class Scorer:
                 trajectory, future = self._waiting.popleft()
             if future.cancelled():
                 continue
-            outcome: Reward | BaseException
+            outcome: Any
             try:
                 outcome = reward.score(trajectory)
             except BaseException as error:  # for whoever waits for it
@@ -85,7 +98,7 @@ class Scorer:
                 loop.call_soon_threadsafe(_resolve, future, outcome)
 
 
-def _resolve(future: asyncio.Future[Reward], outcome: Reward | BaseException) -> None:
+def _resolve(future: asyncio.Future[Any], outcome: Any) -> None:
     if future.done():  # cancelled
         return
     if isinstance(outcome, BaseException):

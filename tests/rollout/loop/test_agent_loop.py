@@ -1,9 +1,13 @@
 """One trajectory at a time: what is sampled, what is appended, where it ends."""
 
 import asyncio
+import dataclasses
+import math
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from rollout.engines.base import EngineGone, SamplingParams
 from rollout.environments.base import FirstObservation, StepResult
@@ -16,7 +20,7 @@ from rollout.skills.bank import Selection
 from rollout.skills.injection import Injection, Skills
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
-from rollout.trajectory import ActionKind, CallOutcome, Fork, InfrastructureError, Reward, StopReason
+from rollout.trajectory import ActionKind, CallOutcome, Fork, InfrastructureError, Reward, RewardError, StopReason
 from tests.rollout.scripted import ENGINE_DEAD, EOS, TASK, TextEngine, ToyRetriever, in_turn, search_then_answer
 
 NO_RETRIES = ToolLimits(retries=0)
@@ -399,6 +403,33 @@ def test_environment_ends_and_scores_itself(protocol):
     assert "Question: You stand in a corridor.<|im_end|>" in protocol.decode(trajectory.prompt_ids)
     with pytest.raises(TypeError, match="no resume"):
         run(loop, start=trajectory, at=trajectory.turns[1].start)
+
+
+@pytest.mark.parametrize(
+    ("reward", "success", "message"),
+    [
+        (np.float32(0.5), True, None),
+        (torch.tensor(0.5), np.int64(1), None),
+        (math.nan, 1.0, "the reward of turn 1 is nan; expected a finite number"),
+        ("high", 1.0, "the reward of turn 1 is 'high'; expected a finite number"),
+        (0.5, None, "the part 'success' is None; expected a finite number"),
+        (0.5, math.inf, "the part 'success' is inf; expected a finite number"),
+    ],
+)
+def test_rewards_and_measures_of_environments_are_finite_numbers(protocol, reward, success, message):
+    class Odd(Corridor):
+        async def step(self, action):
+            return dataclasses.replace(await super().step(action), reward=reward, measures={"success": success})
+
+    loop = make_loop(protocol, lambda context, seed: f"forward{EOS}")
+    loop.environment = Odd
+    if message is None:
+        trajectory = run(loop)
+        assert trajectory.reward == Reward(1.0, {"environment": 1.0, "success": 1.0})
+        assert [type(turn.reward) for turn in trajectory.turns] == [float, float]
+        return
+    with pytest.raises(RewardError, match=f"^Odd, trajectory {TASK.id}/0: {message}$"):
+        run(loop)
 
 
 def test_environment_that_cannot_reset_is_infrastructure(protocol):
