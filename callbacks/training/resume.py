@@ -283,9 +283,9 @@ class IterationCheckpoint(Checkpoint):
         folder = target.parent
         remove_checkpoint(target)
         if temporary.is_dir():
-            write_list(temporary, digests)
+            write_list(temporary, digests, target.name)
         else:
-            write_list(target, dict(zip((target.name,), digests.values(), strict=True)))
+            write_list(target, dict(zip((target.name,), digests.values(), strict=True)), target.name)
         os.rename(temporary, target)
         if self._best is not None and (folder / self._best).exists():
             link_atomically(folder / BEST, self._best)

@@ -258,7 +258,7 @@ LINKS = {  # what became of last.ckpt, or of the checkpoints: the iteration to c
     "killed before it was moved": ("ln -sfn iteration-00000004.ckpt last.ckpt", 5),
     "a damaged one": ("truncate -s -1 iteration-00000005.ckpt", 4),
     "missing, and a damaged one": ("rm last.ckpt; truncate -s 9 iteration-00000005.ckpt", 4),
-    "missing, and a damaged list": ("rm last.ckpt; truncate -s 9 iteration-00000005.ckpt.sha256", 4),
+    "missing, and a damaged list": ("rm last.ckpt; truncate -s -1 iteration-00000005.ckpt.sha256", 4),
     "a text, as on a disk without links": ("rm last.ckpt; echo iteration-00000004.ckpt > last.ckpt", 5),
     "a copy, as of tools that follow links": ("cp --remove-destination iteration-00000005.ckpt last.ckpt", 5),
     "one was renamed": ("mv iteration-00000005.ckpt mine.ckpt", 4),
@@ -324,6 +324,19 @@ def test_another_monitor_begins_with_a_best_of_its_own(trainer_for, tmp_path):
         other = IterationCheckpoint(monitor=monitor)
         other.load_state_dict(checkpoint.state_dict())
         assert (other.best_score, other._best) == (score, "iteration-00000004.ckpt")
+
+
+def test_checkpoints_exchanged_with_their_lists_are_not_continued_from(trainer_for, tmp_path):
+    with pytest.raises(Crash):
+        run(trainer_for, tmp_path, Noisy(crash_at=6))
+    for n in ("", ".sha256"):
+        a, b = (tmp_path / "checkpoints" / f"iteration-0000000{i}.ckpt{n}" for i in (5, 6))
+        a.rename(tmp_path / "a")
+        b.rename(a)
+        (tmp_path / "a").rename(b)
+    lines = settle_checkpoints(tmp_path)
+    assert len(lines) == 2 and all("was renamed or exchanged; set aside" in line for line in lines), lines
+    assert find_checkpoint(tmp_path).name == "iteration-00000004.ckpt"
 
 
 def test_where_no_checkpoint_is_whole_all_stay_and_the_best_is_no_worse(trainer_for, tmp_path):
