@@ -33,6 +33,20 @@ def boxed(text: str) -> str | None:
     return None
 
 
+def closing_brace(text: str) -> int | None:
+    r"""Position of the brace that closes the first one opened, escaped ones counted, as released code does; else None.
+
+    >>> closing_brace(r"\{a{b}} c"), closing_brace("a{b")
+    (6, None)
+    """
+    depth = 0
+    for brace in re.finditer("[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0 and brace[0] == "}":
+            return brace.start()
+    return None
+
+
 def unwrapped(answer: str) -> str:
     r"""An answer in words out of LaTeX's ``\text{...}`` (or a font) that holds all of it; any other as it is.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from retrieval.ranges import NonNegativeFloat, PositiveFloat
-from rollout.protocols.boxed import boxed
+from rollout.protocols.boxed import boxed, closing_brace
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.rewards.scoring import exact_match, f1, normalize_answer
 from rollout.tokenizer import load_tokenizer
@@ -36,14 +36,8 @@ def released_boxed(text: str) -> str | None:
     if spaced:
         return rest.partition("$")[0]
     _, found, rest = text.rpartition("\\boxed")
-    if not found or not rest.startswith("{"):
-        return None
-    depth = 0
-    for position, letter in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(letter, 0)
-        if depth == 0:
-            return rest[1:position]
-    return None
+    end = closing_brace(rest) if found and rest.startswith("{") else None
+    return None if end is None else rest[1:end]
 
 
 def format_error(text: str, read: Callable[[str], str | None] = boxed) -> str | None:

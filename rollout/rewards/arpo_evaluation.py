@@ -9,41 +9,52 @@ from collections.abc import Iterable
 from typing import Any
 
 from retrieval.ranges import PositiveFloat
-from rollout.protocols.boxed import boxed
+from rollout.protocols.boxed import closing_brace
 from rollout.rewards.arpo import is_math
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.tokenizer import load_tokenizer
 
 LAST_LINES = 5
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def released_answer(response: str) -> str | None:
-    r"""What the released evaluation takes for the answer of a whole response; None only if the response is blank.
+    r"""The answer that the released evaluation takes from a whole response; None only if the response is blank.
 
-    The last ``<answer>`` block's last ``\boxed{}``, or all of the block; without a block the last box of the response;
-    without either, or where it is empty, the response's last five lines, empty ones not counted. ``\text{}`` is taken
-    off inside of a box. Blocks and boxes that a tool returned count like the model's own, so that a program which
-    prints one after the model's answer, or without any, is paid for it.
+    The last box of the last ``<answer>`` block, or the whole block where the box is missing or empty. Without a block,
+    or if the block has not even a space, the last box of the response; without a box the last five lines of the
+    response, empty ones not counted. Blocks and boxes in tool results count like the model's own: a program that prints
+    one after the model's answer is paid for it.
 
-    >>> released_answer(r"<answer> It is \boxed{\text{Grey} Harbor} </answer>"), released_answer("no idea\n\nnone\n")
+    >>> released_answer(r"<answer> It is \boxed{\text{Grey Harbor}} </answer>"), released_answer("no idea\n\nnone\n")
     ('Grey Harbor', 'no idea\nnone')
     """
-    blocks = _ANSWER.findall(response)
-    content = boxed(blocks[-1] if blocks else response)
-    found = "" if content is None else _TEXT.sub(r"\1", content)
-    if blocks and content is None:
-        found = blocks[-1]
-    if not found.strip():
-        found = "\n".join(response.replace("\n\n", "\n").strip().split("\n")[-LAST_LINES:])
-    return found.strip() or None
+    before, _, _ = response.rpartition("</answer>")
+    _, opened, block = before.rpartition("<answer>")
+    found = _last_box(block.strip()) or block if opened and block else _last_box(response.strip())
+    if not found:
+        found = "\n".join(response.replace("\n\n", "\n").strip().split("\n")[-LAST_LINES:]) or None
+    return found and found.strip()
+
+
+def _last_box(text: str) -> str:
+    r"""Content of the last ``\boxed{}``, out of a ``\text{}`` that begins and ends it; "" without a box. A box without
+    braces of its own (``\boxed 12``), one that is not closed, and the last ``\fbox`` where there is no ``\boxed`` keep
+    their command, and reach to the next closing brace or the end."""
+    start = text.rfind("\\boxed" if "\\boxed" in text else "\\fbox")
+    box = text[start:] if start >= 0 else ""
+    end = closing_brace(box)
+    box = box if end is None else box[: end + 1]
+    for command in ("\\boxed{", "\\text{"):
+        if not (box.startswith(command) and box.endswith("}")):
+            break
+        box = box[len(command) : -1]
+    return box
 
 
 def released_f1(answer: str, golds: Iterable[str], articles: bool = False) -> float:
-    """Highest F1 over the golds of the words between spaces, in lower case and with their punctuation: "Paris." is not
-    "Paris". ``articles``: a, an and the count, too (mathematics)."""
+    """Highest F1 over the golds, of words in lower case with their punctuation: "Paris." is not "Paris". ``articles``:
+    a, an and the count as words (mathematics)."""
     said = Counter(_words(answer, articles))
     best = 0.0
     for gold in golds:
@@ -61,9 +72,9 @@ def _words(text: str, articles: bool) -> list[str]:
 
 
 class ArpoReleasedAnswers:
-    """The released evaluation's answers and scores, for ``Evaluation.answers``: ``released_answer``, ``released_f1``,
-    and an exact match that keeps punctuation, too. Mathematics is math-verify's (released: MATH's comparison of
-    strings, which is stricter).
+    """Score trajectories as the released evaluation does, for ``Evaluation.answers``: ``released_answer``,
+    ``released_f1``, and an exact match that keeps punctuation. Math-verify compares mathematics; the released code
+    compares MATH's strings, which is stricter.
 
     Args:
         tokenizer: Hugging Face folder, to read the response.
@@ -83,7 +94,7 @@ class ArpoReleasedAnswers:
         said = answer or ""
         words = _words(said, math)
         parts = {
-            "em": float(bool(words) and any(words == _words(gold, math) for gold in task.golden_answers)),
+            "em": float(answer is not None and any(words == _words(gold, math) for gold in task.golden_answers)),
             "f1": released_f1(said, task.golden_answers, math),
         }
         if math:

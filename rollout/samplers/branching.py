@@ -125,8 +125,8 @@ class AEPOSampler(BranchingSampler):
     ``lock_step``: m = int(n s) + 1, from 1 to n; the probe is sampled besides the n and thrown away, and its H_root
     is that of its first turn (the released code draws 50 tokens anew). A trajectory forks where
     clip((U + w dH) f, 0, 1) >= tau with a uniform U, that is with probability 1 - tau / f + w dH, where
-    f = max(0, 1 - consecutive_penalty * l) and l counts the rounds in a row that added forks or new roots. The
-    released scripts switch pre-monitoring off.
+    f = max(0, 1 - consecutive_penalty * l) and l counts the earlier rounds that added forks or new roots; a round
+    that adds none leaves it. The released scripts switch pre-monitoring off.
 
     No metric holds the forks decided on at the finished probe (``fixed``), nor the probe's own calls and tokens
     (``lock_step``).

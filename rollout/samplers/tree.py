@@ -167,8 +167,9 @@ class LockStepTree(Tree):
 
     Not followed: the released code takes its rounds over the whole batch of a worker, and keeps the first entropies in
     a store by row of that batch which is never cleared. From the second batch on a trajectory is compared with another
-    prompt's, of another step: measured side by side, forks had probability 0.13 on average there, and 0.50 here. A
-    sampler sees one group, so that neither can be had here.
+    prompt's, of another step: measured side by side, forks had probability 0.13 on average there, and 0.50 here. AEPO's
+    penalty counts the rounds that added trajectories; a round in which only other prompts of the batch get some starts
+    the count again there. A sampler sees one group, so that none of this can be had here.
     """
 
     def __init__(self, rule: BranchingSampler, group: GroupRunner, n: int) -> None:
@@ -177,7 +178,7 @@ class LockStepTree(Tree):
         self._first: dict[int, float] = {}  # entropy of each member's own first segment
         self._latest: dict[int, float] = {}
         self._waiting: dict[int, tuple[RunningView, asyncio.Future[None]]] = {}
-        self._streak = 0  # rounds in a row in which trajectories were added
+        self._streak = 0  # rounds that added trajectories
 
     def make_hooks(self) -> Hooks:
         return Hooks(self.rule.first_tokens, self.rule.top_logprobs, on_turn=self._measure, on_result=self._arrive)
@@ -209,7 +210,7 @@ class LockStepTree(Tree):
             released.set_result(None)
         if not arrived and self.room:
             self.start_root()
-        self._streak = self._streak + 1 if self.room < before else 0
+        self._streak += self.room < before  # the released code resets it only where another prompt's group has grown
 
     def _consider(self, state: RunningView, change: float) -> None:
         probability = self.rule.probability(change, self._streak)

@@ -94,6 +94,23 @@ def test_without_monitoring_it_is_arpo_with_a_penalty(world):
     assert [turn.branch_probability for turn in group[0].turns] == [None, 1.0, 0.0, 1.0]
 
 
+def test_a_lock_step_round_that_adds_nothing_leaves_the_penalty(world):
+    """The probability at the root's r-th result has as many penalties as earlier rounds had forks, in a row or not."""
+    options = {"branch_probability": 0.7, "entropy_weight": 0.0, "variant": "lock_step"}
+    sampler = AEPOSampler(1, pre_monitoring=False, consecutive_penalty=0.1, **options)
+    groups, _, _ = groups_of(world, sampler, always(4), 8, 9)
+    paused = 0
+    for group in groups:
+        first_tree = [i for i, t in enumerate(group) if not any(other.fork is None for other in group[1 : i + 1])]
+        rounds = {sum(turn.end <= group[i].fork.at for turn in group[i].turns) for i in first_tree[1:]}
+        for turn, said in enumerate(one.branch_probability for one in group[0].turns):
+            if said is not None:
+                grown = len([r for r in rounds if r < turn])
+                assert said == pytest.approx(1 - 0.7 / (1 - 0.1 * grown))
+                paused += grown > 0 and turn - 1 not in rounds
+    assert paused > 2, "rounds without a fork after rounds with one"
+
+
 @pytest.mark.parametrize("wrong", [{"monitor_weight": math.inf}, {"consecutive_penalty": 2.0}, {"beam_size": 0}])
 def test_impossible_settings(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
