@@ -8,6 +8,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 
+from rollout.protocols.boxed import closing_brace
+
 BOX = "\\boxed{"
 QUOTES = "'\""
 STRICT_CHARACTERS = (300, 100)  # of the response's end: what the reward passes on, and what the checker looks at
@@ -23,6 +25,7 @@ _CHOICE = re.compile(
 _FENCE = re.compile(r"^[ \t]*```([ \t]*[\w+#.-]+[ \t]*$)?", re.MULTILINE)
 _PYTHON = re.compile("python[0-9]*", re.IGNORECASE)
 _THOUGHT = re.compile("</think>")
+_RELEASED_BLOCK = re.compile("```python\n(.*?)```", re.DOTALL)
 
 
 def without_quotes(answer: str) -> str:
@@ -62,13 +65,10 @@ def strict_box(response: str) -> str | None:
     """
     for characters in STRICT_CHARACTERS:
         response = response[-characters:]
-    _, found, rest = response.rpartition(BOX)
-    depth = 1 if found else 0
-    for position, letter in enumerate(rest if found else ""):
-        depth += {"{": 1, "}": -1}.get(letter, 0)
-        if not depth:
-            return rest[:position]
-    return None
+    start = response.rfind(BOX)
+    box = response[start + len(BOX) - 1 :] if start >= 0 else ""
+    end = closing_brace(box)
+    return None if end is None else box[1:end]
 
 
 def submitted_program(text: str) -> str | None:
@@ -85,6 +85,17 @@ def submitted_program(text: str) -> str | None:
     programs = [text[a:b] for language, a, b in blocks if a >= thoughts and _PYTHON.fullmatch(language)]
     program = textwrap.dedent(programs[-1]).strip("\n") if programs else ""
     return program if program.strip() else None
+
+
+def released_program(response: str) -> str | None:
+    """Content of the last ```python block anywhere in the response, tool results included; None without one. Where the
+    response has a ``</think>``, only the text behind the first one, up to the second, counts.
+
+    Source: SOD, verl/utils/reward_score/livecodebench/code_math.py (compute_score).
+    """
+    _, *rest = response.split("</think>", 2)
+    programs = _RELEASED_BLOCK.findall(rest[0] if rest else response)
+    return programs[-1] if programs else None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, int, int]]:

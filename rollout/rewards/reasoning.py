@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from rollout.rewards.answers import choice_letter, strict_box, submitted_program, without_quotes
+from rollout.rewards.answers import choice_letter, released_program, strict_box, submitted_program, without_quotes
 from rollout.rewards.code.solution_tests import CodeTests, TestOutcome, public_tests
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.tokenizer import load_tokenizer
@@ -85,7 +85,8 @@ class ReasoningReward:
         max_response_tokens: the budget: that of the rollout (``max_response_tokens`` there), tool results included.
         test_concurrency: tests in flight at once, over all trajectories.
         max_timeouts: see ``CodeTests``.
-        code_as_released: see ``CodeTests``, as_released.
+        code_as_released: the program is the last ```python block anywhere in the response (``released_program``),
+            however the trajectory ended; for its tests see ``as_released`` of ``CodeTests``.
         math_timeout_s: see ``mathematics.math_equal``.
 
     Raises:
@@ -184,14 +185,16 @@ class ReasoningReward:
             )
         if not tests:
             raise ValueError(f"{who}, and its metadata has no tests")
-        program = self._submitted(trajectory)
+        program = self._submitted(trajectory, self.code.as_released)
         report = None if program is None else await self.code.run(program, tests)
         outcomes = () if report is None else report.outcomes
         share = report.share_passed if report is not None else 0.0
         parts = {"acc": float(share == 1.0), "answered": float(program is not None), "tests_passed": share}
         return WRONG if report is None or not report.compiles else share, parts | _by_visibility(outcomes, tests)
 
-    def _submitted(self, trajectory: Trajectory) -> str | None:
+    def _submitted(self, trajectory: Trajectory, as_released: bool) -> str | None:
+        if as_released:
+            return released_program(self._decode(trajectory.response_ids, skip_special=True))
         last = trajectory.turns[-1] if trajectory.turns else None
         if last is None or last.action.kind is not ActionKind.ANSWER:
             return None

@@ -28,26 +28,25 @@ class Case:
 def cases(program: str, tests: Mapping[str, Any], as_released: bool) -> list[Case] | list[Assertion]:
     """One per test, in order. ``as_released``: see ``CodeTests``."""
     if "test_code" in tests:
-        rest = tests.get("import_prefix", ""), tests.get("entry_point", "")
-        return [Assertion(program, test, *rest) for test in assertions(tests["test_code"])]
+        prefix, entry_point = tests.get("import_prefix", ""), tests.get("entry_point", "")
+        if not as_released:
+            return [Assertion(program, test, prefix, entry_point) for test in assertions(tests["test_code"])]
+        head, *lines = [line for line in tests["test_code"].split("\n") if line] or [""]
+        scripts = [f"{prefix}{program}\n{head}{line}\ncheck({entry_point})" for line in lines]
+        return [Case(f"whole_program({script!r})", "prefix", lambda _: True, "") for script in scripts]
+    names = [] if tests.get("fn_name") is None else [tests["fn_name"]]
+    call = f"{form(tests, as_released)}({', '.join(map(repr, [program, *names]))})"
+    same = same_ends if as_released else same_output
     pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-    if tests.get("fn_name") is not None:
-        call, same = f"function({program!r}, {tests['fn_name']!r})", same_json
-    elif as_released:
-        call, same = f"whole_program({program!r})", same_ends
-    else:
-        call, same = f"as_main({program!r})", same_output
     return [Case(call, given, lambda said, e=expected: same(said, e), expected) for given, expected in pairs]
 
 
 def form(tests: Mapping[str, Any], as_released: bool) -> str:
     """Name of the function of the harness that runs a solution in these tests."""
-    if "test_code" in tests:
-        return "answer"
     of_functions = tests.get("fn_name") is not None
     if as_released:
         return "function" if of_functions else "whole_program"
-    return "calls" if of_functions else "as_main"
+    return "answer" if "test_code" in tests else "calls" if of_functions else "as_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,8 @@ def _same_numbers(said: str, expected: str) -> bool:
 
 
 def same_ends(said: str, expected: str) -> bool:
-    """Equal but for line breaks at the end, as in the released code."""
-    return readable(said).rstrip("\n") == readable(expected).rstrip("\n")
+    """Equal but for line breaks at the end, as in the released code; ``said`` is as ``Run.output`` has it."""
+    return said.rstrip("\n") == expected.rstrip("\n")
 
 
 def same_json(said: str, expected: str) -> bool:

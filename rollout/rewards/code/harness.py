@@ -4,8 +4,8 @@ a solution, so a solution has nothing to forge.
 
 ``as_main`` and ``calls`` follow LiveCodeBench's own checker (lcb_runner/evaluation/testing_util.py: grade_stdio,
 grade_call_based, MockStdinWithBuffer, reliability_guard), whose verdicts depend on how it runs a solution;
-``whole_program`` and ``function`` are for ``as_released`` of ``CodeTests``; ``judge`` and ``answer`` are the two
-processes of an assertion.
+``whole_program`` and ``function`` follow SOD's released checker (``as_released`` of ``CodeTests``), which runs an
+assertion beside the solution; otherwise ``judge`` and ``answer`` are the two processes of an assertion.
 """
 
 import ast
@@ -18,39 +18,35 @@ import sys
 import types
 
 NAME = "<solution>"  # of the file, in tracebacks
-# What LeetCode's Python has imported, whose starter code solutions of the function format repeat.
-PRELUDE = """
-from bisect import *; from collections import *; from functools import *; from heapq import *; from itertools import *
-from math import *; from typing import *; from builtins import *
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
-"""
-# What LiveCodeBench's checker puts before a solution. The order matters: later names hide earlier ones.
+# What both checkers put before a solution. The order matters: later names hide earlier ones.
 MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys
 json"""
-CHECKER = "\n".join(
+IMPORTS = "\n".join(
     [f"from {name} import *" for name in [*MODULES.split(), "builtins", "typing"]]
-    + [f"import {', '.join(MODULES.split())}", "sys.setrecursionlimit(50000)\n\n"]
+    + [f"import {', '.join(MODULES.split())}\n"]
 )
-# What it takes away from a solution.
+CHECKER = IMPORTS + "sys.setrecursionlimit(50000)\n\n"  # LiveCodeBench's
+# What it takes away from a solution:
 NO_MODULES = "ipdb joblib resource psutil tkinter"
 NO_BUILTINS = "quit help"
 NO_OS = """chdir chmod chown chroot fchdir fchmod fchown fork forkpty getcwd kill killpg lchmod lchown putenv remove
 removedirs rename renames replace rmdir setuid system truncate unlink"""
 
 
-def which_compiles(programs, form):
-    """Print the index of the first one that Python compiles as ``form`` (a name of a function below) makes it; -1 if
-    there is none."""
+def compiles(text, form, name):
+    """Print 1 if Python compiles a solution as ``form`` (a name of a function below) makes it, 0 if not. SOD's checker
+    parses solutions, and no more; it wants a function called ``name`` where there is no class Solution."""
     _silence(2)
-    make = {"as_main": _main_function, "calls": CHECKER.__add__}.get(form, str)
-    for index, text in enumerate(programs):
-        try:
+    try:
+        if form in ("whole_program", "function"):
+            ast.parse(_as_method(text, name) if form == "function" else text)
+        else:
+            make = {"as_main": _main_function, "calls": CHECKER.__add__}.get(form, str)
             compile(make(text), NAME, "exec", dont_inherit=True)
-        except BaseException:  # a syntax error, null characters, nested too deeply, no memory left
-            continue
-        print(index)
-        return
-    print(-1)
+    except BaseException:  # a syntax error, null characters, nested too deeply, no memory left, no such function
+        print(0)
+    else:
+        print(1)
 
 
 def as_main(text):
@@ -58,7 +54,7 @@ def as_main(text):
     standard input. What it wrote to ``sys.stdout`` is the output, however it exits; an exception is a failure. Does
     not return."""
     given = sys.stdin.buffer.read().decode("utf-8", "replace")
-    stdout, namespace = _as_checked(_main_function(text))
+    stdout, run = _as_checked(_main_function(text), "main_function")
     # sys.stdin as modules have it that were imported before the solution began (from sys import stdin)
     lines, early = iter(given.split("\n")), sys.stdin
     early.read, early.readline, early.readlines = lambda *_: given, lambda *_: next(lines), lambda *_: given.split("\n")
@@ -66,7 +62,7 @@ def as_main(text):
     written.close = lambda _: None  # pyright: ignore[reportAttributeAccessIssue]  # close() is a TypeError there
     sys.stdin, sys.stdout = _Stdin(given), written
     try:
-        namespace["main_function"]()
+        run()
     except SystemExit:
         pass
     _write(stdout, written.getvalue())
@@ -106,8 +102,7 @@ def calls(text, name, longest):
     is loaded, then one for each result: JSON, nothing where it cannot equal what JSON says or has more than ``longest``
     characters, "error" for an exception. Does not return."""
     sizes, _, given = sys.stdin.buffer.read().decode("utf-8", "replace").partition("\n")
-    stdout, namespace = _as_checked(CHECKER + text)
-    found = getattr(namespace["Solution"](), name) if "class Solution" in text else namespace[name]
+    stdout, found = _as_checked(CHECKER + text, name)
     _write(stdout, "\n")
     end = 0
     for size in map(int, sizes.split()):
@@ -147,40 +142,61 @@ def _comparable(value):
     raise TypeError
 
 
-def _as_checked(source):
+def _as_checked(source, name):
     """Run a module as LiveCodeBench does: without standard input, without some functions, and not to be imported.
-    Returns a copy of standard output, which is closed for what the module prints, and the names that it defines."""
+    Returns a copy of standard output, which is closed for what the module prints, and the function called ``name``. If
+    the text "class Solution" is anywhere in the source, the function must be a method of a class Solution at the top of
+    the module: a script, whose statements become the body of a function, fails there."""
     stdout, nowhere = _silence(1, 2), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.close(nowhere)
     sys.stdin = open(0, closefd=False)
     for owner, names in ((os, NO_OS), (builtins, NO_BUILTINS)):
-        for name in names.split():
-            setattr(owner, name, None)
-    for name in NO_MODULES.split():
-        sys.modules[name] = None  # pyright: ignore[reportArgumentType]  # so that it is not found
+        for taken in names.split():
+            setattr(owner, taken, None)
+    for taken in NO_MODULES.split():
+        sys.modules[taken] = None  # pyright: ignore[reportArgumentType]  # so that it is not found
     module = types.ModuleType("tmp_sol")
     exec(compile(source, NAME, "exec", dont_inherit=True), module.__dict__)
-    return stdout, module.__dict__
+    return stdout, getattr(module.Solution() if "class Solution" in source else module, name)
 
 
 def whole_program(text):
-    """Run it as a script. Its errors go nowhere, so that the output is what it printed; the exit code tells of them."""
+    """Run a script. Its errors go nowhere, so that the output is what it printed; the exit code tells of them."""
     _silence(2)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
 
 
 def function(text, name):
-    """Call one of its functions, or a method of its class Solution, with the JSON values that standard input holds, one
-    per line; print the result as JSON and nothing else. Does not return."""
-    arguments = [json.loads(line) for line in sys.stdin.read().split("\n") if line.strip()]
-    stdout = _silence(1, 2)
-    namespace = _loaded(PRELUDE, text)
-    owner = namespace.get("Solution")
-    found = getattr(owner(), name) if owner is not None and hasattr(owner, name) else namespace[name]
-    result = json.dumps(found(*arguments), default=_plain, separators=(",", ":"))
-    _write_and_exit(stdout, result)
+    """Run a script; then call what it has imported or defined as ``name``, or else that method of its class Solution.
+    Arguments: what is left of standard input, a JSON value in each line. Prints the result behind what the script
+    printed: lists, dictionaries, tuples, None and booleans as JSON, all else by ``str``. An exception of the call
+    prints nothing, and the exit code is 0."""
+    whole_program(IMPORTS + _as_method(text, name))
+    names, given = sys.modules["__main__"].__dict__, sys.stdin.read()
+    try:
+        arguments = [json.loads(line) for line in given.split("\n")] if given.strip() else []
+        result = (names[name] if name in names else getattr(names["Solution"](), name))(*arguments)
+    except Exception:
+        return
+    as_json = result is None or isinstance(result, (bool, dict, list, tuple))
+    print(json.dumps(result) if as_json else result)
+
+
+def _as_method(text, name):
+    """Source of the solution with its function ``name`` as a method of a class Solution at the end, so that nothing
+    else finds it by its name. Unchanged where "class Solution" is in it."""
+    if "class Solution" in text:
+        return text
+    module, solution = ast.parse(text), ast.parse("class Solution: ...").body[0]
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    parameters = functions[-1].args.args
+    if not (parameters and parameters[0].arg == "self"):
+        parameters.insert(0, ast.arg("self"))
+    solution.body = functions[-1:]  # pyright: ignore[reportAttributeAccessIssue]
+    module.body = [*(node for node in module.body if node not in functions), solution]
+    return ast.unparse(module)
 
 
 def judge():
@@ -405,18 +421,6 @@ def _made(nodes, known, remote, mutable, made=None) -> list:
     if made is not None:
         made += [build(number) for number in range(1, len(nodes))]
     return wanted
-
-
-def _loaded(before, text):
-    """The namespace of a module (not ``__main__``: what a script does at its end is not wanted)."""
-    module = sys.modules["solution"] = types.ModuleType("solution")
-    exec(before, module.__dict__)
-    exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
-    return module.__dict__
-
-
-def _plain(value):
-    return value.tolist() if hasattr(value, "tolist") else str(value)  # NumPy's numbers and arrays
 
 
 def _silence(*descriptors):

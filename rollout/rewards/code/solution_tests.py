@@ -12,8 +12,8 @@ Three forms of tests, as the data sets have them:
 Programs and functions get the verdicts of LiveCodeBench's own checker (lcb_runner/evaluation/testing_util.py), which
 depend on how it runs them (``harness.as_main``, ``harness.calls``): ``exit()``, names that were not imported, deep
 recursion and a function's state from earlier tests are accepted; ``open(0)``, ``for line in sys.stdin``, ``global`` in
-a script and ``quit()`` are not. Unlike there, no test is left out after one that failed, scripts have a process for
-each test, and limits are the runner's.
+a script, ``quit()`` and a script with the text "class Solution" are not. Unlike there, tests after one that failed run,
+too, each test of a script has its own process, and limits are the runner's.
 
 Two outputs of programs are equal if they have as many lines, each equal as a text or as decimal numbers ("1.50" is
 "1.5", "1 2" is not "12"). White space at both ends of lines, empty lines at the ends and what is invisible
@@ -26,8 +26,8 @@ prints or exits with changes no verdict. What is not data (and no object of a cl
 process: the test can call it, iterate over it and read its attributes, no more. Names that neither the test nor Python
 has are the solution's, the entry point's always. ``random`` is seeded in tests.
 
-What runs is one text of at most ``tools.python.base.MAX_PROGRAM_BYTES``: harness and solution (quoted, so that a line
-break counts twice). A solution too long for it gets COMPILE_ERROR in all tests.
+Harness and solution run as one text of at most ``tools.python.base.MAX_PROGRAM_BYTES`` (the solution quoted, so that a
+line break counts twice). A longer solution gets COMPILE_ERROR in all tests.
 """
 
 from __future__ import annotations
@@ -169,11 +169,12 @@ class CodeTests:
         retries: further attempts at a test after the runner failed.
         max_timeouts: once so many tests of a solution timed out, those after them count as TIMEOUT, too, whether they
             ran by then or not, so that a solution that never ends costs seconds and not minutes. None: all are run.
-        as_released: as SOD's released code has it (verl/utils/reward_score/livecodebench/code_math.py), scripts are
-            run as they are, ended by an exit code of 0, and functions in a process for each test, with LeetCode's
-            imports; of outputs only line breaks at the end do not count; a solution that does not compile is tried
-            again with every backslash-n and backslash-t in it made a line break and a tab. (The released code always
-            replaces, which breaks every solution with a "\\n" in a string; that part is not kept.)
+        as_released: follow SOD's released code (verl/utils/reward_score/livecodebench/code_math.py,
+            sandbox_fusion/utils.py). Every backslash-n in a solution becomes a line break, every backslash-t a tab,
+            which breaks each solution with a "\\n" in a string. Every test has a process, which must end with the exit
+            code 0. Scripts run as they are. A function becomes a method of a class Solution, so that it cannot call
+            itself by its name; what it prints is output, too. Outputs are equal as texts, but for line breaks at the
+            end. An assertion is a line of ``test_code`` behind the first one, in one program with the solution.
 
     Raises:
         ValueError: a number is out of range.
@@ -202,32 +203,30 @@ class CodeTests:
             await self.runner.start()
 
     async def run(self, program: str, tests: Mapping[str, Any]) -> CodeReport:
-        """How the solution ``program`` does in all tests.
+        """Run all tests of the solution ``program``.
 
         Raises:
             InfrastructureError: the runner failed, ``retries`` times over.
-            ValueError: the tests are none (``check_tests``), or longer than the runner can take.
+            ValueError: ``check_tests`` refuses the tests, or they are longer than the runner can take.
         """
         check_tests(tests)
-        texts = [program]
-        replaced = program.replace("\\n", "\n").replace("\\t", "\t")
-        if self.as_released and replaced != program:
-            texts.append(replaced)
-        compiled = await self._run(f"which_compiles({texts!r}, {form(tests, self.as_released)!r})", "")
+        if self.as_released:
+            program = program.replace("\\n", "\n").replace("\\t", "\t")
+        how = form(tests, self.as_released)
+        compiled = await self._run(f"compiles({program!r}, {how!r}, {tests.get('fn_name')!r})", "")
         assert compiled is not None  # it is never needless
-        said = compiled.output.strip()
-        program = texts[int(said)] if said in ("0", "1") else ""
         todo = cases(program, tests, self.as_released)
         if compiled.status is RunStatus.TIMEOUT:
             return CodeReport((TestOutcome.TIMEOUT,) * len(todo))  # as would each of them, which compiles it too
-        if said not in ("0", "1"):  # Python compiles none, or it is longer than what the runner takes
-            return CodeReport((TestOutcome.COMPILE_ERROR,) * len(todo))
+        # Python does not compile it, it is too long for the runner, or the tests are empty as released.
+        if compiled.output.strip() != "1" or not todo:
+            return CodeReport((TestOutcome.COMPILE_ERROR,) * max(len(todo), 1))
         if (longest := max(len(case.expected) for case in todo)) > self.runner.max_output:
             raise ValueError(
                 f"a test expects an output of {longest} characters, but the runner keeps {self.runner.max_output}: set "
                 f"max_output of the reward's runner to {longest} or more"
             )
-        if form(tests, self.as_released) == "calls":
+        if how == "calls":
             outcomes = await self._of_calls(program, tests)
         else:
             outcomes = await self._of_cases(todo)

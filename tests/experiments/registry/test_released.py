@@ -118,6 +118,7 @@ def test_dgpos_invalid_turns_are_answered_in_the_released_words():
 RELEASED_SOD = {
     "protocol.newline": False, "protocol.call_format": "verl", "reward.math": "strict_box",
     "reward.tool_shaping": "as_released", "reward.code_as_released": True,
+    "reward.max_timeouts": None,
     "environment.tools.code_interpreter.print_last_line": True, "environment.tools.code_interpreter.cut_at": 256,
     "environment.tools.code_interpreter.hide_failures": True,
 }  # fmt: skip

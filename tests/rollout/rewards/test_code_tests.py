@@ -46,6 +46,9 @@ PROGRAMS = {
         "import sys\nprint('log', file=sys.stderr)\nprint(sum(map(int, input().split())))", [PASSED] * 3,
     ),
     "too much memory": ("x = bytearray(10**10)\nprint(3)", [ERROR] * 3),
+    "class Solution": ("class Solution: ...\nprint(sum(map(int, input().split())))", [ERROR] * 3),
+    "class Solution in a string": ("x = 'class ' 'Solution'\nprint(3)", [ERROR] * 3),
+    "class Solution in a comment": ("# class Solution\nprint(3)", [PASSED, WRONG, WRONG]),
     "a line break in a string": ("print('\\n'.join([str(sum(map(int, input().split())))]))", [PASSED] * 3),
     "no Python": ("def f(:\n  pass", [COMPILE] * 3),
     "a null character": ("print(3)\0", [COMPILE] * 3),
@@ -73,6 +76,7 @@ FUNCTIONS = {
     ),
     "prints instead": ("def scale(xs, n):\n    print([x * n for x in xs])", [WRONG] * 2),
     "other arguments": ("def scale(xs):\n    return xs", [ERROR] * 2),
+    "class Solution in a comment": ("# class Solution\ndef scale(xs, n):\n    return [2, 4]", [ERROR] * 2),
     "another name": ("def times(xs, n):\n    return [x * n for x in xs]", [ERROR] * 2),
     "leaves": ("import os\ndef scale(xs, n):\n    os._exit(0)", [WRONG] * 2),
     "not JSON": ("def scale(xs, n):\n    return {1, 2}", [WRONG] * 2),
@@ -227,15 +231,49 @@ def test_a_solution_that_never_ends_is_given_up(concurrency):
     assert outcomes(max_timeouts=6) == outcomes(max_timeouts=None)
 
 
-def test_broken_line_breaks_are_mended_only_where_the_program_does_not_compile(bench):
-    literal = "a, b = map(int, input().split())\\nprint(a + b)"
-    good = "a, b = map(int, input().split())\nprint(a + b, end='\\n')"
-    assert bench.outcomes(literal, SUM) == [COMPILE] * 3
-    assert bench.outcomes(literal, SUM, as_released=True) == [PASSED] * 3
-    assert bench.outcomes(good, SUM, as_released=True) == [PASSED] * 3
-    assert bench.outcomes("if True:\\n\\tprint(3)", SUM, as_released=True) == [PASSED, WRONG, WRONG]
-    assert bench.outcomes("def f(:\\n", SUM, as_released=True) == [COMPILE] * 3
-    assert bench.outcomes("print('3 ')", SUM, as_released=True) == [WRONG] * 3, "white space at line ends counts there"
+CALL = "def scale(xs, n):\n    return "
+RELEASED = {  # each agrees with the released code_math.py over a sandbox that runs python3
+    "a line break in a string": ("a, b = map(int, input().split())\nprint(a + b, end='\\n')", SUM, [COMPILE] * 3),
+    "an escaped line break": ("a, b = map(int, input().split())\\nprint(a + b)", SUM, [PASSED] * 3),
+    "an escaped tab": ("if True:\\n\\tprint(3)", SUM, [PASSED, WRONG, WRONG]),
+    "no Python": ("def f(:\\n", SUM, [COMPILE] * 3),
+    "parses, does not compile": ("return 3", SUM, [ERROR] * 3),
+    "white space at line ends": ("print('3 ')", SUM, [WRONG] * 3),
+    "class Solution": ("class Solution: ...\nprint(3)", SUM, [PASSED, WRONG, WRONG]),
+    "a function": (CALL + "[x * n for x in xs]", TWICE, [PASSED] * 2),
+    "a method": ("class Solution:\n    def scale(self, xs, n): return [x * n for x in xs]", TWICE, [PASSED] * 2),
+    "a tuple": (CALL + "tuple(x * n for x in xs)", TWICE, [PASSED] * 2),
+    "numbers as texts": (CALL + "[float(x * n) for x in xs]", TWICE, [WRONG, PASSED]),
+    "recursion": (CALL + "[] if not xs else [xs[0] * n] + scale(xs[1:], n)", TWICE, [WRONG, PASSED]),
+    "recursion in a class": ("class Solution:\n    def scale(self, xs, n):\n        return "
+                             "[xs[0] * n] + self.scale(xs[1:], n) if xs else []", TWICE, [PASSED] * 2),
+    "no such function": ("def times(xs, n):\n    return xs", TWICE, [COMPILE] * 2),
+    "no def": ("scale = lambda xs, n: xs", TWICE, [COMPILE] * 2),
+    "prints": ("print(end='[')\n" + CALL + "2", {**TWICE, "outputs": ["[2", "2"]}, [PASSED, WRONG]),
+    "a fault and nothing expected": (CALL + "1 / 0", {**TWICE, "outputs": ["", "[]"]}, [PASSED, WRONG]),
+    "not JSON within": (CALL + "[{1}]", {**TWICE, "outputs": ["", ""]}, [ERROR] * 2),
+    "a text": (CALL + "'ab'", {**TWICE, "outputs": ["ab", '"ab"']}, [PASSED, WRONG]),
+    "a line break behind the arguments": (CALL + "xs", {**TWICE, "inputs": ["[2, 4]\n2\n", "[]\n3"]}, [WRONG, PASSED]),
+    "an imported name first": ("def search(a, b): return a in b",
+                               {"inputs": ['"a"\n"ba"'], "outputs": ["true"], "fn_name": "search"}, [WRONG]),
+    "expected line breaks": ("print(3)", {"inputs": [""], "outputs": ["3\r\n"]}, [WRONG]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_as_released(name, bench):
+    program, tests, expected = RELEASED[name]
+    assert bench.outcomes(program, tests, as_released=True) == expected
+
+
+def test_as_released_a_line_of_test_code_is_a_test_in_one_program_with_the_solution(bench):
+    lines = "def check(f):\n    assert f(1) == 2\n\n    assert f(2) == 4\n    assert f(3) == 6\n"
+    tests = {"import_prefix": "", "entry_point": "twice", "test_code": lines}
+    assert bench.outcomes("def twice(x): return 4 if x == 2 else 2", tests, as_released=True) == [PASSED, PASSED, ERROR]
+    assert bench.outcomes("raise SystemExit", tests, as_released=True) == [PASSED] * 3
+    assert bench.outcomes("def twice(x): return '\\n'", tests, as_released=True) == [COMPILE] * 3
+    alone = {**tests, "test_code": "assert twice(1) == 2"}
+    assert bench.outcomes("def twice(x): return 2", alone, as_released=True) == [COMPILE], "no line behind the first"
 
 
 def test_as_released_programs_are_scripts_and_each_test_has_a_process_of_its_own(bench):
@@ -290,7 +328,7 @@ async def _and_close(code, program, tests):
         ("3\n", "3", True, True),
         ("3", "3\n\n", True, True),
         ("3 \n4", "3\n4  \n", True, False),
-        ("3\n4", "3\r\n4\r\n", True, True),
+        ("3\n4", "3\r\n4\r\n", True, False),
         (" 3", "3", True, False),
         ("3\n\n4", "3\n4", False, False),
         ("", "\n", True, True),
@@ -349,7 +387,7 @@ class Counting:
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.01)
         self.running -= 1
-        return Run(RunStatus.FINISHED, "0" if "which_compiles(" in code.splitlines()[-1] else stdin)
+        return Run(RunStatus.FINISHED, "1" if "compiles(" in code.splitlines()[-1] else stdin)
 
     async def close(self):
         return None

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from jsonargparse import ArgumentParser
 
-from rollout.rewards.answers import choice_letter, strict_box, submitted_program, without_quotes
+from rollout.rewards.answers import choice_letter, released_program, strict_box, submitted_program, without_quotes
 from rollout.rewards.base import AsyncReward, RewardFunction, Scorer
 from rollout.rewards.reasoning import ReasoningReward, ability, overlong, shaped
 from rollout.tokenizer import load_tokenizer
@@ -101,6 +101,25 @@ def test_the_box_as_released(text, box):
 )
 def test_the_submitted_program(text, program):
     assert submitted_program(text) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nx\n```", "x\n"),
+        ("```python\nx\n```\n```python\ny```", "y"),
+        ("tool: ```python\nx\n```", "x\n"),  # not at the beginning of a line
+        ("```python\nx\n```\n```python\ny", "x\n"),  # the last one is not closed
+        ('```python\n"""\n```\n"""\n```', '"""\n'),
+        ("```python\n```", ""),
+        ("```Python\nx\n```", None),
+        ("```python \nx\n```", None),
+        ("```python\nx\n```</think>```python\ny\n```</think>```python\nz\n```", "y\n"),  # up to the second
+        ("```python\nx\n```</think>", None),
+    ],
+)
+def test_the_program_as_released(text, program):
+    assert released_program(text) == program
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -279,7 +298,20 @@ def test_a_program_counts_in_the_last_turn_and_as_an_answer_only(make, judge):
     assert judge(make(CODE, "I do not know.", rounds=1, result=program)).total == -1.0
     literal = block("x = int(input())\\nprint(x * x)")
     assert judge(make(CODE, literal)).total == -1.0
-    assert judge(make(CODE, literal), code_as_released=True).total == 1.0
+
+
+def test_programs_as_released(make, judge):
+    """The last block anywhere in the response, however the trajectory ended; each backslash-n is a line break."""
+
+    def total(*arguments, **options):
+        return judge(make(CODE, *arguments, **options), code_as_released=True).total
+
+    program = block("print(int(input()) ** 2)")
+    assert total(program) == total(program, kind=ActionKind.INVALID) == 1.0
+    assert total("I do not know.", rounds=1, result=program) == 1.0
+    assert total(block("x = int(input())\\nprint(x * x)")) == 1.0
+    assert total(block("print(int(input()) ** 2, end='\\n')")) == total("none") == -1.0
+    assert total("```python\n```") == 0.0, "a program without a word fails its tests"
 
 
 def test_the_share_of_tests_passed_is_the_score(make, judge):
