@@ -1,15 +1,15 @@
-"""Ranges of numbers, as annotations of the constructors that configurations name: the command line's parser refuses
-what lies outside, and nan and infinity everywhere. Calls in Python are not checked.
+"""Ranges of numbers, as annotations of the constructors that configurations name. The command line's parser refuses
+numbers outside, and nan and infinity everywhere. Calls in Python are not checked.
 
-Here because every other room may import it.
+This module is in `retrieval` because every other package may import it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AllowInfNan, BeforeValidator
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType  # in typing since Python 3.12
 
@@ -18,6 +18,18 @@ def _no_bool(value: Any) -> Any:
     """``true`` is 1 to pydantic; in a configuration it is a mistake."""
     if isinstance(value, bool):
         raise PydanticCustomError("number", "Input should be a number")
+    return value
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < 0.01:
+        raise PydanticCustomError("temperature", "Input should be 0 (greedy) or at least 0.01, vLLM's lowest")
+    return value
+
+
+def _top_k(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("top_k", "Input should be -1 (all tokens) or at least 1")
     return value
 
 
@@ -38,4 +50,11 @@ PositiveShare = TypeAliasType("PositiveShare", Annotated[float, Gt(0), Le(1), _N
 BelowOne = TypeAliasType("BelowOne", Annotated[float, Ge(0), Lt(1), _NUMBER])  # [0, 1)
 OpenUnitInterval = TypeAliasType("OpenUnitInterval", Annotated[float, Gt(0), Lt(1), _NUMBER])  # (0, 1)
 
-TopK = TypeAliasType("TopK", Literal[-1] | PositiveInt)  # -1: all tokens
+# Of sampling. vLLM takes temperatures up to 2; float32 holds logits times a penalty in these bounds.
+Temperature = TypeAliasType(
+    "Temperature", Annotated[float, Ge(0), Le(2), _FINITE, AfterValidator(_temperature), _NUMBER]
+)
+Penalty = TypeAliasType("Penalty", Annotated[float, Ge(1e-6), Le(1e6), _FINITE, _NUMBER])
+TopK = TypeAliasType("TopK", Annotated[int, Ge(-1), Le(2**31 - 1), AfterValidator(_top_k), _NUMBER])  # -1: all tokens
+MAX_TOP_LOGPROBS = 64  # vLLM is started for so many
+TopLogprobs = TypeAliasType("TopLogprobs", Annotated[int, Ge(1), Le(MAX_TOP_LOGPROBS), _NUMBER])

@@ -5,8 +5,8 @@ with one list per query, in order, best first: items ``{"document": D, "score": 
 D = ``{id, title, text, contents}`` holds all that the documents of Search-R1's BM25 and dense servers hold.  ``topk``
 absent, null or 0 means the server's default.  ``GET /health`` describes the indexes and counts the work done.
 
-A request that is wrong or too large is answered with 4xx and ``{"detail": "one line"}``. The work for a client that
-hangs up is dropped. Where other machines reach the server clients send a secret (``retrieval.secret``).
+Each error is one line, ``{"detail": ...}``; a request that is wrong or too large gets status 4xx. The work for a client
+that hangs up is dropped. Where other machines reach the server clients send a secret (``retrieval.secret``).
 
 It listens at once. Until the retriever is loaded both answer 503 with ``{"status": "loading", "detail": "..."}``, which
 says how far it is; ``--announce``, the last line of ``--ready-fd`` and "retriever ready at" come when it is.
@@ -39,17 +39,17 @@ from jsonargparse import ArgumentParser
 from pydantic import BaseModel, Field, ValidationError
 
 from retrieval.batching import Answer, Batcher, OwnerThread
+from retrieval.http_server import BACKLOG, listen, read_body
 from retrieval.hybrid import describe
 from retrieval.protocols import compare_by_calls, explain
 from retrieval.ranges import NonNegativeInt
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.secret import add_secret_option, demand_secret, server_secret
 from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend, one_line
-from retrieval.validation import first_problem, silence_noise
+from retrieval.validation import first_problem
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3
-BACKLOG = 2048  # connections that wait to be accepted
 PROGRESS_S = 1.0  # seconds between two looks at how far the loading is
 STOP_S = 5.0  # seconds that requests may take to end after SIGTERM
 
@@ -93,17 +93,11 @@ class RetrievalServer:
         self._batcher = Batcher(owner)
 
     async def start(self, listener: socket.socket) -> web.AppRunner:
-        """Answer what comes to ``listener``, until the runner's ``cleanup``."""
+        """Answer the requests that come to ``listener``, until the runner's ``cleanup``."""
         app = web.Application(client_max_size=REQUEST_BYTES, middlewares=[demand_secret(self._secret, "detail")])
         app.router.add_post("/retrieve{slash:/?}", self._retrieve)
         app.router.add_get("/health{slash:/?}", self._health)
-        silence_noise()
-        runner = web.AppRunner(
-            app, handler_cancellation=True, keepalive_timeout=IDLE_S, shutdown_timeout=STOP_S, access_log=None
-        )
-        await runner.setup()
-        await web.SockSite(runner, listener, backlog=BACKLOG).start()
-        return runner
+        return await listen(app, listener, "detail", "POST /retrieve or GET /health", IDLE_S, STOP_S)
 
     async def _retrieve(self, http: web.Request) -> web.Response:
         """Cancelled when the client hangs up."""
@@ -135,16 +129,11 @@ class RetrievalServer:
 
 
 async def _read(http: web.Request) -> RetrieveRequest:
-    """Raises Refused."""
+    """Raises Refused, or as `read_body`."""
     try:
-        async with asyncio.timeout(BODY_S):
-            body = await http.read()
-    except TimeoutError:
-        raise Refused(408, f"the body was not there within {BODY_S:g} s") from None
+        body = await read_body(http, BODY_S)
     except web.HTTPRequestEntityTooLarge:
         raise Refused(413, f"the body has more than {REQUEST_BYTES} bytes; ask in several requests") from None
-    except web.RequestPayloadError as error:
-        raise Refused(400, f"the body cannot be read: {one_line(error)}") from None
     try:
         return RetrieveRequest.model_validate(json.loads(body))
     except ValidationError as error:

@@ -1,25 +1,14 @@
-"""What is wrong with a request: said to those who sent it, and to nobody else."""
+"""Says in one line why data does not fit its type."""
 
 from __future__ import annotations
 
-import logging
 from reprlib import repr as short_repr
 
-from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import ValidationError
 
 
-def silence_noise() -> None:
-    """Keep aiohttp from logging the traceback of a request that is no HTTP. It is answered with 400 all the same."""
-    logging.getLogger("aiohttp.server").addFilter(_no_noise)
-
-
-def _no_noise(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
 def first_problem(error: ValidationError, whole: str = "") -> str:
-    """In one line: where, what was expected, what was found. ``whole``: what to call all of it.
+    """Say in one line where the first problem is, what was expected and what was found. ``whole`` names all the data.
 
     >>> from pydantic import TypeAdapter
     >>> try:

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt, TopLogprobs
 from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.engines.weights.push import is_shared, push
 from rollout.environments.base import EnvironmentFactory, check_tools, scores_itself
@@ -112,7 +112,7 @@ class RolloutSystem:
         final_turn: bool = True,
         sampler: Sampler | None = None,
         entropy_tokens: NonNegativeInt = 0,
-        top_logprobs: PositiveInt = 10,
+        top_logprobs: TopLogprobs = 10,
         skills: Skills | None = None,
         in_flight: InFlight = "finish",
         limit_eos: bool = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveShare, TopK
+from retrieval.ranges import Penalty, PositiveShare, Temperature, TopK
 from rollout.engines.base import SamplingParams
 
 NO_LIMIT = 2**20  # tokens per turn; the rollout system's own budgets are the ones that hold
@@ -12,23 +12,19 @@ NO_LIMIT = 2**20  # tokens per turn; the rollout system's own budgets are the on
 
 @dataclass(frozen=True)
 class Decoding:
-    """``temperature`` 0 is greedy. Lengths, stop strings and seeds are the rollout system's business."""
+    """Says how turns are sampled; ``temperature`` 0 is greedy. The rollout system sets lengths, stop strings and seeds.
 
-    temperature: NonNegativeFloat = 1.0
+    Raises ValueError for what no engine takes (`SamplingParams.checked`).
+    """
+
+    temperature: Temperature = 1.0
     top_p: PositiveShare = 1.0
     top_k: TopK = -1  # -1: all tokens
     # vLLM's, over prompt and response; 1: none. Not in the repr, of which the fingerprints in checkpoints are made.
-    repetition_penalty: PositiveFloat = field(default=1.0, repr=False)
+    repetition_penalty: Penalty = field(default=1.0, repr=False)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; expected a share above 0 and up to 1")
-        if self.top_k == 0 or self.top_k < -1:
-            raise ValueError(f"top_k is {self.top_k}; expected -1 (all tokens) or at least 1")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; expected a number above 0 (1: none)")
+        self.params.checked()
 
     @property
     def params(self) -> SamplingParams:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
-from pydantic import ConfigDict, with_config
+from annotated_types import Le, Len
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, TopK
+from retrieval.ranges import (
+    MAX_TOP_LOGPROBS,
+    NonNegativeInt,
+    Penalty,
+    PositiveInt,
+    PositiveShare,
+    Temperature,
+    TopK,
+)
+from retrieval.validation import first_problem
 from rollout.trajectory import InfrastructureError
 from rollout.versions import Runs
 
@@ -16,21 +26,65 @@ if TYPE_CHECKING:
     from rollout.engines.weights.files import WeightFiles
 
 
-@with_config(ConfigDict(extra="forbid"))
+@with_config(ConfigDict(extra="forbid", revalidate_instances="always"))
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """``temperature == 0`` is greedy. Log-probs are always those of the distribution that was sampled from
-    (after temperature, before top-p/top-k truncation), except at temperature 0 where they are the raw ones."""
+    """Says how to sample one request. ``temperature == 0`` is greedy. Log-probs are always those of the distribution
+    that was sampled from (after temperature, before top-p/top-k truncation), except at temperature 0 where they are the
+    raw ones.
+
+    The types bound the cost of a request. `check_request` checks them, for every engine.
+    """
 
     max_new_tokens: PositiveInt
-    temperature: NonNegativeFloat = 1.0
+    temperature: Temperature = 1.0
     top_p: PositiveShare = 1.0
     top_k: TopK = -1
-    repetition_penalty: PositiveFloat = 1.0  # divides (or, below 0, multiplies) logits of tokens that occurred; 1: off
-    stop: tuple[str, ...] = ()  # generation ends with the token that completes one of these; the token is kept
-    stop_token_ids: tuple[NonNegativeInt, ...] = ()  # usually the EOS ids; the token is kept
-    seed: NonNegativeInt | None = None  # per request; same seed and weights -> same tokens
-    top_logprobs: NonNegativeInt = 0  # k > 0: also return the k most likely tokens at each position (ARPO's entropy)
+    repetition_penalty: Penalty = 1.0  # divides (or, below 0, multiplies) logits of tokens that occurred; 1: off
+    # Generation ends with the token that completes one of ``stop``; the token is kept.
+    stop: Annotated[tuple[Annotated[str, Len(1, 256)], ...], Len(0, 64)] = ()
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Len(0, 256)] = ()  # usually the EOS ids; the token is kept
+    seed: Annotated[NonNegativeInt, Le(2**63 - 1)] | None = None  # per request; same seed and weights -> same tokens
+    # k > 0: also return the k most likely tokens at each position (ARPO's entropy).
+    top_logprobs: Annotated[NonNegativeInt, Le(MAX_TOP_LOGPROBS)] = 0
+
+    def checked(self) -> SamplingParams:
+        """Return the parameters with the types that they should have (a temperature of 1 becomes 1.0). Raises
+        ValueError for the first one out of bounds."""
+        try:
+            return _SAMPLING.validate_python(self)
+        except ValidationError as error:
+            raise ValueError(f"sampling.{first_problem(error)}") from None
+
+
+_SAMPLING = TypeAdapter(SamplingParams)
+
+
+def check_request(
+    token_ids: Sequence[int], sampling: SamplingParams, max_length: int, vocab_size: int | None = None
+) -> tuple[list[int], SamplingParams]:
+    """Return a request as it may be given to an engine.
+
+    Args:
+        max_length: given plus new tokens, at most.
+        vocab_size: of the model; None leaves the ids to the engine.
+
+    Raises:
+        ValueError: no ids, ids outside the vocabulary, too many tokens, or ``sampling`` is out of bounds.
+    """
+    ids, sampling = [int(t) for t in token_ids], sampling.checked()
+    if not ids:
+        raise ValueError("token_ids is empty; an engine continues at least one token")
+    if len(ids) + sampling.max_new_tokens > max_length:
+        raise ValueError(
+            f"{len(ids)} given + {sampling.max_new_tokens} new tokens exceed the engine's max_length {max_length}; "
+            "shorten the request or raise max_length"
+        )
+    if vocab_size is not None and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"token ids lie in [{min(ids)}, {max(ids)}], the model knows {vocab_size}")
+    if vocab_size is not None and not max(sampling.stop_token_ids, default=0) < vocab_size:
+        raise ValueError(f"sampling.stop_token_ids has {max(sampling.stop_token_ids)}, the model knows {vocab_size}")
+    return ids, sampling
 
 
 @dataclass(frozen=True, slots=True)

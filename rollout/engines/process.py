@@ -1,7 +1,8 @@
 """Base class of engines that run in a child process, spawned (never forked), which ends when the trainer ends.
 
-The child cannot re-seed the trainer, take its process group or its threads. One that dies or hangs is started anew,
-gets the weights that it held, and samples again what it has not answered.
+The child cannot re-seed the trainer, take its process group or its threads. A child that dies or hangs is replaced. The
+next child gets the weights that the dead one held, and samples the unanswered requests, except one that has ended a
+child twice.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import os
 import threading
 import time
@@ -21,11 +21,11 @@ from typing import Any, Literal
 from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from retrieval.restarts import Restarts
 from retrieval.types import one_line
-from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost
+from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost, check_request
 from rollout.engines.child import ROOT, Child, Results
 from rollout.engines.weights.files import WeightFiles
 from rollout.env_vars import child_environment
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import InfrastructureError, PermanentFailure
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,14 @@ START_FACTOR = 3.0  # a start anew may take so much longer than the first one, a
 
 @dataclass(slots=True)
 class _Asked:
-    """A message to the child that it has not answered."""
+    """A message that the child has not answered."""
 
     message: tuple[Any, ...]  # (kind, number, ...)
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     files: WeightFiles | None = None  # of an update: kept from its end on, for a child that is started anew
     sent: bool = False  # else it waits for a child
+    deaths: int = 0  # of children that had it
 
 
 class EngineProcess:
@@ -51,11 +52,14 @@ class EngineProcess:
 
     All methods may be called from any event loop; `generate` may be called many times at once.
 
-    A child that is started anew has the weights of its folder. It gets those of the last complete update before
-    anything else, if they are kept (``keep`` of `load_files` and `transfer`; see `weights.push`), then the messages
-    that are not answered, in their order: an update by files is repeated whole. A `transfer` cannot be, since what it
-    has brought is not kept: it raises UpdateInterrupted, and the sender pushes again. Where the weights are not kept,
-    `weights_lost` says so, and nothing is sampled until new ones have come.
+    A new child has the weights of its folder. It first gets those of the last complete update, if they are kept
+    (``keep`` of `load_files` and `transfer`; see `weights.push`), then the unanswered messages in their order. An
+    update by files is repeated whole. A `transfer` cannot be repeated, because its tensors are not kept: it raises
+    UpdateInterrupted, and the sender pushes again. Where the weights are not kept, `weights_lost` says so, and nothing
+    is sampled until new ones have come.
+
+    A message that was in flight when two children died is suspected. If it is the only one, it fails. If there are
+    several, the next child gets one at a time, and the one with which it dies fails.
     """
 
     transport: Literal["auto", "files", "ipc"] = "files"  # of weights from this process; see `weights.push`
@@ -99,7 +103,8 @@ class EngineProcess:
         self._has_sampled = False  # whether a child has ever answered a request
         self._wanted = False  # the latest was ended by `restart`
         self._start_s = 0.0  # seconds that the first start took
-        self._asked: dict[int, _Asked] = {}  # by number, in the order in which they were sent
+        self._asked: dict[int, _Asked] = {}  # by number, in the order in which they are sent
+        self._on_trial = False  # a suspected message is in flight; later ones wait
         self._loading: int | None = None  # number of what changes the weights or the memory; one at a time
         self._numbers = itertools.count()
         self._asleep: tuple[str, ...] = ()  # of SLEEPING_PARTS
@@ -163,13 +168,13 @@ class EngineProcess:
             ValueError: no ids, ids outside the vocabulary, or more than ``max_length`` tokens in all; or the backend's
                 refusal.
             WeightsLost: the child was started anew, and the weights that it held are not kept.
-            PermanentFailure: the model's logits are not finite.
+            PermanentFailure: the model's logits are not finite, or two children died with this request in flight.
             EngineGone: the child died once too often.
             InfrastructureError: it has not been started, or was closed.
             RuntimeError: the engine is asleep.
         """
-        ids = [int(t) for t in token_ids]
-        self._check_request(ids, sampling)
+        vocab_size = None if self._info is None else self._info["vocab_size"]
+        ids, sampling = check_request(token_ids, sampling, self.max_length, vocab_size)
         self._raise_if_asleep()
         number, future = self._ask("generate", ids, sampling)
         try:
@@ -178,6 +183,7 @@ class EngineProcess:
             with self._lock:
                 if self._asked.pop(number, None) is not None and self._up and self._child:  # this task was cancelled
                     self._child.send("cancel", number)
+                    self._send_waiting()
 
     async def load_files(
         self, files: WeightFiles, version: int, between_steps: bool = False, keep: bool = False
@@ -273,8 +279,9 @@ class EngineProcess:
             asked = self._asked[number] = _Asked((kind, number, *content), loop, future, files)
             if changes:
                 self._loading = number
-            if self._up and self._child is not None:
-                self._send(self._child, asked)
+            if self._up:
+                if not self._on_trial:
+                    self._send(asked)
             elif self._died_asleep is not None:
                 self._start_anew(self._died_asleep)
         return number, future
@@ -298,11 +305,24 @@ class EngineProcess:
                 elif asked.message[0] == "load" and self._lost:
                     self._lose(self._lost)
                 answered.append((asked, outcome))
+            self._send_waiting()
         _resolve(answered)
 
-    def _send(self, child: Child, asked: _Asked) -> None:
+    def _send(self, asked: _Asked) -> None:
+        assert self._child is not None
         asked.sent = True
-        child.send(*asked.message)
+        self._child.send(*asked.message)
+
+    def _send_waiting(self) -> None:
+        """Send what a trial has held back, up to the next suspected message."""
+        if not self._on_trial or not self._up:
+            return
+        for asked in self._asked.values():
+            if not asked.sent:
+                self._send(asked)
+            if asked.deaths > 1:
+                return
+        self._on_trial = False
 
     def _repeats_update(self) -> bool:
         """Whether a whole update is on its way to the child: what is asked after it is sampled from it."""
@@ -329,23 +349,6 @@ class EngineProcess:
         if version is not None and content[version] is not None:
             self._version, self._kept, self._lost = content[version], asked.files, None
             self._transferring = self._broken = False
-
-    def _check_request(self, ids: list[int], sampling: SamplingParams) -> None:
-        if not ids:
-            raise ValueError("token_ids is empty; an engine continues at least one token")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}; expected at least 1")
-        if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1:
-            raise ValueError(f"expected temperature >= 0 and 0 < top_p <= 1, found {sampling}")
-        if sampling.seed is not None and sampling.seed < 0:
-            raise ValueError(f"seed is {sampling.seed}; expected a non-negative integer or None")
-        if len(ids) + sampling.max_new_tokens > self.max_length:
-            raise ValueError(
-                f"{len(ids)} given + {sampling.max_new_tokens} new tokens exceed the engine's max_length "
-                f"{self.max_length}; shorten the request or raise max_length"
-            )
-        if self._info is not None and not 0 <= min(ids) <= max(ids) < self._info["vocab_size"]:
-            raise ValueError(f"token ids lie in [{min(ids)}, {max(ids)}], the model knows {self._info['vocab_size']}")
 
     def _raise_if_asleep(self) -> None:
         if self._asleep:
@@ -408,9 +411,8 @@ class EngineProcess:
         return Child((self._backend, self._options, self._threads), self._child_environment, os.getpid())
 
     def _begin(self, child: Child, info: dict[str, Any]) -> None:
-        self._info, self._up = info, True
-        for asked in self._asked.values():
-            self._send(child, asked)
+        self._info, self._up, self._on_trial = info, True, True
+        self._send_waiting()
         child.begin(self._receive, self._ended, lambda: bool(self._asked), self._hang_s)
 
     def _close(self) -> None:
@@ -480,6 +482,8 @@ class EngineProcess:
             if not wanted and not self._restarts.take():
                 self._fail(EngineGone(f"the engine died: {why}{self._restarts.used_up()}"))
                 return None
+            if not wanted:
+                self._suspect(why)
             self._interrupt()
             held = "its folder's weights" if self._version is None else f"the weights of version {self._version}"
             lost = (
@@ -495,16 +499,27 @@ class EngineProcess:
             return self._child
 
     def _interrupt(self) -> None:
-        """What a child that is started anew cannot go on with."""
+        """Fail what the next child cannot go on with; all else waits for that child."""
         for asked in list(self._asked.values()):
             if asked.message[0] == "transfer" and asked.sent:
                 self._fail_one(asked, UpdateInterrupted(INTERRUPTED))
+            asked.sent = False
         self._broken, self._transferring = self._broken or self._transferring, False
         if self._version is not None and self._kept is None:
             self._lose(
                 f"the engine was started anew, and its weights (version {self._version}) are not kept: nothing is "
                 "sampled until new ones have come"
             )
+
+    def _suspect(self, why: str) -> None:
+        """Count a child's death against the messages that it had; fail the one that has ended two."""
+        for asked in self._asked.values():
+            asked.deaths += asked.sent
+        suspects = [asked for asked in self._asked.values() if asked.sent and asked.deaths > 1]
+        if len(suspects) == 1:
+            kind, deaths = suspects[0].message[0], suspects[0].deaths
+            failure = f"the engine died {deaths} times with this request ({kind}) in flight, the last time: {why}"
+            self._fail_one(suspects[0], PermanentFailure(f"{failure}. It is not sent again: change what it asks for"))
 
     def _lose(self, why: str) -> None:
         """Nothing can be sampled but what waits for an update by files, which is repeated."""

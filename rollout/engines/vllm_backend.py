@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from retrieval.ranges import MAX_TOP_LOGPROBS
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.vllm_outputs import SampledLogprobs, SampledTokens, StopStrings
 from rollout.engines.weights.files import WeightFiles, names_and_shapes
@@ -23,7 +24,6 @@ from rollout.versions import Runs, merged, recorded
 CPU_BLOCK = 32
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_STEP_TOKENS = 4096
-MAX_TOP_LOGPROBS = 64
 TRANSFER_METHODS = (
     "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
     "shutdown_weight_transfer_engine",
@@ -184,7 +184,6 @@ class VLLMBackend:
             "dtype": str(self._engine.model_config.dtype).removeprefix("torch."),
             "truncation": self._truncates,
             "request_seeds": self._seeds,
-            "max_top_logprobs": MAX_TOP_LOGPROBS,
             "weights": self._expected,
             "tied": sorted(self._tied),
             "weight_transfer": weight_transfer,
@@ -213,7 +212,7 @@ class VLLMBackend:
             stop=[] if ours else list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # the caller names the EOS ids it wants in stop_token_ids
-            seed=sampling.seed % 2**63 if self._seeds and sampling.seed is not None else None,
+            seed=sampling.seed if self._seeds else None,
             logprobs=sampling.top_logprobs,
             detokenize=not ours,
             skip_special_tokens=False,

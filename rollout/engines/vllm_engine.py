@@ -120,12 +120,10 @@ class VLLMEngine(EngineProcess):
         """See `base.Engine.generate`.
 
         Raises:
-            ValueError: the request is malformed or too long (see `EngineProcess.generate`), asks for more than 64
-                ``top_logprobs``, or for top-k/top-p where this vLLM cannot report log-probs before truncation.
+            ValueError: the request is malformed or too long (see `EngineProcess.generate`), or asks for top-k or top-p
+                where this vLLM cannot report log-probs before truncation.
             InfrastructureError: as `EngineProcess.generate`.
         """
-        if sampling.top_logprobs > self.info["max_top_logprobs"]:
-            raise ValueError(f"top_logprobs is {sampling.top_logprobs}; vLLM returns {self.info['max_top_logprobs']}")
         truncates = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
         if truncates and not self.info["truncation"]:
             raise ValueError(

@@ -5,7 +5,13 @@ in the one thread that also steps.
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
+from functools import lru_cache
 from typing import Any
+
+_SETS = 32  # sets of stop strings whose tokens are kept
+_BETWEEN = "\uffff"  # texts of tokens; no stop string that is searched for here has it
 
 
 class StopStrings:
@@ -14,34 +20,34 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer: Any = getattr(tokenizer, "_tokenizer", None)  # of the tokenizers library
-        self._ends: dict[tuple[str, ...], frozenset[int]] = {}
+        self._sorted: list[tuple[str, int]] | None = None  # (text, id) of every token, once it is needed
+        self.ends = lru_cache(_SETS)(self._find_ends)
 
     def can_find(self, stop: tuple[str, ...]) -> bool:
         """False: vLLM has to decode, as a token's text depends on others at spaces and in the middle of a character."""
         return self._tokenizer is not None and all(s and s.isascii() and s == s.strip() for s in stop)
 
-    def ends(self, stop: tuple[str, ...]) -> frozenset[int]:
-        """Ids of the tokens that may complete one of ``stop``."""
-        if stop not in self._ends:
+    def _find_ends(self, stop: tuple[str, ...]) -> frozenset[int]:
+        """Return the ids of the tokens that may complete one of ``stop``: the token's text begins with the end of a
+        stop string (a range of the sorted texts), or contains all of it."""
+        if self._sorted is None:
             ids = range(max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
             texts = self._tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
-            self._ends[stop] = frozenset(i for i, text in enumerate(texts) if _may_complete(text, stop))
-        return self._ends[stop]
+            self._sorted = sorted(zip(texts, ids, strict=True))
+            self._joined = _BETWEEN.join(text for text, _ in self._sorted)
+        found: set[int] = set()
+        for end in {s[i:] for s in stop for i in range(len(s))}:
+            first = bisect_left(self._sorted, (end,))
+            last = bisect_left(self._sorted, (end[:-1] + chr(ord(end[-1]) + 1),), first)
+            found.update(token for _, token in self._sorted[first:last])
+        inside = [s for s in set(stop) if s in self._joined]  # usually no token contains a whole stop string
+        if inside:
+            search = re.compile("|".join(map(re.escape, inside))).search
+            found.update(token for text, token in self._sorted if search(text))
+        return frozenset(found)
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _may_complete(text: str, stop: tuple[str, ...]) -> bool:
-    """Whether ``text`` holds one of ``stop``, or begins with the end of one.
-
-    >>> [_may_complete(text, ("</a>",)) for text in ("a>", ">\\n", "x</a>", "</a", "b>")]
-    [True, True, True, False, False]
-    """
-    return any(
-        s in text or any(s.endswith(text[: i + 1]) for i, character in enumerate(text[: len(s)]) if character == s[-1])
-        for s in stop
-    )
 
 
 class SampledTokens:

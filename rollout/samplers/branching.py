@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from retrieval.ranges import FiniteFloat, PositiveInt, UnitInterval
+from retrieval.ranges import FiniteFloat, PositiveInt, TopLogprobs, UnitInterval
 from rollout.engines.base import Generation
 from rollout.samplers.base import GroupRunner, Hooks, RunningView
 from rollout.samplers.entropy import first_tokens_entropy, released_entropy
@@ -63,7 +63,7 @@ class BranchingSampler:
         branch_probability: UnitInterval = 0.5,
         entropy_weight: FiniteFloat = 0.2,
         first_tokens: PositiveInt = 20,
-        top_logprobs: PositiveInt = 10,
+        top_logprobs: TopLogprobs = 10,
         variant: Variant = "fixed",
     ) -> None:
         counts = {"initial_rollouts": initial_rollouts, "beam_size": beam_size, "first_tokens": first_tokens}

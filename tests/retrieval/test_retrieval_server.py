@@ -1,5 +1,6 @@
 """The server over HTTP, without our client: what any client of Search-R1's servers may rely on."""
 
+import asyncio
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 from retrieval.batching import OwnerThread
 from retrieval.server import DOCUMENTS, QUERIES, READ_S, TOPK, bind
 from tests.processes import alive, gone_within
+from tests.raw_http import check_unreadable
 from tests.retrieval.serving import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +127,13 @@ class Nothing:
 
     def close(self):
         pass
+
+
+def test_requests_that_cannot_be_read_get_one_line_and_leave_no_traceback(caplog):
+    with serving(OwnerThread(lambda _: Nothing())) as url:
+        host, port = url.removeprefix("http://").split(":")
+        asyncio.run(check_unreadable(host, int(port), "/retrieve", "detail", wrong_body=422))
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.base import Generation, SamplingParams, check_request
 from rollout.engines.process import check_model_folder
 from rollout.engines.server.client import Held, OtherWeights, ServerClient
 from rollout.engines.server.pool import ServerPool
@@ -125,12 +125,7 @@ class ServerEngine:
             PermanentFailure: the model's logits are not finite.
             InfrastructureError: no server has served for ``retry_s`` seconds, with each one's reason.
         """
-        ids, pool = [int(t) for t in token_ids], self.pool
-        if len(ids) + sampling.max_new_tokens > self.max_length:
-            raise ValueError(
-                f"{len(ids)} given + {sampling.max_new_tokens} new tokens exceed max_length {self.max_length}; shorten "
-                "the request or raise max_length"
-            )
+        (ids, sampling), pool = check_request(token_ids, sampling, self.max_length), self.pool
         until: float | None = None
         while True:
             server = pool.choose(ids)

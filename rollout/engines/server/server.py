@@ -11,8 +11,8 @@
 Bodies are JSON, of the types in ``wire.py``. Each error is one line, ``{"error": ...}``. Status 400, 404, 405, 413: the
 request is wrong; 401: the server wants a secret (``retrieval.secret``), as it must where other machines reach it; 408:
 the body did not come; 409: the server does not hold the weights that are asked for; 422: weights were refused, and
-those that it holds go on serving; 500: the model's logits are not finite; 503: the engine has died, and the server with
-it if that was once too often.
+those that it holds go on serving; 500: the model's logits are not finite, or the request has ended the engine twice;
+503: the engine has died, and the server with it if that was once too often.
 
 Exit codes: 0 stopped by SIGTERM or Ctrl-C; 1 the engine has died; 2 wrong arguments or model; 3 port in use.
 """
@@ -35,8 +35,10 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
+from retrieval.http_server import BACKLOG, listen, read_body
 from retrieval.secret import add_secret_option, demand_secret, server_secret
-from retrieval.validation import first_problem, silence_noise
+from retrieval.types import one_line
+from retrieval.validation import first_problem
 from rollout.engines.base import UpdateInterrupted, WeightsLost
 from rollout.engines.process import INTERRUPTED, EngineProcess
 from rollout.engines.server.weights import ServerWeights, WeightsMoved
@@ -46,7 +48,9 @@ from rollout.trajectory import InfrastructureError, PermanentFailure
 BODY_BYTES, TOKEN_BYTES = 1 << 20, 24  # a body has at most so many, and for each token of the longest request
 BODY_S = 60.0  # for a body to come
 IDLE_S = 75.0  # a connection without a request, or with half of one's head, is closed
+STOP_S = 1.0  # that requests may take to end at the server's end
 SENDER_S = 600.0  # after which the sender of a transfer that does not go on is taken for gone
+PATHS = "GET /health, GET /weights, POST /generate, POST /weights/sees, POST /weights/load or POST /transfer/METHOD"
 METHODS = (
     "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
     "shutdown_weight_transfer_engine",
@@ -68,11 +72,9 @@ class EngineServer:
         self._awaited: asyncio.TimerHandle | None = None  # the next call of the transfer that has begun
         self._joined: int | None = None  # the engine's process that can take a transfer
 
-    def runner(self) -> web.AppRunner:
-        silence_noise()
-        return web.AppRunner(
-            self.app(), handler_cancellation=True, shutdown_timeout=1, access_log=None, keepalive_timeout=IDLE_S
-        )
+    async def start(self, listener: socket.socket) -> web.AppRunner:
+        """Answer the requests that come to ``listener``, until the runner's ``cleanup``."""
+        return await listen(self.app(), listener, "error", PATHS, IDLE_S, STOP_S)
 
     def app(self) -> web.Application:
         size = BODY_BYTES + TOKEN_BYTES * self._engine.max_length
@@ -97,8 +99,6 @@ class EngineServer:
     ) -> web.StreamResponse:
         try:
             return await handler(request)
-        except web.HTTPException as error:
-            return _refuse(error.status, error.text or error.reason)
         except ValidationError as error:
             return _refuse(400, first_problem(error, "the body"))
         except (WeightsMoved, WeightsLost) as error:
@@ -117,7 +117,7 @@ class EngineServer:
 
     # ------------------------------------------------------------------ tokens
     async def _generate(self, request: web.Request) -> web.Response:
-        asked = REQUEST.validate_json(await _body(request))
+        asked = REQUEST.validate_json(await read_body(request, BODY_S))
         await self._open.wait()
         if self.weights.refusal or asked.weights != self.weights.tag:
             found = self.weights.refusal or f"weights {self.weights.tag}, version {self.weights.version}"
@@ -144,10 +144,12 @@ class EngineServer:
 
     # ------------------------------------------------------------------ weights
     async def _sees(self, request: web.Request) -> web.Response:
-        return web.json_response({"sha256": self.weights.sees(SEES.validate_json(await _body(request)).path)})
+        return web.json_response(
+            {"sha256": self.weights.sees(SEES.validate_json(await read_body(request, BODY_S)).path)}
+        )
 
     async def _load(self, request: web.Request) -> web.Response:
-        body = LOAD.validate_json(await _body(request))
+        body = LOAD.validate_json(await read_body(request, BODY_S))
         await _to_its_end(self.weights.load(body.paths, body.tag, body.version, body.replaces, body.between_steps))
         return web.json_response(self.weights.state())
 
@@ -156,7 +158,7 @@ class EngineServer:
         (new requests are answered 409), and if it ends between them, nothing until whole weights have come. Requests
         in flight finish before the start, or, ``between_steps``, stand still until the finish. A sender that is gone in
         between costs the engine's process, which is started anew."""
-        method, body = request.match_info["method"], TRANSFER.validate_json(await _body(request))
+        method, body = request.match_info["method"], TRANSFER.validate_json(await read_body(request, BODY_S))
         if method not in METHODS:
             raise ValueError(f"{method[:100]} is no step of a weight transfer; expected one of {', '.join(METHODS)}")
         if self._engine.info.get("weight_transfer") != "nccl":
@@ -214,20 +216,8 @@ class EngineServer:
             self._open.set()
 
 
-async def _body(request: web.Request) -> bytes:
-    """Raises HTTPRequestEntityTooLarge, and HTTPRequestTimeout where it does not come."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await request.read()
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_S:g} s") from None
-
-
 def _refuse(status: int, error: str, **more: Any) -> web.Response:
-    response = web.json_response({"error": " ".join(error.split()), **more}, status=status)
-    if status in (408, 413):  # the rest of its body is not waited for
-        response.force_close()
-    return response
+    return web.json_response({"error": one_line(error), **more}, status=status)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
@@ -251,7 +241,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
-    listener.listen(2048)
+    listener.listen(BACKLOG)
     return listener
 
 
@@ -262,9 +252,7 @@ async def serve(engine: EngineProcess, listener: socket.socket, host: str, secre
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await engine.start()
     server = EngineServer(engine, secret)
-    runner = server.runner()
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
+    runner = await server.start(listener)
     where = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     print(f"engine ready at {where} ({engine.model}; POST /generate, GET /health)", flush=True)
     waiting = [asyncio.ensure_future(event.wait()) for event in (stopped, server.failed)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from annotated_types import Ge, Len
-from pydantic import ConfigDict, StrictBool, StrictInt, StrictStr, TypeAdapter, with_config
+from pydantic import ConfigDict, FailFast, StrictBool, StrictInt, StrictStr, TypeAdapter, with_config
 
 from rollout.engines.base import Generation, SamplingParams
 
@@ -20,9 +20,9 @@ _strict = with_config(ConfigDict(extra="forbid"))
 class TokenRequest:
     """Body of ``POST /generate``."""
 
-    token_ids: Annotated[list[Annotated[StrictInt, Ge(0)]], Len(1)]
+    token_ids: Annotated[list[Annotated[StrictInt, Ge(0)]], Len(1), FailFast()]
     sampling: SamplingParams
-    weights: StrictStr  # tag of the push that the server must hold
+    weights: Tag  #  of the push that the server must hold
 
 
 @_strict

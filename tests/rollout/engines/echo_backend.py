@@ -9,7 +9,7 @@ from rollout.engines.base import Generation
 
 
 class EchoBackend:
-    """Returns the given ids after ``seconds`` of blocking work; ids 13 to 16 make it misbehave."""
+    """Returns the given ids after ``seconds`` of blocking work; ids 12 to 16 make it misbehave."""
 
     def __init__(self, seconds: float = 0.0, refuse: str = "", fails_to_load: bool = False) -> None:
         if refuse:
@@ -25,7 +25,8 @@ class EchoBackend:
     def add(self, request_id, token_ids, sampling) -> None:
         if token_ids[0] == 16:
             raise TypeError("sixteen")
-        self._queue.append((request_id, token_ids))
+        if token_ids[0] != 12:  # never answered
+            self._queue.append((request_id, token_ids))
 
     def cancel(self, request_id) -> None:
         self._queue = [item for item in self._queue if item[0] != request_id]

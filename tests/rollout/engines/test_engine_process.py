@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from tests.processes import alive, gone_within
 from tests.rollout.engines.pushing import push_weights
 
 ONE = SamplingParams(max_new_tokens=1)
+UNFIT_NUMBERS = (math.nan, math.inf, -math.inf, -5, True, "x", None)
 
 
 def echo(threads: int = 1, restarts: int = 0, **options) -> EngineProcess:
@@ -98,16 +100,38 @@ def test_malformed_requests_never_reach_the_child():
     engine._info = {"vocab_size": 100}
     for ids, sampling, message in (
         ([], ONE, "empty"),
-        ([1], SamplingParams(max_new_tokens=0), "at least 1"),
+        ([1], SamplingParams(max_new_tokens=0), "sampling.max_new_tokens: .* greater than or equal to 1; found 0"),
+        ([1] * 100_000, ONE, "100000 given . 1 new tokens exceed"),
+        ([1], SamplingParams(10**9), "1 given . 1000000000 new tokens exceed"),
         ([1] * 45, SamplingParams(max_new_tokens=6), "45 given . 6 new tokens exceed the engine's max_length 50"),
         ([1, 100], ONE, r"\[1, 100\], the model knows 100"),
         ([1, -1], ONE, r"\[-1, 1\]"),
-        ([1], SamplingParams(1, temperature=-1.0), "temperature >= 0"),
-        ([1], SamplingParams(1, top_p=0.0), "top_p"),
-        ([1], SamplingParams(1, seed=-4), "seed is -4"),
+        *(([1], SamplingParams(1, temperature=value), "sampling.temperature: ") for value in UNFIT_NUMBERS),
+        (
+            [1],
+            SamplingParams(1, temperature=0.005),
+            r"sampling.temperature: Input should be 0 .greedy. or at least 0.01",
+        ),
+        ([1], SamplingParams(1, temperature=2.5), "sampling.temperature: .* less than or equal to 2; found 2.5"),
+        *(([1], SamplingParams(1, top_p=value), "sampling.top_p: ") for value in (*UNFIT_NUMBERS, 0.0, 1.5)),
+        *(([1], SamplingParams(1, top_k=value), "sampling.top_k: ") for value in (*UNFIT_NUMBERS, 0, -2, 2.5, 2**31)),
+        *(
+            ([1], SamplingParams(1, repetition_penalty=value), "sampling.repetition_penalty: ")
+            for value in (*UNFIT_NUMBERS, 0.0, 1e-300, 1e300)
+        ),
+        *(([1], SamplingParams(1, seed=value), "sampling.seed: ") for value in (-4, 2**63, 10**4000, math.nan)),
+        *(([1], SamplingParams(1, top_logprobs=value), "sampling.top_logprobs: ") for value in (-1, 65, 10**9)),
+        *(
+            ([1], SamplingParams(1, stop_token_ids=ids), "stop_token_ids")
+            for ids in ((-1,), (100,), (2**70,), (1,) * 257)
+        ),
+        ([1], SamplingParams(1, stop=tuple(map(str, range(100_000)))), "sampling.stop: .* at most 64 .*, not 100000"),
+        ([1], SamplingParams(1, stop=("x" * 2**20,)), r"sampling.stop\[0\]: .* at most 256 characters"),
+        *(([1], SamplingParams(1, stop=stop), "sampling.stop") for stop in (("",), ("\ud83d",), (3,), "</a>", None)),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as raised:
             asyncio.run(engine.generate(ids, sampling))
+        assert len(str(raised.value)) < 300 and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rollout.engines.vllm_engine import VLLMEngine
 from rollout.engines.weights import files as weight_files
 from rollout.engines.weights import ipc
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import InfrastructureError, PermanentFailure
 from tests.processes import alive
 from tests.rollout.engines.conftest import random_prompts
 from tests.rollout.engines.dying_backend import DyingEngine, table
@@ -256,6 +256,62 @@ def test_an_exception_after_an_answer_is_followed_by_a_restart():
                 await asyncio.sleep(0.001)
             poison.cancel()
             assert (await engine.generate([2], ONE)).token_ids == (2,)
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_a_request_that_ends_two_children_is_not_sent_to_a_third():
+    """Alone it is known after two deaths, in company after a third, and the company is answered."""
+
+    async def main():
+        async with started(echo(restarts=2)) as engine:
+            with pytest.raises(
+                PermanentFailure, match=r"died 2 times with this request .generate. in flight, .* code 3"
+            ):
+                await engine.generate([14], ONE)
+            assert (await engine.generate([1], ONE)).token_ids == (1,)
+        async with started(echo(restarts=3)) as engine:
+            requests = [asyncio.ensure_future(engine.generate([i], ONE)) for i in (14, 2, 3)]
+            while engine._spawned < 3:
+                await asyncio.sleep(0.01)
+            requests.append(asyncio.ensure_future(engine.generate([4], ONE)))  # waits for the trial's end
+            refused, *answered = await asyncio.gather(*requests, return_exceptions=True)
+            assert isinstance(refused, PermanentFailure) and "died 3 times" in str(refused)
+            assert [generation.token_ids for generation in answered] == [(2,), (3,), (4,)]
+            assert engine._spawned == 4 and not engine._on_trial
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_an_update_that_ends_two_children_is_not_sent_to_a_third():
+    async def main():
+        async with started(echo(restarts=3, fails_to_load=True)) as engine:
+            await engine.generate([1], ONE)
+            with pytest.raises(InfrastructureError, match=r"not be pushed: .* died 2 times with this request .load. in"):
+                await push_weights(engine, [("weight", torch.ones(2, 2))], 1)
+            assert (await engine.generate([1], ONE)).token_ids == (1,)
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_a_trial_ends_when_its_request_is_cancelled():
+    async def main():
+        async with started(echo(restarts=3)) as engine:
+            silent = [asyncio.ensure_future(engine.generate([12], ONE)) for _ in range(2)]
+            for children in (2, 3):
+                await asyncio.sleep(0)
+                os.kill(engine.pid, signal.SIGKILL)
+                while engine._spawned < children or not engine._up:
+                    await asyncio.sleep(0.01)
+            later = asyncio.ensure_future(engine.generate([1], ONE))
+            for request in silent:
+                await asyncio.sleep(0)
+                assert engine._on_trial and not later.done()
+                request.cancel()
+            assert (await later).token_ids == (1,)
 
     run(main())
 

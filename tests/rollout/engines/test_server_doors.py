@@ -10,14 +10,15 @@ import re
 import signal
 
 import aiohttp
+import pytest
 import torch
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
 from rollout.engines.server import server as module
 from rollout.engines.server.server import EngineServer
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
+from tests.raw_http import check_unreadable
 from tests.rollout.engines.dying_backend import DyingEngine, table
+from tests.rollout.engines.test_engine_process import echo
 
 RIGHT = {"token_ids": [1], "sampling": {"max_new_tokens": 3, "seed": 1}, "weights": "start"}
 LOAD = {"tag": "t", "version": 1, "paths": ["/nowhere"]}
@@ -26,8 +27,8 @@ LOAD = {"tag": "t", "version": 1, "paths": ["/nowhere"]}
 class Door:
     """A server over one engine's process, and a client of it."""
 
-    def __init__(self, engine, client, server):
-        self.engine, self._client, self.server = engine, client, server
+    def __init__(self, engine, client, server, address):
+        self.engine, self._client, self.server, self.address = engine, client, server, address
 
     async def ask(self, path, body, **options):
         """Status and answer. An error is one line."""
@@ -44,14 +45,17 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def door(tmp_path, **options):
-    engine = DyingEngine(log=str(tmp_path / "log"), **options)
+async def door(tmp_path, engine=None, **options):
+    engine = engine or DyingEngine(log=str(tmp_path / "log"), **options)
     await engine.start()
-    server = EngineServer(engine)
+    server, listener = EngineServer(engine), module.bind("127.0.0.1", 0)
+    host, port = listener.getsockname()
+    runner = await server.start(listener)
     try:
-        async with TestClient(TestServer(server.app())) as client:
-            yield Door(engine, client, server)
+        async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
+            yield Door(engine, client, server, (host, port))
     finally:
+        await runner.cleanup()
         await engine.close()
 
 
@@ -77,6 +81,14 @@ WRONG = [
     ("/generate", RIGHT | {"token_ids": [2**80]}, 400, "token"),
     ("/generate", RIGHT | {"more": 1}, 400, "more: Unexpected"),
     ("/generate", RIGHT | {"weights": None}, 400, "weights"),
+    ("/generate", RIGHT | {"weights": "x" * 300}, 400, "weights: .* at most 200"),
+    ("/generate", RIGHT | {"token_ids": [-1] * 200_000}, 400, "token_ids.0"),
+    ("/generate", sampling(stop=[f"{i}" for i in range(100_000)]), 400, "sampling.stop: .* at most 64"),
+    ("/generate", sampling(stop=["x" * 10**6]), 400, "sampling.stop.0.: .* at most 256 characters"),
+    ("/generate", sampling(logit_bias={"1": 1e9}), 400, "sampling.logit_bias: Unexpected"),
+    ("/generate", sampling(top_k=2**40), 400, "sampling.top_k"),
+    ("/generate", sampling(top_logprobs=10**6), 400, "sampling.top_logprobs"),
+    ("/generate", sampling(seed=2**70), 400, "sampling.seed"),
     ("/generate", sampling(temperature=float("nan")), 400, "sampling.temperature"),
     ("/generate", sampling(temperature=float("inf")), 400, "sampling.temperature"),
     ("/generate", sampling(top_p=float("nan")), 400, "sampling.top_p"),
@@ -116,6 +128,17 @@ def test_wrong_requests_are_refused_one_by_one(tmp_path):
     run(main())
 
 
+def test_requests_that_cannot_be_read_get_one_line_and_leave_no_traceback(tmp_path, caplog):
+    async def main():
+        listener = module.bind("127.0.0.1", 0)
+        runner = await EngineServer(DyingEngine(log=str(tmp_path / "log"))).start(listener)  # none reaches the engine
+        await check_unreadable(*listener.getsockname(), "/generate", "error", wrong_body=400)
+        await runner.cleanup()
+
+    run(main())
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_large_slow_and_idle(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "BODY_S", 0.3)
     monkeypatch.setattr(module, "IDLE_S", 0.3)
@@ -130,23 +153,12 @@ def test_large_slow_and_idle(tmp_path, monkeypatch, caplog):
             assert status == 413 and "Maximum request body size" in answer["error"]
             status, answer = await at.ask("/generate", b"", data=never())
             assert status == 408 and "did not come within 0.3 s" in answer["error"]
-            runner = at.server.runner()
-            await runner.setup()
-            site = web.SockSite(runner, module.bind("127.0.0.1", 0))
-            await site.start()
-            host, port = runner.addresses[0][:2]
             for sent in (b"", b"POST /generate HTTP/1.1\r\nHost: "):
-                reader, writer = await asyncio.open_connection(host, port)
+                reader, writer = await asyncio.open_connection(*at.address)
                 writer.write(sent)
                 assert await reader.read() == b"", "closed from there"
                 writer.close()
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n")
-            assert b" 400 " in await reader.readline() and not any(record.exc_info for record in caplog.records)
-            writer.close()
-            async with aiohttp.ClientSession() as session, session.get(f"http://{host}:{port}/health") as response:
-                assert response.status == 200
-            await runner.cleanup()
+            assert (await at.ask("/health", None))[0] == 200 and not any(record.exc_info for record in caplog.records)
 
     run(main())
 
@@ -212,6 +224,17 @@ def test_an_engine_that_dies_behind_a_server_says_that_it_needs_its_weights(tmp_
             assert (await at.ask("/weights/load", again))[0] == 200 and await at.tokens("good") == tokens
             assert not at.server.failed.is_set()
             files.remove()
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_a_request_that_ends_the_engine_does_not_end_the_server(tmp_path):
+    async def main():
+        async with door(tmp_path, echo(restarts=2)) as at:
+            status, answer = await at.ask("/generate", RIGHT | {"token_ids": [14]})
+            assert status == 500 and "died 2 times with this request" in answer["error"]
+            assert await at.tokens("start") == [1] and not at.server.failed.is_set()
 
     run(main())
 

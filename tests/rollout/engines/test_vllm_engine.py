@@ -8,6 +8,7 @@ import random
 import types
 
 import pytest
+import tokenizers
 import torch
 
 from rollout.engines.base import SamplingParams
@@ -136,6 +137,25 @@ def test_stops_are_found_where_decoding_every_prefix_finds_them(model_dir):
         assert (said is None) == (expected is None) and (said is None or said in stop)
         ended += said is not None
     assert 100 < ended < 400
+
+
+def test_tokens_that_may_complete_a_stop_string_are_those_of_the_definition():
+    """The definition, token by token, costs 40 s for 100 stop strings and a vocabulary of 151,643."""
+
+    def may_complete(text, stop):
+        return any(s in text or any(s.endswith(text[:i]) for i in range(1, len(text) + 1)) for s in stop)
+
+    draw = random.Random(0)
+    word = lambda letters, longest: "".join(draw.choice(letters) for _ in range(draw.randrange(1, longest)))  # noqa: E731
+    texts = sorted({word("ab</>. Ġéx", 9) for _ in range(1500)} | {"</search>", "x</search>\n", "\uffff<", "~", "\x7f"})
+    vocabulary = {text: i for i, text in enumerate(draw.sample(texts, len(texts)))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "~"))
+    stops, seen = StopStrings(types.SimpleNamespace(_tokenizer=tokenizer)), 0
+    sets = [("</search>", "</answer>"), (">",), ("~",), ("\x7f",), ("a.b", "a.b", "a|b"), ("x" * 256,), tuple("ab</>.")]
+    for stop in [*sets, *(tuple(word("ab</>.x", 6) for _ in range(draw.randrange(1, 9))) for _ in range(30))]:
+        assert stops.ends(stop) == {i for text, i in vocabulary.items() if may_complete(text, stop)}
+        seen += len(stops.ends(stop))
+    assert seen > 3_000 and stops.ends.cache_info().currsize == 32, "only the latest sets are kept"
 
 
 @needs_vllm
