@@ -29,6 +29,7 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG; it survives 
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
+JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:-UsePerfData")  # with the latter a killed JVM leaves a file in /tmp
 _MAX_CLAUSES = 1_000_000  # Lucene's 1,024 would turn a very long query into an exception
 
 
@@ -65,7 +66,7 @@ def build_lucene_index(
     """
     command = [
         sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid()),
-        str(java_home() / "bin" / "java"), f"-Xmx{heap}", "-XX:+UseSerialGC", "-cp", str(anserini_jar()),
+        str(java_home() / "bin" / "java"), f"-Xmx{heap}", *JAVA_OPTIONS, "-cp", str(anserini_jar()),
         "io.anserini.index.IndexCollection", "-collection", "JsonCollection",
         "-generator", "DefaultLuceneDocumentGenerator", "-input", str(passages), "-index", str(output),
         "-threads", str(threads), "-memoryBuffer", "256", "-optimize", *options,
@@ -109,7 +110,7 @@ def start_jvm(heap: str) -> None:
     if jnius_config.vm_running:
         return
     os.environ["JAVA_HOME"] = str(java_home())
-    jnius_config.set_options("-Xrs", f"-Xmx{heap}", "-XX:+UseSerialGC")
+    jnius_config.set_options("-Xrs", f"-Xmx{heap}", *JAVA_OPTIONS)
     jnius_config.set_classpath(str(anserini_jar()))
     import jnius  # noqa: F401  (starts the JVM)
 

@@ -17,6 +17,7 @@ from retrieval.client import RetrieverClient
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from retrieval.restarts import Restarts
 from retrieval.retriever import SearchSettings, check_indexes
+from retrieval.run_folder import run_folder
 from retrieval.server_process import ServerProcess
 from retrieval.types import Document, RetrievalError
 
@@ -39,7 +40,7 @@ class RetrieverProcess:
         threads: for Lucene, torch and Faiss inside the server.
         corpus: if given, the file that the index must have been built from.
         k1, b, java_heap, encoder, device, gpu, ef_search, probes: see ``retrieval.retriever.SearchSettings``.
-        log: file for the server's output; by default a temporary one, removed after a clean end.
+        log: file for the server's output; by default a temporary one.
         start_timeout: seconds without a sign of life until the server is ready. While it says how far it is (see
             ``retrieval.batching.OwnerThread``) the wait begins anew: a large index may take as long as it needs.
         restarts: starts anew within an hour, at most; then searches fail with the reason.
@@ -145,13 +146,13 @@ class RetrieverProcess:
             if self._server is None or self._finalizer is None:
                 return
             self._finalizer()
-            if self.log is None and self._server.failure is None:
+            if self.log is None:
                 self._server.log.unlink(missing_ok=True)
             self._server = self._finalizer = None
 
     def _make_log(self) -> Path:
         if self.log is None:
-            handle, name = tempfile.mkstemp(prefix="retriever-", suffix=".log")
+            handle, name = tempfile.mkstemp(".log", "retriever-", run_folder())
             os.close(handle)
             return Path(name)
         path = Path(self.log)

@@ -113,7 +113,7 @@ class ServerProcess:
         while not self._ended.is_set():
             if not self._restarts.take():
                 # Set before anybody is refused, who then asks for it.
-                self.failure = f"the search server {why}{self._restarts.used_up()}; what it printed: {self.log}"
+                self.failure = f"the search server {why}{self._restarts.used_up()}; its last words: {self._last_line()}"
                 with suppress(OSError):
                     self._listener.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it, too
                 self._listener.close()
@@ -127,9 +127,15 @@ class ServerProcess:
                 why = f"could not be started anew ({one_line(error).partition(';')[0]})"
                 self._ended.wait(PAUSE_S)
 
+    def _log_lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+
+    def _last_line(self) -> str:
+        """Of its log, which is gone when the run has ended."""
+        return one_line((self._log_lines() or ["none"])[-1])[:500]
+
     def _log_tail(self) -> str:
-        text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
-        return f"the end of its log ({self.log}):\n" + "\n".join(text.splitlines()[-LOG_LINES:])
+        return f"the end of its log ({self.log}):\n" + "\n".join(self._log_lines()[-LOG_LINES:])
 
 
 def how_ended(child: subprocess.Popen) -> str:

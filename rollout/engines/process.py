@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from retrieval.restarts import Restarts
+from retrieval.run_folder import run_folder
 from retrieval.types import one_line
 from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost, check_request
 from rollout.engines.child import ROOT, Child, Results
@@ -370,6 +371,7 @@ class EngineProcess:
                 return
             several = self._options.get("tensor_parallel_size", 1) > 1
             environment = child_environment(os.environ, self._threads, several_devices=several) | self._environment
+            environment["TMPDIR"] = str(run_folder())  # vLLM leaves a file there at every start
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
             self._child_environment = environment  # also of later children: by then Lightning has set variables
             self._closing.clear()

@@ -2,8 +2,8 @@
 
 Every fault is put into a run of its own, at a random moment. A run that ends is continued by ``RESUME=last``. In the
 end its weights are, bit for bit, those of a run that nothing happened to, its metrics the same, and no process,
-listening port, segment of shared memory or mount is left; else the fault counts as ELSE, its files are kept, and the
-exit code is 1. The same seed and number give the same fault, at about the same moment.
+listening port, segment of shared memory, mount or temporary file is left; else the fault counts as ELSE, its files are
+kept, and the exit code is 1. The same seed and number give the same fault, at about the same moment.
 """
 
 from __future__ import annotations
@@ -31,15 +31,23 @@ from rich.table import Table
 
 from callbacks.tracking.run_info import duration
 from experiments.registry.project import Project
+from retrieval.run_folder import remove_orphans
+from rollout.engines.weights.files import PREFIX as WEIGHTS
 from rollout.engines.weights.files import SHARED_MEMORY
 from tests.chaos import faults
 from tests.chaos.faults import FAULTS, own_disk, ports_of
-from tests.chaos.runs import ITERATIONS, RUNS, TRACEBACK, Made, Place, kill_all, living
+from tests.chaos.runs import ITERATIONS, RUNS, TEMPORARY, TRACEBACK, Made, Place, kill_all, living
 
 PR_SET_CHILD_SUBREAPER = 36  # of prctl: what a dead process leaves behind becomes a child of this one
 MOST_CONTINUED = 3
 LEAVE_S = 30.0  # for what a run leaves behind to end
 EARLY = 0.25  # share of the faults that come before the first iteration has ended
+# Segments of shared memory whose names have the number of a process: our weights, torch's tensors, joblib's semaphores
+# and arrays, Intel's OpenMP.
+OWNED = re.compile(
+    rf"{WEIGHTS}(\d+)-\w+\.safetensors|torch_(\d+)_\d+(?:_\d+)?|sem\.loky-(\d+)-\w+|joblib_memmapping_folder_(\d+)_\w+"
+    r"|__KMP_REGISTERED_LIB_(\d+)_\d+"
+)
 WENT_ON, CONTINUED, MENDED, MISSED, ELSE = "went on", "continued", "refused, mended", "missed", "ELSE"
 VERDICTS = (WENT_ON, CONTINUED, MENDED, MISSED, ELSE)
 
@@ -56,8 +64,12 @@ def main() -> int:
     home = Project.from_environment().outputs / "chaos"
     home.mkdir(parents=True, exist_ok=True)
     job = Job(home, options.seed)
-    for number in options.only or range(options.faults):
-        job.run(number, options.run, options.fault)
+    TEMPORARY.mkdir()
+    try:
+        for number in options.only or range(options.faults):
+            job.run(number, options.run, options.fault)
+    finally:
+        shutil.rmtree(TEMPORARY, ignore_errors=True)
     job.table()
     return 1 if job.counts[ELSE] else 0
 
@@ -216,13 +228,14 @@ def _require_success(code: int | None, place: Place) -> None:
         raise SystemExit(f"{place.name} fails by itself:\n{place.screen()}")
 
 
-def surroundings() -> tuple[set[str], set[str]]:
-    """Segments of shared memory, and mounts."""
-    return {path.name for path in SHARED_MEMORY.iterdir()}, set(Path("/proc/self/mounts").read_text().splitlines())
+def surroundings() -> tuple[set[str], set[str], set[str]]:
+    """Segments of shared memory, mounts, and temporary files of the runs."""
+    mounts = set(Path("/proc/self/mounts").read_text().splitlines())
+    return {path.name for path in SHARED_MEMORY.iterdir()}, mounts, {path.name for path in TEMPORARY.iterdir()}
 
 
-def left_behind(before: tuple[set[str], set[str]], ports: list[int]) -> str:
-    """What there is now and was not before, in words. Kills the processes."""
+def left_behind(before: tuple[set[str], set[str], set[str]], ports: list[int]) -> str:
+    """Say what there is now and was not before. Kills the processes."""
     me, deadline = psutil.Process(), time.monotonic() + LEAVE_S
     while (left := _children(me)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -231,15 +244,19 @@ def left_behind(before: tuple[set[str], set[str]], ports: list[int]) -> str:
     for port in ports:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             words.append(f"port {port}")
-    segments, mounts = surroundings()
+    remove_orphans(TEMPORARY)  # as the next start would
+    segments, mounts, files = surroundings()
     words += [f"segment {name}" for name in sorted(segments - before[0]) if not of_others(name)]
     words += [f"mount {line}" for line in sorted(mounts - before[1]) if not line.startswith("chaos ")]
+    words += [f"temporary file {name}" for name in sorted(files - before[2]) if not name.startswith("torchinductor_")]
     return f"left behind: {', '.join(words)}" if words else ""
 
 
 def of_others(segment: str) -> bool:
-    """Whether its name holds the number of a living process: ours have ended."""
-    return any(psutil.pid_exists(int(number)) for number in re.findall(r"\d+", segment))
+    """Whether a living process made the segment, as its name says: ours have ended. A segment whose name says nothing
+    counts as ours."""
+    found = OWNED.fullmatch(segment)
+    return found is not None and psutil.pid_exists(int(found[found.lastindex or 0]))
 
 
 def reap(known: Sequence[int] = ()) -> None:

@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from rollout.digests import sha256
 EXPERIMENTS = Path(__file__).with_name("experiments")
 RUNS = ("chaos_dgpo", "chaos_python", "chaos_ranks")
 SERVED = "chaos_python"  # whose engine the ranks of chaos_ranks share, as a server
+TEMPORARY = Path(tempfile.gettempdir(), f"chaos-{os.getpid()}")  # of all runs
 PORT = 8193  # of the engine server, as chaos_ranks.yaml has it
 ITERATIONS = 6
 ENDS_WITHIN_S = 1200.0
@@ -95,6 +97,7 @@ class Place:
             "COMPACT_AGENTS_EXPERIMENTS": str(EXPERIMENTS),
             "COMPACT_AGENTS_OUTPUTS": str(self.outputs),
             "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(TEMPORARY),
         }
         if self.clock is not None:
             environment |= {"LD_PRELOAD": str(self.clock.with_suffix(".so")), "CHAOS_CLOCK": str(self.clock)}

@@ -36,6 +36,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from retrieval.http_server import BACKLOG, listen, read_body
+from retrieval.run_folder import remove_run_folder
 from retrieval.secret import add_secret_option, demand_secret, server_secret
 from retrieval.types import one_line
 from retrieval.validation import first_problem
@@ -283,6 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError, ImportError, AttributeError, InfrastructureError) as error:
         print(f"engine server: {error}", file=sys.stderr, flush=True)
         code = 3 if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else 2
+    remove_run_folder()
     os._exit(code)  # threads of the engine's pipe need not be waited for
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 
 from rollout.engines.base import Generation
@@ -15,7 +16,7 @@ class EchoBackend:
         if refuse:
             raise ValueError(refuse)
         self.version, self.fails_to_load = 0, fails_to_load
-        self.info = {"vocab_size": 100, "threads": int(os.environ["OMP_NUM_THREADS"])}
+        self.info = {"vocab_size": 100, "threads": int(os.environ["OMP_NUM_THREADS"]), "tmp": tempfile.gettempdir()}
         self._seconds, self._queue = seconds, []
 
     @property

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from retrieval.run_folder import run_folder
 from rollout.engines.base import SamplingParams
 from rollout.engines.process import ROOT, EngineProcess
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
@@ -43,7 +44,7 @@ def test_requests_weights_and_an_end():
         torch.manual_seed(5)
         await asyncio.gather(engine.start(), engine.start())
         pid = engine.pid
-        assert engine.info["threads"] == 2
+        assert engine.info["threads"] == 2 and engine.info["tmp"] == str(run_folder()), "vLLM leaves files in it"
         assert (torch.rand(3).tolist(), torch.get_num_threads()) == (expected_numbers, expected_threads)
         os.kill(pid, signal.SIGINT)  # Ctrl-C reaches the whole process group; the child leaves it to the parent
 

@@ -1,0 +1,80 @@
+"""The temporary folder of a run: one for a command and all processes that it starts.
+
+The process that makes the folder holds a lock in it and removes it at its end. The lock ends with its process, also by
+``kill -9``: the next start removes every such folder without a lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import getpass
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+PREFIX = "ca-"  # short: the names of sockets in it have at most 107 bytes
+OWNER = ".compact-agents-run"  # the locked file; a folder without it is not ours
+_making = threading.Lock()
+_made: dict[int, tuple[Path, int]] = {}  # by process, since a fork owns nothing: folder, descriptor of the lock
+
+
+def run_folder() -> Path:
+    """Return the run's temporary folder. The first process of a run makes it, and removes it at its end."""
+    parent = Path(tempfile.gettempdir())
+    if (parent / OWNER).exists():  # a process above has made it
+        return parent
+    with _making:
+        if os.getpid() not in _made:
+            remove_orphans(parent)
+            _made[os.getpid()] = _make(parent)
+            atexit.register(remove_run_folder)
+        return _made[os.getpid()][0]
+
+
+def use_run_folder() -> None:
+    """Put all temporary files of this process, and of those that it starts, into the run's folder. torch's compiled
+    kernels stay where they are, because later runs use them."""
+    kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
+    tempfile.tempdir = os.environ["TMPDIR"] = str(run_folder())
+
+
+def remove_run_folder() -> None:
+    """Remove the run's folder if this process made it: at ends that `atexit` does not see (``os._exit``)."""
+    folder, lock = _made.pop(os.getpid(), (None, -1))
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _make(parent: Path) -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        with contextlib.suppress(OSError):  # another start took it for an orphan before it was locked
+            lock = _lock(folder, os.O_CREAT)
+            if (folder / OWNER).exists():
+                return folder, lock
+
+
+def remove_orphans(parent: Path) -> None:
+    """Remove the run folders in ``parent`` whose processes are gone."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # not ours, owned by a living process, or just removed by another start
+            lock = _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path, flags: int = 0) -> int:
+    """Raises OSError where another process holds the lock, or there is none."""
+    lock = os.open(folder / OWNER, os.O_RDWR | flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
