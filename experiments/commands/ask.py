@@ -21,7 +21,7 @@ from experiments.stages.context import RunContext
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollout.engines.base import Generation
+    from rollout.engines.base import Generation, SamplingParams
     from rollout.samplers.base import GroupRunner, RunningView
     from rollout.trajectory import Task, Trajectory, TrajectoryPrefix
 
@@ -36,10 +36,15 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
     """Roll out questions with the experiment's model, each turn printed as soon as it is there."""
     from rich.console import Console
 
+    from data_modules.loading.decoding import Decoding
     from experiments.stages.validate import instantiate, plays_episodes
     from rollout.protocols.text import shows_task_prompts
 
-    question, temperature = args.question, args.temperature
+    question = args.question
+    try:
+        sampling = Decoding(temperature=args.temperature).params
+    except ValueError as error:
+        raise ExperimentError(f"--temperature: {error}") from None
     config = copy.deepcopy(make_graph(context).target().config)
     if plays_episodes(config):
         raise ExperimentError(
@@ -59,10 +64,10 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
     try:
         system.start()
         if question is not None:
-            answer(system, console, asked_task(question, example), temperature, context.seed or 0)
+            answer(system, console, asked_task(question, example), sampling, context.seed or 0)
             return
         while text := console.input("\n[bold]question[/bold] (empty to end): ").strip():
-            answer(system, console, asked_task(text, example), temperature, context.seed or 0)
+            answer(system, console, asked_task(text, example), sampling, context.seed or 0)
     except EOFError:
         pass  # the end of a piped list of questions
     finally:
@@ -97,12 +102,10 @@ def asked_task(question: str, example: Task | None) -> Task:
     return Task(id="asked", question=text, golden_answers=(), data_source="asked", prompt=prompt)
 
 
-def answer(system: Any, console: Console, task: Task, temperature: float, seed: int) -> None:
+def answer(system: Any, console: Console, task: Task, sampling: SamplingParams, seed: int) -> None:
     from rich.markup import escape
 
-    from data_modules.loading.decoding import Decoding
-
-    [trajectory] = system.rollout([task], n=1, sampling=Decoding(temperature=temperature).params, seed=seed)
+    [trajectory] = system.rollout([task], n=1, sampling=sampling, seed=seed)
     if trajectory.failed_by_infrastructure:
         raise ExperimentError(f"the search engine or the model failed: {'; '.join(system.failures)}")
     found = trajectory.answer if trajectory.answer is not None else "(none)"

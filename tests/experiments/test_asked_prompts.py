@@ -1,8 +1,14 @@
 """How ``make ask`` puts a question where the data module words the prompts."""
 
 import json
+from argparse import Namespace
 
-from experiments.commands.ask import asked_task, example_task
+import pytest
+
+from experiments.commands.ask import ask, asked_task, example_task
+from experiments.registry.errors import ExperimentError
+from experiments.registry.project import Project
+from experiments.stages.context import RunContext
 
 
 def test_an_asked_question_is_put_as_the_experiment_puts_its_own(tmp_path):
@@ -13,3 +19,12 @@ def test_an_asked_question_is_put_as_the_experiment_puts_its_own(tmp_path):
     ((role, content),) = asked_task("What is 2 + 2", example).prompt
     assert role == "user" and "What is 2 + 2?" in content and "walks" not in content and "\\boxed{}" in content
     assert example_task({"data": {"init_args": {"test_files": [f"aime24:{path}"]}}}).prompt == ()
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 0.001, 3.0, float("nan")])
+def test_a_temperature_that_no_engine_takes_is_refused_before_a_model_loads(temperature):
+    with pytest.raises(ExperimentError, match="^--temperature: sampling.temperature: Input should be "):
+        ask(
+            Namespace(question="?", temperature=temperature),
+            RunContext(Project.from_environment(), "dgpo_tiny", (), None),
+        )
