@@ -1,4 +1,4 @@
-"""What search servers and engine servers share: listening, reading bodies, and errors as one line of JSON."""
+"""HTTP of search servers and engine servers: listening, reading bodies, and errors as one line of JSON."""
 
 from __future__ import annotations
 
@@ -46,8 +46,13 @@ async def listen(
 
 
 async def read_body(request: web.Request, within_s: float) -> bytes:
-    """Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge, or HTTPBadRequest for a body that is not what its headers
-    say."""
+    """Read the whole body, decompressed.
+
+    Raises:
+        HTTPRequestTimeout: it did not come ``within_s`` seconds.
+        HTTPRequestEntityTooLarge: it is larger than the application takes.
+        HTTPBadRequest: its bytes do not fit its headers.
+    """
     try:
         async with asyncio.timeout(within_s):
             return await request.read()
@@ -66,7 +71,7 @@ def _unreadable(why: str) -> str:
 
 
 class _Handler(web.RequestHandler):
-    """One connection. Each error is one line of JSON, also for what is no HTTP and reaches no application."""
+    """Answers the requests of one connection. Every error is one line of JSON, also for bytes that are not HTTP."""
 
     __slots__ = ("_key", "_paths")
 

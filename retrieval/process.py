@@ -26,7 +26,7 @@ SHARED_VARIABLE = "COMPACT_AGENTS_RETRIEVERS"  # servers that several processes 
 
 class RetrieverProcess:
     """Starts ``python -m retrieval.server`` when first needed and ends it with this process, even by kill -9. A server
-    that dies is started anew; searches wait for it.
+    that dies is replaced; searches wait for the new one.
 
     Where ``SHARED_VARIABLE`` names a server over the same indexes with the same settings (the
     launcher of several ranks starts one for all of them), that one is used, and is left to its owner.
@@ -42,8 +42,8 @@ class RetrieverProcess:
         k1, b, java_heap, encoder, device, gpu, ef_search, probes: see ``retrieval.retriever.SearchSettings``.
         log: file for the server's output; by default a temporary one.
         start_timeout: seconds without a sign of life until the server is ready. While it says how far it is (see
-            ``retrieval.batching.OwnerThread``) the wait begins anew: a large index may take as long as it needs.
-        restarts: starts anew within an hour, at most; then searches fail with the reason.
+            ``retrieval.batching.OwnerThread``) the wait begins again: a large index may take as long as it needs.
+        restarts: of the server within an hour, at most; then searches fail with the reason.
         timeout, retries, backoff, max_connections: see ``RetrieverClient``.
     """
 

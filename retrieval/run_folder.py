@@ -70,7 +70,7 @@ def remove_orphans(parent: Path) -> None:
 
 
 def _lock(folder: Path, flags: int = 0) -> int:
-    """Raises OSError where another process holds the lock, or there is none."""
+    """Lock a run folder and return the descriptor. Raises OSError if another process has locked it."""
     lock = os.open(folder / OWNER, os.O_RDWR | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -85,7 +85,7 @@ class RetrievalServer:
 
     Args:
         topk: passages per query where the request does not say.
-        secret: what clients must send; None: nothing.
+        secret: clients must send it; None serves every client.
     """
 
     def __init__(self, owner: OwnerThread, topk: int, secret: str | None = None) -> None:
@@ -129,7 +129,7 @@ class RetrievalServer:
 
 
 async def _read(http: web.Request) -> RetrieveRequest:
-    """Raises Refused, or as `read_body`."""
+    """Read a request. Raises Refused, or as `read_body`."""
     try:
         body = await read_body(http, BODY_S)
     except web.HTTPRequestEntityTooLarge:

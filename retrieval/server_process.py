@@ -1,4 +1,4 @@
-"""A search server as a child process. One that dies is started anew, at the same address."""
+"""A search server as a child process. A server that dies is replaced, at the same address."""
 
 from __future__ import annotations
 

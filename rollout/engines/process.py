@@ -43,8 +43,8 @@ class _Asked:
     message: tuple[Any, ...]  # (kind, number, ...)
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
-    files: WeightFiles | None = None  # of an update: kept from its end on, for a child that is started anew
-    sent: bool = False  # else it waits for a child
+    files: WeightFiles | None = None  # of an update: kept from its end on, for the next child
+    sent: bool = False  # to the latest child; else it waits for one
     deaths: int = 0  # of children that had it
 
 
@@ -60,7 +60,7 @@ class EngineProcess:
     is sampled until new ones have come.
 
     A message that was in flight when two children died is suspected. If it is the only one, it fails. If there are
-    several, the next child gets one at a time, and the one with which it dies fails.
+    several, the next child gets one at a time, and the message at which it dies fails.
     """
 
     transport: Literal["auto", "files", "ipc"] = "files"  # of weights from this process; see `weights.push`
@@ -168,7 +168,7 @@ class EngineProcess:
         Raises:
             ValueError: no ids, ids outside the vocabulary, or more than ``max_length`` tokens in all; or the backend's
                 refusal.
-            WeightsLost: the child was started anew, and the weights that it held are not kept.
+            WeightsLost: the child was replaced, and the weights that it held are not kept.
             PermanentFailure: the model's logits are not finite, or two children died with this request in flight.
             EngineGone: the child died once too often.
             InfrastructureError: it has not been started, or was closed.
@@ -265,7 +265,7 @@ class EngineProcess:
     def _ask(
         self, kind: str, *content: Any, changes: bool = False, files: WeightFiles | None = None
     ) -> tuple[int, asyncio.Future[Any]]:
-        """Send a message, or keep it for a child that is being started anew. ``changes``: weights or memory."""
+        """Send a message, or keep it for the next child. ``changes``: weights or memory."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         with self._lock:
@@ -476,7 +476,7 @@ class EngineProcess:
             return
 
     def _next_child(self, why: str) -> Child | None:
-        """None: the engine is closed, or is given up."""
+        """Start the next child. Returns None if the engine is closed or given up."""
         with self._lock:  # so that `close` finds each child
             if self._closing.is_set():
                 return None
@@ -514,7 +514,7 @@ class EngineProcess:
             )
 
     def _suspect(self, why: str) -> None:
-        """Count a child's death against the messages that it had; fail the one that has ended two."""
+        """Count a child's death against the messages that it had. Fail a message that is suspected alone."""
         for asked in self._asked.values():
             asked.deaths += asked.sent
         suspects = [asked for asked in self._asked.values() if asked.sent and asked.deaths > 1]

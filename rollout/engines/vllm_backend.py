@@ -103,7 +103,7 @@ def _report_untruncated_v2(sampler: Any) -> None:
 
 
 def _prepare_cpu(max_length: int) -> dict[str, Any]:
-    """What vLLM has to be told where there is no GPU; the arguments of it are returned."""
+    """Configure vLLM for a machine without a GPU. Returns its arguments."""
     # Nothing is worth compiling here: a few decorated functions would cost 2 s at the first token.
     torch._dynamo.config.disable = True
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # exactness was measured with the first one

@@ -62,9 +62,9 @@ class VLLMEngine(EngineProcess):
                 one samples row by row for it.
             hang_s: seconds without a sign of life, while it starts or has work to do, after which the child process is
                 killed.
-            restarts: how often within an hour a child that has died or was killed is started anew. It gets the weights
-                that it held, of which a copy stays in the host's memory (once per host), and samples again, with the
-                same seeds, what it had not answered. 0: its death ends the run, and no copy is kept.
+            restarts: how often within an hour a child that has died or was killed is replaced. The next child gets the
+                weights from a copy in the host's memory (one per host), and samples the unanswered requests again, with
+                the same seeds. A request at which two children died fails. 0: a death ends the run; no copy is kept.
 
         Raises:
             ModuleNotFoundError: vLLM is not installed.

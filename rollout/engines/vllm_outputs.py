@@ -1,6 +1,7 @@
-"""What vLLM's output processor keeps of a request, in the place of its own detokenizer and log-probs processor
-(vllm/v1/engine/ of 0.32): these decode every token where there are stop strings, and make an object of every log-prob,
-in the one thread that also steps.
+"""Replace the detokenizer and the log-probs processor that vLLM keeps for each request (vllm/v1/engine/ of 0.32).
+
+vLLM's decode every token where there are stop strings, and make an object of every log-prob, in the one thread that
+also steps.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Job:
     def _put(
         self, kind: str, place: Place, draw: random.Random, wanted: Made, first: float, whole: float
     ) -> tuple[str, str, str]:
-        """Run it with the fault in it, to its end. Returns what was done, the verdict, and what is wrong."""
+        """Run it with the fault in it, to its end. Returns the fault in words, the verdict, and the problem found."""
         place.start()
         early = draw.random() < EARLY and kind not in faults.ALTERS
         after, share = draw.randrange(1, ITERATIONS), draw.random()

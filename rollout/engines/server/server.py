@@ -227,8 +227,8 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def make_engine(description: str) -> EngineProcess:
-    """An engine from ``{"class_path": ..., "init_args": {...}}`` as JSON. Raises ValueError if it is none that runs in
-    a process of its own."""
+    """Make an engine from ``{"class_path": ..., "init_args": {...}}`` as JSON. Raises ValueError unless the class is an
+    `EngineProcess`."""
     config = json.loads(description)
     module, _, name = config["class_path"].rpartition(".")
     engine = getattr(importlib.import_module(module), name)(**config.get("init_args", {}))
