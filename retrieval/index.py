@@ -29,7 +29,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -376,12 +375,12 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
     prefix = f"{folder.name}.partial-"
     for leftover in folder.parent.glob(prefix + "*"):  # of builds that were killed; the lock says none is alive
         shutil.rmtree(leftover)
-    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    partial = folder.with_name(f"{prefix}{os.getpid()}")
+    partial.mkdir()
     try:
         yield partial
         if folder.exists():  # an older index that no longer fits
             os.replace(folder, partial.with_name(partial.name + "-old"))
-        partial.chmod(0o755)
         os.replace(partial, folder)
     finally:
         for rest in folder.parent.glob(partial.name + "*"):

@@ -8,8 +8,9 @@ import itertools
 import os
 import pickle
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -76,6 +77,21 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def obey_umask(folder: Path) -> None:
+    """Give every file under ``folder`` the mode that the umask leaves: safetensors writes 0600, copies keep the mode of
+    their source. Hard links, which may be someone else's files, stay as they are."""
+    probe = folder / f".{os.getpid()}.mode"
+    probe.touch()  # os.umask would change the umask of all threads for an instant
+    given = probe.stat().st_mode & 0o666
+    probe.unlink()
+    for path in folder.rglob("*"):
+        found = path.lstat()
+        wanted = given | (found.st_mode & given >> 2 & 0o111)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and stat.S_IMODE(found.st_mode) != wanted:
+            with suppress(OSError):  # a file system without modes
+                path.chmod(wanted)
 
 
 def remove(path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from callbacks.model_export import adapters
 from callbacks.model_export.exporter import Adapter, read_weights, write_folder
+from retrieval.types import one_line
 from rollout.digests import check_digests
 from rollout.files import UNREADABLE
 
@@ -62,13 +63,29 @@ def export_checkpoint(
 
 def skeleton(source: str) -> Any:
     """The model at ``source`` without weights: its configuration, its parameters' names and shapes."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    with contextlib.suppress(OSError):  # a model need not have one
-        policy.generation_config = GenerationConfig.from_pretrained(source)
+    policy.generation_config = read_generation_config(source) or policy.generation_config
     return policy
+
+
+def read_generation_config(source: str) -> Any:
+    """The ``GenerationConfig`` of the model at ``source``; None where there is none.
+
+    Raises:
+        ValueError: transformers does not load the model, because of this file.
+    """
+    from transformers import GenerationConfig
+
+    file = Path(source) / "generation_config.json"
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except Exception as error:  # of any class, by what the file has in it
+        if isinstance(error, OSError) and not file.is_file():
+            return None
+        raise ValueError(f"{file}: transformers refuses it ({one_line(error)}); mend the file or remove it") from None
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,15 @@ from callbacks.model_export import adapters
 from callbacks.trainer import is_better, policy_source, settle_parameters, stage_dir
 from rollout.digests import check_digests, write_digests
 from rollout.engines.weights.files import require_finite
-from rollout.files import DiskFullError, is_no_room, no_room_message, recover_folder, remove, replace_folder
+from rollout.files import (
+    DiskFullError,
+    is_no_room,
+    no_room_message,
+    obey_umask,
+    recover_folder,
+    remove,
+    replace_folder,
+)
 from rollout.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -93,6 +102,7 @@ def write_folder(
         _write(policy, state, temporary, tokenizer, max_shard_size)
         if adapter is not None:
             adapters.write_adapter(temporary / adapters.FOLDER, adapter.weights, adapter.settings, adapter.base)
+        obey_umask(temporary)
         write_digests(temporary)
     except Exception as error:
         remove(temporary)
@@ -109,12 +119,18 @@ def _write(policy: Any, state: dict[str, torch.Tensor], folder: Path, tokenizer:
     for name, tensor in state.items():
         require_finite(name, tensor)
     save_torch_state_dict(state, folder, max_shard_size=max_shard_size)
+    _write_settings(policy, next(iter(state.values())).dtype, folder, tokenizer)
+
+
+def _write_settings(policy: Any, dtype: torch.dtype, folder: Path, tokenizer: str) -> None:
+    """Write the configurations and the tokenizer. The generation configuration stays as it came: ``save_pretrained``
+    refuses one that it loads with a warning, such as a temperature without ``do_sample``."""
     config = copy.deepcopy(policy.config)
     config.architectures = [type(policy).__name__]
-    config.dtype = next(iter(state.values())).dtype
+    config.dtype = dtype
     config.save_pretrained(folder)
     if getattr(policy, "generation_config", None) is not None:
-        policy.generation_config.save_pretrained(folder)
+        policy.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     load_tokenizer(tokenizer).save_pretrained(folder)
 
 
@@ -200,8 +216,12 @@ class Export(L.Callback):
         self.best_score = state_dict["best_score"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
-            recover_folder(self.folder(trainer))
+        if not trainer.is_global_zero:
+            return
+        recover_folder(self.folder(trainer))
+        policy = cast(Any, pl_module).policy
+        with tempfile.TemporaryDirectory() as folder:  # a refusal of transformers ends the run here, not after training
+            _write_settings(policy, policy.dtype, Path(folder), self.tokenizer or policy_source(pl_module))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.choose != "best" or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:

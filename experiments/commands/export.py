@@ -17,7 +17,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
-from rollout.files import write_atomically
+from rollout.files import obey_umask, write_atomically
 
 OWN = ("last", "best")  # checkpoints of the experiment's own stage
 WHICH = "last or best (the experiment's own, done or not), a .ckpt (file or DeepSpeed folder) or a model folder"
@@ -47,6 +47,7 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
     if is_model_folder(path) and args.dtype is None:
         runner.require_unaltered(path)
         shutil.copytree(path, target, dirs_exist_ok=True)
+        obey_umask(target)
     else:
         merge(path, target, str(path) if is_model_folder(path) else source_of(path, stage, context), args.dtype)
     folder = stage_folder_of(path)

@@ -27,7 +27,7 @@ from callbacks.training.checkpoint_files import FOLDER, anything_saved, find_che
 from experiments.registry.files import read_json
 from experiments.stages.graph import Stage
 from rollout.digests import files_of, write_digests
-from rollout.files import REPLACED, remove, set_aside, write_atomically
+from rollout.files import REPLACED, obey_umask, remove, set_aside, write_atomically
 
 HANDED_ON = (".parquet", ".jsonl", ".csv")
 MODEL = "model"
@@ -179,6 +179,7 @@ class StageFolder:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the digests of the tables, then the done marker; delete what this stage replaces."""
+        obey_umask(self.path)
         own = [self.path / name for name in OWN_FOLDERS]
         tables = [file for file in files_of(self.path) if file.suffix in HANDED_ON]
         write_digests(self.path, [file for file in tables if not any(map(file.is_relative_to, own))])

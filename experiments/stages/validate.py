@@ -23,7 +23,7 @@ from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import data_arguments
 from experiments.stages import startup
-from experiments.stages.graph import Stage, require_files, strings
+from experiments.stages.graph import MODELS, Stage, require_files, strings
 from retrieval import protocols
 
 # None of them takes a metric of torchmetrics.
@@ -58,6 +58,7 @@ def check(stage: Stage, root: Path) -> list[str]:
         hardware.check_indices(stage.config, where)
     check_validation_interval(parsed.config, where)
     check_rollouts(parsed, where)
+    check_generation_configs(stage, root)
     module = check_module(parsed, where)
     check_trainer_options(module, parsed.config, where)
     check_data_options(module, parsed, where)
@@ -75,6 +76,20 @@ def check_validation_interval(parsed: Any, where: str) -> None:
             f"{where}: trainer.val_check_interval is {interval}, but the run has only {iterations} iterations "
             f"(data.iterations); add --trainer.val_check_interval {iterations} or less"
         )
+
+
+def check_generation_configs(stage: Stage, root: Path) -> None:
+    """Raises ExperimentError where transformers would refuse to load a model because of its generation_config.json."""
+    for section in ("model", "data", "task"):
+        for key, text in strings(stage.config.get(section), section):
+            model = key.rpartition(".")[2] in MODELS and key.rpartition(".")[2] != "tokenizer"
+            if model and (root / text / "generation_config.json").is_file():
+                from callbacks.model_export.checkpoints import read_generation_config
+
+                try:
+                    read_generation_config(str(root / text))
+                except ValueError as error:
+                    raise ExperimentError(f"experiment '{stage.name}': {key}: {error}") from None
 
 
 def check_trainer_options(module: Any, parsed: Any, where: str) -> None:

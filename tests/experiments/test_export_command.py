@@ -77,7 +77,9 @@ def test_a_finished_run_and_its_model_in_another_type(trained, tmp_path):
     store.finish({"commit": "abc", "seconds": 1.0, "command": "make train EXP=sft"})
     em = {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 40}
     (store.path / "evaluation.json").write_text(json.dumps({"test": {"em": em}}))
+    (store.path / "model" / "model.safetensors").chmod(0o600)  # of an earlier version
     assert same_weights(policy_state(run(context, tmp_path / "a")), weights)
+    assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1
     assert yaml.safe_load((tmp_path / "a" / "provenance.yaml").read_text())["commit"] == "abc"
     card = ModelCard.load(tmp_path / "a" / "README.md")
     assert card.data.library_name == "transformers" and "GRPO" in card.data.tags

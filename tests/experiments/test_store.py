@@ -114,6 +114,25 @@ def test_a_folder_with_weights_stays_until_the_next_is_done(workshop, weights):
     assert sorted(path.name for path in stage.folder.parent.iterdir()) == [stage.key, mine.name]
 
 
+def test_files_of_a_stage_obey_the_umask_whoever_wrote_them(workshop, tmp_path):
+    workshop.task("x")
+    stage = workshop.graph("x").target()
+    store = StageFolder(stage.folder)
+    before = os.umask(0o027)
+    try:
+        store.prepare(stage, {}, keep=False)
+        modes = {"data/rows.jsonl": 0o600, "model/x.safetensors": 0o600, "run.sh": 0o777, "adopted": 0o600}
+        for name, mode in modes.items():
+            write(stage.folder / name).chmod(mode)
+        os.link(stage.folder / "adopted", tmp_path / "mine")
+        store.finish({})
+    finally:
+        os.umask(before)
+    found = {path: path.stat().st_mode & 0o777 for path in stage.folder.rglob("*") if path.is_file()}
+    assert found.pop(stage.folder / "run.sh") == 0o750 and found.pop(stage.folder / "adopted") == 0o600
+    assert set(found.values()) == {0o640} and len(found) == 6, found
+
+
 def test_preparing_afresh_empties_the_folder(workshop):
     workshop.task("x")
     stage = workshop.graph("x").target()

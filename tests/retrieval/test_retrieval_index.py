@@ -14,7 +14,7 @@ import pytest
 
 from retrieval.__main__ import main as build_or_serve
 from retrieval.corpus import PassageStore, file_sha256
-from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, check_index, read_metadata
+from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, _partial_folder, check_index, read_metadata
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.types import CorpusError, IndexFolderError
 
@@ -238,6 +238,17 @@ def test_torn_files_are_refused_before_anything_is_opened(bm25_index, tmp_path):
             IndexFolderError, match=f"{name}.*: {state}, [0-9]+ bytes when it was built; build the index"
         ):
             check_index(folder)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o007, 0o770)])
+def test_the_folder_of_an_index_obeys_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with _partial_folder(tmp_path / "index") as partial:
+            (partial / "store.json").touch()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "index").stat().st_mode & 0o777 == mode
 
 
 def test_an_interrupted_build_says_how_to_go_on(monkeypatch):

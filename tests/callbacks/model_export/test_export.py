@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks.evaluation.evaluation import Evaluation
-from callbacks.model_export.exporter import Export, load_policy, write_folder
+from callbacks.model_export.adapters import A, B
+from callbacks.model_export.checkpoints import read_generation_config, skeleton
+from callbacks.model_export.exporter import Adapter, Export, load_policy, write_folder
 from callbacks.training.resume import IterationCheckpoint, find_checkpoint
 from rollout.files import DiskFullError
 from tests.callbacks.helpers import make_learner, policy_state, same_weights
@@ -43,6 +47,75 @@ def test_last_weights_are_what_transformers_loads(trainer_for, tmp_path, tie):
     assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
     assert tokenizers[1].chat_template == tokenizers[0].chat_template
     assert sorted(p.name for p in folder.parent.iterdir() if p.name.startswith(".")) == []
+
+
+LOADED_BUT_NOT_SAVED = [
+    {"temperature": 0.6},
+    {"do_sample": False, "top_p": 0.9, "top_k": 20},
+    {"min_p": 0.1, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1},
+    {"early_stopping": True},
+    {"length_penalty": 2.0},
+    {"pad_token_id": -1},
+    {"output_scores": True},
+    {"use_cache": False, "cache_implementation": "static"},
+    {"temperature": "hot"},
+    {"num_return_sequences": 4, "do_sample": True, "early_stopping": "never"},
+]
+
+
+def test_a_generation_config_is_written_as_it_came(tmp_path, model_dir):
+    source = shutil.copytree(model_dir, tmp_path / "source")
+    policy = AutoModelForCausalLM.from_pretrained(model_dir)
+    for found in LOADED_BUT_NOT_SAVED:
+        (source / "generation_config.json").write_text(json.dumps(found))
+        policy.generation_config = read_generation_config(str(source))
+        with pytest.raises(ValueError):
+            policy.generation_config.save_pretrained(tmp_path)
+        write_folder(policy, policy_state(policy), tmp_path / "model", str(source))
+        written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+        assert {name: written.get(name) for name in found} == found
+        assert read_generation_config(str(tmp_path / "model")) == policy.generation_config
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+NOT_LOADED = ['{"num_return_sequences": 4}', '{"max_new_tokens": 0}', '"text"', "null", "{", '{"streamer": 1}']
+
+
+def test_a_generation_config_that_is_not_loaded_is_named_in_one_line(tmp_path, model_dir):
+    source = shutil.copytree(model_dir, tmp_path / "source")
+    for found in NOT_LOADED:
+        (source / "generation_config.json").write_text(found)
+        with pytest.raises(
+            ValueError, match=r"generation_config.json: transformers refuses it \(.*mend the file"
+        ) as told:
+            skeleton(str(source))
+        assert "\n" not in str(told.value)
+    (source / "generation_config.json").unlink()
+    assert read_generation_config(str(source)) is None
+
+
+def test_settings_that_cannot_be_written_end_a_run_before_its_first_step(trainer_for, tmp_path, model_dir):
+    module, data = make_learner(model_dir)
+    trainer = trainer_for([Export(tokenizer=str(tmp_path / "nowhere"))], max_epochs=1)
+    with pytest.raises((OSError, ValueError), match="nowhere"):
+        trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_of_an_export_obey_the_umask(tmp_path, model_dir, umask, mode):
+    policy = AutoModelForCausalLM.from_pretrained(model_dir)
+    before = os.umask(umask)
+    try:
+        adapter = Adapter(
+            {"model.layers.0.self_attn.q_proj" + end: torch.ones(2, 2) for end in (A, B)}, {"rank": 2, "alpha": 4}, "x"
+        )
+        write_folder(policy, policy_state(policy), tmp_path / "model", str(model_dir), "50KB", adapter)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    assert len([path for path in files if path.suffix == ".safetensors"]) > 2
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
 
 
 def test_no_room_says_so_and_leaves_the_previous_export(tmp_path, model_dir, file_limit):

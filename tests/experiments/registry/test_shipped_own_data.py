@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from experiments.registry.errors import ExperimentError
 from experiments.registry.overrides import parse
 from experiments.registry.project import ROOT, Project
 from experiments.stages.graph import Graph
@@ -61,6 +62,12 @@ def test_without_a_corpus_nothing_is_indexed(plan, tools, turns, shown):
     rollouts = stage.config["data"]["init_args"]["rollouts"]["init_args"]
     assert rollouts["max_turns"] == turns and rollouts["protocol"]["init_args"]["show_tools"] is shown
     assert "RetrieverProcess" not in json.dumps(stage.config)
+
+
+def test_a_generation_config_that_transformers_does_not_load_is_refused(plan, tmp_path):
+    (tmp_path / "model" / "generation_config.json").write_text('{"num_return_sequences": 4}')
+    with pytest.raises(ExperimentError, match=r"init_args.policy: \S+generation_config.json: transformers refuses it"):
+        plan("my_grpo", "--paths.tools", "none")
 
 
 def test_missing_questions_are_told_with_what_to_say(tmp_path):
