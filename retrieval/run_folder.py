@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import getpass
 import os
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 
 PREFIX = "ca-"  # short: the names of sockets in it have at most 107 bytes
 OWNER = ".compact-agents-run"  # the locked file; a folder without it is not ours
+_outside: dict[str, str | None] = {}  # variables as they were before `use_run_folder`
 _making = threading.Lock()
 _made: dict[int, tuple[Path, int]] = {}  # by process, since a fork owns nothing: folder, descriptor of the lock
 
@@ -37,10 +37,16 @@ def run_folder() -> Path:
 
 def use_run_folder() -> None:
     """Put all temporary files of this process, and of those that it starts, into the run's folder. torch's compiled
-    kernels stay where they are, because later runs use them."""
-    kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    kernels stay outside, because later runs use them."""
+    _outside.update({name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")})
+    kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
     tempfile.tempdir = os.environ["TMPDIR"] = str(run_folder())
+
+
+def outside_environment() -> dict[str, str]:
+    """Return the environment without the run's folder, for a job that outlives the run."""
+    return {name: value for name, value in {**os.environ, **_outside}.items() if value is not None}
 
 
 def remove_run_folder() -> None:

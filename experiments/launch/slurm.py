@@ -22,6 +22,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.hardware import GPU_NAMES, Ranks
 from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage
+from retrieval.run_folder import outside_environment
 from rollout.files import write_atomically
 
 WARNING_S = 600  # before the time limit; an iteration should end within it
@@ -52,7 +53,8 @@ def submit(graph: Graph, context: RunContext, args: argparse.Namespace, ranks: R
     by_hand = f"sbatch {shlex.quote(str(path))}"
     if shutil.which("sbatch") is None:
         raise ExperimentError(f"there is no sbatch on the PATH: submit it on a machine of the cluster, with: {by_hand}")
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    sbatch = ["sbatch", "--parsable", str(path)]
+    done = subprocess.run(sbatch, capture_output=True, text=True, check=False, env=outside_environment())
     if done.returncode != 0:
         raise StageFailed(f"sbatch has refused the job: {done.stderr.strip() or done.stdout.strip()}", 1)
     job = done.stdout.strip().partition(";")[0]  # ";cluster" where there are several

@@ -124,6 +124,7 @@ class VLLMEngine(EngineProcess):
                 where this vLLM cannot report log-probs before truncation.
             InfrastructureError: as `EngineProcess.generate`.
         """
+        sampling = sampling.checked()
         truncates = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
         if truncates and not self.info["truncation"]:
             raise ValueError(

@@ -14,8 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # A run with a child process and a fork: each leaves a file behind. Then it waits for a line, and ends.
 RUN = """
 import os, subprocess, sys, tempfile
-from retrieval.run_folder import remove_run_folder, run_folder, use_run_folder
+from retrieval.run_folder import outside_environment, remove_run_folder, run_folder, use_run_folder
+before = dict(os.environ)
 use_run_folder()
+assert outside_environment() == before != dict(os.environ)
 tempfile.mkstemp(".yaml")
 child = "import tempfile; from retrieval.run_folder import *; use_run_folder(); tempfile.mkdtemp(); print(run_folder())"
 assert subprocess.check_output([sys.executable, "-c", child], text=True).strip() == str(run_folder())
