@@ -79,7 +79,8 @@ class EvaluationData(L.LightningDataModule):
         lcb_examples: with ``tool_reasoning``, at most so many of the tests that LiveCodeBench publishes are shown as
             examples; null: all its tests, as released, which are those that score the answer.
         max_eval_prompt_tokens: leave out validation and test questions whose prompt (chat template and tools counted)
-            is longer; the log says how many. By default they stay, and count as unanswered where they leave no room.
+            is longer; the log says how many. By default all questions stay. The log names those whose prompts leave no
+            room in ``max_length``: they are not sampled, and count as unanswered.
         faulty_rows: of question files, of training too: ``refuse`` stops at rows that cannot be used, ``drop`` leaves
             them out; the message or the log counts them by what is wrong.
         eval_skills: whether validation and test are given the rollout system's skills, if it has any: false tests what
@@ -180,10 +181,11 @@ class EvaluationData(L.LightningDataModule):
         # A fit is followed by its test, whose files and probes are checked now and not after days.
         for split in ("val", "test") if stage == "fit" else splits.get(stage, ()):
             if self.files[split] and split not in self._tasks:
+                assert self.rollouts is not None, "files need rollouts, see __init__"
+                writer = self.rollouts.first_prompts(advise=self.eval_skills, test=split == "test")
                 self._tasks[split] = self.questions.load(
-                    self.files[split], self.limits[split], self.max_eval_prompt_tokens, "max_eval_prompt_tokens",
-                    part=split,
-                )  # fmt: skip
+                    self.files[split], self.limits[split], writer, self.max_eval_prompt_tokens, part=split
+                )
                 self.check_tasks(self._tasks[split], advised=self.eval_skills)
                 for mode in self._probes(split):
                     self._probe_tasks(split, mode)

@@ -128,5 +128,5 @@ class MixedDataModule(SupervisedDataModule):
         self._guard.check(found, f"training step {position + 1}", self.rollouts.failures)  # type: ignore[union-attr]
         eos = self._eos_id() if self.append_eos else None
         everyone = [t for part in gather_over_ranks(found) for t in part]
-        usable = [t for t in everyone if not t.failed_by_infrastructure and any(t.loss_mask)]
+        usable = [t for t in everyone if t.trainable]
         return [t if eos is None else append_eos(t, eos) for t in usable]

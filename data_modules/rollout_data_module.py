@@ -63,8 +63,9 @@ class RolloutDataModule(TrainingData):
             training here, ``trainer.max_epochs: 1`` ends it, and ``val_check_interval`` counts iterations.
         train_sampling: decoding while training.
         max_train: use at most so many questions, evenly spaced over the files.
-        max_prompt_tokens: leave out questions whose prompt (chat template and tools counted) is longer, before
-            ``max_train`` is; the log says how many.
+        max_prompt_tokens: leave out questions whose prompt (chat template, tools and skills counted) is longer, before
+            ``max_train`` applies; the log says how many, and names the first. By default, and at most, what the
+            rollouts' ``max_length`` leaves: one token to sample, or a whole turn where each turn has its own prompt.
         dynamic_sampling: at most so many rounds of further prompts per iteration; None for none. Needs
             ``prompts_per_step * (1 + dynamic_sampling)`` questions.
         failure_patience: consecutive iterations above ``max_infrastructure_failures`` after which training stops.
@@ -147,7 +148,7 @@ class RolloutDataModule(TrainingData):
     def setup(self, stage: str) -> None:
         if stage == "fit" and self._loader is None:
             self._questions = self.questions.load(
-                self.train_files, self.max_train, self.max_prompt_tokens, "max_prompt_tokens", self.abilities
+                self.train_files, self.max_train, self.rollouts.first_prompts(), self.max_prompt_tokens, self.abilities
             )
             self._check_sizes()
             self.check_tasks(self._questions)

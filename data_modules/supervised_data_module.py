@@ -194,7 +194,7 @@ class SupervisedDataModule(TrainingData):
 
     def _load(self) -> list[Trajectory]:
         found = [t for path in expand(self.trajectory_files) for t in load_trajectories(path)]
-        usable = [t for t in found if not t.failed_by_infrastructure and any(t.loss_mask)]
+        usable = [t for t in found if t.trainable]
         eos = self._eos_id() if self.append_eos else None
         taken = [t if eos is None else append_eos(t, eos) for t in spread(usable, self.max_train)]
         apart = set(spread(range(len(taken)), self.held_out)) if self.held_out else set()

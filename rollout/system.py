@@ -19,7 +19,8 @@ from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.engines.weights.push import is_shared, push
 from rollout.environments.base import EnvironmentFactory, check_tools, scores_itself
 from rollout.loop.admission import Admission, Slots
-from rollout.loop.agent_loop import AgentLoop, Budgets, Request
+from rollout.loop.agent_loop import AgentLoop, Request
+from rollout.loop.budgets import Budgets, FirstPrompts
 from rollout.loop.prompt_group import PromptGroup, group_names
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.protocols.text import control_tokens
@@ -44,7 +45,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TestLimits:
-    """Limits of evaluations; None: those of training. See ``agent_loop.Budgets``."""
+    """Limits of evaluations; None: those of training. See ``budgets.Budgets``."""
 
     __test__ = False  # no test, whatever its name says to pytest
 
@@ -70,7 +71,7 @@ class RolloutSystem:
         reward: scores a finished trajectory, in a thread or, an ``AsyncReward``, in the event loop; None where the
             environment scores itself.
         max_turns: model turns that may call; one more turn follows if ``final_turn``, whose calls are refused.
-        max_turn_tokens, max_observation_tokens, max_response_tokens: see ``agent_loop.Budgets``.
+        max_turn_tokens, max_observation_tokens, max_response_tokens: see ``budgets.Budgets``.
         max_length: prompt and response together; by default what the engine says (``engine.max_length``).
         concurrency: trajectories in flight at once. Where more are wanted, the prompt that came first goes first, its
             forks included.
@@ -179,6 +180,11 @@ class RolloutSystem:
     def needs_answers(self) -> bool:
         """Whether a task without a gold answer cannot be scored: the environment does not score itself."""
         return not scores_itself(self.environment)
+
+    def first_prompts(self, *, advise: bool = True, test: bool = False) -> FirstPrompts:
+        """Return the writer of the first prompts of rollouts; ``advise`` and ``test`` as in ``rollout``."""
+        loop = self._test_loop if test else self.agent_loop
+        return loop.first_prompts if advise else dataclasses.replace(loop.first_prompts, skills=None)
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -322,6 +322,11 @@ class Trajectory:
         return self.stop_reason is StopReason.INFRASTRUCTURE
 
     @property
+    def trainable(self) -> bool:
+        """Whether it holds a sampled token and infrastructure did not fail it. Models read no other trajectory."""
+        return any(self.loss_mask) and not self.failed_by_infrastructure
+
+    @property
     def executed_calls(self) -> tuple[ToolCall, ...]:
         return tuple(c for c in self.calls if c.executed)
 
@@ -346,8 +351,11 @@ class Trajectory:
 
 
 def turn_rows(trajectory: Trajectory) -> list[Trajectory]:
-    """What models read of a trajectory: itself, or, where its turns have prompts of their own, a row for each turn that
-    holds a token: that prompt, that turn, its calls, and the trajectory's reward, group and index."""
+    """The rows of a trajectory that models read: the trajectory itself, or, where each turn has its own prompt, one row
+    for each turn that holds a token. Such a row has the turn, its prompt and its calls, and the trajectory's reward,
+    group and index. A trajectory without sampled tokens (its prompt left no room) has no rows."""
+    if not any(trajectory.loss_mask):
+        return []
     if all(turn.prompt_ids is None for turn in trajectory.turns):
         return [trajectory]
     rows = []

@@ -35,8 +35,8 @@ def require_file(path: Path) -> Path:
     raise DatasetError(f"no such file: {path}{hint}")
 
 
-def shown(rows: Sequence[int]) -> str:
-    """The first few numbers, for a message."""
+def shown(rows: Sequence[int | str]) -> str:
+    """The first few numbers or ids, for a message."""
     rest = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
     return ", ".join(str(row) for row in rows[:SHOWN_ROWS]) + rest
 

@@ -86,7 +86,7 @@ def load_tasks(
     paths = [str(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
     if not paths:
         raise DatasetError("no question file given; expected at least one parquet file")
-    return _unique([task for p in paths for task in _load(p, faulty_rows, answers, columns)], paths)
+    return unique([task for p in paths for task in _load(p, faulty_rows, answers, columns)], paths)
 
 
 def _load(path: str, faulty_rows: FaultyRows, answers: bool, columns: Mapping[str, str] | None) -> list[Task]:
@@ -128,7 +128,8 @@ def _row(task: Task, index: int, prompt: Sequence[tuple[str, str]]) -> dict[str,
     }
 
 
-def _unique(tasks: list[Task], paths: Sequence[str]) -> list[Task]:
+def unique(tasks: list[Task], paths: Sequence[str]) -> list[Task]:
+    """Return the tasks of all files with unique ids, see ``load_tasks``. Raises DatasetError where that fails."""
     counts = Counter(task.id for task in tasks)
     if len(counts) == len(tasks):
         return tasks

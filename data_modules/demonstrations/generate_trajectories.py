@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from data_modules.datasets.files import DatasetError, spread
+from data_modules.datasets.files import DatasetError
 from data_modules.datasets.question_file import FaultyRows
-from data_modules.datasets.questions import load_tasks
 from data_modules.datasets.splits import Splits
 from data_modules.evaluation_data import as_list, check_tasks
 from data_modules.loading.decoding import UNCHANGED, Decoding
 from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.loaders import run_seed
+from data_modules.loading.question_loading import QuestionLoading
 from retrieval.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from rollout.files import write_atomically
 from rollout.progress import ProgressReports
@@ -98,8 +98,9 @@ class GenerateTrajectories:
         self.gold_shares = {PromptMode.GOLD_THINK: gold_think, PromptMode.GOLD_DIRECT: gold_direct}
         self.keep = keep
         self._seed = seed
-        self.columns, self.splits = columns, splits
-        self.faulty_rows: FaultyRows = faulty_rows
+        self.questions = QuestionLoading(
+            rollouts.protocol, faulty_rows=faulty_rows, answers=rollouts.needs_answers, columns=columns, splits=splits
+        )
         self.chunk_questions = chunk_questions
         self._guard = FailureGuard(max_infrastructure_failures, failure_patience)
 
@@ -113,8 +114,7 @@ class GenerateTrajectories:
             TooManyFailuresError: see max_infrastructure_failures; finished chunks stay.
         """
         output_dir = Path(output_dir)
-        tasks = load_tasks(self.files, self.faulty_rows, self.rollouts.needs_answers, self.columns)
-        tasks = spread(tasks if self.splits is None else self.splits.part(tasks, "train"), self.limit)
+        tasks = self.questions.load(self.files, self.limit, self.rollouts.first_prompts())
         check_tasks(self.rollouts, tasks)
         starts = range(0, len(tasks), self.chunk_questions)
         chunks = [tasks[i : i + self.chunk_questions] for i in starts]

@@ -8,16 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from data_modules.datasets.files import DatasetError, spread
+from data_modules.datasets.files import DatasetError, shown, spread
 from data_modules.datasets.question_file import FaultyRows
 from data_modules.datasets.questions import load_tasks
 from data_modules.datasets.splits import Part, Splits
 from data_modules.datasets.tool_prompts import with_tool_prompts
+from rollout.loop.budgets import FirstPrompts
 from rollout.protocols.base import ChatProtocol
 from rollout.protocols.text import DATASET, shows_task_prompts
 from rollout.trajectory import Task
 
 logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 8  # of a prompt for each character of its question: four bytes, in a template that shows it twice
 
 Prompts = Literal["as_given", "tool_reasoning", "tool_reasoning_first_row"]
 
@@ -27,7 +30,7 @@ class QuestionLoading:
     """How files become questions.
 
     Args:
-        protocol: whose prompts are counted; None only where nothing is loaded.
+        protocol: writes the prompts; None only where nothing is loaded.
         prompts: ``as_given`` leaves tasks as their files have them; ``tool_reasoning`` sets their ``prompt`` to
             ``tool_prompts.tool_prompt``, for a protocol that shows it; ``tool_reasoning_first_row``: as the first task
             (``tool_prompts.with_tool_prompts``).
@@ -66,28 +69,59 @@ class QuestionLoading:
         self,
         files: Sequence[str],
         limit: int | None,
-        max_tokens: int | None,
-        option: str,
+        writer: FirstPrompts | None = None,
+        max_tokens: int | None = None,
         abilities: Sequence[str] | None = None,
         part: Part = "train",
     ) -> list[Task]:
-        """The questions of ``files`` in order, of ``splits`` only those of ``part``: those with one of these abilities
-        whose prompt has at most ``max_tokens`` tokens, and of these at most ``limit``, evenly spaced. ``option``: the
-        configuration's name of ``max_tokens``.
+        """Return the questions of ``files`` that ``select`` keeps, in order.
 
         Raises:
-            DatasetError: see ``load_tasks`` and ``with_tool_prompts``, or no question has such an ability, or is short
-                enough.
+            DatasetError: see ``load_tasks`` and ``select``.
             ValueError: the protocol refuses a question (see its ``prompt_ids``).
         """
         tasks = load_tasks(files, self.faulty_rows, self.answers, self.columns)
+        return self.select(tasks, ", ".join(files), limit, writer, max_tokens, abilities, part)
+
+    def select(
+        self,
+        tasks: list[Task],
+        where: str,
+        limit: int | None,
+        writer: FirstPrompts | None = None,
+        max_tokens: int | None = None,
+        abilities: Sequence[str] | None = None,
+        part: Part = "train",
+    ) -> list[Task]:
+        """Return the questions of one part that a run uses, and log how many others it leaves out.
+
+        Args:
+            where: the files, for messages.
+            limit: at most so many questions, evenly spaced over those that are left.
+            writer: of the prompts whose tokens are counted; None: none are.
+            max_tokens: leave out longer prompts. None: in training, leave out prompts after which no token can be
+                sampled. An evaluation keeps these questions, which count as unanswered, and logs them.
+            abilities: keep only questions with one of these abilities.
+            part: of ``splits``, where there are any.
+
+        Raises:
+            DatasetError: see ``with_tool_prompts``, or no question is left.
+            ValueError: the protocol refuses a question (see its ``prompt_ids``).
+        """
         if self.splits is not None:
             tasks = self.splits.part(tasks, part)
         if abilities is not None:
-            tasks = with_abilities(tasks, abilities, ", ".join(files))
+            tasks = with_abilities(tasks, abilities, where)
         tasks = self.worded(tasks)
-        if max_tokens is not None and self.protocol is not None:
-            tasks = short_enough(tasks, self.protocol, max_tokens, f"{', '.join(files)}: {option}")
+        if writer is None:
+            return spread(tasks, limit)
+        # An environment that scores itself shows an observation instead of the question: its length is not known here.
+        room = writer.longest if self.answers else None
+        if part == "train":
+            tasks = short_enough(tasks, writer, max_tokens, room, f"{where}: max_prompt_tokens")
+        else:
+            tasks = short_enough(tasks, writer, max_tokens, None, f"{where}: max_eval_prompt_tokens")
+            warn_of_unanswered(tasks, writer, room, where)
         return spread(tasks, limit)
 
     def worded(self, tasks: Sequence[Task]) -> list[Task]:
@@ -127,30 +161,75 @@ def with_abilities(tasks: Sequence[Task], abilities: Sequence[str], where: str) 
     return kept
 
 
-def short_enough(tasks: Sequence[Task], protocol: ChatProtocol, max_tokens: int, where: str) -> list[Task]:
-    """The tasks whose prompt is at most ``max_tokens`` long, as the protocol tokenises it for the agent: chat template
-    and tool schemas are counted (the released filter leaves the tools out, docs/papers/sod.md section 4.5). How many
-    were dropped is logged by data source.
+def short_enough(
+    tasks: list[Task], writer: FirstPrompts, max_tokens: int | None, room: int | None, where: str
+) -> list[Task]:
+    """Return the tasks whose first prompt has at most ``max_tokens`` tokens, and at most ``room``; None: no limit.
+
+    Chat template, tool schemas and skills are counted (the released filter leaves the tools out, docs/papers/sod.md
+    section 4.5). The log says how many tasks are left out, by data source, and the first ids.
 
     Args:
-        where: the beginning of messages.
+        where: the beginning of messages, which ends with the name of the option.
 
     Raises:
-        DatasetError: none is left.
+        DatasetError: no task is left.
     """
-    lengths = [len(protocol.prompt_ids(task)) for task in tasks]
-    kept = [task for task, length in zip(tasks, lengths, strict=True) if length <= max_tokens]
-    if not kept:
+    limit = min((tokens for tokens in (max_tokens, room) if tokens is not None), default=None)
+    if limit is None:
+        return tasks
+    lengths = prompt_lengths(tasks, writer, None if max_tokens is not None else room)
+    said = f"{where} is {limit}" + (" (what max_length leaves)" if limit != max_tokens else "")
+    if min(lengths) > limit:
         raise DatasetError(
-            f"{where} is {max_tokens}, but the shortest of {len(tasks)} prompts has {min(lengths)} tokens (chat "
-            "template and tools are counted); raise it"
+            f"{said}, but the shortest of {len(tasks)} prompts has {min(lengths)} tokens (chat template and tools are "
+            f"counted); raise {'it' if limit == max_tokens else 'max_length'}"
         )
-    dropped = Counter(t.data_source for t, length in zip(tasks, lengths, strict=True) if length > max_tokens)
-    if dropped:
-        total = Counter(task.data_source for task in tasks)
-        counts = ", ".join(f"{source} {count} of {total[source]}" for source, count in sorted(dropped.items()))
+    longer = [i for i, length in enumerate(lengths) if length > limit]
+    if longer:
         logger.warning(
-            "%s is %d: %d of %d questions with longer prompts (up to %d tokens) are left out: %s",
-            where, max_tokens, sum(dropped.values()), len(tasks), max(lengths), counts,
+            "%s: %d of %d questions with longer prompts (up to %d tokens) are left out: %s",
+            said, len(longer), len(tasks), max(lengths), _counted(tasks, longer),
         )  # fmt: skip
-    return kept
+    return [task for task, length in zip(tasks, lengths, strict=True) if length <= limit]
+
+
+def warn_of_unanswered(tasks: Sequence[Task], writer: FirstPrompts, room: int | None, where: str) -> None:
+    """Log the questions of an evaluation whose prompts leave no room to sample. Raises DatasetError if all are so."""
+    lengths = [] if room is None else prompt_lengths(tasks, writer, room)
+    longer = [i for i, length in enumerate(lengths) if room is not None and length > room]
+    if longer and len(longer) == len(tasks):
+        raise DatasetError(
+            f"{where}: max_length leaves {room} tokens for a prompt, but the shortest of {len(tasks)} prompts has "
+            f"{min(lengths)} tokens; raise max_length"
+        )
+    if longer:
+        logger.warning(
+            "%s: %d of %d questions count as unanswered: their prompts (up to %d tokens) are longer than max_length "
+            "leaves (%d): %s; to leave them out, take max_eval_prompt_tokens: %d",
+            where, len(longer), len(tasks), max(lengths), room, _counted(tasks, longer), room,
+        )  # fmt: skip
+
+
+def prompt_lengths(tasks: Sequence[Task], writer: FirstPrompts, below: int | None = None) -> list[int]:
+    """Tokens of the first prompt of each task.
+
+    With ``below``, 0 for a prompt that has surely at most so many tokens: a thousand prompts take a second to write,
+    and of most questions the number of characters is enough to know.
+    """
+    if not tasks or below is None:
+        return [len(writer.prompt_ids(task)) for task in tasks]
+    sizes = [len(task.question) + sum(len(content) for _, content in task.prompt) for task in tasks]
+    shortest = tasks[min(range(len(tasks)), key=sizes.__getitem__)]
+    frame = len(writer.prompt_ids(shortest)) + (0 if writer.skills is None else writer.skills.max_tokens)
+    return [
+        len(writer.prompt_ids(task)) if frame + MOST_TOKENS * size > below else 0
+        for task, size in zip(tasks, sizes, strict=True)
+    ]
+
+
+def _counted(tasks: Sequence[Task], chosen: Sequence[int]) -> str:
+    """How many tasks of each data source are chosen, and the first ids, for a message."""
+    total, counts = Counter(task.data_source for task in tasks), Counter(tasks[i].data_source for i in chosen)
+    said = ", ".join(f"{source} {count} of {total[source]}" for source, count in sorted(counts.items()))
+    return f"{said} (id {shown([tasks[i].id for i in chosen])})"

@@ -77,13 +77,13 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
 def example_task(config: Config) -> Task:
     """The first question of the experiment's files, whose prompt shows how a question is put."""
     from data_modules.datasets.questions import load_tasks
-    from experiments.stages.data_files import wording
+    from experiments.stages.data_files import loading
 
     arguments = data_arguments(config)
     files = [path for key in ("test_files", "val_files", "train_files", "files") for path in arguments.get(key) or ()]
     if not files:
         raise ExperimentError("the prompt template is 'dataset', and the experiment names no question file to show one")
-    return wording(arguments).worded(load_tasks(files[0], answers=False)[:1])[0]
+    return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0]
 
 
 def asked_task(question: str, example: Task | None) -> Task:

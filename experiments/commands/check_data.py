@@ -10,17 +10,17 @@ from experiments.commands.command import builds_index, command, make_graph
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import data_arguments
 from experiments.stages.context import RunContext
-from experiments.stages.data_files import read_data_files, references
+from experiments.stages.data_files import PartOfData, PromptWriters, read_data_files
 from experiments.stages.graph import Stage
 
 if TYPE_CHECKING:
-    from rollout.protocols.base import ChatProtocol
+    from data_modules.datasets.splits import Part
+    from rollout.loop.budgets import FirstPrompts
     from rollout.trajectory import Task
 
 EXAMPLES = 3
 COUNTED = 2000  # prompts whose lengths are counted, evenly spaced: a thousand take about a second
 SHOWN_FAULTS = 200  # kinds of them in a corpus; a file of another format has one in every line
-PARTS = ("train", "val", "test")
 
 
 @command("check-data", "read questions and corpus, name all faults, show prompts and their lengths; loads no model")
@@ -36,17 +36,11 @@ def check_data(args: argparse.Namespace, context: RunContext) -> None:
     for other in plan:
         if builds_index(other):
             faults += check_corpus(other.config["task"]["init_args"])
-    files, wrong = read_data_files(plan, context.project.root, absent=True)
-    faults += wrong
-    for file in files:
-        print(file)
-    arguments = data_arguments(stage.config)
-    own = references(stage)
-    tasks = [task for file in files if file.reference in own for task in file.tasks]
-    if tasks and not wrong and arguments.get("splits"):
-        faults += check_splits(tasks, arguments)
-    if tasks and arguments.get("rollouts"):
-        faults += check_prompts(tasks, arguments, stage)
+    found = read_data_files(plan, context.project.root, absent=True)
+    print(*found.lines(), sep="\n")
+    faults += found.faults
+    if parts := found.parts.get(stage.name):
+        faults += check_parts(parts, stage)
     if faults:
         raise ExperimentError("\n  ".join([f"the data of '{stage.name}' cannot be used:", *faults]))
     print("\nno fault found")
@@ -84,45 +78,41 @@ def check_corpus(arguments: dict[str, Any]) -> list[str]:
     return said
 
 
-def check_splits(tasks: Sequence[Task], arguments: dict[str, Any]) -> list[str]:
-    """Print how many questions each part has; returns why they cannot be shared so."""
-    from data_modules.datasets.files import DatasetError
-    from data_modules.datasets.splits import Splits
-
-    try:
-        splits = Splits(**arguments["splits"])
-        counts = {part: len(splits.part(tasks, part)) for part in PARTS}
-    except (DatasetError, ValueError) as error:
-        return [str(error)]
+def check_parts(parts: Sequence[PartOfData], stage: Stage) -> list[str]:
+    """Print how many questions each part has, prompts and their lengths; return which questions the protocol refuses,
+    and limits that the questions do not keep."""
+    arguments, counts = data_arguments(stage.config), {part.part: len(part.tasks) for part in parts}
     print("  " + ", ".join(f"{part} {count}" for part, count in counts.items()))
-    if (step := arguments.get("prompts_per_step") or 0) > counts["train"]:
-        return [f"{counts['train']} questions to train on, but prompts_per_step is {step}; lower it"]
-    return []
+    faults = check_prompts([(part.part, task) for part in parts for task in part.tasks], stage)
+    if (step := arguments.get("prompts_per_step") or 0) > counts.get("train", step):
+        faults.append(f"{counts['train']} questions to train on, but prompts_per_step is {step}; lower it")
+    return faults
 
 
-def check_prompts(tasks: Sequence[Task], arguments: dict[str, Any], stage: Stage) -> list[str]:
-    """Show prompts and their lengths; returns which questions the protocol refuses, and limits that no prompt keeps."""
+def check_prompts(questions: Sequence[tuple[Part, Task]], stage: Stage) -> list[str]:
+    """Show prompts and their lengths; return which questions the protocol refuses, and limits that no prompt keeps."""
     from data_modules.datasets.files import spread
-    from experiments.stages.validate import instantiate
 
-    rollouts = arguments["rollouts"]["init_args"]
-    try:
-        protocol: ChatProtocol = instantiate(rollouts["protocol"], "protocol")
-    except (ValueError, TypeError, OSError, argparse.ArgumentError) as error:
-        return [f"the prompts of '{stage.name}' cannot be written: {error}"]
+    writers = PromptWriters(stage)
     faults: list[str] = []
     lengths: list[int] = []
-    for task in spread(tasks, COUNTED):
+    for part, task in spread(questions, COUNTED):
+        writer = writers.of(part)
+        if writer is None:
+            return []
         try:
-            ids = protocol.prompt_ids(task)
+            ids = writer.prompt_ids(task)
         except ValueError as error:
             faults.append(str(error))
             continue
         lengths.append(len(ids))
         if len(lengths) <= EXAMPLES:
             answers = ", ".join(task.golden_answers) or "(tests)"
-            print(f"\n--- {task.id}: {len(ids)} tokens {_ends(ids)}, answer: {answers}\n{protocol.decode(ids)}")
-    return faults + (_check_lengths(sorted(lengths), arguments, rollouts) if lengths else [])
+            text = writer.protocol.decode(ids)
+            print(f"\n--- {task.id}: {len(ids)} tokens {_ends(ids)}, answer: {answers}\n{text}")
+    if lengths:
+        _say_lengths(sorted(lengths), writers.of("train"))
+    return faults
 
 
 def _ends(ids: Sequence[int]) -> str:
@@ -131,20 +121,11 @@ def _ends(ids: Sequence[int]) -> str:
     )
 
 
-def _check_lengths(lengths: list[int], arguments: dict[str, Any], rollouts: dict[str, Any]) -> list[str]:
-    """Print the sorted ``lengths`` against max_prompt_tokens, and what the longest leaves for a response."""
+def _say_lengths(lengths: list[int], writer: FirstPrompts | None) -> None:
+    """Print the sorted ``lengths``, and how many prompts leave too little room for a whole response."""
     middle, high = lengths[len(lengths) // 2], lengths[len(lengths) * 95 // 100]
     print(f"\nprompts, of {len(lengths)}: median {middle} tokens, 95 % up to {high}, longest {lengths[-1]}")
-    faults = []
-    if limit := arguments.get("max_prompt_tokens"):
-        over = sum(length > limit for length in lengths)
-        print(f"  longer than max_prompt_tokens ({limit}), which training leaves out: {over}")
-        if over == len(lengths):
-            faults.append(f"every prompt is longer than max_prompt_tokens ({limit}); raise it")
-    whole = (rollouts["engine"].get("init_args") or {}).get("max_length")
-    if whole and (response := rollouts.get("max_response_tokens")):
+    if writer is not None and (whole := writer.budgets.max_length):
+        response = writer.budgets.max_response_tokens
         short = sum(length + response > whole for length in lengths)
         print(f"  that leave less than max_response_tokens ({response}) of max_length ({whole}): {short}")
-        if lengths[0] >= whole:
-            faults.append(f"no prompt is shorter than max_length ({whole}); raise it")
-    return faults

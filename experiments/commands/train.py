@@ -117,8 +117,8 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
         runner.print_plan(graph, runner.to_make(stages), context)
         for need in unique_needs(stages):
             print(f"  needs: {need.path}{'' if need.present else ' -- not there yet'} ({need.how})")
-        for file in check_data_files(stages, context.project.root):
-            print(f"  data: {file}")
+        for line in check_data_files(stages, context.project.root).lines():
+            print(f"  data: {line}")
         for note in notes:
             print(f"  note: {note}")
         if differing := released_differences(target.name, context.project):
@@ -149,9 +149,8 @@ def validate(args: argparse.Namespace, context: RunContext) -> None:
     for stage in todo:
         if (notes := check(stage, context.project.root)) and not args.elsewhere:
             raise ExperimentError(notes[0])
-    for file in check_data_files(todo, context.project.root):
-        if file.notes:
-            print(f"  data: {file}", flush=True)
+    for line in check_data_files(todo, context.project.root).lines(quiet=True):
+        print(f"  data: {line}", flush=True)
 
 
 @command("status", "which stages of an experiment are done, and where they are", COMPARE)

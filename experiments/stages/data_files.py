@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,14 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_modules.datasets.benchmark_names import split_reference
+from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import data_arguments
 from experiments.stages.graph import QUESTION_FILES, Stage, closure
-from experiments.stages.validate import import_class, plays_episodes
+from experiments.stages.validate import import_class, instantiate, plays_episodes
 
 if TYPE_CHECKING:
+    from data_modules.datasets.splits import Part
     from data_modules.loading.question_loading import QuestionLoading
+    from rollout.loop.budgets import FirstPrompts
     from rollout.trajectory import Task
+
+BUDGETS = ("max_turn_tokens", "max_response_tokens", "max_length")  # options of rollouts that bound prompts
+# Of which part the questions of an option are.
+PARTS: dict[str, Part] = {"train_files": "train", "files": "train", "val_files": "val", "test_files": "test"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,40 +43,143 @@ class DataFile:
         return "\n    ".join([f"{self.reference}: {self.count} {self.what}", *self.notes])
 
 
-def check_data_files(stages: Sequence[Stage], root: Path) -> list[DataFile]:
+@dataclass(frozen=True, slots=True)
+class PartOfData:
+    """The questions that a stage trains, validates or tests on, of all the files of that part. ``notes``: what is left
+    out of them."""
+
+    part: Part
+    tasks: Sequence[Task] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DataOfStages:
+    """What stages read and no stage makes. ``parts``: by the name of the stage."""
+
+    files: list[DataFile] = field(default_factory=list)
+    parts: dict[str, list[PartOfData]] = field(default_factory=dict)
+    faults: dict[str, None] = field(default_factory=dict)  # messages, each once
+
+    def lines(self, quiet: bool = False) -> list[str]:
+        """What is read, for the screen; ``quiet``: only what is left out."""
+        notes = (note for parts in self.parts.values() for part in parts for note in part.notes)
+        return [*(str(file) for file in self.files if file.notes or not quiet), *dict.fromkeys(notes)]
+
+
+def check_data_files(stages: Sequence[Stage], root: Path) -> DataOfStages:
     """``read_data_files`` of what is there. Raises ExperimentError with the faults of all files."""
-    found, faults = read_data_files(stages, root)
-    if faults:
-        raise ExperimentError("\n  ".join(["data files cannot be used:", *faults]))
+    found = read_data_files(stages, root)
+    if found.faults:
+        raise ExperimentError("\n  ".join(["data files cannot be used:", *found.faults]))
     return found
 
 
-def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False) -> tuple[list[DataFile], list[str]]:
-    """What the stages will read and no stage makes: the files, and what is wrong with the others. ``absent``: that one
-    is not there is a fault, too."""
+def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False) -> DataOfStages:
+    """Read the data files of the stages. ``absent``: a file that is not there is a fault, and so is a protocol that
+    cannot write prompts."""
     made = [s.folder.absolute() for s in closure(stages)]
-    found: list[DataFile] = []
-    faults: dict[str, None] = {}
-    seen: set[str] = set()
+    found = DataOfStages()
+    seen: dict[str, DataFile | None] = {}  # by file and reader; None: it is not there yet, or faulty
     for stage in stages:
+        options = reader_options(stage)
         for reference in references(stage):
             path = (root / split_reference(reference)[1]).absolute()
-            how = f"{reference} {reader_options(stage)}"
-            if how in seen or any(path.is_relative_to(folder) for folder in made) or not (absent or path.is_file()):
+            how = f"{reference} {options}"
+            if how in seen:
                 continue
-            seen.add(how)
+            seen[how] = None
+            if any(path.is_relative_to(folder) for folder in made) or not (absent or path.is_file()):
+                continue
             try:
-                found.append(read(stage, reference))
+                seen[how] = read(stage, reference)
             except ValueError as error:  # DatasetError, or an option of the reader
-                faults[str(error)] = None
-    return found, list(faults)
+                found.faults[str(error)] = None
+        own = {reference: seen[f"{reference} {options}"] for reference in references(stage)}
+        if not _reads_traces(stage):
+            found.parts[stage.name] = list(_parts(stage, own, absent, found.faults))
+    found.files.extend(file for file in seen.values() if file is not None)
+    return found
+
+
+def _parts(
+    stage: Stage, files: Mapping[str, DataFile | None], absent: bool, faults: dict[str, None]
+) -> Iterator[PartOfData]:
+    """The parts whose files are all there, selected as the stage will select them."""
+    from data_modules.datasets.questions import unique
+
+    arguments, writers = data_arguments(stage.config), PromptWriters(stage)
+    for key, part in PARTS.items():
+        references = _listed(arguments.get(key))
+        read = [file for reference in references if (file := files[reference]) is not None]
+        if not references or len(read) < len(references):
+            continue
+        limit = arguments.get("max_prompt_tokens" if part == "train" else "max_eval_prompt_tokens")
+        abilities = arguments.get("abilities") if part == "train" else None
+        try:
+            with _warnings() as notes:
+                tasks = unique([task for file in read for task in file.tasks], references)
+                writer = writers.of(part, absent)
+                tasks = loading(stage.config).select(tasks, ", ".join(references), None, writer, limit, abilities, part)
+            yield PartOfData(part, tasks, tuple(notes))
+        except ValueError as error:
+            faults[str(error)] = None
+
+
+class PromptWriters:
+    """Makes the writers of a stage's first prompts from its configuration; no engine and no environment is made."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._name, self._arguments = stage.name, data_arguments(stage.config)
+        self._options = (self._arguments.get("rollouts") or {}).get("init_args") or {}
+        self._made: dict[str, Any] = {}
+
+    def of(self, part: Part, required: bool = True) -> FirstPrompts | None:
+        """The writer for a part of the data; None where the stage has no rollouts.
+
+        Args:
+            required: also load a tokenizer that is no folder on this machine; else the writer is None.
+
+        Raises:
+            ValueError: the protocol or the skills cannot be made.
+        """
+        from rollout.loop.budgets import Budgets, FirstPrompts
+        from rollout.system import TestLimits
+
+        config = self._options.get("protocol")
+        if not config or not (required or Path(str(config.get("init_args", {}).get("tokenizer"))).is_dir()):
+            return None
+        engine = self._options["engine"]
+        default = inspect.signature(import_class(engine["class_path"], self._name)).parameters.get("max_length")
+        given = {
+            "max_length": getattr(default, "default", None), **(engine.get("init_args") or {}),
+            **{name: value for name, value in self._options.items() if value is not None},
+        }  # fmt: skip
+        budgets = Budgets(**{name: given[name] for name in BUDGETS if name in given})
+        if part == "test":
+            budgets = TestLimits(**(self._options.get("test_limits") or {})).applied(budgets)
+        advise = part == "train" or self._arguments.get("eval_skills", True)
+        return FirstPrompts(self._part("protocol"), budgets, self._part("skills") if advise else None)
+
+    def _part(self, name: str) -> Any:
+        if name not in self._made:
+            config = self._options.get(name)
+            try:
+                self._made[name] = None if config is None else instantiate(config, name)
+            except (ValueError, TypeError, OSError, ArgumentError) as error:
+                raise ValueError(f"the prompts of '{self._name}' cannot be written: {error}") from error
+        return self._made[name]
 
 
 def references(stage: Stage) -> list[str]:
     """The data files that a stage reads, each once, as its configuration names them."""
     arguments = data_arguments(stage.config)
     given = [arguments.get(key) or () for key in QUESTION_FILES]
-    return list(dict.fromkeys(path for paths in given for path in ([paths] if isinstance(paths, str) else paths)))
+    return list(dict.fromkeys(path for paths in given for path in _listed(paths)))
+
+
+def _listed(paths: Any) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths or ())
 
 
 def reader_options(stage: Stage) -> dict[str, Any]:
@@ -95,15 +207,19 @@ def read(stage: Stage, reference: str) -> DataFile:
                 raise ValueError(f"{reference}: all {len(traces)} traces would be left out: {kinds}; give others")
             left_out = (f"{len(wrong)} of them are left out: {kinds}",) if wrong else ()
             return DataFile(reference, "traces", len(traces), (*left_out, *notes))
-        tasks = wording(data_arguments(stage.config)).worded(load_tasks(reference, **reader_options(stage)))
+        tasks = load_tasks(reference, **reader_options(stage))
     return DataFile(reference, "questions", len(tasks), tuple(notes), tasks)
 
 
-def wording(arguments: Mapping[str, Any]) -> QuestionLoading:
-    """How these arguments of a data module put a question; files and splits are not in it."""
+def loading(config: Config) -> QuestionLoading:
+    """How a stage of this configuration selects and puts questions; ``reader_options`` has what reads the files."""
+    from data_modules.datasets.splits import Splits
     from data_modules.loading.question_loading import QuestionLoading
 
-    return QuestionLoading(None, **{key: arguments[key] for key in ("prompts", "lcb_examples") if key in arguments})
+    arguments = data_arguments(config)
+    options = {key: arguments[key] for key in ("prompts", "lcb_examples") if key in arguments}
+    splits = None if arguments.get("splits") is None else Splits(**arguments["splits"])
+    return QuestionLoading(None, answers=not plays_episodes(config), splits=splits, **options)
 
 
 def _part(stage: Stage) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class SupervisedModule(PolicyModule):
             validated(losses)
 
     def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
-        usable = [t for t in trajectories if not t.failed_by_infrastructure]
+        usable = [t for t in trajectories if t.trainable]
         batch = collate(usable, self.device)
         tokens = ranks.sum_over_ranks(batch.mask.sum())
         metrics = StepMetrics()

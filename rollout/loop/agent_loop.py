@@ -18,12 +18,12 @@ from typing import Protocol, runtime_checkable
 
 from rollout.engines.base import Engine, EngineGone, Generation, SamplingParams
 from rollout.environments.base import Environment, EnvironmentFactory, StepResult
+from rollout.loop.budgets import Budgets, FirstPrompts
 from rollout.loop.turn_generation import TurnGenerator
 from rollout.protocols.base import FIRST_OBSERVATION, ChatProtocol, PromptMode, WindowedProtocol
 from rollout.running_trajectory import RunningTrajectory
 from rollout.samplers.base import NO_HOOKS, Hooks
 from rollout.skills.injection import Skills
-from rollout.skills.render import token_counter
 from rollout.trajectory import (
     ENDED_HERE,
     Action,
@@ -41,50 +41,6 @@ from rollout.trajectory import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Limits of a trajectory. All counts are tokens, but for ``max_turns`` and ``step_timeout_s``.
-
-    Search-R1 allows four turns with calls and then one more, whose calls are refused (``final_turn``). Without it the
-    environment still acts on the last turn, since one that scores itself needs to; calls of that turn are executed and
-    counted, though nobody reads their results (SOD's released code stops before them; the tokens are the same).
-    """
-
-    max_turns: int = 4
-    max_turn_tokens: int = 500
-    max_observation_tokens: int = 500
-    max_response_tokens: int = 4096  # everything after the prompt
-    max_length: int | None = None  # prompt and response together: the engine's limit
-    final_turn: bool = True
-    step_timeout_s: float | None = None  # for the environment to act once
-    limit_eos: bool = False  # a call beyond max_turns is followed by an EOS that is trained like a sampled token
-
-    def __post_init__(self) -> None:
-        for name in ("max_turn_tokens", "max_observation_tokens", "max_response_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.max_turns < (0 if self.final_turn else 1):
-            raise ValueError(f"max_turns is {self.max_turns}; expected at least one turn in all")
-        if self.step_timeout_s is not None and not self.step_timeout_s > 0:
-            raise ValueError(f"step_timeout_s is {self.step_timeout_s}; expected seconds above 0, or null for no limit")
-
-    def room(self, held: int, response: int) -> int:
-        """Tokens that may still be sampled; 0 or less: none.
-
-        Args:
-            held: tokens that the next one is sampled after: prompt and response, or a turn's own prompt and what there
-                is of the turn.
-            response: tokens of the response so far.
-        """
-        room = self.max_response_tokens - response
-        return room if self.max_length is None else min(room, self.max_length - held)
-
-    @property
-    def max_prompt_tokens(self) -> int | None:
-        """Of a turn that has a prompt of its own: what leaves room for a whole turn."""
-        return None if self.max_length is None else self.max_length - self.max_turn_tokens
 
 
 @runtime_checkable
@@ -124,7 +80,7 @@ class AgentLoop:
         top_logprobs: int = 10,
         skills: Skills | None = None,
     ) -> None:
-        self.skills, self._count = skills, token_counter(protocol.tokenizer)
+        self.skills = skills
         self.engine, self.protocol, self.environment, self.budgets = engine, protocol, environment, budgets
         self._turns = TurnGenerator(engine, protocol, entropy_tokens, top_logprobs)
         self._windowed = protocol if isinstance(protocol, WindowedProtocol) and protocol.windowed else None
@@ -136,6 +92,10 @@ class AgentLoop:
         loop = copy.copy(self)
         loop.budgets = budgets
         return loop
+
+    @property
+    def first_prompts(self) -> FirstPrompts:
+        return FirstPrompts(self.protocol, self.budgets, self.skills)
 
     async def run(
         self,
@@ -191,9 +151,8 @@ class AgentLoop:
             state.task = dataclasses.replace(state.task, question=first.text, prompt=(), metadata=facts)
             state.environment_reward, state.measures = 0.0, dict(first.measures)
         if start is None:
-            if self.skills is not None and request.advise and request.mode is PromptMode.AGENT:
-                injection = self.skills.inject(state.task, state.task.question, self._count)
-                state.task = dataclasses.replace(state.task, skills=injection.text)
+            if request.advise and request.mode is PromptMode.AGENT:
+                state.task = self.first_prompts.advised(state.task)
             state.prompt_ids = self._prompt_ids(state.task, request.mode)
             return
         state.task = dataclasses.replace(state.task, skills=start.task.skills)  # they stand in the prompt it takes over

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 
@@ -9,9 +10,13 @@ from data_modules.evaluation_data import EvaluationData
 from data_modules.loading.question_loading import QuestionLoading, short_enough
 from data_modules.rollout_data_module import RolloutDataModule
 from rollout.environments.question_answering import QuestionAnswering
+from rollout.loop.budgets import Budgets, FirstPrompts
 from rollout.protocols.arpo_tags import ARPOProtocol
+from rollout.protocols.episodes import EpisodeProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
+from rollout.skills.injection import Skills
+from rollout.skills.retrieval import Full
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from tests.data_modules.toys import Recorder, make_task, trainer
@@ -54,33 +59,36 @@ def system(shows_prompts):
 
 
 def test_length_is_that_of_the_prompt_as_the_protocol_writes_it(shows_prompts, files, caplog):
-    tasks = QuestionLoading(shows_prompts).load([files[0]], None, None, "max_prompt_tokens")
+    tasks = QuestionLoading(shows_prompts).load([files[0]], None)
     lengths = [len(shows_prompts.prompt_ids(task)) for task in tasks]
     assert lengths[0] < lengths[1]
-    assert short_enough(tasks, shows_prompts, max(lengths), "here") == tasks
+    writer = FirstPrompts(shows_prompts, Budgets())
+    assert short_enough(tasks, writer, max(lengths), None, "here") == tasks
     assert not caplog.text
-    assert short_enough(tasks, shows_prompts, lengths[0], "here") == [tasks[0], tasks[2]]
+    assert short_enough(tasks, writer, lengths[0], None, "here") == [tasks[0], tasks[2]]
     assert "here is" in caplog.text and "2 of 4 questions with longer prompts" in caplog.text
-    assert "train-math-one 1 of 2, train-math-two 1 of 2" in caplog.text
+    assert "train-math-one 1 of 2, train-math-two 1 of 2 (id train-math-one_1, train-math-two_1)" in caplog.text
     message = f"here is {lengths[0] - 1}, but the shortest of 4 prompts has {lengths[0]} tokens"
     with pytest.raises(DatasetError, match=message):
-        short_enough(tasks, shows_prompts, lengths[0] - 1, "here")
+        short_enough(tasks, writer, lengths[0] - 1, None, "here")
 
 
 def test_what_stands_around_the_question_is_counted(model_dir):
     """Of a protocol whose system text is long a short question is long: so are tool schemas."""
     task = make_task(0)
-    plain, instructed = (ARPOProtocol(str(model_dir), system=system) for system in ("none", "arpo"))
+    plain, instructed = (
+        FirstPrompts(ARPOProtocol(str(model_dir), system=system), Budgets()) for system in ("none", "arpo")
+    )
     limit = len(plain.prompt_ids(task))
-    assert short_enough([task], plain, limit, "here") == [task]
+    assert short_enough([task], plain, limit, None, "here") == [task]
     with pytest.raises(DatasetError, match="the shortest of 1 prompts"):
-        short_enough([task], instructed, limit, "here")
+        short_enough([task], instructed, limit, None, "here")
 
 
 def test_at_most_so_many_are_taken_of_those_that_are_short_enough(shows_prompts, files):
-    loading = QuestionLoading(shows_prompts)
-    limit = max(len(shows_prompts.prompt_ids(t)) for t in loading.load([files[0]], None, None, "x")[::2])
-    assert [t.id for t in loading.load([files[0]], 2, limit, "x")] == ["train-math-one_0", "train-math-two_0"]
+    loading, writer = QuestionLoading(shows_prompts), FirstPrompts(shows_prompts, Budgets())
+    limit = max(len(shows_prompts.prompt_ids(t)) for t in loading.load([files[0]], None)[::2])
+    assert [t.id for t in loading.load([files[0]], 2, writer, limit)] == ["train-math-one_0", "train-math-two_0"]
 
 
 def test_prompts_of_the_tasks_reach_the_engine_in_training_and_test(system, files, tmp_path):
@@ -97,6 +105,86 @@ def test_prompts_of_the_tasks_reach_the_engine_in_training_and_test(system, file
     for trajectory in [*module.train_batches[0], *tested]:
         shown = system.protocol.decode(trajectory.prompt_ids)
         assert trajectory.task.prompt[0][1] in shown and "in \\boxed{}" in shown
+
+
+def long_system(model_dir, **options):
+    protocol = SearchR1Protocol(str(model_dir), template="dataset")
+    engine = ScriptedEngine(lambda ids, sampling: "<answer> 0 </answer>", protocol.tokenizer, 0.0)
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    return RolloutSystem(engine, protocol, environment, ExactMatchReward(), **options)
+
+
+def test_prompts_that_leave_no_room_are_left_out_by_default(model_dir, files, caplog, tmp_path):
+    """And nothing else is: the longest prompt that leaves room for one token stays."""
+    (short, long) = sorted({len(p) for p in prompts_of(model_dir, files[0])})
+    for max_length, left in ((long, 2), (long + 1, 4), (short + 1, 2), (None, 4)):
+        caplog.clear()
+        system = long_system(model_dir, max_length=max_length)
+        data = RolloutDataModule(system, [files[0]], prompts_per_step=2, seed=1, samples_per_prompt=2)
+        module = Recorder(push=False)
+        trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+        system.close()
+        assert len(data.training_questions) == left, max_length
+        assert all(any(t.loss_mask) for batch in module.train_batches for t in batch)
+        told = f"rl.parquet: max_prompt_tokens is {(max_length or 1) - 1} (what max_length leaves): 2 of 4 questions"
+        assert (told in caplog.text) == (left == 2)
+        assert ("(id train-math-one_1, train-math-two_1)" in caplog.text) == (left == 2)
+    system = long_system(model_dir, max_length=short)
+    with pytest.raises(DatasetError, match=f"is {short - 1} .*, but the shortest of 4 prompts has {short} tokens"):
+        RolloutDataModule(system, [files[0]], prompts_per_step=2).setup("fit")
+
+
+def prompts_of(model_dir, file):
+    protocol = SearchR1Protocol(str(model_dir), template="dataset")
+    return [protocol.prompt_ids(task) for task in QuestionLoading(protocol).load([file], None)]
+
+
+def test_skills_and_whole_turns_count_where_prompts_have_them(model_dir, files):
+    short = min(len(p) for p in prompts_of(model_dir, files[0]))
+    skills = Skills("search", Full(), max_tokens=100_000)
+    advised = long_system(model_dir, skills=skills).first_prompts()
+    plain = long_system(model_dir, skills=skills).first_prompts(advise=False)
+    task = QuestionLoading(None).load([files[0]], 1)[0]
+    grown = len(advised.prompt_ids(task))
+    assert len(plain.prompt_ids(task)) == short < grown
+    for max_length, fits in ((grown, False), (grown + 1, True)):
+        system = long_system(model_dir, skills=skills, max_length=max_length)
+        data = RolloutDataModule(system, [files[0]], prompts_per_step=1, max_train=1)
+        if fits:
+            data.questions.load([files[0]], None, system.first_prompts())
+        else:
+            with pytest.raises(DatasetError, match=f"the shortest of 4 prompts has {grown} tokens"):
+                data.questions.load([files[0]], None, system.first_prompts())
+    windowed = FirstPrompts(EpisodeProtocol(str(model_dir), "short"), Budgets(max_length=300, max_turn_tokens=100))
+    assert windowed.longest == 200 and FirstPrompts(plain.protocol, windowed.budgets).longest == 299
+
+
+def test_an_evaluation_keeps_what_it_cannot_ask_and_says_so(model_dir, files, caplog):
+    lengths = sorted(len(p) for p in prompts_of(model_dir, files[0]))
+    system = long_system(model_dir, max_length=lengths[-1])
+    data = EvaluationData(system, val_files=[files[0]], test_files=[files[0]])
+    data.setup("validate")
+    assert len(data.val_dataloader()[0].tasks) == 4
+    assert "2 of 4 questions count as unanswered" in caplog.text and "(id train-math-one_1, train-" in caplog.text
+    system = long_system(model_dir, max_length=lengths[0])
+    with pytest.raises(DatasetError, match=f"leaves {lengths[0] - 1} tokens for a prompt, but the shortest of 4"):
+        EvaluationData(system, val_files=[files[0]]).setup("validate")
+
+
+def test_short_questions_are_not_tokenised(shows_prompts, monkeypatch):
+    tasks = [make_task(number) for number in range(50)]
+    long = dataclasses.replace(tasks[7], question="word " * 500)
+    tasks[7] = long
+    written = []
+    writer = FirstPrompts(SearchR1Protocol(shows_prompts.tokenizer.name_or_path), Budgets(max_length=1000))
+    monkeypatch.setattr(
+        type(writer.protocol), "prompt_ids",
+        lambda self, task, mode=None, own=SearchR1Protocol.prompt_ids: written.append(task) or own(self, task),
+    )  # fmt: skip
+    assert [t.id for t in short_enough(tasks, writer, None, writer.longest, "here")] == [
+        task.id for task in tasks if task is not long
+    ]
+    assert len(written) == 2 and written[1] is long
 
 
 def test_evaluation_leaves_nothing_out_unless_told(system, files):

@@ -19,7 +19,7 @@ def test_good_data_are_counted_and_shown(words, tmp_path, capsys):
     assert f"{tmp_path}/q.csv: 40 questions\n  train 32, val 4, test 4" in said
     assert said.count("<|im_start|>assistant") == 3 and "Where was Person 0 born?" in said
     assert "answer: Town 0" in said and "prompts, of 40: median" in said
-    assert "which training leaves out: 0" in said and "no fault found" in said
+    assert "left out" not in said and "no fault found" in said
 
 
 def test_all_faults_of_all_files_come_at_once(words, tmp_path, capsys):
@@ -43,10 +43,28 @@ def test_a_fault_of_many_passages_is_told_once(words, capsys):
 
 
 def test_limits_that_no_prompt_keeps_are_faults(words, capsys):
-    assert main([*words, "--data.max_prompt_tokens=5", "--data.prompts_per_step=33"]) == 2
+    assert main([*words, "--data.max_prompt_tokens=5"]) == 2
     said = capsys.readouterr()
-    assert "every prompt is longer than max_prompt_tokens (5)" in said.err
-    assert "32 questions to train on, but prompts_per_step is 33" in said.err
+    assert "max_prompt_tokens is 5, but the shortest of 32 prompts has" in said.err
+    assert main([*words, "--data.prompts_per_step=33"]) == 2
+    assert "32 questions to train on, but prompts_per_step is 33" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["null", "1024"])
+def test_prompts_that_do_not_fit_are_told_by_check_data_and_by_the_dry_run(words, tmp_path, capsys, limit):
+    """A question of 12,000 words, in a file of which training has most."""
+    with (tmp_path / "q.csv").open("a") as file:
+        for number in range(12):
+            file.write(f"{'word ' * 6000}{number}?,an answer\n")
+    words.append(f"--data.max_prompt_tokens={limit}")
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    told = "max_prompt_tokens is 1024:" if limit == "1024" else "max_prompt_tokens is 4095 (what max_length leaves):"
+    assert f"q.csv: {told}" in said and "questions with longer prompts (up to " in said and "(id q_" in said
+    assert "count as unanswered: their prompts" in said and "no fault found" in said
+    assert main(["dry-run", *words[1:]]) == 0
+    dry = capsys.readouterr().err
+    assert f"data: {tmp_path}/q.csv: {told}" in dry and "count as unanswered" in dry
 
 
 def test_a_question_that_quotes_a_control_token_and_a_missing_corpus_are_told(words, tmp_path, capsys):

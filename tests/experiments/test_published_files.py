@@ -56,9 +56,9 @@ def test_every_recipe_reads_them_and_counts_what_is_left_out(published, capsys):
     read: set[str] = set()
     stages = [graph.stage(name) for name in recipes(project)]
     stages = [stage for stage in stages if any(str(published) in reference for reference in references(stage))]
-    files, faults = read_data_files(stages, project.root)
-    assert not faults
-    for file in files:
+    found = read_data_files(stages, project.root)
+    assert not found.faults
+    for file in found.files:
         path = split_reference(file.reference)[1]
         rows, dropped = expected[path]
         assert file.count == rows - dropped, str(file)
