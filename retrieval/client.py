@@ -9,10 +9,11 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from retrieval.secret import authorization
@@ -198,10 +199,17 @@ class _Rejected(Exception):
     """The server says that the request is wrong."""
 
 
+def _id(value: Any) -> Any:
+    """Other servers send ids as numbers, or null."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 class _Document(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    id: str = ""  # Search-R1's BM25 server sends none
+    id: Annotated[str, BeforeValidator(_id)] = ""  # Search-R1's BM25 server sends none
     contents: str
 
 

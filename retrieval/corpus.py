@@ -1,36 +1,35 @@
 """Reads corpus files and stores their passages, validated, for random access.
 
-A corpus is a file of JSON lines, compressed by gzip or not, or of parquet.  Its first usable row says which form it
-has: Search-R1's ``{"id": "7", "contents": "\\"Title\\"\\ntext"}``, Pyserini's ``{id, contents}`` without titles (MS
-MARCO), or ``{_id, title, text}`` (BEIR); ids may be called ``id``, ``_id`` or ``docid``.  Other names are told by
-``columns``.  The store is a copy of it that every kind of index keeps beside itself: JSON lines in parts (Lucene's
-indexer reads these files as they are) and an array of byte offsets.  It is read through memory maps, so that a server
-over 21 million passages starts at once and keeps no passage in its own memory.
+A corpus is a file of JSON lines, CSV or TSV (each compressed by gzip or not), of a JSON list, or of parquet: see
+``tables.py``. Its first usable row decides the form of all rows: Search-R1's ``{"id": "7", "contents":
+"\\"Title\\"\\ntext"}``, Pyserini's ``{id, contents}`` without titles (MS MARCO), or ``{_id, title, text}`` (BEIR); ids
+may be called ``id``, ``_id`` or ``docid``. ``columns`` names other columns. The store is a copy of the corpus that each
+kind of index keeps beside itself: JSON lines in parts (Lucene's indexer reads these files as they are) and an array of
+byte offsets. It is read through memory maps, so that a server over 21 million passages starts at once and keeps no
+passage in its own memory.
 """
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import hashlib
-import io
 import itertools
 import json
 import mmap
 import os
 import shutil
 import sys
-import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import orjson
 
-from retrieval.types import CorpusError, Document, split_contents
+from retrieval.tables import Unreadable, open_table
+from retrieval.types import CorpusError, Document, FileError, split_contents
 
 PART_SIZE = 500_000  # passages per part: Lucene's indexer gives one thread to each file
 _ROW_DIGITS = 10  # rows are zero-padded: Lucene breaks ties by id, so that ties come in corpus order
@@ -43,6 +42,14 @@ _FORMS = '{"id": "7", "contents": "\\"Title\\"\\nText"} or {"id": "7", "title": 
 class Passage(NamedTuple):
     id: str
     contents: str
+
+
+class RowError(CorpusError):
+    """A row that cannot be used. ``fault``: the message without file and line."""
+
+    def __init__(self, path: Path, unit: str, number: int, fault: str) -> None:
+        super().__init__(f"{path}, {unit} {number}: {fault}")
+        self.unit, self.fault = unit, fault
 
 
 class StoreSummary(NamedTuple):
@@ -75,7 +82,7 @@ def require_corpus(corpus: str | Path) -> Path:
     path = Path(corpus)
     if not path.is_file():
         raise CorpusError(
-            f"corpus {path}: no such file; give a .jsonl, .jsonl.gz or .parquet file of passages, {_FORMS}"
+            f"corpus {path}: no such file; give a .jsonl, .jsonl.gz, .csv or .parquet file of passages, {_FORMS}"
         )
     return path
 
@@ -95,7 +102,7 @@ def read_corpus(
         CorpusError: at the first row that cannot be used, without ``malformed``.
     """
     for _, found in passages(path, columns, lambda form: print(f"{path}: read as {form}", file=sys.stderr, flush=True)):
-        if not isinstance(found, CorpusError):
+        if isinstance(found, Passage):
             yield found
         elif malformed is None:
             raise CorpusError(f"{found}; mend the row, or leave such rows out (skip_malformed: true)")
@@ -105,7 +112,7 @@ def read_corpus(
 
 def passages(
     path: Path, columns: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None
-) -> Iterator[tuple[int, Passage | CorpusError]]:
+) -> Iterator[tuple[int, Passage | RowError]]:
     """Of every line (of parquet: row, both from 1) its passage, or why it cannot be used; see ``read_corpus``.
 
     Blank lines are passed over. ``say`` is told the form that was recognised, in words.
@@ -113,18 +120,26 @@ def passages(
     Raises:
         CorpusError: a file that is not what its ending says, or without a column that is needed.
     """
+    try:
+        yield from _passages(path, columns, say)
+    except FileError as error:
+        raise CorpusError(str(error)) from error
+
+
+def _passages(
+    path: Path, columns: Mapping[str, str] | None, say: Callable[[str], None] | None
+) -> Iterator[tuple[int, Passage | RowError]]:
     if unknown := sorted(set(columns or {}) - set(OWN)):
         raise CorpusError(f"columns.{unknown[0]} is no column of a corpus; expected {', '.join(OWN)}")
-    unit = "row" if path.suffix == ".parquet" else "line"
     seen = _SeenIds()
-    rows = _json_rows(path) if unit == "line" else _parquet_rows(path, columns)
+    table = open_table(path, columns=partial(_parquet_columns, path, columns), parse=orjson.loads)
     mapped = {theirs: ours for ours, theirs in (columns or {}).items()}
     found: list[str] = []  # of the last line, while a mapped column was in none
     form = None if columns is None else _SEARCH_R1
-    for row, (number, record) in enumerate(rows, start=1):
+    for row, (number, record) in enumerate(table.rows, start=1):
         try:
-            if isinstance(record, CorpusError):
-                raise record
+            if isinstance(record, Unreadable):
+                raise CorpusError(_unreadable(record))
             if columns is not None:
                 if mapped and isinstance(record, dict):
                     found = list(record)
@@ -140,16 +155,20 @@ def passages(
                     say(form.described())
             first = seen.add(passage.id, row)
             if first is not None:
-                at = f"{unit} {first}" if number == row else f"passage {first} (blank lines do not count)"
+                at = f"{table.unit} {first}" if number == row else f"passage {first} (blank lines do not count)"
                 raise CorpusError(
                     f"id {passage.id!r} was already used in {at}; ids must be unique: "
                     "number the passages anew or remove one of them"
                 )
             yield number, passage
         except CorpusError as fault:
-            yield number, CorpusError(f"{path}, {unit} {number}: {fault}")
+            yield number, RowError(path, table.unit, number, str(fault))
     for theirs, ours in mapped.items() if found else ():
         raise CorpusError(f"{path}: no line has '{theirs}' (columns.{ours}); they have {', '.join(found)}")
+
+
+def _unreadable(line: Unreadable) -> str:
+    return f"not JSON ({line.reason}); found {line.found!r}, expected {_FORMS}" if line.found else line.reason
 
 
 class _Form(NamedTuple):
@@ -239,59 +258,17 @@ def _ours(record: object, columns: Mapping[str, str], row: int) -> object:
     return {"id": id_, "contents": contents}
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
-    """Line numbers and what stands there; a CorpusError where it is no JSON. Streams, gzip as well."""
-    number = 0
-    try:
-        zipped = path.suffix == ".gz"
-        with io.BufferedReader(gzip.open(path), 2**20) if zipped else path.open("rb") as file:  # type: ignore[arg-type]
-            if file.peek(512)[257:262] == b"ustar":  # as Search-R1's wiki-18.jsonl.gz is, against its name
-                unpack = f"tar -xO{'z' if zipped else ''}f {path.name} > corpus.jsonl"
-                raise CorpusError(f"{path}: a tar archive; unpack the file in it: {unpack}")
-            if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-                file.seek(0)
-            for number, line in enumerate(file, start=1):
-                try:
-                    record = orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    if not line.strip():
-                        continue
-                    found = f"not JSON ({error}); found {line[:80]!r}, expected {_FORMS}"
-                    record = CorpusError(found)
-                yield number, record
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CorpusError(
-            f"{path}: no gzip, or torn, after line {number} ({error}); fetch it anew, or call it .jsonl if it is plain"
-        ) from error
-
-
-def _parquet_rows(path: Path, own: Mapping[str, str] | None, chunk: int = 100_000) -> Iterator[tuple[int, object]]:
-    import polars as pl
-
-    try:
-        frame = pl.scan_parquet(path)
-        columns = frame.collect_schema().names()
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise CorpusError(f"{path}: not a parquet file ({error}); write it again or give a .jsonl file") from error
+def _parquet_columns(path: Path, own: Mapping[str, str] | None, columns: list[str]) -> list[str]:
+    """The columns of a parquet file that passages are made of. Raises CorpusError for one that is not there."""
     names = dict.fromkeys((*IDS, *OWN) if own is None else [own.get(name, name) for name in OWN])
     wanted = [name for name in names if name in columns or name in (own or {}).values()]
     own = own or {}
     if not {own.get("text", "text"), own.get("contents", "contents")} & set(wanted):
         wanted.append("text")
-    missing = set(wanted) - set(columns)
-    if missing:
+    if missing := set(wanted) - set(columns):
         have = ", ".join(columns)
         raise CorpusError(f"{path}: no column {', '.join(sorted(missing))}; it has {have}; expected {_FORMS}")
-    start = 0
-    while True:
-        try:
-            rows = frame.select(wanted).slice(start, chunk).collect()
-        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-            raise CorpusError(f"{path} is damaged after row {start} ({error}); write or fetch it again") from error
-        if not len(rows):
-            return
-        yield from enumerate(rows.iter_rows(named=True), start=start + 1)
-        start += chunk
+    return wanted
 
 
 class _SeenIds:

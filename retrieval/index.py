@@ -186,7 +186,7 @@ class BuildIndex:
     (An HNSW graph built with ``threads`` > 1 depends on the order in which threads insert: keep 1 to reproduce it.)
 
     Args:
-        corpus: ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file of passages, see ``retrieval.corpus`` for its forms.
+        corpus: file of passages, see ``retrieval.tables`` for its kinds and ``retrieval.corpus`` for its forms.
         encoder: for the dense kinds; must be absent for bm25.
         hnsw: for dense_hnsw only; absent means the defaults.
         ivfpq: for dense_ivfpq only; absent means the defaults.

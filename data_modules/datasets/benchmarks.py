@@ -31,7 +31,7 @@ from typing import Any
 from data_modules.datasets.benchmark_names import BENCHMARKS
 from data_modules.datasets.files import DatasetError, read_rows, refuse_rows, spread
 from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
-from data_modules.datasets.ground_truths import read_letter
+from data_modules.datasets.ground_truths import as_answers, read_letter
 from data_modules.datasets.livecodebench import read_problems
 from rollout.rewards.arpo import MATH_SOURCES
 from rollout.trajectory import Task
@@ -154,8 +154,4 @@ def _golds(value: Any, ability: str) -> tuple[str, ...]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             pass  # a text that begins with a bracket
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
-        return ()
-    texts = (str(v).strip() for v in values)
-    return tuple(text for text in texts if text)
+    return tuple(text.strip() for text in as_answers(value) or ())

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_modules.datasets.files import DatasetError, read_rows
+from data_modules.datasets.files import DatasetError, read_each, read_rows
+from retrieval.tables import open_table
 
 Message = dict[str, Any]
 
@@ -43,8 +44,9 @@ def read_conversations(path: Path) -> list[Conversation]:
     Raises:
         DatasetError: no such file, a file that cannot be read, or a row of another shape.
     """
-    typed = path.suffix == ".parquet"  # where a key that some row has stands in every row, as null
-    return [_conversation(path, number, row, typed) for number, row in enumerate(read_rows(path))]
+    rows = read_rows(path)
+    typed = open_table(path).form == "parquet"  # where a key that some row has stands in every row, as null
+    return read_each(path, rows, lambda number, row: _conversation(path, number, row, typed))
 
 
 def _conversation(path: Path, number: int, row: dict[str, Any], typed: bool) -> Conversation:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import polars as pl
 
+from retrieval.tables import Unreadable, open_table
 from retrieval.types import FileError
 from rollout.files import replacing
 
 SHOWN_ROWS = 5  # of those an error message is about
 SHOWN_FAULTS = 8  # kinds of them
+ENDINGS = (".jsonl", ".json", ".parquet")  # of files whose rows hold lists and objects
+Row = TypeVar("Row")
+Item = TypeVar("Item")
+
+_PARTICULARS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+""")  # what a text quotes, and numbers
 
 
 class DatasetError(FileError):
@@ -50,36 +57,72 @@ def refuse_rows(path: Path, total: int, rows: Sequence[int], fault: str, advice:
         )
 
 
-def refuse_faults(path: Path, faults: Sequence[str | None], advice: str = "") -> None:
-    """Raises DatasetError, with the kinds of faults among all rows (None: the row is as it should be), how many rows
-    have each and which come first; the most frequent kinds first, SHOWN_FAULTS of them. ``advice`` ends the message."""
+def refuse_faults(path: Path, faults: Sequence[Sequence[str]], advice: str = "") -> None:
+    """Raise DatasetError if any row has a fault. The message names the kinds of faults, the most frequent first, with
+    the number of rows and the first rows of each.
+
+    Args:
+        faults: of each row.
+        advice: the end of the message.
+    """
     kinds = _kinds(faults)
     if len(kinds) == 1:
         ((fault, rows),) = kinds.items()
         refuse_rows(path, len(faults), rows, fault, advice)
     if kinds:
         raise DatasetError(
-            f"{path}: {sum(map(len, kinds.values()))} of {len(faults)} rows are not as they should be (counted from "
+            f"{path}: {sum(map(bool, faults))} of {len(faults)} rows are not as they should be (counted from "
             f"0): {_said(kinds)}; correct or remove them{advice}"
         )
 
 
-def refuse_lines(path: Path, unit: str, faults: Mapping[int, str], advice: str = "") -> None:
-    """Raises DatasetError with every faulty line (or other ``unit``, counted from 1), by what is wrong, if there are
-    any; ``advice`` ends the message."""
-    kinds: dict[str, list[int]] = {}
-    for line, fault in sorted(faults.items()):
-        kinds.setdefault(fault, []).append(line)
-    said = [f"{unit}{'s' if len(lines) > 1 else ''} {ranges(lines)} with {fault}" for fault, lines in kinds.items()]
-    if said:
-        raise DatasetError(f"{path}: {len(faults)} {unit}s cannot be used: {'; '.join(said)}; correct them{advice}")
+def refuse_lines(path: Path, unit: str, faults: Mapping[int, Sequence[str]], advice: str = "") -> None:
+    """Raise DatasetError if any line has a fault. The message names the lines by what is wrong with them.
+
+    Args:
+        unit: what is counted (from 1), such as line.
+        faults: by line.
+        advice: the end of the message.
+    """
+    if said := said_lines(unit, faults):
+        raise DatasetError(f"{path}: {len(faults)} {unit}s cannot be used: {said}; correct them{advice}")
+
+
+def said_lines(unit: str, faults: Mapping[int, Sequence[str]]) -> str:
+    """The faults with their lines, for a message; "" where there are none."""
+    return "; ".join(listed(faults, unit, lambda lines, fault: f"{lines} with {fault}"))
+
+
+def listed(faults: Mapping[int, Sequence[str]], unit: str, say: Callable[[str, str], str]) -> list[str]:
+    """Each fault with its lines, as ``say(lines, fault)`` puts it; of one kind SHOWN_ROWS faults, then a count.
+
+    Faults are of one kind if they differ only in numbers and in what they quote.
+
+    >>> listed({2: ["id 'a' twice"], 3: ["id 'b' twice", "no text"], 4: ["no text"]}, "line", "{} with {}".format)
+    ["line 2 with id 'a' twice", "line 3 with id 'b' twice", 'lines 3-4 with no text']
+    """
+    kinds: dict[str, dict[str, list[int]]] = {}
+    for line, texts in sorted(faults.items()):
+        for text in texts:
+            kinds.setdefault(_kind_of(text), {}).setdefault(text, []).append(line)
+    said: list[str] = []
+    for kind in kinds.values():
+        for text, lines in list(kind.items())[:SHOWN_ROWS]:
+            said.append(say(f"{unit}{'s'[: len(lines) > 1]} {ranges(lines)}", text))
+        if rest := sum(len(lines) for lines in list(kind.values())[SHOWN_ROWS:]):
+            said.append(say(f"{rest} more {unit}{'s'[: rest > 1]}", "a fault of this kind"))
+    return said
+
+
+def _kind_of(fault: str) -> str:
+    return _PARTICULARS.sub("", fault)
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers, for a message.
+    """Sorted numbers, for a message; SHOWN_ROWS runs of them, then a count.
 
-    >>> ranges([2, 4, 5, 6, 9])
-    '2, 4-6, 9'
+    >>> ranges([2, 4, 5, 6, 9]), ranges(range(1, 21, 2))
+    ('2, 4-6, 9', '1, 3, 5, 7, 9 and 5 more')
     """
     runs: list[list[int]] = []
     for number in numbers:
@@ -87,19 +130,23 @@ def ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    shown_runs = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:SHOWN_ROWS]]
+    rest = sum(last - first + 1 for first, last in runs[SHOWN_ROWS:])
+    return ", ".join(shown_runs) + (f" and {rest} more" if rest else "")
 
 
-def said_faults(faults: Sequence[str | None]) -> str:
+def said_faults(faults: Sequence[Sequence[str]]) -> str:
     """The kinds of faults with their counts and first rows, for a message; "" where there are none."""
     return _said(_kinds(faults))
 
 
-def _kinds(faults: Sequence[str | None]) -> dict[str, list[int]]:
+def _kinds(faults: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """Rows by the first fault of each kind."""
+    first: dict[str, str] = {}
     rows: dict[str, list[int]] = {}
-    for row, fault in enumerate(faults):
-        if fault is not None:
-            rows.setdefault(fault, []).append(row)
+    for row, texts in enumerate(faults):
+        for text in texts:
+            rows.setdefault(first.setdefault(_kind_of(text), text), []).append(row)
     return dict(sorted(rows.items(), key=lambda item: -len(item[1])))
 
 
@@ -110,45 +157,51 @@ def _said(kinds: dict[str, list[int]]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet, .jsonl (an object per line; empty lines are skipped) or .json file (a list of objects).
+    """The rows of a .parquet, .jsonl (an object per line; empty lines are skipped) or .json file (a list of objects),
+    compressed by gzip or not. See ``retrieval.tables``.
 
     Raises:
         DatasetError: no such file, another ending, a file that is not what its ending says, or one without rows.
     """
-    require_file(path)
-    if path.suffix == ".parquet":
-        rows = read_parquet(path).to_dicts()
-    elif path.suffix in (".json", ".jsonl"):
-        rows = _read_json(path)
-    else:
-        raise DatasetError(f"{path} ends in '{path.suffix}'; expected .jsonl, .json or .parquet")
+    with dataset_errors():
+        table = open_table(require_file(path), ENDINGS)
+        numbered = list(table.rows)
+    torn = {number: [row.reason] for number, row in numbered if isinstance(row, Unreadable)}
+    if torn:
+        said = listed(torn, table.unit, lambda lines, fault: f"{path}, {lines}: not JSON ({fault})")
+        raise DatasetError(f"{'; '.join(said)}; write or fetch it again")
+    rows = [row for _, row in numbered]
     refuse_rows(path, len(rows), [i for i, row in enumerate(rows) if not isinstance(row, dict)], "no JSON object")
     if not rows:
         raise DatasetError(f"{path}: the file has no rows")
     return rows
 
 
-def _read_json(path: Path) -> list[Any]:
+@contextmanager
+def dataset_errors() -> Iterator[None]:
+    """Turns a FileError into a DatasetError."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # with or without the byte order mark
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is not UTF-8 text ({error}); write or fetch it again") from error
-    if path.suffix == ".json":
+        yield
+    except FileError as error:
+        raise DatasetError(str(error)) from error
+
+
+def read_each(path: Path, rows: Sequence[Row], read: Callable[[int, Row], Item]) -> list[Item]:
+    """``read(number, row)`` of every row, numbers from 0.
+
+    Raises:
+        DatasetError: with what ``read`` says of all rows that it refuses.
+    """
+    found: list[Item] = []
+    faults: dict[int, list[str]] = {}
+    for number, row in enumerate(rows):
         try:
-            rows = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DatasetError(f"{path} cannot be read as JSON ({error}); write or fetch it again") from error
-        if not isinstance(rows, list):
-            raise DatasetError(f"{path} holds a JSON {type(rows).__name__}, expected a list of objects")
-        return rows
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                raise DatasetError(f"{path}, line {number}: not JSON ({error}); write or fetch it again") from error
-    return rows
+            found.append(read(number, row))
+        except DatasetError as error:
+            faults[number] = [str(error).removeprefix(f"{path}, row {number}: ")]
+    if faults:
+        raise DatasetError("; ".join(listed(faults, "row", lambda lines, fault: f"{path}, {lines}: {fault}")))
+    return found
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pl.DataFrame:

@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from types import NoneType
 from typing import Any
 
 from rollout.rewards.code.solution_tests import check_tests
@@ -29,8 +31,9 @@ class GroundTruth:
 def read_truth(value: Any) -> GroundTruth:
     r"""``reward_model.ground_truth`` of one row.
 
-    Text is the one gold answer (ARPO, DAPO), a JSON list of them (Skywork) or a JSON object with tests; a struct has
-    ``target`` (Search-R1), or tests. In structs of a parquet file the fields that other rows have are null.
+    Text or a number is the one gold answer (ARPO, DAPO), a list several (Skywork: as JSON), and a JSON object holds
+    tests. A struct has ``target`` (Search-R1), or tests. In structs of a parquet file the fields that other rows have
+    are null.
 
     >>> read_truth('["\\\\frac{1}{2}"]').answers, read_truth("[1, 2]").answers
     (('\\frac{1}{2}',), ('[1, 2]',))
@@ -44,13 +47,11 @@ def read_truth(value: Any) -> GroundTruth:
             value = parsed
         elif isinstance(parsed, list) and parsed and all(isinstance(answer, str) for answer in parsed):
             value = {"target": parsed}
-    if isinstance(value, str):
-        return GroundTruth(_non_empty([value]))
     if not isinstance(value, dict):
-        return GroundTruth()
+        return GroundTruth(as_answers(value) or ())
     given = {field: value[field] for field in TEST_FIELDS if value.get(field) is not None}
     if not given:
-        return GroundTruth(_non_empty(value.get("target") or ()))
+        return GroundTruth(as_answers(value.get("target")) or ())
     tests = read_tests(given)
     return GroundTruth(tests=tests) if isinstance(tests, dict) else GroundTruth(fault=tests)
 
@@ -139,5 +140,14 @@ def ability_of(named: str | None, source: str, answers: Sequence[str], tests: di
     return "math" if _MATH_SOURCE.search(source) else None
 
 
-def _non_empty(values: Sequence[str | None]) -> tuple[str, ...]:
-    return tuple(value for value in values if value and value.strip())
+def as_answers(value: Any) -> tuple[str, ...] | None:
+    """Gold answers: a text, a number, or a list of them, as texts, without empty ones; None for any other value.
+
+    >>> as_answers([4, "four", None, 0.5]), as_answers(7), as_answers(True)
+    (('4', 'four', '0.5'), ('7',), None)
+    """
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(v, bool) or not isinstance(v, (str, int, float, Decimal, NoneType)) for v in values):
+        return None
+    texts = [str(v) for v in values if v is not None and v == v]  # a missing number in a column of floats is nan
+    return tuple(text for text in texts if text.strip())

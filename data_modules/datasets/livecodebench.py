@@ -58,13 +58,13 @@ def read_problems(path: Path, rows: Sequence[dict[str, Any]]) -> list[Problem]:
             f"files) or problem and reward_model (SOD's). The file has: {', '.join(found)}"
         )
     problems: list[Problem] = []
-    faults: list[str | None] = []
+    faults: list[list[str]] = []
     for row in rows:
+        faults.append([])
         try:
             problems.append(read(row))
-            faults.append(None)
         except ValueError as error:
-            faults.append(str(error))
+            faults[-1].append(str(error))
     refuse_faults(path, faults)
     return problems
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import polars as pl
 
-from data_modules.datasets.files import DatasetError, read_parquet, refuse_faults, refuse_lines, said_faults
+from data_modules.datasets.files import (
+    DatasetError,
+    read_parquet,
+    refuse_faults,
+    refuse_lines,
+    said_faults,
+    said_lines,
+)
 from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
-from data_modules.datasets.ground_truths import TEST_FIELDS, GroundTruth, ability_of, read_truth
+from data_modules.datasets.ground_truths import TEST_FIELDS, GroundTruth, ability_of, as_answers, read_truth
 from data_modules.datasets.own_questions import OwnRows, read_own
 from rollout.protocols.boxed import BROKEN_BOX, mended
 from rollout.rewards.answers import choice_letter
@@ -24,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 QUESTION_MARKER = "Question:"
 
+Value = TypeVar("Value")
 FaultyRows = Literal["refuse", "drop"]
 NO_ANSWER = "no gold answer"
 OF_A_WORLD = ". The class of a world that scores its episodes, whose tasks need no answer, says scores_itself = True"
@@ -45,7 +53,26 @@ SCHEMA = {
 
 
 class RowFault(ValueError):
-    """Why a row cannot be used, as a message says it: "3 rows with <fault>"."""
+    """Why a row cannot be used, as a message says it: "3 rows with <fault>". ``faults``: all of them."""
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+class Reader:
+    """Reads the parts of a row one by one and collects what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+
+    def read(self, default: Value, function: Callable[..., Value], *arguments: Any) -> Value:
+        """The function's value, or ``default`` where it raises RowFault."""
+        try:
+            return function(*arguments)
+        except RowFault as fault:
+            self.faults += fault.faults
+            return default
 
 
 class QuestionFile:
@@ -93,7 +120,8 @@ class QuestionFile:
         if self._own is not None:
             self._report_lines(self._own, faults, faulty_rows if tasks else "refuse")
         elif faulty_rows == "refuse":
-            refuse_faults(self._path, faults, ADVICE + (OF_A_WORLD if NO_ANSWER in faults else ""))
+            unanswered = any(NO_ANSWER in texts for texts in faults)
+            refuse_faults(self._path, faults, ADVICE + (OF_A_WORLD if unanswered else ""))
         elif said := said_faults(faults):
             total = len(self._rows)
             if not tasks:
@@ -110,45 +138,49 @@ class QuestionFile:
             )  # fmt: skip
         return tasks
 
-    def _checked(self, answers: bool) -> tuple[list[Task], list[str | None]]:
-        """The rows that can be used as tasks, and what is wrong with each row, None for nothing."""
+    def _checked(self, answers: bool) -> tuple[list[Task], list[Sequence[str]]]:
+        """The rows that can be used as tasks, and the faults of each row."""
         tasks: list[Task] = []
-        faults: list[str | None] = []
-        first: dict[str, int] = {}  # of your own files, where an id stands; others may share ids between data sources
+        faults: list[Sequence[str]] = []
+        first: dict[str, int] = {}  # lines by id, of your own files; others share ids between data sources
         for number, (identity, row) in enumerate(zip(self._ids(), self._rows, strict=True)):
-            try:
-                task = self._task(identity, row, answers)
-                if self._own is not None and first.setdefault(task.id, number) != number:
-                    line = self._own.lines[first[task.id]]
-                    raise RowFault(f"the id {task.id!r}, which {self._own.unit} {line} has already")
+            reader = Reader()
+            task = self._task(reader, identity, row, answers)
+            if self._own is not None and task.id in first:
+                reader.faults.append(f"the id {task.id!r}, which {self._own.unit} {first[task.id]} has already")
+            if not reader.faults:
                 tasks.append(task)
-                faults.append(None)
-            except RowFault as fault:
-                faults.append(str(fault))
+                if self._own is not None:
+                    first[task.id] = self._own.lines[number]
+            faults.append(reader.faults)
         return tasks, faults
 
-    def _report_lines(self, own: OwnRows, faults: Sequence[str | None], faulty_rows: FaultyRows) -> None:
+    def _report_lines(self, own: OwnRows, faults: Sequence[Sequence[str]], faulty_rows: FaultyRows) -> None:
         """Refuses what is wrong with a file of your own shape, or logs it where it is dropped."""
-        found = own.unreadable | {line: fault for line, fault in zip(own.lines, faults, strict=True) if fault}
-        try:
+        found = own.unreadable | {line: texts for line, texts in zip(own.lines, faults, strict=True) if texts}
+        if faulty_rows == "refuse":
             refuse_lines(self._path, own.unit, found, ADVICE)
-        except DatasetError as error:
-            if faulty_rows == "refuse":
-                raise
-            logger.warning("left out: %s", error)
+        elif found:
+            total = len(own.lines) + len(own.unreadable)
+            said = said_lines(own.unit, found)
+            logger.warning("%s: %d of %d %ss are left out: %s", self._path, len(found), total, own.unit, said)
 
-    def _task(self, identity: Any, row: dict[str, Any], answers: bool) -> Task:
-        identity = _text(identity, "an id", "no id")
-        source = _text(row["data_source"], "a data_source", "no data source")
-        question = self._question(row)
-        metadata, passages, prompt = _metadata(row), self._gold(row), _prompt(row)
-        truth = _truth(row)
+    def _task(self, reader: Reader, identity: Any, row: dict[str, Any], answers: bool) -> Task:
+        """The row as a task; the reader has its faults."""
+        identity = reader.read("", _text, identity, "an id", "no id")
+        source = reader.read("", _text, row["data_source"], "a data_source", "no data source")
+        question = reader.read("", self._question, row)
+        metadata = reader.read({}, _metadata, row) | reader.read({}, _hint, row)
+        passages, prompt = reader.read((), self._gold, row), reader.read((), _prompt, row)
+        truth = reader.read(None, _truth, row)
+        if truth is None:
+            return Task(identity, question, (), source, passages, metadata, prompt)
         if truth.tests is not None:
             metadata = {"tests": truth.tests, **metadata}
         named = row.get("ability") if isinstance(row.get("ability"), str) else None
         ability = metadata.get("ability") or ability_of(named, source, truth.answers, metadata.get("tests"))
         metadata = {"ability": ability, **metadata} if ability else metadata
-        _check_truth(truth, metadata, answers)
+        reader.read(None, _check_truth, truth, metadata, answers)
         return Task(identity, question, truth.answers, source, passages, metadata, prompt)
 
     def _gold(self, row: dict[str, Any]) -> Passages:
@@ -211,10 +243,6 @@ class QuestionFile:
 # ------------------------------------------------------------------------------------------------- values of one row
 
 
-def _is_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(item is None or isinstance(item, str) for item in value)
-
-
 def _text(value: Any, what: str, empty: str) -> str:
     """Stripped. Raises RowFault ``empty`` where there is none, or that ``what`` is of another type."""
     if value is not None and not isinstance(value, str):
@@ -260,8 +288,8 @@ def _passages(value: Any) -> Passages:
 
 
 def _metadata(row: dict[str, Any]) -> dict[str, Any]:
-    """The metadata column's, with a hint for a teacher (OPSD) where the row has one."""
-    value, hint = row.get("metadata"), row.get("hint", _extra(row, "hint"))
+    """The metadata column's."""
+    value = row.get("metadata")
     if isinstance(value, dict):  # a struct: its plain fields
         found = {k: v for k, v in value.items() if v is not None and not isinstance(v, (dict, list))}
     else:
@@ -271,22 +299,30 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
             found = None
     if not isinstance(found, dict):
         raise RowFault("metadata that is not a JSON object")
+    return found
+
+
+def _hint(row: dict[str, Any]) -> dict[str, Any]:
+    """The hint for a teacher (OPSD), as metadata; {} where the row has none."""
+    hint = row.get("hint", _extra(row, "hint"))
     if hint is not None and not isinstance(hint, str):
         raise RowFault(f"a hint that is {type(hint).__name__}, expected text")
-    return {**found, "hint": hint} if hint and hint.strip() else found
+    return {"hint": hint} if hint and hint.strip() else {}
 
 
 def _truth(row: dict[str, Any]) -> GroundTruth:
     """What the row is judged by: its ``golden_answers``, else its ``reward_model.ground_truth``."""
     golds, model = row.get("golden_answers"), row.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, dict) else None
-    for name, answers in (
-        ("golden_answers", golds),
-        ("reward_model.ground_truth.target", truth.get("target") if isinstance(truth, dict) else None),
-    ):
-        if answers is not None and not _is_strings(answers):
-            raise RowFault(f"{name} that are no list of strings")
-    own = tuple(gold for gold in golds or () if gold and gold.strip())
+    target = truth.get("target") if isinstance(truth, dict) else None
+    faults = [
+        f"{name} that are no list of strings"
+        for name, value in (("golden_answers", golds), ("reward_model.ground_truth.target", target))
+        if isinstance(value, str) or as_answers(value) is None
+    ]
+    if faults:
+        raise RowFault(*faults)
+    own = as_answers(golds)
     return GroundTruth(own) if own else read_truth(truth)
 
 
@@ -295,16 +331,23 @@ def _check_truth(truth: GroundTruth, metadata: dict[str, Any], answers: bool) ->
     if truth.fault:
         raise RowFault(truth.fault)
     ability, tests = metadata.get("ability"), metadata.get("tests")
-    if tests and tests is not truth.tests:  # of the metadata column
-        if not isinstance(tests, dict):
-            raise RowFault(f"metadata.tests that are {type(tests).__name__}, expected an object")
-        try:
-            check_tests(tests)
-        except ValueError as fault:
-            raise RowFault(f"faulty metadata.tests: {fault}") from fault
+    faults = [] if tests is truth.tests else _faults_of_tests(tests)  # else of the metadata column
     if ability == "code" and not tests:
-        raise RowFault("no tests, though they ask for a program")
+        faults.append("no tests, though they ask for a program")
     if ability == "choice" and not all(choice_letter(gold) for gold in truth.answers):
-        raise RowFault("a gold answer that names no letter, though they ask for a choice")
+        faults.append("a gold answer that names no letter, though they ask for a choice")
     if answers and not truth.answers and not tests:
-        raise RowFault(NO_ANSWER)
+        faults.append(NO_ANSWER)
+    if faults:
+        raise RowFault(*faults)
+
+
+def _faults_of_tests(tests: Any) -> list[str]:
+    if tests and not isinstance(tests, dict):
+        return [f"metadata.tests that are {type(tests).__name__}, expected an object"]
+    try:
+        if tests:
+            check_tests(tests)
+    except ValueError as fault:
+        return [f"faulty metadata.tests: {fault}"]
+    return []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_modules.datasets.files import DatasetError, read_rows
+from data_modules.datasets.files import DatasetError, read_each, read_rows
 
 SHAPES = "{instruction, input, output[, system]} (alpaca) or {conversations: [{from, value}, ..][, system]} (sharegpt)"
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -53,7 +54,7 @@ def read_traces(path: Path) -> list[Trace]:
     Raises:
         DatasetError: no such file, a file that cannot be read, or a row in neither shape.
     """
-    return [_trace(path, number, row) for number, row in enumerate(read_rows(path))]
+    return read_each(path, read_rows(path), partial(_trace, path))
 
 
 def _trace(path: Path, number: int, row: dict[str, Any]) -> Trace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from data_modules.datasets.files import DatasetError, shown, spread
@@ -50,6 +50,7 @@ class QuestionLoading:
     answers: bool = True
     columns: Mapping[str, str] | None = None
     splits: Splits | None = None
+    _read: dict[tuple[str, ...], list[Task]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.prompts not in get_args(Prompts):
@@ -80,7 +81,12 @@ class QuestionLoading:
             DatasetError: see ``load_tasks`` and ``select``.
             ValueError: the protocol refuses a question (see its ``prompt_ids``).
         """
-        tasks = load_tasks(files, self.faulty_rows, self.answers, self.columns)
+        names = tuple(files)
+        tasks = self._read.get(names)
+        if tasks is None:
+            tasks = load_tasks(files, self.faulty_rows, self.answers, self.columns)
+        if self.splits is not None:  # the parts share their files: they are read, and what is left out is logged, once
+            self._read[names] = tasks
         return self.select(tasks, ", ".join(files), limit, writer, max_tokens, abilities, part)
 
     def select(

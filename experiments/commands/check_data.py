@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 3
 COUNTED = 2000  # prompts whose lengths are counted, evenly spaced: a thousand take about a second
-SHOWN_FAULTS = 200  # kinds of them in a corpus; a file of another format has one in every line
 
 
 @command("check-data", "read questions and corpus, name all faults, show prompts and their lengths; loads no model")
@@ -42,36 +41,34 @@ def check_data(args: argparse.Namespace, context: RunContext) -> None:
     if parts := found.parts.get(stage.name):
         faults += check_parts(parts, stage)
     if faults:
-        raise ExperimentError("\n  ".join([f"the data of '{stage.name}' cannot be used:", *faults]))
+        raise ExperimentError("\n  ".join([f"the data of '{stage.name}' cannot be used:", *dict.fromkeys(faults)]))
     print("\nno fault found")
 
 
 def check_corpus(arguments: dict[str, Any]) -> list[str]:
     """Count the passages of an index that is to be built; returns what is wrong with the others."""
-    from data_modules.datasets.files import ranges
-    from retrieval.corpus import passages, require_corpus
+    from data_modules.datasets.files import listed
+    from retrieval.corpus import RowError, passages, require_corpus
     from retrieval.types import CorpusError
 
     corpus, good = arguments["corpus"], 0
-    kinds: dict[str, list[int]] = {}  # lines, by what is wrong with them
+    faults: dict[int, list[str]] = {}  # by line
+    unit = "line"
     form: list[str] = []
-    unit = "row" if corpus.endswith(".parquet") else "line"
     try:
         for number, passage in passages(require_corpus(corpus), arguments.get("columns"), form.append):
-            if isinstance(passage, CorpusError):
-                kinds.setdefault(str(passage).removeprefix(f"{corpus}, {unit} {number}: "), []).append(number)
+            if isinstance(passage, RowError):
+                faults[number], unit = [passage.fault], passage.unit
             else:
                 good += 1
     except CorpusError as error:
         return [str(error)]
-    bad = sum(map(len, kinds.values()))
+    bad = len(faults)
     read = "".join(f", read as {recognised}" for recognised in form)
     print(f"{corpus}: {good} passages" + (f", {bad} malformed {unit}{'s'[: bad > 1]}" if bad else "") + read)
-    if not good and not kinds:
+    if not good and not faults:
         return [f"{corpus}: no passages"]
-    said = [f"{corpus}, {unit}{'s'[: len(at) > 1]} {ranges(at)}: {fault}" for fault, at in kinds.items()]
-    more = len(said) - SHOWN_FAULTS
-    said = said[:SHOWN_FAULTS] + ([f"{corpus}: and {more} more kinds of faults"] if more > 0 else [])
+    said = listed(faults, unit, lambda lines, fault: f"{corpus}, {lines}: {fault}")
     if good and arguments.get("skip_malformed"):
         print("\n  ".join(["  left out (skip_malformed):", *said]) if said else "  none is left out")
         return []
@@ -91,19 +88,22 @@ def check_parts(parts: Sequence[PartOfData], stage: Stage) -> list[str]:
 
 def check_prompts(questions: Sequence[tuple[Part, Task]], stage: Stage) -> list[str]:
     """Show prompts and their lengths; return which questions the protocol refuses, and limits that no prompt keeps."""
-    from data_modules.datasets.files import spread
+    from data_modules.datasets.files import listed, spread
 
     writers = PromptWriters(stage)
-    faults: list[str] = []
+    faults: list[list[str]] = []
     lengths: list[int] = []
     for part, task in spread(questions, COUNTED):
-        writer = writers.of(part)
+        try:
+            writer = writers.of(part)
+        except ValueError as error:
+            return [str(error)]
         if writer is None:
             return []
         try:
             ids = writer.prompt_ids(task)
         except ValueError as error:
-            faults.append(str(error))
+            faults.append([str(error)])
             continue
         lengths.append(len(ids))
         if len(lengths) <= EXAMPLES:
@@ -112,7 +112,8 @@ def check_prompts(questions: Sequence[tuple[Part, Task]], stage: Stage) -> list[
             print(f"\n--- {task.id}: {len(ids)} tokens {_ends(ids)}, answer: {answers}\n{text}")
     if lengths:
         _say_lengths(sorted(lengths), writers.of("train"))
-    return faults
+    numbered = dict(enumerate(faults))
+    return listed(numbered, "question", lambda which, fault: f"{which}: {fault}" if "more" in which else fault)
 
 
 def _ends(ids: Sequence[int]) -> str:

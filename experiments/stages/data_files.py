@@ -106,6 +106,7 @@ def _parts(
     stage: Stage, files: Mapping[str, DataFile | None], absent: bool, faults: dict[str, None]
 ) -> Iterator[PartOfData]:
     """The parts whose files are all there, selected as the stage will select them."""
+    from data_modules.datasets.files import DatasetError
     from data_modules.datasets.questions import unique
 
     arguments, writers = data_arguments(stage.config), PromptWriters(stage)
@@ -116,12 +117,18 @@ def _parts(
             continue
         limit = arguments.get("max_prompt_tokens" if part == "train" else "max_eval_prompt_tokens")
         abilities = arguments.get("abilities") if part == "train" else None
+        where, how = ", ".join(references), loading(stage.config)
         try:
             with _warnings() as notes:
                 tasks = unique([task for file in read for task in file.tasks], references)
-                writer = writers.of(part, absent)
-                tasks = loading(stage.config).select(tasks, ", ".join(references), None, writer, limit, abilities, part)
-            yield PartOfData(part, tasks, tuple(notes))
+                try:
+                    chosen = how.select(tasks, where, None, writers.of(part, absent), limit, abilities, part)
+                except DatasetError:
+                    raise
+                except ValueError as error:  # the protocol refuses a question
+                    faults[str(error)] = None
+                    chosen = how.select(tasks, where, None, None, None, abilities, part)
+            yield PartOfData(part, chosen, tuple(notes))
         except ValueError as error:
             faults[str(error)] = None
 
@@ -138,7 +145,7 @@ class PromptWriters:
         """The writer for a part of the data; None where the stage has no rollouts.
 
         Args:
-            required: also load a tokenizer that is no folder on this machine; else the writer is None.
+            required: False: None also where a tokenizer is no folder here, or a part cannot be made yet.
 
         Raises:
             ValueError: the protocol or the skills cannot be made.
@@ -159,7 +166,12 @@ class PromptWriters:
         if part == "test":
             budgets = TestLimits(**(self._options.get("test_limits") or {})).applied(budgets)
         advise = part == "train" or self._arguments.get("eval_skills", True)
-        return FirstPrompts(self._part("protocol"), budgets, self._part("skills") if advise else None)
+        try:
+            return FirstPrompts(self._part("protocol"), budgets, self._part("skills") if advise else None)
+        except ValueError:
+            if required:
+                raise
+            return None
 
     def _part(self, name: str) -> Any:
         if name not in self._made:

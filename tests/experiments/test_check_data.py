@@ -1,5 +1,8 @@
 """`make check-data`: counts, prompts, lengths, and every fault of every file in one go."""
 
+import json
+
+import polars as pl
 import pytest
 
 from experiments.commands.cli import main
@@ -35,6 +38,21 @@ def test_all_faults_of_all_files_come_at_once(words, tmp_path, capsys):
         "c.jsonl, line 42: body is None",
     ):
         assert fault in said
+
+
+def test_a_corpus_in_another_form_is_read_and_many_faults_are_five_and_a_count(words, tmp_path, capsys):
+    """A CSV file that is called .jsonl, and one of which most lines are wrong."""
+    passages = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    pl.DataFrame(passages).write_csv(tmp_path / "c.jsonl")
+    assert main(words) == 0
+    assert f"{tmp_path}/c.jsonl: 40 passages\n" in capsys.readouterr().out
+    lines = [f'{{"head": "A", "body": {number}}}\nno JSON {number}\n{{"head": "A"}}\n' for number in range(100)]
+    (tmp_path / "c.jsonl").write_text('{"head": "A", "body": "good"}\n' + "".join(lines))
+    assert main(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) < 16 and max(map(len, said)) < 400
+    assert f"  {tmp_path}/c.jsonl, 95 more lines: a fault of this kind" in said
+    assert f"  {tmp_path}/c.jsonl, lines 4, 7, 10, 13, 16 and 95 more: body is None" in said[-1] + "".join(said)
 
 
 def test_a_fault_of_many_passages_is_told_once(words, capsys):

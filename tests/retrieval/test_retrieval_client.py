@@ -89,6 +89,16 @@ def test_answers_of_search_r1s_server():
     assert asked == [{"queries": ["a", "b"], "topk": 2, "return_scores": True}]
 
 
+def test_ids_of_other_servers_may_be_numbers_or_null():
+    hits = [{"document": {"id": id_, "contents": '"T"\nx'}, "score": 2} for id_ in (7, None)]
+
+    async def main():
+        async with serving({"result": [hits]}) as (url, _):
+            return await ask([url], queries=("a",))
+
+    assert asyncio.run(main()) == [[[Document("7", "T", "x", 2.0), Document("", "T", "x", 2.0)]]]
+
+
 @pytest.mark.parametrize(
     "nonsense",
     [
@@ -104,7 +114,8 @@ def test_answers_of_search_r1s_server():
         {"result": [[GOOD["result"][0][0]["document"]]]},
         {"result": [[{"document": "text", "score": 1.0}]]},
         {"result": [[{"document": {"id": "7"}, "score": 1.0}]]},
-        {"result": [[{"document": {"id": 7, "contents": "a\nb"}, "score": 1.0}]]},
+        {"result": [[{"document": {"id": True, "contents": "a\nb"}, "score": 1.0}]]},
+        {"result": [[{"document": {"id": ["7"], "contents": "a\nb"}, "score": 1.0}]]},
         {"result": [[{"document": {"id": "7", "contents": None}, "score": 1.0}]]},
         {"result": [[{"document": {"id": "7", "contents": "a\nb"}, "score": "high"}]]},
         {"result": [[{"document": {"id": "7", "contents": "a\nb"}, "score": True}]]},

@@ -181,7 +181,7 @@ def test_wrong_rows_are_named(file, wrong, message):
 
 def test_ground_truths_of_another_type_are_refused(file):
     with pytest.raises(DatasetError, match="no gold answer"):
-        load_tasks(file([row("math_dapo", "?", 4)]))
+        load_tasks(file([row("math_dapo", "?", True)]))
     with pytest.raises(DatasetError, match="reward_model.ground_truth.target that are no list of strings"):
         load_tasks(file([row("math_dapo", "Question: ?", {"target": "4"})]))
     with pytest.raises(DatasetError, match="no column 'id' .nor extra_info {index}"):
@@ -220,7 +220,7 @@ BROKEN = [
 
 def test_all_kinds_of_faults_are_named_at_once(file):
     kinds = [
-        "8 of 10 rows are not as they should be", "2 with no gold answer: row 3, 7",
+        "8 of 10 rows are not as they should be", "3 with no gold answer: row 3, 4, 7",
         "2 with no text in the prompt's last user turn: row 1, 8", "1 with no data source: row 2",
         "1 with metadata that is not a JSON object: row 4", "1 with a gold passage without title or text: row 5",
         "1 with a gold answer that names no letter, though they ask for a choice: row 6",
@@ -235,7 +235,7 @@ def test_faulty_rows_are_left_out_on_request(file, caplog):
     left = load_tasks(path, "drop")
     found = [(t.id, t.question, t.golden_answers) for t in left]
     assert found == [("math_dapo_0", "a?", ("1",)), ("gpqa_9", "h?", ("C",))]
-    assert "8 of 10 rows are left out" in caplog.text and "2 with no gold answer: row 3, 7" in caplog.text
+    assert "8 of 10 rows are left out" in caplog.text and "3 with no gold answer: row 3, 4, 7" in caplog.text
     caplog.clear()
     assert len(load_tasks(file(MIXED), "drop")) == len(MIXED) and "left out" not in caplog.text
     with pytest.raises(DatasetError, match="none of 1 rows is as it should be: 1 with no gold answer: row 0"):

@@ -132,7 +132,7 @@ def test_metadata_as_struct_json_or_null(released):
          "no column 'golden_answers' .nor reward_model.ground_truth"),
         ([search_r1_row(0)], ["data_source"], "no column 'data_source'"),
         ([search_r1_row(0, golden_answers="Person")], [], "golden_answers that are no list of strings: row 0"),
-        ([search_r1_row(0, golden_answers=[1, 2])], [], "golden_answers that are no list of strings"),
+        ([search_r1_row(0, golden_answers=[True])], [], "golden_answers that are no list of strings"),
         ([search_r1_row(0, question=7)], [], "a question that is int, expected text: row 0"),
         ([search_r1_row(0, metadata="[1]")], [], "metadata that is not a JSON object: row 0"),
         ([search_r1_row(0, gold_passages=["text"])], [], "a gold passage without title or text: row 0"),

@@ -1,5 +1,6 @@
 """Question files of any shape: CSV, JSON lines and parquet, mapped columns, made ids, every fault by its line."""
 
+import gzip
 import json
 import logging
 
@@ -38,6 +39,105 @@ def test_every_format_gives_the_same_tasks(tmp_path, ending, lines):
         Task(f"mine_{lines[0]}", "How much is 1 + 1?", ("2",), "mine"),
         Task(f"mine_{lines[1]}", "A colour,\nand why?", ("red", "blue"), "mine"),
     ]
+
+
+@pytest.mark.parametrize("name", ["mine.tsv", "mine.csv.gz", "mine.jsonl.gz", "mine.json", "mine.csv"])
+@pytest.mark.parametrize("form", ["csv", "jsonl", "json", "parquet"])
+def test_a_file_is_read_as_what_it_is_whatever_its_name(tmp_path, name, form):
+    content = (tmp_path / written(tmp_path / f"as.{form}", ROWS)).read_bytes()
+    if form == "parquet" and name.endswith(".gz"):
+        return  # parquet has a compression of its own
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    tasks = load_tasks(tmp_path / name, columns=MAPPING)
+    assert [(t.question, t.golden_answers) for t in tasks] == [
+        ("How much is 1 + 1?", ("2",)),
+        ("A colour,\nand why?", ("red", "blue")),
+    ]
+
+
+def test_a_long_field_of_a_csv_file_is_read(tmp_path):
+    [task] = load_tasks(
+        written(tmp_path / "q.csv", [{"question": "why? " * 60_000, "golden_answers": "x"}]), columns={}
+    )
+    assert len(task.question) == 299_999
+
+
+def test_gold_answers_may_be_numbers(tmp_path):
+    rows = [{"question": "q", "golden_answers": value} for value in (4, 0.5, [1, "one", None], "[2, 3]", 10**30)]
+    tasks = load_tasks(written(tmp_path / "q.jsonl", rows), columns={})
+    assert [t.golden_answers for t in tasks] == [("4",), ("0.5",), ("1", "one"), ("2", "3"), (str(10**30),)]
+    shared = {"id": ["a", "b"], "question": ["q", "r"], "data_source": ["s", "s"]}
+    pl.DataFrame(shared | {"golden_answers": [[1, 2], [30]]}).write_parquet(tmp_path / "lists.parquet")
+    assert [t.golden_answers for t in load_tasks(tmp_path / "lists.parquet")] == [("1", "2"), ("30",)]
+    truths = [{"ground_truth": 72}, {"ground_truth": 8}]
+    pl.DataFrame(shared | {"reward_model": truths}).write_parquet(tmp_path / "truths.parquet")
+    assert [t.golden_answers for t in load_tasks(tmp_path / "truths.parquet")] == [("72",), ("8",)]
+    targets = [{"ground_truth": {"target": [1.5]}}, {"ground_truth": {"target": [float("nan"), 2.0]}}]
+    pl.DataFrame(shared | {"reward_model": targets}).write_parquet(tmp_path / "targets.parquet")
+    assert [t.golden_answers for t in load_tasks(tmp_path / "targets.parquet")] == [("1.5",), ("2.0",)]
+    (tmp_path / "bool.jsonl").write_text('{"question": "q", "golden_answers": true}\n')
+    with pytest.raises(DatasetError, match="golden_answers that are no list of strings"):
+        load_tasks(tmp_path / "bool.jsonl", columns={})
+
+
+def test_all_faults_of_a_row_come_at_once(tmp_path):
+    row = {
+        "id": 1.5, "data_source": None, "question": 3, "golden_answers": {"a": 1}, "metadata": "[", "hint": 3,
+        "prompt": [{"role": "user", "content": None}], "gold_passages": [{"title": "T"}],
+    }  # fmt: skip
+    faults = (
+        "an id that is float, expected text", "no data source", "a question that is int, expected text",
+        "golden_answers that are no list of strings", "metadata that is not a JSON object", "a hint that is int",
+        "a prompt message without role or content", "a gold passage without title or text",
+    )  # fmt: skip
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps(row) + '\n{"question": "q", "golden_answers": "a", "data_source": "s", "id": "2"}\n')
+    with pytest.raises(DatasetError) as caught:
+        load_tasks(path, columns={})
+    assert str(caught.value).startswith(f"{path}: 1 lines cannot be used: ")
+    assert all(f"line 1 with {fault}" in str(caught.value) for fault in faults), caught.value
+    assert [t.id for t in load_tasks(path, "drop", columns={})] == ["2"]
+    row = {"id": "a", "data_source": None, "question": " ", "golden_answers": [], "hint": "", "metadata": "3"}
+    pl.DataFrame([row, row | {"data_source": "s"}]).cast({"golden_answers": pl.List(pl.String)}).write_parquet(
+        tmp_path / "q.parquet"
+    )
+    with pytest.raises(DatasetError) as caught:
+        load_tasks(tmp_path / "q.parquet")
+    said = str(caught.value)
+    assert "2 of 2 rows are not as they should be" in said and "1 with no data source: row 0" in said
+    for fault in ("an empty question", "metadata that is not a JSON object", "no gold answer"):
+        assert f"2 with {fault}: row 0, 1" in said
+
+
+def test_many_faults_of_a_kind_are_five_and_a_count(tmp_path):
+    good, bad = '{"question": "q", "golden_answers": "a"}', '{"question": "q"}'
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(f"{good}\n{bad}\n" for _ in range(100)) + "".join(f"{{oops{'x' * n}\n" for n in range(50)))
+    with pytest.raises(DatasetError) as caught:
+        load_tasks(path, columns={})
+    said = str(caught.value)
+    assert "150 lines cannot be used: lines 2, 4, 6, 8, 10 and 95 more with no gold answer; " in said
+    assert "lines 201-250 with no JSON (Expecting property name" in said
+    assert len(said) < 600
+    rows = [{"question": "q", "golden_answers": "a", "id": n % 20} for n in range(40)]
+    written(path, rows)
+    with pytest.raises(DatasetError) as caught:
+        load_tasks(path, columns={})
+    said = str(caught.value)
+    assert said.count("has already") == 5 and "; 15 more lines with a fault of this kind; correct them" in said
+
+
+def test_what_is_left_out_of_a_shared_file_is_said_once(make_system, tmp_path, caplog):
+    path = tmp_path / "q.jsonl"
+    rows = [{"question": f"Question {i}", "golden_answers": "a" if i % 4 else ""} for i in range(40)]
+    files = [written(path, rows)]
+    data = RolloutDataModule(
+        make_system(), files, prompts_per_step=2, val_files=files, test_files=files, columns={}, splits=Splits(),
+        faulty_rows="drop",
+    )  # fmt: skip
+    data.setup("fit")
+    told = f"{path}: 10 of 40 lines are left out: lines 1, 5, 9, 13, 17 and 5 more with no gold answer"
+    assert caplog.text.count("left out") == 1 and told in caplog.text and "correct" not in caplog.text
 
 
 def test_ids_sources_and_answers_of_the_file_are_kept(tmp_path):
@@ -115,7 +215,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(DatasetError, match="no such file"):
         load_tasks(tmp_path / "q.csv", columns={})
     for name, text, message in (
-        ("q.txt", "x", "expected .csv, .jsonl, .json, .parquet"),
+        ("q.txt", "x", "expected .tsv, .csv, .jsonl, .json or .parquet"),
         ("q.csv", "question\n", "no rows"),
         ("q.csv", "question\n\xff", "in UTF-8"),
         ("q.json", "{}", "holds a JSON dict"),
