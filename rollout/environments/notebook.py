@@ -32,7 +32,7 @@ def _replay(cells, watched):
 _replay({cells!r}, {watched!r})
 del _replay
 """
-_FRAMES = re.compile(r"^(?:Traceback \(most recent call last\):\n|(?=[ \t]+File ))(?:[ \t]+.*\n)*", re.MULTILINE)
+_FRAMES = re.compile(r"^(?:Traceback \(most recent call last\):\n|(?=[ \t]+File ))(?:[ \t].*\n)*", re.MULTILINE)
 
 
 class Notebook(QuestionAnswering):

@@ -15,6 +15,7 @@ from pathlib import Path
 from rollout.protocols.base import PromptMode
 from rollout.protocols.boxed import boxed, mended, unwrapped
 from rollout.protocols.text import DATASET, TextProtocol
+from rollout.tags import last_between
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
 # The meaning of ARPO's system prompt in our own words. Checkpoints trained on the published wording need exactly that
@@ -37,7 +38,6 @@ CORRECTION = (
     "<answer> \\boxed{the answer} </answer>."
 )
 ARGUMENT = {"search": "query", "python": "code"}  # by tool: the name of what stands between its tags
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 class ARPOProtocol(TextProtocol):
@@ -105,10 +105,11 @@ class ARPOProtocol(TextProtocol):
             if opening:
                 return Action(ActionKind.CALL, (ToolRequest(name, {self.arguments[name]: content.strip()}),))
             return Action(ActionKind.INVALID, error=f"</{name}> without <{name}>")
-        answers = _ANSWER.findall(f"<answer>{text}" if mode is PromptMode.GOLD_DIRECT else text)
-        if answers:
-            content = boxed(answers[-1])
-            return Action(ActionKind.ANSWER, answer=unwrapped((answers[-1] if content is None else content).strip()))
+        text = f"<answer>{text}" if mode is PromptMode.GOLD_DIRECT else text
+        answer = last_between(text, "<answer>", "</answer>")
+        if answer is not None:
+            content = boxed(answer)
+            return Action(ActionKind.ANSWER, answer=unwrapped((answer if content is None else content).strip()))
         return Action(ActionKind.INVALID, error="neither a call nor a complete answer")
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:

@@ -2,12 +2,14 @@ r"""Reading answers out of LaTeX's ``\boxed{}``."""
 
 from __future__ import annotations
 
+import itertools
 import re
 
 # The system prompt of ARPO's five RL files was written with an unescaped \b: a backspace stands before "oxed".
 BROKEN_BOX = "\x08oxed"
 
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_DEPTH = {"{": 1, "}": -1}
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
 _END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
 
@@ -25,12 +27,8 @@ def boxed(text: str) -> str | None:
         return None
     if not rest.startswith("{"):
         return _END_OF_MATH.split(rest, maxsplit=1)[0].strip()
-    depth = 0
-    for brace in _BRACE.finditer(rest):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return rest[1 : brace.start()].strip()
-    return None
+    end = closing_brace(_ESCAPED.sub("  ", rest))
+    return None if end is None else rest[1:end].strip()
 
 
 def closing_brace(text: str) -> int | None:
@@ -39,12 +37,8 @@ def closing_brace(text: str) -> int | None:
     >>> closing_brace(r"\{a{b}} c"), closing_brace("a{b")
     (6, None)
     """
-    depth = 0
-    for brace in re.finditer("[{}]", text):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0 and brace[0] == "}":
-            return brace.start()
-    return None
+    depths = itertools.accumulate(map(_DEPTH.get, text, itertools.repeat(0)))
+    return next((index for index, depth in enumerate(depths) if not depth and text[index] == "}"), None)
 
 
 def unwrapped(answer: str) -> str:

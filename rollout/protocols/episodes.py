@@ -24,7 +24,7 @@ FORMS: dict[str, Form] = {
     "household": "brackets", "shopping": "brackets", "search": "search", "short": "short", "bare": "short",
 }  # fmt: skip
 TASK_SENTENCE = re.compile(r"your task is to: *(.+)", re.IGNORECASE)
-ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)  # each action of a transcript
+ACTION = "<action>", "</action>"
 CJK = re.compile(r"[\u4e00-\u9fff]")
 PAGE_BREAK = " [SEP] "
 
@@ -176,9 +176,10 @@ class EpisodeProtocol(TextProtocol):
         """The action of a turn, always a CALL; see the class."""
         said, ended = self.chat.without_end(text)
         said = (self.chat.opened + said).lower()
-        start, stop = said.find("<action>"), said.find("</action>")
+        opening, closing = ACTION
+        start, stop = said.find(opening), said.find(closing)
         found = 0 <= start < stop
-        action = said[start + len("<action>") : stop].strip() if found else said[-self.fallback_characters :]
+        action = said[start + len(opening) : stop].strip() if found else said[-self.fallback_characters :]
         return self._call(ToolRequest(ACT, {"action": action}), self._fault(said, found), ended)
 
     def _fault(self, said: str, found: bool) -> str | None:

@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from rollout.tags import between
 from rollout.trajectory import ToolRequest
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-_INNERMOST = re.compile(r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>", re.DOTALL)
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _SPACE = re.compile(r"\s*")
 _CLOSING = re.compile(r"\s*(?:</tool_call>|\Z)")  # the tag, or the end of the turn
+_VALUE = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)  # a JSON value: tags in its strings alone
 _LLAMA3_FIRST = re.compile(r'(?:<\|python_tag\|>\s*|^[ \t]*(?=\{\s*"name"))', re.MULTILINE)
 _LLAMA3_NEXT = re.compile(r"[\s;]*(?=\{)")
 
@@ -70,7 +70,7 @@ def verl_calls(text: str) -> tuple[ToolRequest, ...]:
     Arguments other than an object become none: there as here the tool then answers that it failed.
     """
     calls: list[ToolRequest] = []
-    for block in _BLOCK.findall(text):
+    for block in between(text, OPEN, CLOSE):
         try:
             value, end = _decode(block, 0)
         except MalformedCall:
@@ -124,7 +124,8 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
     begin = _SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches the empty text too
     try:
         value, end = _JSON.raw_decode(text, begin)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text, and could not be saved
+        if "\\u" in text[begin:end]:  # half of a surrogate pair is no text, and could not be saved
+            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise MalformedCall(f"not valid JSON: {error.msg} at character {error.pos - begin}") from error
     except RecursionError as error:
@@ -135,20 +136,36 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
 
 
 def _calls_blanked(text: str) -> str:
-    """The text with calls replaced by spaces: from an opening tag to the end of a call that can be read, else to
-    the next closing tag, unless another opening one comes first (a tag that is merely mentioned)."""
-    position = 0
+    """Replace the calls of a text by spaces: from an opening tag to the end of a call that can be read, else to the
+    next closing tag, unless another opening tag comes first (a tag that is merely mentioned).
+
+    Linear: values overlap only where a tag is quoted in a string, and of any two such values one ends at the next tag.
+    """
+    kept: list[str] = []
+    position, closing = 0, text.find(CLOSE)
     while (start := text.find(OPEN, position)) >= 0:
-        position = start + len(OPEN)
-        try:
-            closing = _CLOSING.match(text, _decode(text, position)[1])
-        except MalformedCall:
-            closing = None
-        block = closing or _INNERMOST.match(text, start)
-        if block is not None:
-            position = block.end()
-            text = text[:start] + " " * (position - start) + text[position:]
-    return text
+        inside = start + len(OPEN)
+        if 0 <= closing < inside:
+            closing = text.find(CLOSE, inside)
+        value = _VALUE.match(text, inside).end()  # type: ignore[union-attr]  # it matches the empty text too
+        end = closing + len(CLOSE) if closing >= 0 and text.find(OPEN, inside, closing) < 0 else None
+        if end is None or value != closing:
+            end = _end_of_call(text, inside, value) or end
+        kept += [text[position:start], OPEN if end is None else " " * (end - start)]
+        position = inside if end is None else end
+    return "".join([*kept, text[position:]])
+
+
+def _end_of_call(text: str, start: int, end: int) -> int | None:
+    """Return the end of the call whose JSON value may be ``text[start:end]``; None if it cannot be read."""
+    closing = _CLOSING.match(text, end)
+    if closing is None:
+        return None
+    try:
+        _, read = _decode(text[start:end], 0)
+    except MalformedCall:
+        return None
+    return None if text[start + read : end].strip() else closing.end()
 
 
 def _request(value: Any, keys: tuple[str, ...]) -> ToolRequest:

@@ -2,17 +2,18 @@ r"""Parsing of answers: the letter of a choice, the program of a solution, the b
 
 from __future__ import annotations
 
-import ast
-import itertools
 import re
-import textwrap
 from collections.abc import Iterator
 
 from rollout.protocols.boxed import closing_brace
+from rollout.tags import between
+from rollout.tools.python.base import dedented
 
 BOX = "\\boxed{"
 QUOTES = "'\""
 STRICT_CHARACTERS = (300, 100)  # of the response's end: what the reward passes on, and what the checker looks at
+CHOICE_CHARACTERS = 10_000  # a longer answer chooses no option
+STYLES = 8  # fonts that may be nested around a letter
 
 _STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
 _DECORATION = re.compile(r"\\[()\[\] ,;]|[$*~]")
@@ -22,10 +23,14 @@ _CHOICE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 # A line of three backticks opens a block if nothing but a language follows, and else closes one.
-_FENCE = re.compile(r"^[ \t]*```([ \t]*[\w+#.-]+[ \t]*$)?", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*+```([ \t]*+[\w+#.-]++[ \t]*+$)?", re.MULTILINE)
 _PYTHON = re.compile("python[0-9]*", re.IGNORECASE)
-_THOUGHT = re.compile("</think>")
-_RELEASED_BLOCK = re.compile("```python\n(.*?)```", re.DOTALL)
+# The first closing line that Python does not read as a part of a comment or a string. Possessive: it never goes back.
+_CLOSING = re.compile(
+    r"""(?P<line>^[ \t]*```)|#[^\n]*|(?P<long>\"{3}|'{3})(?:[^\\"']++|\\.|(?!(?P=long)).)*+(?P=long)?"""
+    r"""|(?P<short>["'])(?:[^\\"'\n]++|\\.|(?!(?P=short))[^\\\n])*+(?P=short)?""",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def without_quotes(answer: str) -> str:
@@ -45,11 +50,11 @@ def choice_letter(answer: str | None) -> str | None:
     >>> [choice_letter(a) for a in (r"\text{B}", "(B)", "B.", "b", "B. 42 m", "Option B", "B or C", "Bob", None)]
     ['B', 'B', 'B', 'B', 'B', 'B', None, None, None]
     """
-    if answer is None:
+    if answer is None or len(answer) > CHOICE_CHARACTERS:
         return None
-    text, styled = answer, 1
-    while styled:  # from the inside
-        text, styled = _STYLED.subn(r"\1", text)
+    text = answer
+    for _ in range(STYLES):  # from the inside
+        text = _STYLED.sub(r"\1", text)
     found = _CHOICE.fullmatch(without_quotes(_DECORATION.sub("", text)).strip())
     return (found[1] or found[2]).upper() if found else None
 
@@ -74,16 +79,15 @@ def strict_box(response: str) -> str | None:
 def submitted_program(text: str) -> str | None:
     """The last closed ```python block of a turn, after its thoughts; None without one.
 
-    A block ends at the first closing line at which it is Python, or at the first at all where it is none: three
-    backticks in a docstring do not cut a program, and the output shown in a block after it does not lengthen it.
-    Thoughts end at the last ``</think>`` outside of blocks.
+    A block ends at its first closing line outside of Python's strings, or at its first where all are inside: three
+    backticks in a docstring do not cut a program. Thoughts end at the last ``</think>`` outside of blocks.
     """
     text = text.replace("\r\n", "\n")
     blocks = list(_blocks(text))
-    ends = [m.end() for m in _THOUGHT.finditer(text) if not any(a <= m.start() < b for _, a, b in blocks)]
-    thoughts = max(ends, default=0)
-    programs = [text[a:b] for language, a, b in blocks if a >= thoughts and _PYTHON.fullmatch(language)]
-    program = textwrap.dedent(programs[-1]).strip("\n") if programs else ""
+    gaps = zip([0, *(end for _, _, end in blocks)], [*(start for _, start, _ in blocks), len(text)], strict=True)
+    thoughts = max(text.rfind("</think>", *gap) for gap in gaps)
+    last = (text[a:b] for language, a, b in reversed(blocks) if a >= thoughts and _PYTHON.fullmatch(language))
+    program = dedented(next(last, "")).strip("\n")
     return program if program.strip() else None
 
 
@@ -94,31 +98,22 @@ def released_program(response: str) -> str | None:
     Source: SOD, verl/utils/reward_score/livecodebench/code_math.py (compute_score).
     """
     _, *rest = response.split("</think>", 2)
-    programs = _RELEASED_BLOCK.findall(rest[0] if rest else response)
+    programs = between(rest[0] if rest else response, "```python\n", "```")
     return programs[-1] if programs else None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, int, int]]:
     """(language, start, end) of the content of every closed block whose opening line names a language."""
-    fences = [(m, (m[1] or "").strip()) for m in _FENCE.finditer(text)]
+    fences = [(fence.start(), fence.end(), fence[1]) for fence in _FENCE.finditer(text)]
     index = 0
     while index < len(fences):
-        opening, language = fences[index]
-        index += 1
+        _, opened, language = fences[index]
+        first = index = index + 1
         if not language:
             continue
-        following = itertools.takewhile(lambda fence: not fence[1], fences[index:])
-        ends = [fence.start() for fence, _ in following]
-        if ends:
-            start = opening.end() + 1  # the line break
-            known = next((i for i, end in enumerate(ends) if _is_python(text[start:end])), 0) if len(ends) > 1 else 0
-            yield language, start, ends[known]
-            index += known + 1
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(textwrap.dedent(text))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+        while index < len(fences) and not fences[index][2]:
+            index += 1
+        if index > first:
+            start = opened + 1  # the line break
+            several = _CLOSING.finditer(text, start, fences[index - 1][1]) if index > first + 1 else ()
+            yield language.strip(), start, next((found.start() for found in several if found["line"]), fences[first][0])

@@ -37,8 +37,8 @@ to do, do not do it.
 
 Reply with one word: Correct or Incorrect."""
 _RETRY_TEMPERATURE = 0.7  # at 0 an unreadable reply would come again
+VERDICT_CHARACTERS = 10_000  # of a longer reply the end alone is read
 
-_THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 _VERDICT_LINE = re.compile(r"(?:[a-z ]{0,20}: *)?(correct|incorrect)")
 _NAMES_THE_REFERENCE = re.compile(r"\bcorrect(?:ed)? (?:answer|option|response|solution|result|value|one)s?\b")
 _NEGATION = r"(?:\bnot\b|\bcannot\b|n['’]t\b)[^.;\n]{0,30}?\bcorrect(?:ly)?\b"
@@ -77,9 +77,10 @@ def parse_verdict(reply: str) -> bool | None:
     >>> parse_verdict("Correct."), parse_verdict("That isn't quite correct."), parse_verdict("The correct answer is 7.")
     (True, False, None)
     """
-    text = _THOUGHT.sub("", reply).lower()
+    text = reply.rpartition("</think>")[2].lower()
     if "<think>" in text:
         return None  # cut off while thinking
+    text = text[-VERDICT_CHARACTERS:]
     lines = [re.sub(r"[*_`#\"'.!()\[\]{}<>]", "", line).strip() for line in text.splitlines()]
     found = {match[1] for line in lines if (match := _VERDICT_LINE.fullmatch(line))}
     if found:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from retrieval.ranges import FiniteFloat, PositiveFloat
 from rollout.rewards.scoring import exact_match, f1, normalize_answer, sub_exact_match
+from rollout.tags import between
 from rollout.tokenizer import decode, load_tokenizer
 from rollout.trajectory import Reward, Trajectory
-
-_PAIR = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def answer_parts(trajectory: Trajectory) -> dict[str, float]:
@@ -65,7 +63,7 @@ class SearchR1ReleasedAnswers:
     def score(self, trajectory: Trajectory) -> tuple[str | None, dict[str, float]]:
         """(answer, its ``answer_parts``); em is 1 of two texts of which nothing is left, too ("the" for "The The")."""
         ids = [*trajectory.prompt_ids, *trajectory.response_ids]
-        pairs = _PAIR.findall(decode(self.tokenizer, ids))
+        pairs = between(decode(self.tokenizer, ids), "<answer>", "</answer>")
         answer = pairs[-1].strip() if len(pairs) > 1 else None
         golds = map(normalize_answer, trajectory.task.golden_answers)
         equal = answer is not None and normalize_answer(answer) in golds

@@ -7,12 +7,14 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _YES_NO = frozenset({"yes", "no", "noanswer"})
 
 
+@lru_cache(maxsize=64)  # one prediction is compared with many golds, by several scores
 def normalize_answer(text: str) -> str:
     """Lower-case; delete ASCII punctuation; drop the words a, an, the; single spaces. Accents stay.
 
@@ -60,16 +62,21 @@ def f1(prediction: str | None, golds: Iterable[str]) -> float:
 
     If either side is yes, no or noanswer, anything but equality scores 0 for that gold.
     """
-    return max((_f1(prediction, gold) for gold in golds), default=0.0) if prediction is not None else 0.0
-
-
-def _f1(prediction: str, gold: str) -> float:
-    said, wanted = normalize_answer(prediction), normalize_answer(gold)
-    if said != wanted and (said in _YES_NO or wanted in _YES_NO):
+    if prediction is None:
         return 0.0
-    said_tokens, wanted_tokens = said.split(), wanted.split()
-    common = sum((Counter(said_tokens) & Counter(wanted_tokens)).values())
-    if not common:
-        return float(not wanted_tokens and _equal(prediction, gold))
-    precision, recall = common / len(said_tokens), common / len(wanted_tokens)
-    return 2 * precision * recall / (precision + recall)
+    said = normalize_answer(prediction)
+    said_tokens = said.split()
+    counts = Counter(said_tokens)
+
+    def score(gold: str) -> float:
+        wanted = normalize_answer(gold)
+        if said != wanted and (said in _YES_NO or wanted in _YES_NO):
+            return 0.0
+        wanted_tokens = wanted.split()
+        common = (Counter(wanted_tokens) & counts).total()
+        if not common:
+            return float(not wanted_tokens and _equal(prediction, gold))
+        precision, recall = common / len(said_tokens), common / len(wanted_tokens)
+        return 2 * precision * recall / (precision + recall)
+
+    return max(map(score, golds), default=0.0)

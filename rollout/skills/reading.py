@@ -25,7 +25,7 @@ from rollout.skills.render import APPLY
 
 OWN_BANKS = Path(__file__).parent / "banks"
 MAPPING = "skill_mapping.json"
-_ITEM = re.compile(rf"\d+\. (?P<title>.+?): (?P<principle>.+) {APPLY}(?P<when>.+?)\.?")
+_ITEM = re.compile(rf"\d+\. (?>(?P<title>.+?): )(?P<principle>.+) {APPLY}(?P<when>.+?)\.?")
 
 
 def read_bank(path: str | Path) -> SkillBank:

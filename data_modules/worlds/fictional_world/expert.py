@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from data_modules.worlds.expert_engine import CarelessPolicy, WorldExpert
+from rollout.tags import between
 from rollout.trajectory import Task
-
-_INFORMATION = re.compile(r"<information>(.*?)</information>", re.DOTALL)
 
 
 class ExpertPolicy(CarelessPolicy):
@@ -22,7 +21,7 @@ class ExpertPolicy(CarelessPolicy):
         """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
         mentions, relations = task.metadata["mentions"], task.metadata["relations"]
         facts = [f"The {r} of {mentions[h]} is {mentions[h + 1]}." for h, r in enumerate(relations)]
-        blocks = _INFORMATION.findall(transcript)
+        blocks = between(transcript, "<information>", "</information>")
         known = 0  # hops whose fact has been read, in order
         while known < len(facts) and any(facts[known] in block for block in blocks):
             known += 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from data_modules.worlds.expert_engine import CarelessPolicy, WorldExpert
+from rollout.tags import between
 from rollout.trajectory import Task
 
-_RESULT = re.compile(r" <result>\n(.*?)\n</result>", re.DOTALL)
-_COMPUTED = re.compile(r"</python> <result>\n(.*?)\n</result>", re.DOTALL)
+RESULT = " <result>\n", "\n</result>"
 
 
 class ToolExpertPolicy(CarelessPolicy):
@@ -24,7 +24,7 @@ class ToolExpertPolicy(CarelessPolicy):
         """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
         steps, code = task.metadata["steps"], task.metadata["code"]
         facts = [f"The {keyword} of {mention} is {told}." for mention, keyword, told in steps]
-        results, computed = _RESULT.findall(transcript), _COMPUTED.findall(transcript)
+        results, computed = between(transcript, *RESULT), between(transcript, f"</python>{RESULT[0]}", RESULT[1])
         known = 0  # steps whose fact has been read, in order
         while known < len(facts) and any(facts[known] in result for result in results):
             known += 1

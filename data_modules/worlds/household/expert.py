@@ -11,6 +11,7 @@ from rollout.environments.household.expert import Expert
 from rollout.environments.household.games import Game
 from rollout.environments.household.simulator import Observation, Simulator
 from rollout.protocols.episodes import ACTION
+from rollout.tags import between
 from rollout.trajectory import Task
 
 IDLE = ("look", "inventory")
@@ -31,7 +32,7 @@ class HouseholdExpertPolicy(CarelessPolicy):
         simulator, expert = Simulator(game), Expert(game.goal)
         observation = simulator.reset()
         careful = expert.act(observation)
-        said = ACTION.findall(transcript)
+        said = between(transcript, *ACTION)
         for command in said:
             observation = simulator.step(command)
             careful = expert.act(observation)
@@ -42,10 +43,12 @@ class HouseholdExpertPolicy(CarelessPolicy):
         """Whether the commands of the transcript lead, in this game, to what it shows."""
         simulator = Simulator(Game.from_json(task.metadata["household"]["game"]))
         simulator.reset()
-        for said in ACTION.finditer(transcript):
-            seen = simulator.step(said[1]).text.strip()
-            position = transcript.find(seen, said.end())
-            if not 0 <= position < said.end() + 200:
+        end = 0
+        for command in between(transcript, *ACTION):
+            said = command.join(ACTION)
+            end = transcript.index(said, end) + len(said)
+            seen = simulator.step(command).text.strip()
+            if seen not in transcript[end : end + 199 + len(seen)]:
                 return False
         return True
 

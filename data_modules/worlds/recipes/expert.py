@@ -11,6 +11,7 @@ from rollout.environments.recipes import recipe_of
 from rollout.protocols.episodes import ACTION
 from rollout.skills.bank import Selection
 from rollout.skills.retrieval import SkillRetriever
+from rollout.tags import between
 from rollout.trajectory import Task
 
 STEP = re.compile(r"step (\d+)")
@@ -21,7 +22,7 @@ class RecipeExpertPolicy(CarelessPolicy):
 
     def next_turn(self, task: Task, transcript: str) -> str:
         """The next turn, without the token that ends it, after ``transcript``: everything since the question."""
-        turn = len(ACTION.findall(transcript))
+        turn = len(between(transcript, *ACTION))
         step = int((STEP.findall(transcript) or ["1"])[-1])
         careless = self.slips(task, turn)
         if careless is None and task.metadata["shown"]:

@@ -11,6 +11,7 @@ from rollout.environments.shopping import pages
 from rollout.environments.shopping.expert import ShoppingExpert
 from rollout.environments.shopping.goals import Goal, goal_of
 from rollout.protocols.episodes import ACTION
+from rollout.tags import between
 from rollout.trajectory import Task
 
 
@@ -28,7 +29,7 @@ class ShoppingExpertPolicy:
         """The next turn, without the token that ends it, after ``transcript``: everything since the instruction."""
         shown = transcript.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
         facts = page_facts(shown.split(pages.SEPARATOR), goal_of(task))
-        return f"<action>{self._expert.next_action(task, facts, ACTION.findall(transcript))}</action>"
+        return f"<action>{self._expert.next_action(task, facts, between(transcript, *ACTION))}</action>"
 
 
 def page_facts(parts: Sequence[str], goal: Goal) -> dict[str, Any]:

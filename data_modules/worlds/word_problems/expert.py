@@ -6,10 +6,10 @@ import json
 import re
 
 from data_modules.worlds.expert_engine import CarelessPolicy, WorldExpert
+from rollout.tags import between
 from rollout.trajectory import Task
 
 TOOL = "code_interpreter"
-_RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 SLIPS = ("stale", "silent", "broken")  # what a careless step does at first ...
 WEIGHTS = (5, 4, 1)  # ... and how often
 
@@ -27,7 +27,7 @@ class WordExpertPolicy(CarelessPolicy):
     def next_turn(self, task: Task, transcript: str) -> str:
         """The expert's next turn, without the token that ends it, after ``transcript``: everything since the prompt."""
         formulas, results = task.metadata["formulas"], task.metadata["results"]
-        responses = _RESPONSE.findall(transcript)
+        responses = between(transcript, "<tool_response>\n", "\n</tool_response>")
         known = 0
         for response in responses:
             known += known < len(results) and response.strip() == f"= {results[known]}"

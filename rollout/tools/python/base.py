@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,6 +53,14 @@ def refused(code: str, stdin: str) -> Run | None:
         raise ValueError(f"a program was to read {size} bytes; expected at most {MAX_STDIN_BYTES}: leave the input out")
     too_long = len(code.encode("utf-8", "replace")) > MAX_PROGRAM_BYTES
     return Run(RunStatus.FAILED, "", TOO_LONG) if too_long else None
+
+
+def dedented(text: str) -> str:
+    """``textwrap.dedent``, which compiles the margin into a pattern: a second for one of 200,000 spaces."""
+    lines = [line if line.strip(" \t") else "" for line in text.split("\n")]
+    shared = os.path.commonprefix([line for line in lines if line])
+    margin = len(shared) - len(shared.lstrip(" \t"))
+    return "\n".join(line[margin:] for line in lines)
 
 
 def readable(text: str) -> str:

@@ -6,12 +6,10 @@ cut), verl/tools/sandbox_fusion_tools.py (the text for failures).
 
 from __future__ import annotations
 
-import re
+from rollout.tags import between
 
 NO_OUTPUT = "no stdout here"
 CUT = "...(truncated)..."
-
-_FENCE = re.compile(r"```python(.*?)```", re.DOTALL)
 
 
 def last_line_printed(code: str) -> str:
@@ -21,7 +19,7 @@ def last_line_printed(code: str) -> str:
     So it breaks programs whose last line is indented, a comment, an import, a closing bracket or an assignment. A line
     ``pass`` is added, which keeps the sandbox from showing a last expression on its own.
     """
-    blocks = _FENCE.findall(code)
+    blocks = between(code, "```python", "```")
     lines = (blocks[0].strip() if blocks else code).split("\n")
     last = max((index for index, line in enumerate(lines) if line), default=None)
     if last is None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-import textwrap
 from typing import Any
 
 from retrieval.ranges import PositiveInt
 from rollout.tools.base import Bounded, Startable
-from rollout.tools.python.base import Run, Runner, RunStatus
+from rollout.tools.python.base import Run, Runner, RunStatus, dedented
 from rollout.tools.python.released import NO_OUTPUT, cut_in_the_middle, last_line_printed
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 
 NOTHING_PRINTED = "The program printed nothing."
 EMPTY_PROGRAM = "The program was empty, so nothing was run."
 
-_FENCED = re.compile(r"^```[ \t]*[\w+-]*[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^```[ \t]*+[\w+-]*+[ \t]*+\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def program_text(code: str) -> str:
@@ -29,9 +28,9 @@ def program_text(code: str) -> str:
     """
     code = code.replace("\r\n", "\n")
     if code.lstrip().startswith("```"):
-        blocks = _FENCED.findall(textwrap.dedent(code).lstrip())
-        code = "\n".join(textwrap.dedent(block).strip("\n") for block in blocks)
-    return textwrap.dedent(code).strip()
+        blocks = _FENCED.findall(code if code.startswith("`") else dedented(code).lstrip())
+        code = "\n".join(dedented(block).strip("\n") for block in blocks)
+    return dedented(code).strip()
 
 
 class PythonTool:

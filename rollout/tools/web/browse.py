@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import html
+import itertools
 import json
 import re
 from typing import Any
@@ -18,6 +19,7 @@ from rollout.tools.web.web_search import BrightDataSearch
 from rollout.trajectory import CallOutcome, Document, ToolResult
 
 MARK = "**Final Information**"
+MOST_SENTENCES = 4000  # of a page that are compared with the snippet
 NOTHING_USEFUL = "No helpful information found."
 PROMPT = """You read web pages for a colleague who works on a question in steps and has just searched the web.
 
@@ -36,7 +38,6 @@ know, and nothing else. If nothing there bears on the query, write after it: {no
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 _WORD = re.compile(r"[\u3400-\u9fff]|[^\W\u3400-\u9fff]+")  # Chinese has no spaces: each character is a word
 _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,200}>")
-_THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 
 
 class BrowsingSearch:
@@ -126,7 +127,7 @@ def summary_prompt(query: str, documents: list[Document], pages: list[Page]) -> 
 
 def final_information(reply: str) -> str | None:
     """What stands after the last mark, without what a reasoning model thought before; None without mark or text."""
-    _, mark, after = _THOUGHT.sub("", reply).rpartition(MARK)
+    _, mark, after = reply.rpartition("</think>")[2].rpartition(MARK)
     return (after.lstrip(" :\n").rstrip() or None) if mark else None
 
 
@@ -145,9 +146,10 @@ def passage(text: str, snippet: str, reach: int = 3000, otherwise: int = 6000, l
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Half-open character spans; a line break ends a sentence too."""
+    """Half-open character spans; a line break ends a sentence too. The last span holds all that is left of a page with
+    more than ``MOST_SENTENCES``."""
     spans, start = [], 0
-    for gap in _SENTENCE_END.finditer(text):
+    for gap in itertools.islice(_SENTENCE_END.finditer(text), MOST_SENTENCES):
         spans.append((start, gap.start()))
         start = gap.end()
     return [(start, end) for start, end in [*spans, (start, len(text))] if start < end]

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 NOTHING_FOUND = "No search results found."  # as published: it stands in their cache file too
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
+SHOWS_LANGUAGE = 1000  # first characters of a query
 _HAN_PER_WORD = 2  # most words of modern Chinese have two characters
 
 
@@ -172,6 +173,7 @@ def is_chinese(query: str) -> bool:
 
     The published code asks a language identifier; for the two languages that matter here scripts tell as much.
     """
+    query = query[:SHOWS_LANGUAGE]
     if _KANA_OR_HANGUL.search(query):
         return False
     han = len(_HAN.findall(query))
