@@ -4,7 +4,9 @@ import sys
 
 from experiments.commands.cli import main
 from retrieval.run_folder import use_run_folder
+from rollout.engines.weights.files import SHARED_MEMORY, remove_leftovers
 
 if __name__ == "__main__":
     use_run_folder()
+    remove_leftovers(SHARED_MEMORY)  # a killed run's weights would keep their memory until the next push
     sys.exit(main(sys.argv[1:]))

@@ -24,6 +24,7 @@ from experiments.registry.project import ROOT
 from experiments.stages.context import Node, RunContext
 from retrieval import server
 from retrieval.secret import SECRET_VARIABLE
+from rollout.engines.weights.files import PREFIX, SHARED_MEMORY
 from rollout.trajectory import Task
 from tests.processes import gone_within
 
@@ -276,3 +277,16 @@ def test_commands_are_named_as_they_were_typed(workshop):
     assert replace(launched, node=replace(of_four, port=29400)).resume_command() == said.format("", others)
     assert "MASTER" not in replace(launched, node=replace(of_four, count=1)).resume_command()
     assert "MASTER" not in launched.command(), "what is recorded with a result names no machine"
+
+
+@pytest.mark.slow
+def test_a_command_leaves_no_temporary_file_and_removes_what_a_killed_run_left(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left, ours = (SHARED_MEMORY / f"{PREFIX}{pid}-abcdefgh.safetensors" for pid in (dead.pid, os.getpid()))
+    left.touch()
+    ours.touch()
+    words = [sys.executable, "-m", "experiments", "list"]
+    subprocess.run(words, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL, check=True)
+    assert not list(tmp_path.iterdir()) and not left.exists() and ours.exists()
+    ours.unlink()

@@ -270,13 +270,13 @@ def shared_memory_id() -> tuple[object, ...]:
 
 def new_file(folder: Path) -> Path:
     """An empty file of this process; what killed processes left in ``folder`` is removed."""
-    _remove_leftovers(folder)
+    remove_leftovers(folder)
     handle, path = tempfile.mkstemp(".safetensors", f"{PREFIX}{os.getpid()}-", folder)
     os.close(handle)
     return Path(path)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Delete files whose writer was killed before it could (shared memory outlives processes)."""
     for path in folder.glob(f"{PREFIX}*.safetensors"):
         writer = path.name.removeprefix(PREFIX).split("-")[0]
