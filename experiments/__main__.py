@@ -1,5 +1,6 @@
 """``python -m experiments COMMAND``; see ``python -m experiments --help`` or ``make help``."""
 
+import contextlib
 import sys
 
 from experiments.commands.cli import main
@@ -7,6 +8,7 @@ from retrieval.run_folder import use_run_folder
 from rollout.engines.weights.files import SHARED_MEMORY, remove_leftovers
 
 if __name__ == "__main__":
-    use_run_folder()
+    with contextlib.suppress(OSError):  # no usable temporary folder; a command that needs one says so
+        use_run_folder()
     remove_leftovers(SHARED_MEMORY)  # a killed run's weights would keep their memory until the next push
     sys.exit(main(sys.argv[1:]))

@@ -88,7 +88,8 @@ class _Handler(web.RequestHandler):
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         super().handle_error(request, status, exc, message)  # logs, and raises where an answer has begun
-        said = _unreadable(message or "") if status < 500 else f"the server failed ({type(exc).__name__}); see its log"
+        fault = "too slow" if exc is None else type(exc).__name__
+        said = _unreadable(message or "") if status < 500 else f"the server failed ({fault}); see its log"
         answer = web.Response(status=status, text=said)
         answer.force_close()
         return answer

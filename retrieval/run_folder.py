@@ -23,14 +23,18 @@ _made: dict[int, tuple[Path, int]] = {}  # by process, since a fork owns nothing
 
 
 def run_folder() -> Path:
-    """Return the run's temporary folder. The first process of a run makes it, and removes it at its end."""
+    """Return the run's temporary folder. The first process of a run makes it, and removes it at its end. Where the
+    temporary folder is full, or on a file system without locks, that folder itself is returned."""
     parent = Path(tempfile.gettempdir())
     if (parent / OWNER).exists():  # a process above has made it
         return parent
     with _making:
         if os.getpid() not in _made:
             remove_orphans(parent)
-            _made[os.getpid()] = _make(parent)
+            try:
+                _made[os.getpid()] = _make(parent)
+            except OSError:
+                return parent
             atexit.register(remove_run_folder)
         return _made[os.getpid()][0]
 
@@ -60,10 +64,15 @@ def remove_run_folder() -> None:
 def _make(parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        with contextlib.suppress(OSError):  # another start took it for an orphan before it was locked
+        try:
             lock = _lock(folder, os.O_CREAT)
-            if (folder / OWNER).exists():
-                return folder, lock
+        except (BlockingIOError, FileNotFoundError):  # another start took it for an orphan before it was locked
+            continue
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if (folder / OWNER).exists():
+            return folder, lock
 
 
 def remove_orphans(parent: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from retrieval.run_folder import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 # A run with a child process and a fork: each leaves a file behind. Then it waits for a line, and ends.
@@ -64,3 +68,13 @@ def test_the_next_start_removes_what_killed_runs_left_and_nothing_else(tmp_path)
     for process in (living, later):
         process.communicate("\n")
     assert {*tmp_path.iterdir()} == {mine}
+
+
+def test_a_file_system_without_locks_is_used_as_it_is(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("retrieval.run_folder._made", {})
+    assert run_folder() == tmp_path and not list(tmp_path.iterdir())

@@ -84,7 +84,7 @@ def test_servers_give_what_an_engine_of_ones_own_gives(urls, model_dir, referenc
             while any([(await server.health())["running"] for server in engine.pool.servers]):
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.05)
-            with pytest.raises(ValueError, match="exceed max_length 256"):
+            with pytest.raises(ValueError, match="exceed the engine.s max_length 256"):
                 await engine.generate(prompts[0], SamplingParams(256))
             with pytest.raises(ValueError, match="the model knows 400"):
                 await engine.generate([400], GREEDY)
