@@ -180,6 +180,11 @@ class SupervisedDataModule(TrainingData):
         """This rank's share of what is held out; known after ``setup``."""
         return self._held_out[self.rank :: self.world_size]
 
+    @property
+    def training_rows(self) -> list[Trajectory]:
+        """All rows that training and validation of the loss read; known after ``setup``."""
+        return [*self._trajectories, *self._held_out]
+
     def setup(self, stage: str) -> None:
         if stage == "fit" and self._loader is None:
             self._trajectories = self._load()

@@ -22,6 +22,10 @@ class StepMetrics:
         # By what merges them, over micro-batches and then over ranks.
         self._merged: dict[Merge, dict[str, list[Tensor | float]]] = {sum: {}, max: {}, min: {}}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a mean of this name has been added."""
+        return name in self._sums
+
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add to a ratio of sums; kept on the device, so that nothing waits for the accelerator."""
         self._sums.setdefault(name, []).append((_detached(total), _detached(count)))

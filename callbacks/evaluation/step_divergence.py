@@ -65,7 +65,7 @@ class StepDivergence(EvaluationHooks):
         self._kept: list[Trajectory] = []  # of this rank; those that may be chosen
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Raises TypeError or FileNotFoundError, before any model is loaded, where nothing could be scored."""
+        """Raises TypeError, FileNotFoundError or ValueError where nothing could be scored, before a model loads."""
         if not callable(getattr(pl_module, "step_divergences", None)):
             raise TypeError(
                 f"StepDivergence needs a module with step_divergences(trajectories, teacher), as PolicyModule has it; "
@@ -76,6 +76,8 @@ class StepDivergence(EvaluationHooks):
             raise FileNotFoundError(
                 f"StepDivergence: no teacher at '{self.teacher}'; expected a Hugging Face folder or owner/name"
             )
+        if callable(check := getattr(pl_module, "check_judge", None)):
+            check(self.teacher)
 
     def begin(self, split: str) -> None:
         self._kept = []

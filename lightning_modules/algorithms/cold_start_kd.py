@@ -28,6 +28,7 @@ from lightning_modules.models.policy import (
     output_head,
     partitioned,
     positions,
+    require_rows,
     require_same_tokenizer,
 )
 from lightning_modules.training.supervised import SupervisedModule
@@ -84,6 +85,7 @@ class ColdStartKD(SupervisedModule):
         super().__init__(policy, **kwargs)
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number")
+        require_rows(policy, teacher, sampled=False)
         self.teacher_path = teacher
         self.ce_coef, self.kl_coef, self.temperature = ce_coef, kl_coef, temperature
         self.taid: TAIDSchedule | None = None

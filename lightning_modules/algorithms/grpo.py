@@ -16,7 +16,7 @@ from lightning_modules.batch import RowTensors, TokenBatch
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import whiten
 from lightning_modules.maths.divergences import Estimator, sampled_kl
-from lightning_modules.maths.group_advantages import Lone, constant_groups, group_advantages
+from lightning_modules.maths.group_advantages import Lone, group_advantages
 from lightning_modules.maths.losses import Aggregation
 from lightning_modules.models.policy import DType
 from lightning_modules.training.on_policy import OnPolicyModule
@@ -155,7 +155,6 @@ class GRPO(OnPolicyModule):
 
     @property
     def compares(self) -> bool:
-        """Whether a trajectory learns from its reward only by comparison with others of its group."""
         return self.use_grpo and self.advantage != "global" and self.lone == "zero"
 
     @property
@@ -212,9 +211,6 @@ class GRPO(OnPolicyModule):
         if scores.reference_logprobs is not None:
             kl = sampled_kl(scores.known("old_logprobs"), scores.reference_logprobs, self.kl_estimator)
             self.metrics.mean("train/kl", (kl * batch.mask).sum(), batch.mask.sum())
-        groups = [t.group for t in trajectories]
-        rewards = torch.tensor([t.reward.total for t in trajectories if t.reward is not None])
-        self.metrics.mean("train/constant_groups", constant_groups(rewards, groups), len(set(groups)))
         discarded = getattr(self.data, "discarded_groups", None)
         if discarded is not None:  # (thrown away by dynamic sampling, rolled out)
             self.metrics.mean("train/discarded_groups", *discarded)

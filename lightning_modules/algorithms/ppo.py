@@ -119,6 +119,10 @@ class PPO(OnPolicyModule):
         self.save_hyperparameters({"annotations": repr(self.annotations)})
         base.check_annotations(self)
 
+    @property
+    def compares(self) -> bool:
+        return False
+
     def check_data(self, data: Any) -> None:
         """Refuse steps that cannot be compared."""
         super().check_data(data)

@@ -61,6 +61,8 @@ class Algorithm(Protocol):
 
     def load_frozen(self, folder: str, dtype: DType) -> PreTrainedModel: ...
 
+    def check_rows(self) -> None: ...
+
     def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor: ...
 
     def policy_weights(self) -> Iterable[tuple[str, Tensor]]: ...
@@ -178,8 +180,8 @@ class Annotation(Configured):
 
 
 def check_annotations(algorithm: Algorithm) -> None:
-    """Refuse annotations without effect, those that take away the effect of others, and those of groups where the
-    algorithm compares none."""
+    """Refuse annotations without effect, those that take away the effect of others, those of groups where the
+    algorithm compares none, and those whose models do not know the policy's token ids."""
     lost: list[str] = []  # names of those before that change the credit
     for annotation in algorithm.annotations:
         name = type(annotation).__name__
@@ -197,6 +199,7 @@ def check_annotations(algorithm: Algorithm) -> None:
         if type(annotation).credit is not Annotation.credit:
             lost.append(name)
         annotation.check(algorithm)
+    algorithm.check_rows()
 
 
 def credit(rollout: RolloutBatch, advantages: Tensor) -> Tensor:

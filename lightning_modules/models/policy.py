@@ -7,6 +7,8 @@ and SDPA takes its fast path. Models loaded for packing (packing.py) read rows w
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -90,6 +92,50 @@ def require_same_tokenizer(student: str, teacher: str) -> None:
         f"{len(ours)} tokens; {token!r} is {theirs.get(token, 'missing')} there, {ours.get(token, 'missing')} here); "
         "take a teacher of the same family"
     )
+
+
+def embedding_rows(path: str) -> int | None:
+    """Number of token ids that a model has embeddings for, read from its configuration. None if that is not on this
+    machine (yet), or cannot be read."""
+    file = Path(path) / "config.json"
+    with contextlib.suppress(OSError, ValueError):
+        if not file.is_file() and path.count("/") == 1:
+            from huggingface_hub import try_to_load_from_cache
+
+            file = Path(str(try_to_load_from_cache(path, file.name)))
+        config = json.loads(file.read_text())
+        return (config.get("text_config") or config).get("vocab_size")
+    return None
+
+
+def require_rows(student: str, teacher: str, sampled: bool = True) -> None:
+    """Refuse a model that has fewer embedding rows than the student has token ids, as far as both are known.
+
+    Args:
+        student: folder (or owner/name) of the policy.
+        teacher: folder of a model that reads the policy's token ids.
+        sampled: whether the student samples the ids, so that each of its rows may come. Otherwise the ids of the
+            tokenizer count, which may be fewer: rows are often padded.
+
+    Raises:
+        ValueError: the model would fail at a token id, with an IndexError on a CPU.
+    """
+    ours, theirs = embedding_rows(student), embedding_rows(teacher)
+    if ours is None or theirs is None or theirs >= ours:
+        return
+    needed = ours if sampled else min(ours, _tokenizer_ids(student))
+    if theirs < needed:
+        raise ValueError(
+            f"the model at '{teacher}' has {theirs} embedding rows, but the policy at '{student}' has token ids up to "
+            f"{needed - 1}; take a model with at least {needed} rows, or enlarge its embeddings "
+            f"(resize_token_embeddings({needed}))"
+        )
+
+
+def _tokenizer_ids(path: str) -> int:
+    from transformers import AutoTokenizer
+
+    return max(AutoTokenizer.from_pretrained(path).get_vocab().values()) + 1
 
 
 def disable_dropout(model: nn.Module) -> None:

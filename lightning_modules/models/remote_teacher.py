@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import TokenBatch, micro_batches
+from lightning_modules.models.policy import embedding_rows
 from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.services.equal_servers import EqualServers
 from rollout.services.http_client import ApiKey
@@ -140,7 +141,8 @@ class RemoteTeacher:
 
         Raises:
             InfrastructureError: a server cannot be reached, does not know the model, or gives no prompt log-probs.
-            ValueError: a server's tokenizer is another, or its --max-model-len is less than ``longest`` and one.
+            ValueError: a server's tokenizer is another, it does not know all of the student's token ids, or its
+                --max-model-len is less than ``longest`` and one.
         """
         from transformers import AutoTokenizer
 
@@ -152,8 +154,17 @@ class RemoteTeacher:
         asyncio.run(self._run_all(self._check_one(url, text, expected, student, longest) for url in self.urls))
 
     async def _check_one(self, url: str, text: str, expected: list[int], student: str, longest: int | None) -> None:
-        probe = expected[:4]
+        rows = embedding_rows(student)
+        probe = expected[:4] if rows is None else [*expected[:4], rows - 1]  # the last id that the student may sample
         answer = await self._servers.post_once(url, self._request([probe]))
+        if answer.status != 200 and rows is not None:
+            without = await self._servers.post_once(url, self._request([expected[:4]]))
+            if without.status == 200 and answer.status == 400:
+                raise ValueError(
+                    f"the teacher at {url} refuses token {probe[-1]}, which the student at '{student}' may sample "
+                    f"({answer.excerpt}); take a teacher with at least {rows} embedding rows"
+                )
+            answer, probe = without, expected[:4]
         choices = _choices(answer.body, 1) if answer.status == 200 else None
         if choices is None:
             found = f"{answer.status}: {answer.excerpt}"

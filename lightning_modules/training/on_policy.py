@@ -10,6 +10,7 @@ One Lightning step is one rollout batch. An algorithm never sees micro-batches, 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -29,6 +30,7 @@ from lightning_modules.models.policy import (
     ValueModel,
     load_frozen_lm,
     partitioned,
+    require_rows,
     require_same_tokenizer,
     token_columns,
     token_logprobs,
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rollout.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+CONSTANT_ITERATIONS = 3  # in a row, after which a warning says that rewards teach nothing
 
 
 class OnPolicyModule(PolicyModule):
@@ -158,20 +163,30 @@ class OnPolicyModule(PolicyModule):
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
         self.rolled_out: Sequence[Trajectory] = ()  # the current rollout batch, infrastructure failures included
         self._rows: Sequence[Trajectory] = ()  # of the current batch
+        self._constant = 0  # iterations in a row without a group to learn from, see ``_warn_of_constant_groups``
         self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._seen: TokenStats  # of the current batch, by the last forward pass of the update over each token
         self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors, TokenWeights] | None = None
+        for folder in (reference, critic):
+            if folder is not None:
+                require_rows(policy, folder)
 
     # ------------------------------------------------------------------ what an algorithm says
     @abstractmethod
     def annotate(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> Any:
         """``RowTensors`` with advantages and whatever else ``loss`` needs, one row per trajectory. No gradient is
-        recorded. Every rank calls."""
+        recorded. Every rank calls. The mean size of a field ``advantages`` ([B] or [B, T]) is logged as
+        ``train/advantage_abs``, unless this method logs that itself."""
 
     @abstractmethod
     def loss(self, outputs: Outputs, batch: TokenBatch, notes: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
         """Sums over a micro-batch's tokens, by stream; each is divided by the stream's global count. The policy's term
         of each token is weighted by ``weights.product``; what clips logs its own ``train/clip_fraction``."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether a trajectory learns from its reward only by comparison with others of its group."""
+        return True
 
     @property
     def reads_policy_scores(self) -> bool:
@@ -210,6 +225,7 @@ class OnPolicyModule(PolicyModule):
         Args:
             data: null where the Trainer was given loaders.
         """
+        self.check_rows()
         self.check_sampling(getattr(data, "train_sampling", None))
         for annotation in self.annotations:
             annotation.check_data(self, data)
@@ -237,6 +253,14 @@ class OnPolicyModule(PolicyModule):
         for annotation in self.annotations:
             found |= annotation.frozen_models(self)
         return found
+
+    def read_by(self) -> dict[str, str]:
+        return super().read_by() | ({} if self.critic_path is None else {"critic": self.critic_path})
+
+    def check_rows(self) -> None:
+        """Refuse models that have no embedding for a token id that the policy may sample, as far as they are known."""
+        for folder in self.read_by().values():
+            require_rows(self.policy_path, folder)
 
     def build_models(self) -> None:
         super().build_models()
@@ -331,11 +355,16 @@ class OnPolicyModule(PolicyModule):
             positions += [position + (row.row or 0) for row in rows]
         self.rolled_out, self._rows = trajectories, usable
         self.metrics = StepMetrics()
+        self.check_ids(usable)
         batch = collate(usable, self.device)
         with torch.no_grad():
             scores = self.score(usable, batch)
             notes = self.annotate(usable, batch, scores)
             weights = self.token_weights(batch, scores)
+        advantages = getattr(notes, "advantages", None)
+        if isinstance(advantages, Tensor) and "train/advantage_abs" not in self.metrics:
+            by_token = advantages if advantages.dim() == 2 else advantages[:, None]
+            self.metrics.mean("train/advantage_abs", (by_token.abs() * batch.mask).sum(), batch.mask.sum())
         version = self.trainer.global_step
         self._seen = TokenStats(torch.zeros_like(batch.mask), torch.zeros_like(batch.mask))
         self.update(batch, notes, weights, positions)
@@ -348,9 +377,24 @@ class OnPolicyModule(PolicyModule):
         log_rollout(self.metrics, trajectories)
         self.log_batch(usable, batch, scores)
         metrics = self.metrics.reduce()
+        self._warn_of_constant_groups(metrics)
         shown = {k: v for k, v in metrics.items() if k in self.PROGRESS}
         self.log_dict(shown, prog_bar=True, batch_size=1)
         self.log_dict({k: v for k, v in metrics.items() if k not in shown}, batch_size=1)
+
+    def _warn_of_constant_groups(self, metrics: Mapping[str, float]) -> None:
+        """Say once that all groups of ``CONSTANT_ITERATIONS`` iterations in a row had nothing to compare."""
+        if not self.compares or self._constant >= CONSTANT_ITERATIONS:
+            return
+        self._constant = self._constant + 1 if metrics.get("train/constant_groups") == 1.0 else 0
+        if self._constant == CONSTANT_ITERATIONS and self.trainer.is_global_zero:
+            log.warning(
+                "iteration %d: in each of the last %d iterations the rewards of every group were identical (their mean "
+                "is %.3g now), so that comparing them teaches nothing. Check whether the reward can take other values, "
+                "whether answers are found (train/stop/answer) in the form it expects, whether the questions are too "
+                "hard or too easy for this model, and whether samples differ (train/distinct, temperature)",
+                self.trainer.fit_loop.total_batch_idx + 1, CONSTANT_ITERATIONS, metrics.get("train/reward", 0.0),
+            )  # fmt: skip
 
     @property
     def last_annotated(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,11 @@ from lightning_modules.models.lora import LoRA
 from lightning_modules.models.packing import check_unpacked, packed_name
 from lightning_modules.models.policy import (
     DType,
+    embedding_rows,
     load_causal_lm,
     load_frozen_lm,
     named_weights,
+    require_rows,
     require_same_tokenizer,
     token_logprobs,
     zero3_notice,
@@ -96,6 +98,24 @@ class PolicyModule(L.LightningModule):
     def frozen_models(self) -> dict[str, tuple[str, DType]]:
         """Folder and type, by attribute, of what ``build_models`` loads and nothing trains; known before it does."""
         return {}
+
+    def read_by(self) -> dict[str, str]:
+        """Folders, by attribute, of the models that read the trajectories' token ids."""
+        frozen = {name: folder for name, (folder, _) in self.frozen_models().items()}
+        return {"policy": self.policy_path} | frozen
+
+    def check_ids(self, trajectories: Iterable[Trajectory]) -> None:
+        """Raises ValueError at a token id for which a model has no embedding; the model would raise an IndexError."""
+        known = {name: (folder, embedding_rows(folder)) for name, folder in self.read_by().items()}
+        for t in trajectories:
+            token = max((*t.prompt_ids, *t.response_ids))
+            for name, (folder, rows) in known.items():
+                if rows is not None and token >= rows:
+                    raise ValueError(
+                        f"trajectory {t.name} has token {token}, but the {name} at '{folder}' has {rows} embedding "
+                        "rows; expected trajectories of this model's tokenizer, or a model with more rows "
+                        f"(resize_token_embeddings({token + 1}))"
+                    )
 
     def configure_model(self) -> None:
         """Load the models, once (Lightning calls this before each of fit, validate and test)."""
@@ -191,6 +211,10 @@ class PolicyModule(L.LightningModule):
         found = (regrouped(values, rows, trajectories, whole) for values in (student, judged, entropy))
         return values_by_step(trajectories, whole, *found)
 
+    def check_judge(self, folder: str) -> None:
+        """Raises ValueError if the teacher of ``step_divergences`` lacks a token id of the policy, as far as known."""
+        require_rows(self.policy_path, folder)
+
     def _judge_from(self, folder: str) -> PreTrainedModel:
         """The frozen model of a folder; the module's own teacher or reference where it is that one."""
         for name in ("teacher", "reference"):
@@ -199,6 +223,7 @@ class PolicyModule(L.LightningModule):
                 return own
         if folder not in self._judges:
             require_same_tokenizer(self.policy_path, folder)
+            self.check_judge(folder)
             self._judges.clear()
             with torch.inference_mode(False), torch.device("cpu"):
                 # A frozen model's type where there is one: 4B parameters in float32 would be 16 GB beside the sampler.

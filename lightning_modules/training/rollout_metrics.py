@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from lightning_modules.maths.group_advantages import constant_groups
 from lightning_modules.metrics import StepMetrics
 from rollout.trajectory import StopReason, Trajectory
 from rollout.trajectory_metrics import rollout_metrics
@@ -13,7 +16,8 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     """Log one iteration's rollout batch (this rank's groups), over all ranks.
 
     Rewards and endings: ``train/reward``, ``train/<part>`` (over the trajectories whose reward has that part),
-    ``train/stop/<reason>`` (shares).
+    ``train/stop/<reason>`` (shares). Where a prompt has several trajectories: ``train/constant_groups`` (share of the
+    groups whose rewards are all equal, or of which one trajectory is left: they compare nothing).
 
     Sums: ``train/trajectories``, ``train/tool_calls`` (executed; a call that forks have inherited counts once),
     ``train/calls/<tool>``.
@@ -34,6 +38,10 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     for part in sorted({part for reward in rewards for part in reward.parts}):
         values = [reward.parts[part] for reward in rewards if part in reward.parts]
         metrics.mean(f"train/{part}", sum(values), len(values))
+    if any(t.index for t in trajectories):
+        groups = [t.group for t in usable if t.reward is not None]
+        constant = constant_groups(torch.tensor([reward.total for reward in rewards]), groups)
+        metrics.mean("train/constant_groups", constant, len(set(groups)))
     for reason in StopReason:
         if reason is not StopReason.INFRASTRUCTURE:
             metrics.mean(f"train/stop/{reason}", sum(t.stop_reason is reason for t in usable), len(usable))

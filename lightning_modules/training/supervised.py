@@ -13,6 +13,7 @@ from lightning_modules import ranks
 from lightning_modules.batch import TokenBatch, collate
 from lightning_modules.maths.schedules import ScheduleName, make_schedule
 from lightning_modules.metrics import StepMetrics
+from lightning_modules.models.policy import require_rows
 from lightning_modules.models.projection import LOGITS_CHUNK
 from lightning_modules.training import optimisation, scoring
 from lightning_modules.training.policy_module import PolicyModule
@@ -79,12 +80,17 @@ class SupervisedModule(PolicyModule):
         return optimisation.adamw(groups, [factor] * len(groups), betas=self.betas, weight_decay=self.weight_decay)
 
     def accept_data(self, data: Any) -> None:
-        """Raises ValueError for data that is learnt from in another way (data modules ask before an engine starts)."""
-        if getattr(data, "samples_student", False) and self.imitates_tokens:
+        """Raises ValueError for data that is learnt from in another way, and for token ids that a model does not know.
+        Data modules ask before an engine starts."""
+        samples = getattr(data, "samples_student", False)
+        if samples and self.imitates_tokens:
             raise ValueError(
                 f"{type(data).__name__} yields the student's own trajectories, and cross-entropy on these would only "
                 "repeat them; distil from a teacher with ce_coef: 0, or take SupervisedDataModule"
             )
+        for folder in self.read_by().values():
+            require_rows(self.policy_path, folder, sampled=samples)
+        self.check_ids(getattr(data, "training_rows", ()))
 
     @property
     def imitates_tokens(self) -> bool:
@@ -122,6 +128,7 @@ class SupervisedModule(PolicyModule):
 
     def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
         usable = [t for t in trajectories if t.trainable]
+        self.check_ids(usable)
         batch = collate(usable, self.device)
         tokens = ranks.sum_over_ranks(batch.mask.sum())
         metrics = StepMetrics()

@@ -42,7 +42,7 @@ EXPECTED = {
     "train/tokens_computed": 35.0, "train/entropy_after_tools": (1.5 + 2.5) / 2, "train/call_outcome/ok": 1 / 3,
     "train/call_outcome/error": 1 / 3, "train/call_outcome/empty": 1 / 3,
     "train/call_outcome/timeout": 0.0, "train/call_outcome/refused": 0.0, "train/reward": 0.5, "train/math": 1.0,
-    "train/format": 0.5, "train/stop/answer": 1.0,
+    "train/format": 0.5, "train/stop/answer": 1.0, "train/constant_groups": 0.0,
 }  # fmt: skip
 
 

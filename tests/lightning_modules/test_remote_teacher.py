@@ -229,6 +229,17 @@ def test_another_tokenizer_is_refused(completions, model_dir, tmp_path):
         SOD(str(student), teacher_server=remote(server)).annotations[0].server.check(str(student))
 
 
+def test_a_server_that_does_not_know_a_token_of_the_student_is_refused(completions, model_dir):
+    def smaller(body):
+        """As vLLM refuses what its model has no embedding for; the tokenizers are the same."""
+        if largest := max((max(ids) for ids in body["prompt"] if isinstance(ids, list)), default=0) // 390:
+            return 400, {"error": {"message": f"Token id {389 + largest} is out of vocabulary", "code": 400}}
+        return completions(body)
+
+    with served(smaller) as server, pytest.raises(ValueError, match="refuses token 399, which .* at least 400 embed"):
+        remote(server).check(str(model_dir))
+
+
 def test_servers_that_cannot_be_compared_are_told_of(completions, model_dir, caplog):
     for answer, told in (((404, "Not Found"), "status 404, Not Found"), ("<html>", "status 200, <html>")):
 

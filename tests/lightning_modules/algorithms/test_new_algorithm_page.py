@@ -126,3 +126,23 @@ def test_the_yamls_on_the_page_are_taken(gspo, tmp_path):
 def test_a_class_without_loss_or_annotate_is_refused():
     with pytest.raises(ExperimentError, match="OnPolicyModule lacks the method 'annotate' and the method 'loss'"):
         check_classes({"model": {"class_path": "lightning_modules.training.on_policy.OnPolicyModule"}}, "x")
+
+
+def test_a_run_that_cannot_learn_says_so_once(gspo, model_dir, caplog):
+    """An own algorithm, too: the third iteration in a row without differing rewards warns, later ones do not."""
+    rng = random.Random(1)
+    equal = make_group(rng, "a", [0.0] * 3) + make_group(rng, "b", [1.0] * 2)
+    trainer = fit(gspo(str(model_dir)), [equal, equal, groups(), equal, equal, equal, equal])
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert figures["train/constant_groups"] == 1.0 and figures["train/advantage_abs"] == 0.0
+    [warning] = [r.getMessage() for r in caplog.records if "rewards of every group were identical" in r.getMessage()]
+    assert warning.startswith("iteration 6: in each of the last 3 iterations") and "mean is 0.4 now" in warning
+    assert "\n" not in warning and "Check whether the reward can take other values" in warning
+
+
+def test_the_size_of_advantages_is_logged_by_token(gspo, model_dir):
+    rows = groups()
+    trainer = fit(gspo(str(model_dir)), [rows])
+    tokens = [abs(a) for a, t in zip(ADVANTAGES, rows, strict=True) for _ in range(sum(t.loss_mask))]
+    assert float(trainer.callback_metrics["train/advantage_abs"]) == pytest.approx(sum(tokens) / len(tokens), rel=1e-3)
+    assert float(trainer.callback_metrics["train/constant_groups"]) == 0.0
