@@ -175,8 +175,9 @@ class SkillShares(SkillTeacher):
         skills: see ``SkillTeacher``, as the next two.
         teacher_weights: current, ema or fixed.
         ema_decay: of the moving average, per iteration.
-        skills_coef: how much of an advantage the teacher shares out (lambda) at the start; published 0.5.
-        decay_steps: iterations over which that falls to 0.
+        skills_coef: how much of an advantage the teacher shares out (lambda) before the first iteration; published 0.5.
+        decay_steps: lambda falls in a line to 0 in this iteration, counted from 1: the first has ``skills_coef`` less
+            one part of ``decay_steps``, as in the released code.
         rlsd_clip: how far from 1 a token's factor may be (published script: 0.2).
     """
 
@@ -199,7 +200,8 @@ class SkillShares(SkillTeacher):
         self.decay_steps, self.rlsd_clip = decay_steps, rlsd_clip
 
     def with_teacher(self, rollout: RolloutBatch, advantages: Tensor, notes: SkillNotes) -> tuple[Tensor, SkillNotes]:
-        share = linear_decay(self.skills_coef, self.decay_steps, rollout.algorithm.trainer.global_step)
+        iteration = rollout.algorithm.trainer.global_step + 1  # the released trainer counts from 1
+        share = linear_decay(self.skills_coef, self.decay_steps, iteration)
         gap = token_gap(rollout.scores.known("old_logprobs"), notes.skill_teacher_logprobs)
         rollout.algorithm.metrics.maximum("train/rlsd_share", share)
         return rlsd_advantages(advantages, gap, share, self.rlsd_clip), notes

@@ -41,7 +41,8 @@ def make_schedule(name: ScheduleName, warmup_steps: int, total_steps: int) -> Ca
 
 
 def linear_decay(start: float, steps: int, step: int) -> float:
-    """``start`` at step 0, in a straight line to 0 at ``steps`` and 0 from there on (RLSD's lam: 0.5, 100 steps).
+    """``start`` at step 0, in a straight line to 0 at ``steps`` and 0 from there on (RLSD's lam: 0.5, 100 steps, from
+    step 1).
 
     Raises:
         ValueError: fewer than one step.
