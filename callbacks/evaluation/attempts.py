@@ -70,7 +70,7 @@ def _attempt(record: Sequence[Any]) -> int:
 
 
 def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Nothing but ``average_of_sets/1`` unless some question has two attempts or more that could be judged
+    """Only ``average_of_sets/1`` unless some question has two attempts or more that could be judged
     (``row.accuracy``). The largest k is the largest number of judged attempts at any question.
 
     - ``average/<k>``: share of right attempts, mean over all questions, at the largest k;
@@ -107,19 +107,12 @@ def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) 
     return metrics
 
 
-def pooled_metric(name: str, runs: Sequence[Sequence[Question]]) -> Interval:
-    """A metric of ``sampling_metrics`` over several runs (seeds): each question's number is its mean over the runs, for
-    the questions that all of them have; intervals resample questions.
-
-    Args:
-        name: as ``sampling_metrics`` gives it.
-        runs: of each, its questions.
-    """
+def metric_values(name: str, questions: Sequence[Question]) -> Values:
+    """Every question's number of one metric, named as ``sampling_metrics`` does; of its data source alone, if the name
+    has one."""
     family, size, *sources = name.split("/", 2)
-    parts = [[q for q in questions if not sources or q.data_source == sources[0]] for questions in runs]
-    each = [question_values("average" if family == OF_SETS else family, p, [int(size)])[int(size)] for p in parts]
-    means = {q: float(np.mean([v[q] for v in each])) for q in sorted(set.intersection(*map(set, each)))}
-    return mean_of_sets(means, parts[0]) if family == OF_SETS and means else bootstrap_interval(list(means.values()))
+    part = [question for question in questions if not sources or question.data_source == sources[0]]
+    return question_values("average" if family == OF_SETS else family, part, [int(size)])[int(size)]
 
 
 def by_source(questions: Sequence[Question]) -> dict[str, list[Question]]:

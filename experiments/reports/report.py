@@ -101,7 +101,7 @@ def write_results(
     gates, drawn = write_gates(runs, uri, out_dir / f"{experiment}_gates.png", looks) if len(history) else ("", [])
     data, page = out_dir / f"{experiment}.json", out_dir / f"{experiment}.md"
     write_atomically(data, json.dumps(objects, indent=2, allow_nan=False) + "\n")
-    text = results_page(mine[0], runs, chosen, main, objects, command, notes, history)
+    text = results_page(experiment, mine[0].method, objects, chosen, main, command, notes, history)
     write_atomically(page, text + steps + gates)
     return [page, data, *([curves] if len(history) else []), *pictures, *drawn]
 

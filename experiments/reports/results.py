@@ -1,4 +1,4 @@
-"""Reads finished stages: their evaluation files, and scores pooled over seeds."""
+"""Reads finished stages into the objects of a results file, and pools their scores over seeds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from callbacks.evaluation.attempts import FIELDS, pooled_metric, questions_of
-from callbacks.evaluation.statistics import PairedDifference, bootstrap_seeds, paired_bootstrap
+from callbacks.evaluation.attempts import FIELDS, OF_SETS, metric_values, questions_of
+from callbacks.evaluation.statistics import (
+    PairedDifference,
+    bootstrap_interval,
+    bootstrap_seeds,
+    bootstrap_strata,
+    paired_bootstrap,
+)
 from callbacks.evaluation_rows import AGENT
 from callbacks.tracking.run_info import TRAINING_FILE
-from experiments.registry.columns import OVER_ATTEMPTS, SCORES, Column, Score
+from experiments.registry.columns import COLUMNS, OVER_ATTEMPTS, SCORES, Column, Score
+from experiments.reports.question_values import common_tables, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,63 +107,67 @@ def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float
     return {row[0]: tuple(float(value) for value in row[1:]) for row in sums.select("id", *columns).iter_rows()}
 
 
-def scores_by_seed(runs: Sequence[Run], column: str = "em", *, sampled: bool = False) -> list[dict[str, float]]:
-    """Of every run (seed) of one method its questions' scores; empty if ``sampled`` and a run was not tested at
-    temperature 1."""
-    folders = [run.sampled if sampled else run.folder for run in runs]
-    return [] if None in folders else [question_scores(folder, column) for folder in folders if folder is not None]
-
-
-def table_of(scores: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """Scores [seeds, questions] of the questions that every seed answered."""
-    common = _common(scores)
-    return np.array([[seed[q] for q in common] for seed in scores])
-
-
-def paired(
-    a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]], *, same_seeds: bool
-) -> PairedDifference | None:
-    """Bootstrap of a minus b (``scores_by_seed``) over seeds and the questions that all of them answered; None without
-    such a question. With one seed each it is over questions alone."""
-    if not (a and b):
-        return None
-    table = table_of([*a, *b])
-    return paired_bootstrap(table[: len(a)], table[len(a) :], same_seeds=same_seeds) if table.size else None
-
-
-def _common(scores: Sequence[Mapping[str, Any]]) -> list[str]:
-    return sorted(set.intersection(*(set(s) for s in scores)))
-
-
-def pooled_cell(runs: Sequence[Run], column: Column) -> dict[str, Any] | None:
-    """A column's value over the runs (seeds) of one method: computed anew, with an interval over seeds and the
-    questions that all have where the rows tell it (metrics over several attempts: over questions alone); else a single
-    run's own, or the mean of the runs' means; None unless every run has it."""
+def measures(folder: Path, column: Column) -> list[dict[str, float]]:
+    """Numbers by question id from which a column is computed over several runs: the mean, the two sums of a ratio, or a
+    metric of several attempts (of ``average_of_sets`` with each question's set); empty where the rows lack them."""
     if len(column.rows) == 1:
-        table = table_of(scores_by_seed(runs, column.rows[0]))
-        if table.size:
-            return bootstrap_seeds([table]).as_json()
-    if len(column.rows) == 2:
-        sums = [question_sums(run.folder, column.rows) for run in runs]
-        common = _common(sums)
-        tables = [np.array([[s[q][i] for q in common] for s in sums]) for i in (0, 1)]
+        found = [question_scores(folder, column.rows[0])]
+    elif len(column.rows) == 2:
+        sums = question_sums(folder, column.rows)
+        found = [{question: values[i] for question, values in sums.items()} for i in (0, 1)]
+    elif column.key.startswith(OVER_ATTEMPTS) and set(FIELDS) <= set((frame := question_frame(folder)).columns):
+        questions = questions_of(frame.select(FIELDS).iter_rows())
+        sets = sorted({question.data_source for question in questions})
+        found = [metric_values(column.key, questions)]
+        if column.key.startswith(f"{OF_SETS}/"):
+            found.append({question.id: float(sets.index(question.data_source)) for question in questions})
+    else:
+        found = []
+    return found if found and found[0] else []
+
+
+def paired(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], *, same_seeds: bool) -> PairedDifference | None:
+    """Bootstrap of a minus b (``score_values``) over seeds and the questions that all of them answered; None without
+    such a question. With one seed each it is over questions alone."""
+    tables = common_tables([*a, *b]) if a and b else []
+    if not (tables and tables[0].size):
+        return None
+    return paired_bootstrap(tables[0][: len(a)], tables[0][len(a) :], same_seeds=same_seeds)
+
+
+def score_values(objects: Sequence[Mapping[str, Any]], score: Score, *, sampled: bool = False) -> list[list[str]]:
+    """The score of each run's questions, packed; empty if ``sampled`` and a run was not tested at temperature 1."""
+    if not sampled:
+        return [o["questions"].get(score.column, []) for o in objects]
+    return [o["sampled"]["questions"] for o in objects] if all(o["sampled"] for o in objects) else []
+
+
+def pooled_cell(objects: Sequence[Mapping[str, Any]], name: str, column: Column) -> dict[str, Any] | None:
+    """A column's value over the runs (seeds) of one method, from their ``results_json``: computed anew, with an
+    interval over seeds and the questions that all have, where ``questions`` has the column (metrics over several
+    attempts: over questions alone); else a single run's own, or the mean of the runs' means; None unless every run has
+    it."""
+    values, over_attempts = [o["metrics"].get(name) for o in objects], column.key.startswith(OVER_ATTEMPTS)
+    if len(values) == 1 and over_attempts:
+        return values[0]
+    tables = common_tables([o["questions"].get(name, []) for o in objects])
+    if tables and tables[0].size and (all(values) or not over_attempts):
+        if over_attempts:
+            return _over_attempts(tables)
+        if len(tables) == 1:
+            return bootstrap_seeds(tables).as_json()
         if tables[1].sum():
             return bootstrap_seeds(tables, lambda m: column.per * m[0] / m[1]).as_json()
-    values = [column.value(read_evaluation(run.folder)["test"], read_training(run.folder)) for run in runs]
-    if len(values) == 1:
-        return values[0] if values[0] is not None and values[0]["n"] else None
-    if column.key.startswith(OVER_ATTEMPTS) and all(values):
-        return _over_attempts(runs, column.key) or mean_metric(values)
-    return mean_metric(values)
+    return values[0] if len(values) == 1 else mean_metric(values)
 
 
-def _over_attempts(runs: Sequence[Run], key: str) -> dict[str, Any] | None:
-    """A metric of ``sampling_metrics`` over runs that all have it; None if the rows of one cannot tell it."""
-    frames = [question_frame(run.folder) for run in runs]
-    if any(not set(FIELDS) <= set(frame.columns) for frame in frames):
-        return None
-    pooled = pooled_metric(key, [questions_of(frame.select(FIELDS).iter_rows()) for frame in frames])
-    return pooled.as_json() if pooled.n else None
+def _over_attempts(tables: Sequence[np.ndarray]) -> dict[str, Any]:
+    """A metric of several attempts, from each question's mean over the runs; resamples the questions of each set."""
+    means = tables[0].mean(axis=0)
+    if len(tables) == 1:
+        return bootstrap_interval(means).as_json()
+    sets = tables[1][0]
+    return bootstrap_strata([means[sets == number] for number in np.unique(sets)]).as_json()
 
 
 def mean_metric(values: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -173,24 +184,40 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
     The ``score`` (of ``experiments.registry.columns``, named under ``metric``) of the test as n (questions), attempts
     (at each question), trials (all attempts that were scored), k (right ones among them), mean (k / trials, unless a
     question has fewer attempts than the others), low, high, null where it was not measured; under ``sampled`` the same
-    at temperature 1; under ``f1`` and ``searches`` means; under ``metrics`` mean, low, high and n of every chosen
-    column that was measured (of the training one number: no interval, n is 1); then
-    seconds, command, commit.
+    at temperature 1; under ``sources`` the score by data source; under ``f1`` and ``searches`` means; under ``metrics``
+    mean, low, high and n of every chosen column that was measured (of the training one number: no interval, n is 1);
+    under ``questions`` the ``measures`` of score and columns, one ``question_values.packed`` text each, whose questions
+    are those of all runs in the order of their ids; then seconds, command, commit.
     """
-    objects = []
+    column, objects = COLUMNS[SCORES[score].column], []
+    folders = [folder for run in runs for folder in (run.folder, run.sampled) if folder is not None]
+    ids = sorted({question for folder in folders for question in question_frame(folder)["id"]})
+
+    def texts(folder: Path, column: Column) -> list[str]:
+        return [packed([values.get(question) for question in ids]) for values in measures(folder, column)]
+
     for run in runs:
         test, training = read_evaluation(run.folder)["test"], read_training(run.folder)
-        metrics = {name: column.value(test, training) for name, column in columns.items()}
+        metrics = {name: chosen.value(test, training) for name, chosen in columns.items()}
+        kept = {name: texts(run.folder, one) for name, one in {**columns, SCORES[score].column: column}.items()}
+        sampled = None
+        if run.sampled:
+            sampled = score_metrics(run.sampled, SCORES[score]) | {"questions": texts(run.sampled, column)}
+        prefix = f"{SCORES[score].column}/"
         objects.append(
             {
                 "method": run.method,
                 "seed": run.seed,
+                "group": run.group,
+                "fixed_seed": run.fixed_seed,
                 "metric": score,
                 **score_metrics(run.folder, SCORES[score]),
-                "sampled": score_metrics(run.sampled, SCORES[score]) if run.sampled else None,
+                "sampled": sampled,
+                "sources": {key.removeprefix(prefix): test[key] for key in test if key.startswith(prefix)},
                 "f1": test["f1"]["mean"],
                 "searches": test["searches"]["mean"],
                 "metrics": {name: value for name, value in metrics.items() if value is not None and value["n"]},
+                "questions": {name: found for name, found in kept.items() if found},
                 "seconds": run.seconds,
                 "command": run.command,
                 "commit": run.commit,

@@ -1,9 +1,8 @@
-"""The results page of ``make reproduce``: its tables, as Markdown."""
+"""The results page of ``make reproduce``: its tables, as Markdown, from the objects of its JSON file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -12,16 +11,10 @@ from callbacks.evaluation.statistics import PairedDifference, bootstrap_seeds, h
 from callbacks.tracking.run_info import duration
 from experiments.registry.columns import DEFAULT, Column, Score
 from experiments.reports.markdown import markdown_table
-from experiments.reports.results import (
-    Run,
-    mean_metric,
-    paired,
-    pooled_cell,
-    read_evaluation,
-    scores_by_seed,
-    table_of,
-)
+from experiments.reports.question_values import common_tables
+from experiments.reports.results import mean_metric, paired, pooled_cell, score_values
 
+Result = Mapping[str, Any]  # an object of ``results.results_json``
 ENOUGH_SEEDS = 5  # fewer rank no two methods
 SAMPLED_NOTE = (
     "{0} at T = 1: the same models with answers sampled at temperature 1, as the released code of DGPO does it.\n"
@@ -54,36 +47,37 @@ def metric_text(metric: dict[str, Any] | None, with_interval: bool) -> str:
 
 
 def results_page(
-    main: Run,
-    runs: Sequence[Run],
+    experiment: str,
+    method: str,
+    objects: Sequence[Result],
     columns: Mapping[str, Column],
     score: Score,
-    objects: Sequence[dict[str, Any]],
     command: str,
     notes: str,
     history: pl.DataFrame,
 ) -> str:
-    """The page about ``main`` and what it is compared with.
+    """The page about ``method`` and the methods that it is compared with.
 
     Args:
-        main: a run of the experiment the page is about.
-        runs: all finished stages, its own among them.
+        experiment: name of the page and its files.
+        method: what the page is about, as its objects name it.
+        objects: ``results_json`` of all finished stages, as the page's JSON file has them.
         columns, score: what the tables show.
-        objects: ``results_json`` of the runs.
         command: what makes the page again.
         notes: Markdown that goes under the title.
         history: what ``<experiment>_curves.png`` shows (``compare.history_frame``); empty if it was not drawn.
     """
-    of: dict[str, list[Run]] = {}
-    for run in runs:
-        of.setdefault(run.method, []).append(run)
-    total = duration(sum(run.seconds for run in runs))
+    of: dict[str, list[Result]] = {}
+    for result in objects:
+        of.setdefault(result["method"], []).append(result)
+    total, about = duration(sum(result["seconds"] for result in objects)), of[method][0]
     sections = [
-        f"# {main.experiment}\n",
+        f"# {experiment}\n",
         f"{notes.strip()}\n" if notes else "",
-        f"Made by `{command}`. The {len(runs)} stages below took {total} together. "
-        f"[{main.experiment}.json]({main.experiment}.json) holds the same metrics, an object for each method and seed: "
-        "n questions, attempts at each, k right ones of all trials, mean, interval, seconds, command, commit.\n",
+        f"Made by `{command}`. The {len(objects)} stages below took {total} together. "
+        f"[{experiment}.json]({experiment}.json) has an object for each method and seed: n questions, attempts at "
+        "each, k right ones of all trials, mean, interval, seconds, command, commit, and the values of every question, "
+        "from which the tables of scores and differences are computed.\n",
         f"{provenance(objects)} {seeds_note({method: len(same) for method, same in of.items()})}\n",
         "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over seeds and questions; of a "
         "method with one seed, and of metrics over several attempts (pass@k and its like), over questions alone.\n",
@@ -92,15 +86,14 @@ def results_page(
         SAMPLED_NOTE.format(score.title) if _any_sampled(of) else "",
         "" if not any(c.training for c in columns.values()) else TRAINING_NOTE,
         f"## By kind of question\n\n{score.title}, mean over seeds.\n",
-        _source_table(of, score),
+        _source_table(of),
         f"## Every seed\n\n{score.title} [95 % interval over questions alone], n questions, wall-clock time of the "
         "stage itself, commit (+: with changes that were not committed).\n",
         _seed_table(objects, columns, score),
-        f"## {main.ungrouped} against the others\n\n{DIFFERENCE_NOTE.format(score.title)}\n",
-        _difference_table(of, main, score),
+        f"## {_ungrouped(about)} against the others\n\n{DIFFERENCE_NOTE.format(score.title)}\n",
+        _difference_table(of, about, score),
         "## Curves\n",
-        "Lines: means over seeds. Bands: from the lowest to the highest seed.\n\n"
-        f"![curves]({main.experiment}_curves.png)\n"
+        f"Lines: means over seeds. Bands: from the lowest to the highest seed.\n\n![curves]({experiment}_curves.png)\n"
         if len(history)
         else "These runs logged no curves.\n",
         _speed_table(of, history, score.curves[1]),
@@ -108,7 +101,11 @@ def results_page(
     return "\n".join(section for section in sections if section)
 
 
-def provenance(objects: Sequence[Mapping[str, Any]]) -> str:
+def _ungrouped(result: Result) -> str:
+    return result["method"].removesuffix(f", {result['group']}")
+
+
+def provenance(objects: Sequence[Result]) -> str:
     """Which commits the rows (``results_json``) come from.
 
     >>> provenance([{"commit": "abc"}, {"commit": "abc"}])
@@ -139,39 +136,37 @@ def seeds_note(seeds: Mapping[str, int]) -> str:
     return f"{which}: {', '.join(few)}. Nothing here ranks them.**"
 
 
-def _any_sampled(of: Mapping[str, Sequence[Run]]) -> bool:
-    return any(run.sampled for runs in of.values() for run in runs)
+def _any_sampled(of: Mapping[str, Sequence[Result]]) -> bool:
+    return any(result["sampled"] for results in of.values() for result in results)
 
 
-def _method_table(of: dict[str, list[Run]], columns: Mapping[str, Column], score: Score) -> str:
+def _method_table(of: Mapping[str, Sequence[Result]], columns: Mapping[str, Column], score: Score) -> str:
     head, rows = ["method", "seeds"], []
     sampled_after = score.column if _any_sampled(of) else None
     for name, column in columns.items():
         head += [column.title, f"{score.title} at T = 1"] if name == sampled_after else [column.title]
-    for method, runs in of.items():
+    for method, results in of.items():
         cells = []
         for name, column in columns.items():
-            cells.append(metric_text(pooled_cell(runs, column), column.interval))
+            cells.append(metric_text(pooled_cell(results, name, column), column.interval))
             if name == sampled_after:
-                sampled = scores_by_seed(runs, score.rows, sampled=True)
-                cells.append(metric_text(bootstrap_seeds([table_of(sampled)]).as_json(), True) if sampled else "-")
-        rows.append([method, str(len(runs)), *cells])
+                tables = common_tables(score_values(results, score, sampled=True))
+                cells.append(metric_text(bootstrap_seeds(tables).as_json(), True) if tables else "-")
+        rows.append([method, str(len(results)), *cells])
     return markdown_table(head, rows)
 
 
-def _source_table(of: dict[str, list[Run]], score: Score) -> str:
+def _source_table(of: Mapping[str, Sequence[Result]]) -> str:
     """The score by data set; a method's cell is "-" where a seed was not tested on that data set."""
-    tests = {method: [read_evaluation(run.folder)["test"] for run in runs] for method, runs in of.items()}
-    prefix = f"{score.column}/"
-    keys = sorted({key for ts in tests.values() for t in ts for key in t if key.startswith(prefix)})
+    sources = sorted({source for results in of.values() for result in results for source in result["sources"]})
     rows = [
-        [method, *(metric_text(mean_metric([t.get(key) for t in ts]), False) for key in keys)]
-        for method, ts in tests.items()
+        [method, *(metric_text(mean_metric([r["sources"].get(source) for r in results]), False) for source in sources)]
+        for method, results in of.items()
     ]
-    return markdown_table(["method", *(key.removeprefix(prefix) for key in keys)], rows)
+    return markdown_table(["method", *sources], rows)
 
 
-def _seed_table(objects: Sequence[dict[str, Any]], columns: Mapping[str, Column], score: Score) -> str:
+def _seed_table(objects: Sequence[Result], columns: Mapping[str, Column], score: Score) -> str:
     """The score, and what else was chosen instead of the default columns: how far the seeds differ."""
     others = {name: c for name, c in columns.items() if name not in (*DEFAULT, score.column)}
     sampled = any(o["sampled"] for o in objects)
@@ -211,18 +206,19 @@ def _speed_table(methods: Iterable[str], history: pl.DataFrame, metric: str) -> 
     return "\n".join([words, markdown_table(["method", "seeds", "mean", "lowest to highest seed"], rows)])
 
 
-def _difference_table(of: dict[str, list[Run]], about: Run, score: Score) -> str:
+def _difference_table(of: Mapping[str, Sequence[Result]], about: Result, score: Score) -> str:
     kinds = (False, True) if _any_sampled(of) else (False,)
     rows: list[list[str]] = []
     found: list[list[PairedDifference | None]] = []  # of each row, by kind
     ranked: list[int] = []  # rows with enough seeds
     for method, others in of.items():
-        own = f"{about.ungrouped}, {others[0].group}"  # the same method in the other's group
-        main = own if own in of else about.method
+        own = f"{_ungrouped(about)}, {others[0]['group']}"  # the same method in the other's group
+        main = own if own in of else about["method"]
         for seed, mine, theirs, same_seeds in _pairs(of[main], others) if method != main else ():
-            scores = [[scores_by_seed(runs, score.rows, sampled=kind) for runs in (mine, theirs)] for kind in kinds]
+            scores = [[score_values(results, score, sampled=kind) for results in (mine, theirs)] for kind in kinds]
             found.append([paired(a, b, same_seeds=same_seeds) for a, b in scores])
-            if seed == "all" and min(len({run.folder for run in runs}) for runs in (mine, theirs)) >= ENOUGH_SEEDS:
+            seeds = [1 if all(r["fixed_seed"] for r in results) else len(results) for results in (mine, theirs)]
+            if seed == "all" and min(seeds) >= ENOUGH_SEEDS:
                 ranked.append(len(rows))
             rows.append([f"{main} - {method}", seed])
     for k in range(len(kinds)):
@@ -236,13 +232,15 @@ def _difference_table(of: dict[str, list[Run]], about: Run, score: Score) -> str
     return markdown_table(["difference", "seed", *titles, "n"], rows)
 
 
-def _pairs(mine: list[Run], others: list[Run]) -> Iterator[tuple[str, list[Run], list[Run], bool]]:
-    """What is compared: (seed, runs, the other method's runs, whether run i of both has the same seed)."""
-    if all(o.fixed_seed for o in others):  # one model, such as the cold start of all seeds: a pair with each
-        others = [replace(others[0], seed=run.seed) for run in mine]
-    theirs = {run.seed: run for run in others}
-    both = [(run, theirs[run.seed]) for run in mine if run.seed in theirs]
-    yield from ((str(run.seed), [run], [other], True) for run, other in both)
+def _pairs(
+    mine: Sequence[Result], others: Sequence[Result]
+) -> Iterator[tuple[str, Sequence[Result], Sequence[Result], bool]]:
+    """Yields (seed, runs, the other method's runs, whether run i of both has the same seed) of each comparison."""
+    if all(other["fixed_seed"] for other in others):  # one model, such as the cold start of all seeds: a pair with each
+        others = [{**others[0], "seed": run["seed"]} for run in mine]
+    theirs = {run["seed"]: run for run in others}
+    both = [(run, theirs[run["seed"]]) for run in mine if run["seed"] in theirs]
+    yield from ((str(run["seed"]), [run], [other], True) for run, other in both)
     if len(both) > 1:  # a seed that only one side has proves nothing
         yield "all", [run for run, _ in both], [other for _, other in both], True
     elif not both:  # nothing can be paired by seed: all there is on both sides

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -14,9 +16,11 @@ from callbacks.evaluation.summary import summarize
 from callbacks.evaluation_rows import row_of, save_rows
 from callbacks.training.training_totals import TrainingTotals
 from experiments.registry.columns import COLUMNS, DEFAULT, SCORES, columns_of, known_columns, score_of
+from experiments.reports.compare import HISTORY_SCHEMA
+from experiments.reports.question_values import DIGITS, packed, unpacked
 from experiments.reports.report import closing_table, write_results
-from experiments.reports.results import Run, pooled_cell
-from experiments.reports.results_page import metric_text, number_text
+from experiments.reports.results import Run, pooled_cell, results_json
+from experiments.reports.results_page import metric_text, number_text, results_page
 from rollout.trajectory import Reward
 from tests.callbacks.helpers import EvaluationData, Hands, make_call, make_trajectory
 from tests.callbacks.training.test_training_totals import Batches, batch
@@ -140,6 +144,40 @@ def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):
     assert all(d[-1] == "20" for d in differences)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_page_follows_from_its_json(stages, tmp_path, sampled):
+    """Five seeds, so that there are p-values: all from the file, and from other values another page."""
+    names = [*ARPO, "average_of_sets/2", "maj/2", "tool_success"]
+    rows = [row | {"seed": 2 * i + row["seed"], "folder": tmp_path / str(i) / row["name"] / row["folder"].name}
+            for row in rows_of(stages) for i in range(3)]  # fmt: skip
+    for i in range(3):
+        (tmp_path / str(i)).symlink_to(stages)
+    if sampled:
+        rows = [row | {"sampled": rows[0]["folder"]} for row in rows]
+    page, data = write_results("arpo", rows, tmp_path, "make", columns=names, notes="Why.")
+
+    def again(objects):
+        history = pl.DataFrame(schema=HISTORY_SCHEMA)
+        return results_page("arpo", "ARPO", objects, columns_of(names), SCORES["em"], "make", "Why.", history)
+
+    objects, text = json.loads(data.read_text()), page.read_text()
+    assert again(objects) == text
+    assert re.search(r"\| ARPO - GRPO \| all \| \+0\.250 \[.*\| 0\.0018 \|", text)
+    values = unpacked(objects[0]["questions"]["em"][0])
+    assert objects[0]["mean"] == pytest.approx(values.mean()) and len(data.read_text()) < 12 * 4000
+    objects[0]["questions"]["em"] = [packed([1.0 - value for value in values])]
+    assert again(objects) != text
+
+
+@pytest.mark.parametrize("count", [1, 2, 62, 63, 3845])
+def test_packed_values_come_back_exactly(count):
+    values = [None, *(i / 7 for i in range(count)), 0.0, None, (count - 1) / 7]
+    text = packed(values)
+    assert [None if np.isnan(value) else value for value in unpacked(text)] == values
+    assert len(text.partition("|")[2]) == len(values) * (1 if count <= len(DIGITS) else 2 if count <= 3844 else 3)
+    assert np.isnan(unpacked(packed([None, None]))).tolist() == [True, True] and len(unpacked(packed([]))) == 0
+
+
 def test_methods_are_compared_within_their_group(stages, tmp_path):
     rows = [
         row | {"name": f"{row['name']}_{group}", "label": f"{row['label']}, {group}", "group": group,
@@ -219,20 +257,24 @@ def test_titles_are_those_of_papers():
     assert [column.title for column in columns_of(names).values()] == ["avg@4", "pick_two avg@4", *names[2:]]
 
 
+def pooled(runs, name):
+    columns = columns_of([name])
+    return pooled_cell(results_json(runs, columns), name, columns[name])
+
+
 def test_figures_of_several_attempts_over_runs(stages):
     """Every question's number is its mean over the runs; intervals are of those, and a single run's are its own."""
     arpo, grpo = ([Run.of(row) for row in rows_of(stages)[i : i + 2]] for i in (0, 2))
     mixed = [arpo[0], grpo[0]]  # 15 and 10 of 20 right: 10 questions by both, 5 by one
     expected = bootstrap_interval([1.0] * 10 + [0.5] * 5 + [0.0] * 5).as_json()
     for name in ("average/2", "pass/2", "pass_first/2", "maj/2"):
-        (column,) = columns_of([name]).values()
-        found = pooled_cell(mixed, column)
+        found = pooled(mixed, name)
         assert found["mean"] == expected["mean"] == 0.625 and found["n"] == 20
         assert [found[end] for end in ("low", "high")] == pytest.approx([expected["low"], expected["high"]], abs=0.03)
         own = json.loads((arpo[0].folder / "evaluation.json").read_text())["test"][name]
-        assert pooled_cell(arpo[:1], column) == own and own["low"] < own["mean"] < own["high"]
-    assert pooled_cell(mixed, *columns_of(["pass/64"]).values()) is None
-    calls = pooled_cell(mixed, COLUMNS["accuracy_per_1000_calls"])
+        assert pooled(arpo[:1], name) == own and own["low"] < own["mean"] < own["high"]
+    assert pooled(mixed, "pass/64") is None
+    calls = pooled(mixed, "accuracy_per_1000_calls")
     assert calls["mean"] == pytest.approx(1000 * (30 + 20) / (40 + 80)) and calls["low"] < calls["mean"] < calls["high"]
 
 
@@ -250,10 +292,8 @@ def test_averages_of_sets_over_runs(tmp_path):
         return Run("sod", "SOD", seed, folder, 1.0, "", "")
 
     runs = [run(0, {"a": [1.0] * 6, "b": [1.0, 0.0]}), run(1, {"a": [1.0] * 6, "b": [0.0, 0.0]})]
-    macro, pooled, hard = (
-        pooled_cell(runs, column) for column in columns_of(["average_of_sets/2", "average/2", "average/2/b"]).values()
-    )
-    assert (macro["mean"], pooled["mean"], hard["mean"]) == pytest.approx((0.625, 6.5 / 8, 0.25))
+    macro, whole, hard = (pooled(runs, name) for name in ("average_of_sets/2", "average/2", "average/2/b"))
+    assert (macro["mean"], whole["mean"], hard["mean"]) == pytest.approx((0.625, 6.5 / 8, 0.25))
     assert (macro["low"], macro["high"]) == (0.5, 0.75) and (hard["low"], hard["high"], hard["n"]) == (0.0, 0.5, 2)
 
 
