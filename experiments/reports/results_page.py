@@ -36,7 +36,7 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
-def metric_text(metric: dict[str, Any] | None, with_interval: bool) -> str:
+def metric_text(metric: Mapping[str, Any] | None, with_interval: bool) -> str:
     """``0.412 [0.371, 0.453]``, or without the interval if there is none; "-" for one that was not measured."""
     if metric is None or not metric["n"]:
         return "-"
