@@ -1,12 +1,10 @@
 """What ``run_group`` leaves behind: nothing."""
 
 import sys
-import time
 
-import psutil
 import pytest
 
-from tests.processes import run_group
+from tests.processes import gone_within, run_group, with_patience
 
 SLEEPERS = """
 import subprocess, sys, time
@@ -17,18 +15,14 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-def gone(pid: str) -> bool:
-    return not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
-
-
 def test_a_timeout_leaves_no_process_behind_and_says_what_was_written():
-    with pytest.raises(TimeoutError, match=r"not done after 2 s and was killed.*wrote:\n(\d+)\n(\d+)\n$") as error:
-        run_group([sys.executable, "-c", SLEEPERS, "600"], timeout=2)
-    pids = str(error.value).split()[-2:]
-    deadline = time.monotonic() + 10
-    while not all(gone(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"{pids} still run"
-        time.sleep(0.05)
+    def check(seconds):
+        said = rf"not done after {seconds} s and was killed.*wrote:\n(\d+)\n(\d+)\n$"
+        with pytest.raises(TimeoutError, match=said) as error:
+            run_group([sys.executable, "-c", SLEEPERS, "600"], timeout=seconds)
+        assert all(gone_within(int(pid)) for pid in str(error.value).split()[-2:])
+
+    with_patience(check, 2, 20, 120)
 
 
 def test_output_and_return_code_of_a_command_that_ends():

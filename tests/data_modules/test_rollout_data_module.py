@@ -257,17 +257,21 @@ def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp
 
 
 def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_system, question_file, tmp_path):
-    system = make_system(latency=60.0)
+    system = make_system(latency=36000.0)
     data = RolloutDataModule(system, [question_file("train", ["right"] * 4)], prompts_per_step=4, seed=0)
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    start = time.monotonic()
+
+    def press():
+        while not system.engine.requests:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             trainer(tmp_path, max_epochs=1).fit(Recorder(), datamodule=data)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
-    assert time.monotonic() - start < 10
     assert not system.running, "the rollout system still runs"
 
 

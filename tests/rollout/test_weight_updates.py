@@ -109,7 +109,7 @@ def test_an_update_comes_between_groups():
         await asyncio.gather(first, later, *updates)
         return log
 
-    log = asyncio.run(asyncio.wait_for(main(), 5))
+    log = asyncio.run(asyncio.wait_for(main(), 600))
     assert log == ["a begins", "b begins", "a ends", "update", "update", "c begins", "c ends"]
 
 
@@ -188,7 +188,7 @@ def test_ctrl_c_while_an_update_waits_closes_nothing_for_ever(protocol):
         with pytest.raises(KeyboardInterrupt) as pressed:  # holds the frames that were left
             system.load_weights([("a", torch.zeros(1))], 1)
         system._thread.call(engine.goes_on.set)
-        assert len(future.result(timeout=60)) == 2, "the second begins when the first has ended"
+        assert len(future.result(timeout=600)) == 2, "the second begins when the first has ended"
         system.load_weights([("a", torch.zeros(1))], 1)
         assert system.policy_version == 1 and pressed.type is KeyboardInterrupt
     finally:

@@ -17,7 +17,7 @@ from callbacks.training.rank_watch import RankWatch, _Watch
 if __name__ == "__main__":
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     socket.gethostname = lambda: f"h{rank}"
-    options = {"wait_for_workers": False, "timeout": timedelta(seconds=20)}
+    options = {"wait_for_workers": False, "timeout": timedelta(seconds=300)}
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, **options)
         (folder / "port.new").write_text(str(store.port))
@@ -28,6 +28,6 @@ if __name__ == "__main__":
         store = TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False, **options)
     loop = SimpleNamespace(total_batch_idx=0)
     trainer = SimpleNamespace(global_rank=rank, world_size=3, fit_loop=loop, default_root_dir=str(folder))
-    _Watch(RankWatch(dead_after_s=4.0), store, trainer).start()
+    _Watch(RankWatch(dead_after_s=15.0), store, trainer).start()
     (folder / f"watching{rank}").touch()
     time.sleep(300)

@@ -33,6 +33,7 @@ from data_modules.loading.rollouts_ahead import RolloutsAhead
 from experiments.launch.torchrun import torchrun_command
 from experiments.registry.hardware import Ranks
 from experiments.registry.project import ROOT
+from tests.processes import with_patience
 
 WORKER = Path(__file__).with_name("rank_watch_worker.py")
 STORE_WORKER = WORKER.with_name("store_watch_worker.py")
@@ -84,7 +85,7 @@ class Run:
         end = time.monotonic() + seconds
         while self.left() and time.monotonic() < end:
             time.sleep(0.1)
-        self.process.wait(5)
+        self.process.wait(60)
         assert not self.left(), self.log.read_text()[-3000:]
         folders = os.listdir(self.temporary.name)
         assert not [name for name in folders if name.startswith(("torchrun", "torchelastic"))], folders
@@ -97,13 +98,13 @@ def test_a_rank_is_killed_the_others_stop_and_the_run_goes_on_until_one_does_not
     with Run(folder) as run:
         run.after_iterations(2)
         run.kill(1)
-        said = run.nothing_is_left_within(60)
+        said = run.nothing_is_left_within(300)
     assert run.process.returncode == 1 and "rank 1 ended first: SIGKILL" in said, said
     done = int(find_checkpoint(folder).resolve().name.partition("-")[2].partition(".")[0])
 
     with Run(folder, "1") as run:
         run.process.wait(400)  # its start included
-        said = run.nothing_is_left_within(20)
+        said = run.nothing_is_left_within(300)
     assert run.process.returncode == 1 and f"exit code {EXIT_CODE}" in said, said
     assert "warning: ranks have not moved for" in said and said.count("error: ranks have not moved for") == 1
     assert "they wait for rank 1; the run ends" in said and "RESUME=last" in said, said
@@ -132,6 +133,12 @@ class Ended(BaseException):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("silent", ["blocks", "refuses"])
 def test_a_store_that_does_not_answer_is_rank_0s_host_and_no_other(silent, monkeypatch, capsys, tmp_path):
+    with_patience(lambda seconds: store_goes_down(silent, seconds, monkeypatch, tmp_path), 0.5, 5.0, 60.0)
+    said = capsys.readouterr().err
+    assert "error: host h0, of rank 0: no answer from its store" in said and "error: rank" not in said
+
+
+def store_goes_down(silent, seconds, monkeypatch, tmp_path):
     down, ended, store = threading.Event(), threading.Event(), {}
 
     class Store:
@@ -161,14 +168,12 @@ def test_a_store_that_does_not_answer_is_rank_0s_host_and_no_other(silent, monke
     monkeypatch.setattr("callbacks.training.rank_watch.socket.gethostname", lambda: "h1")
     loop = SimpleNamespace(total_batch_idx=0)
     trainer = SimpleNamespace(global_rank=1, world_size=3, fit_loop=loop, default_root_dir=str(tmp_path))
-    watch = _Watch(RankWatch(dead_after_s=0.5), Store(), trainer)
+    watch = _Watch(RankWatch(dead_after_s=seconds), Store(), trainer)
     watch.start()
-    assert not ended.wait(1.0), "the store answers"
+    assert not ended.wait(2 * seconds), "the store answers"
     down.set()
-    assert ended.wait(5.0)
+    assert ended.wait(300.0)
     watch.finish()
-    said = capsys.readouterr().err
-    assert "error: host h0, of rank 0: no answer from its store" in said and "error: rank" not in said
 
 
 @pytest.mark.slow
@@ -185,9 +190,9 @@ def test_the_process_that_holds_the_store_stops_answering(how, tmp_path):
         time.sleep(5)
         assert all(rank.poll() is None for rank in ranks)
         ranks[0].send_signal(how)
-        said = [rank.communicate(timeout=20)[1] for rank in ranks[1:]]
+        said = [rank.communicate(timeout=300)[1] for rank in ranks[1:]]
         assert [rank.returncode for rank in ranks[1:]] == [EXIT_CODE] * 2
-        assert "error: host h0, of rank 0: no answer from its store for 4 s" in said[0], said
+        assert "error: host h0, of rank 0: no answer from its store for 15 s" in said[0], said
         assert "RESUME=last" in said[0] and "error: rank" not in said[0] + said[1] and "error: host" not in said[1]
     finally:
         for rank in ranks:
@@ -241,7 +246,8 @@ def seen_while(work):
     found, done = [], concurrent.futures.Future()
 
     def look():
-        time.sleep(0.1)
+        while "waiter.acquire()" not in main_thread()[2]:  # it is blocked
+            time.sleep(0.01)
         found.extend([main_thread(), main_thread()])
         done.set_result(None)
 

@@ -119,7 +119,7 @@ def test_two_nodes_by_torchrun(house):
     os.kill(started[0].pid, signal.SIGKILL)
     killed = time.monotonic()
     other, leader = communicate(started)
-    assert time.monotonic() - killed < 60
+    assert time.monotonic() - killed < 300
     assert started[1].returncode == 1 and "node 1 (" in leader and "is gone: see log-node1" in leader, leader
     assert (
         f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} (and with NODE_RANK=1 on the other node)" in leader
@@ -225,7 +225,7 @@ def waiting(workshop, monkeypatch):
     monkeypatch.setattr(nodes, "VISIBLE_S", 0.1)
     workshop.task("note", "text: hello")
     stage = workshop.graph("note").target()
-    context = RunContext(workshop.project, "note", (), None, node=Node(2, 1, "127.0.0.1", 1, timeout_s=5))
+    context = RunContext(workshop.project, "note", (), None, node=Node(2, 1, "127.0.0.1", 1, timeout_s=600))
     return stage, StageFolder(stage.folder), context
 
 

@@ -76,7 +76,7 @@ def test_first_ctrl_c_lets_the_child_clean_up(tmp_path, start):
     run = Run(tmp_path, "plain", start)
     run.until("child")
     run.process.send_signal(signal.SIGINT)
-    rest = run.process.communicate(timeout=20)[0]
+    rest = run.process.communicate(timeout=300)[0]
     assert "stopping cleanly" in rest and "cleaning up" in rest and "result 130 True" in rest
     assert "cleaning up" in run.log.read_text()
 
@@ -88,7 +88,7 @@ def test_second_ctrl_c_ends_it_at_once(tmp_path, start):
     run.process.send_signal(signal.SIGINT)
     run.until("clinging")
     run.process.send_signal(signal.SIGINT)
-    assert "result -9 True" in run.process.communicate(timeout=20)[0]
+    assert "result -9 True" in run.process.communicate(timeout=300)[0]
 
 
 @starts
@@ -97,7 +97,7 @@ def test_the_child_dies_when_we_are_killed(tmp_path, start):
     child = int(run.until("child").split()[1])
     run.process.kill()
     run.process.wait()
-    assert gone_within(child, 10)
+    assert gone_within(child)
 
 
 def test_what_the_watch_reports_ends_a_child_that_does_not_end_by_itself(tmp_path, monkeypatch, capfdbinary):
@@ -116,7 +116,9 @@ def test_what_this_process_logs_meanwhile_is_on_the_screen_and_in_the_log(tmp_pa
     def watch():
         logging.getLogger("retrieval").warning("the search server was %s", "killed")
 
-    command = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    log = tmp_path / "log"
+    until = f"import time\nwhile b'killed' not in open({str(log)!r}, 'rb').read(): time.sleep(0.01)"
+    command = [sys.executable, "-c", until]
     assert process.run_child(command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=watch).returncode == 0
     for said in (capfdbinary.readouterr().out, (tmp_path / "log").read_bytes()):
         assert said.startswith(b"the search server was killed\n")

@@ -101,7 +101,7 @@ def test_two_runs_at_once_make_a_stage_once(chain):
     workshop, journal = chain
     workshop.task("a", "text: A, seconds: 1.0")
     both = [workshop.start("train", "b") for _ in range(2)]
-    outputs = [p.communicate(timeout=120) for p in both]
+    outputs = [p.communicate(timeout=600) for p in both]
     assert [p.returncode for p in both] == [0, 0], outputs
     assert sorted(runs(journal)) == ["a", "b"]
 
@@ -109,7 +109,7 @@ def test_two_runs_at_once_make_a_stage_once(chain):
 @pytest.mark.slow
 def test_a_stage_killed_in_the_middle_is_made_again(chain):
     workshop, journal = chain
-    workshop.task("a", "text: A, seconds: 30")
+    workshop.task("a", "text: A, seconds: 3600")
     process = workshop.start("train", "a")
     deadline = time.monotonic() + 120
     while not runs(journal) and time.monotonic() < deadline:
@@ -190,13 +190,13 @@ def test_no_command_erases_a_checkpoint_that_it_has_not_replaced(workshop, run_h
 
 def test_ctrl_c_says_how_to_continue(chain):
     workshop, journal = chain
-    workshop.task("a", "text: A, seconds: 30")
+    workshop.task("a", "text: A, seconds: 3600")
     process = workshop.start("train", "a", "--seed", "3")
     deadline = time.monotonic() + 120
     while not runs(journal) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "Ctrl-C again ends it at once" in out
     assert "To continue: make train EXP=a SEED=3 RESUME=last" in err

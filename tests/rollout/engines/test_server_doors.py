@@ -140,9 +140,6 @@ def test_requests_that_cannot_be_read_get_one_line_and_leave_no_traceback(tmp_pa
 
 
 def test_large_slow_and_idle(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "BODY_S", 0.3)
-    monkeypatch.setattr(module, "IDLE_S", 0.3)
-
     async def never():
         yield b"{"
         await asyncio.Event().wait()
@@ -151,13 +148,18 @@ def test_large_slow_and_idle(tmp_path, monkeypatch, caplog):
         async with door(tmp_path) as at:
             status, answer = await at.ask("/generate", b"[" + b" " * (2 << 20) + b"]")
             assert status == 413 and "Maximum request body size" in answer["error"]
+            monkeypatch.setattr(module, "BODY_S", 0.3)
             status, answer = await at.ask("/generate", b"", data=never())
             assert status == 408 and "did not come within 0.3 s" in answer["error"]
+            monkeypatch.setattr(module, "IDLE_S", 0.3)
+            listener = module.bind("127.0.0.1", 0)
+            runner = await EngineServer(at.engine).start(listener)
             for sent in (b"", b"POST /generate HTTP/1.1\r\nHost: "):
-                reader, writer = await asyncio.open_connection(*at.address)
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.write(sent)
                 assert await reader.read() == b"", "closed from there"
                 writer.close()
+            await runner.cleanup()
             assert (await at.ask("/health", None))[0] == 200 and not any(record.exc_info for record in caplog.records)
 
     run(main())

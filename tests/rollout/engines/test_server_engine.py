@@ -41,7 +41,7 @@ async def opened(*engines):
 
 
 def run(main):
-    return asyncio.run(asyncio.wait_for(main(), 200))
+    return asyncio.run(asyncio.wait_for(main(), 3600))
 
 
 async def all_of(engine, prompts, *sampling):
@@ -80,7 +80,7 @@ def test_servers_give_what_an_engine_of_ones_own_gives(urls, model_dir, referenc
             long = asyncio.ensure_future(engine.generate(prompts[0], SamplingParams(190, seed=1)))
             await asyncio.sleep(0.2)
             long.cancel()
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 300
             while any([(await server.health())["running"] for server in engine.pool.servers]):
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.05)
@@ -170,7 +170,7 @@ def test_a_server_that_dies_is_replaced_by_the_other_and_comes_back(servers, url
             assert [server.lost is None for server in engine.pool.servers] == [False, True]
             servers[0].begin()  # version 0 again: the weights of its folder
             await asyncio.to_thread(servers[0].wait)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while engine.pool.servers[0].lost is not None:
                 assert time.monotonic() < deadline, engine.pool.nobody()
                 await asyncio.sleep(0.1)

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import math
-import time
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from rollout.skills.injection import Injection, Skills
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
 from rollout.trajectory import ActionKind, CallOutcome, Fork, InfrastructureError, Reward, RewardError, StopReason
+from tests.rollout import virtual_time
 from tests.rollout.scripted import ENGINE_DEAD, EOS, TASK, TextEngine, ToyRetriever, in_turn, search_then_answer
 
 NO_RETRIES = ToolLimits(retries=0)
@@ -34,14 +34,14 @@ def make_loop(protocol, script, retriever=None, limits=NO_RETRIES, max_calls=Non
     return AgentLoop(engine, protocol, environment, Budgets(**budgets))
 
 
-def run(loop, task=TASK, mode=PromptMode.AGENT, seed=0, index=0, **options):
+def run(loop, task=TASK, mode=PromptMode.AGENT, seed=0, index=0, runner=asyncio.run, **options):
     request = Request(seed, SAMPLING, mode, options.pop("hooks", NO_HOOKS))
 
     async def started():
         await loop.engine.start()
         return await loop.run(task, group=task.id, index=index, request=request, **options)
 
-    return asyncio.run(started())
+    return runner(started())
 
 
 def test_golden_masks(protocol):
@@ -242,7 +242,7 @@ def test_what_ends_the_run_is_raised_not_recorded(protocol, error):
 
 
 def test_cancelling_cancels_the_tool_and_closes_the_environment(protocol):
-    retriever = ToyRetriever(latency=lambda query: 60.0)
+    retriever = ToyRetriever(latency=lambda query: 36000.0)
     loop = make_loop(protocol, search_then_answer, retriever)
     closed = []
     make_environment = loop.environment
@@ -267,15 +267,14 @@ def test_cancelling_cancels_the_tool_and_closes_the_environment(protocol):
         with pytest.raises(asyncio.CancelledError):
             await work
 
-    began = time.monotonic()
     asyncio.run(cancel_soon())
-    assert time.monotonic() - began < 10 and retriever.cancelled == ["Mira Voss birthplace"] and closed == ["q1"]
+    assert retriever.cancelled == ["Mira Voss birthplace"] and closed == ["q1"]
 
 
 def test_an_environment_that_hangs_costs_its_trajectory(protocol):
     retriever = ToyRetriever(latency=lambda query: 1000.0)
     loop = make_loop(protocol, search_then_answer, retriever, step_timeout_s=0.2)
-    trajectory = run(loop)
+    trajectory = run(loop, runner=virtual_time.run)
     assert trajectory.stop_reason is StopReason.INFRASTRUCTURE and len(trajectory.turns) == 1
     assert "did not answer an action within 0.2 s (rollouts.step_timeout_s)" in loop.failures[-1]
     assert retriever.cancelled == ["Mira Voss birthplace"]

@@ -17,6 +17,7 @@ from rollout.trajectory import (
     ToolRequest,
     ToolResult,
 )
+from tests.rollout import virtual_time
 from tests.rollout.scripted import TASK
 
 
@@ -125,7 +126,7 @@ def test_concurrency_is_limited_and_waiting_does_not_count_as_working():
         return await asyncio.gather(*(tool.call({"i": i}) for i in range(8)))
 
     probe = Probe(work)  # four rounds of 0.4 s: the last ones wait for longer than their deadline of 1.1 s
-    results = asyncio.run(many(LimitedTool(probe, ToolLimits(concurrency=2, timeout_s=1.1, retries=0))))
+    results = virtual_time.run(many(LimitedTool(probe, ToolLimits(concurrency=2, timeout_s=1.1, retries=0))))
     assert [result.outcome for result in results] == [CallOutcome.OK] * 8 and probe.most_running == 2
 
 

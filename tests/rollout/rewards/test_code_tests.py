@@ -1,6 +1,7 @@
 """Solutions against tests, run in the local sandbox. What each comes to is worked out by hand."""
 
 import asyncio
+from contextlib import closing
 
 import pytest
 
@@ -15,6 +16,7 @@ from rollout.tools.python.base import MAX_STDIN_BYTES, Run, RunStatus
 from rollout.tools.python.fusion import SandboxFusion
 from rollout.tools.python.local import LocalSandbox
 from rollout.trajectory import InfrastructureError, PermanentFailure
+from tests.processes import with_patience
 from tests.rollout.rewards.conftest import Loop
 from tests.rollout.tools.test_sandbox_fusion import service
 
@@ -202,11 +204,8 @@ def test_through_sandbox_fusion_too(program, tests, expected):
 
 
 def test_a_late_one_is_told_apart():
-    bench = Loop(timeout_s=0.7)
-    try:
+    with closing(Loop(timeout_s=0.7)) as bench:
         assert bench.outcomes("print(3)\nwhile True: pass", SUM) == [LATE] * 3
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize(
@@ -291,17 +290,18 @@ def test_as_released_programs_are_scripts_and_each_test_has_a_process_of_its_own
 
 def test_functions_that_do_not_end_or_end_the_process_leave_the_other_tests():
     tests = {"inputs": list("1234"), "outputs": list("1234"), "fn_name": "f"}
-    bench = Loop(timeout_s=0.7)
-    try:
-        late = "import time\ndef f(x):\n    while x == 2: pass\n    return x"
-        assert bench.outcomes(late, tests) == [PASSED, LATE, PASSED, PASSED]
-        assert bench.outcomes("def f(x):\n    while True: pass", tests, max_timeouts=1) == [LATE] * 4
-        leaves = "import os\ndef f(x):\n    if x == 3: os._exit(x)\n    return x"
-        assert bench.outcomes(leaves, tests) == [PASSED, PASSED, ERROR, PASSED]
-        slow = "import time\ndef f(x):\n    time.sleep(0.3)\n    return x"
-        assert bench.outcomes(slow, tests) == [PASSED] * 4, "each may take that long"
-    finally:
-        bench.close()
+
+    def check(seconds):
+        with closing(Loop(timeout_s=seconds)) as bench:
+            late = "import time\ndef f(x):\n    while x == 2: pass\n    return x"
+            assert bench.outcomes(late, tests) == [PASSED, LATE, PASSED, PASSED]
+            assert bench.outcomes("def f(x):\n    while True: pass", tests, max_timeouts=1) == [LATE] * 4
+            leaves = "import os\ndef f(x):\n    if x == 3: os._exit(x)\n    return x"
+            assert bench.outcomes(leaves, tests) == [PASSED, PASSED, ERROR, PASSED]
+            slow = f"import time\ndef f(x):\n    time.sleep({0.4 * seconds})\n    return x"
+            assert bench.outcomes(slow, tests) == [PASSED] * 4, "each may take that long"
+
+    with_patience(check, 0.7, 5, 60)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from rollout.rewards.deadline import DeadlineExceeded, DeadlinePool, WorkerDied
 from rollout.trajectory import InfrastructureError
 
 WORK = "tests.rollout.rewards.deadline_functions.work"
-LONG = 60.0  # seconds: a deadline that is never met
+LONG = 600.0  # seconds: a deadline that is never met
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def pool():
     pool.close()
 
 
-def gone(pid: int, within: float = 30.0) -> bool:
+def gone(pid: int, within: float = 300.0) -> bool:
     """Whether the process has ended; a zombie has."""
     end = time.monotonic() + within
     while time.monotonic() < end:
@@ -92,7 +92,7 @@ def test_a_broken_pool_is_stopped_before_it_is_replaced(monkeypatch):
         monkeypatch.setattr(broken, "schedule", breaks)
         monkeypatch.setattr(broken, "stop", lambda: (stopped.append(True), stop()))
         other = pool.call("pid", timeout_s=LONG)
-        assert other != pid and stopped and gone(pid, within=5) and pool._pool is not broken
+        assert other != pid and stopped and gone(pid) and pool._pool is not broken
     finally:
         pool.close()
 
@@ -104,7 +104,7 @@ def test_calls_wait_for_a_process_without_losing_their_time():
 
     def call():
         try:
-            pool.call("sleep", 0.2, timeout_s=5.0)
+            pool.call("sleep", 0.2, timeout_s=60.0)
             pids.append(pool.call("pid", timeout_s=LONG))
         except DeadlineExceeded as error:
             late.append(error)
@@ -154,14 +154,14 @@ def test_no_process_outlives_its_parent(end):
     busy = 'pool.call("sleep", 60, timeout_s=1.0)' if end == "killed busy" else "time.sleep(60)"
     code = (
         f"import sys, time\nfrom rollout.rewards.deadline import DeadlinePool\npool = DeadlinePool({WORK!r})\n"
-        'print(pool.call("pid", timeout_s=60), flush=True)\n'
+        'print(pool.call("pid", timeout_s=600), flush=True)\n'
         f"{'pass' if end == 'return' else busy}\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
     try:
         if end == "return":
-            assert parent.wait(timeout=30) == 0
+            assert parent.wait(timeout=300) == 0
         else:
             parent.kill()
         assert gone(pid)

@@ -235,13 +235,15 @@ def test_public_addresses(address, public):
 
 
 def test_few_pages_at_once():
-    running, most = 0, 0
+    running, most, three = 0, 0, asyncio.Event()  # the first three wait for each other
 
     async def page(request):
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.02)
+        if running == 3:
+            three.set()
+        await three.wait()
         running -= 1
         return response("x", "text/plain")
 

@@ -84,9 +84,11 @@ def test_contained(name, world, benches):
         with pytest.raises(BlockingIOError):
             sink()
     # the server is the same one, with none but its zygote and warm interpreters, and works
-    monitor = bench.monitor
+    monitor, seconds = bench.monitor, bench.sandbox.timeout_s
+    bench.sandbox.timeout_s = 20  # time enough on a busy machine
     assert bench.run("6 * 7").text == "42" and bench.monitor == monitor
-    deadline = time.monotonic() + 10
+    bench.sandbox.timeout_s = seconds
+    deadline = time.monotonic() + 300
     while len(descendants(monitor)) > 2 + WARM and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(descendants(monitor)) <= 2 + WARM
@@ -172,12 +174,12 @@ def test_nothing_outlives_a_trainer_that_is_killed():
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
         monitor = int(trainer.stdout.readline())
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while len(everyone := [monitor, *descendants(monitor)]) < 4:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         trainer.kill()
-    assert all(gone_within(pid, 20) for pid in everyone)
+    assert all(gone_within(pid) for pid in everyone)
 
 
 HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")]

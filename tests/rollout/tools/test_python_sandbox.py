@@ -19,6 +19,7 @@ from rollout.tools.python.local import LocalSandbox, UnprotectedError
 from rollout.tools.python.probe import NAMES
 from rollout.tools.python.tool import PythonTool
 from rollout.trajectory import CallOutcome, InfrastructureError
+from tests.processes import with_patience
 from tests.rollout.tools.conftest import descendants
 
 OK, EMPTY, ERROR, TIMEOUT = CallOutcome.OK, CallOutcome.EMPTY, CallOutcome.ERROR, CallOutcome.TIMEOUT
@@ -26,7 +27,7 @@ OK, EMPTY, ERROR, TIMEOUT = CallOutcome.OK, CallOutcome.EMPTY, CallOutcome.ERROR
 
 @pytest.fixture(scope="module")
 def bench(make_bench):
-    return make_bench(timeout_s=30)
+    return make_bench(timeout_s=600)
 
 
 PROGRAMS = {
@@ -149,37 +150,46 @@ def test_what_is_not_run_starts_nothing(arguments, outcome, text):
 
 
 def test_a_deadline_is_told_apart_and_keeps_what_was_printed(make_bench):
-    bench = make_bench(timeout_s=0.5)
-    result = bench.run("print('before')\nimport time\ntime.sleep(100)")
-    assert result.outcome is TIMEOUT
-    assert result.text == "before\nThe program did not finish within 0.5 s and was stopped."
+    def check(seconds):
+        result = make_bench(timeout_s=seconds).run("print('before')\nimport time\ntime.sleep(36000)")
+        assert result.outcome is TIMEOUT
+        assert result.text == f"before\nThe program did not finish within {seconds:g} s and was stopped."
+
+    with_patience(check, 0.5, 5.0, 60.0)
 
 
 def test_the_deadline_begins_with_the_program(make_bench):
-    bench = make_bench(timeout_s=0.5, warm=0)
-    bench.run("1")
-    zygote = descendants(bench.monitor)[1]
+    def check(seconds):
+        bench = make_bench(timeout_s=seconds, warm=0)
+        bench.run("1")
+        zygote = descendants(bench.monitor)[1]
 
-    async def held_up():
-        task = asyncio.create_task(bench.tool.call({"code": "print('innocent')"}))
-        os.kill(zygote, signal.SIGSTOP)
-        await asyncio.sleep(1)
-        os.kill(zygote, signal.SIGCONT)
-        return await task
+        async def held_up():
+            task = asyncio.create_task(bench.tool.call({"code": "print('innocent')"}))
+            os.kill(zygote, signal.SIGSTOP)
+            await asyncio.sleep(2 * seconds)
+            os.kill(zygote, signal.SIGCONT)
+            return await task
 
-    assert bench.do(held_up()).text == "innocent"
+        assert bench.do(held_up()).text == "innocent"
+
+    with_patience(check, 0.5, 5.0, 20.0)
 
 
 @pytest.mark.slow
 def test_a_crowd_makes_no_program_late(make_bench):
-    bench = make_bench(timeout_s=2)
     code = "import time\nwhile time.process_time() < 0.2: pass\nprint('in time')"
-    limited = LimitedTool(bench.tool, ToolLimits(timeout_s=10, concurrency=200))
 
-    async def crowd():
-        return await asyncio.gather(*(limited.call({"code": code + f" # {n}"}) for n in range(60)))
+    def check(seconds):
+        bench = make_bench(timeout_s=seconds)
+        limited = LimitedTool(bench.tool, ToolLimits(timeout_s=5 * seconds, concurrency=200))
 
-    assert {result.text for result in bench.do(crowd())} == {"in time"}
+        async def crowd():
+            return await asyncio.gather(*(limited.call({"code": code + f" # {n}"}) for n in range(60)))
+
+        assert {result.text for result in bench.do(crowd())} == {"in time"}
+
+    with_patience(check, 2.0, 6.0)
 
 
 def test_descriptors_are_waited_for(make_bench):
@@ -206,13 +216,16 @@ def test_many_at_once(bench):
 
 
 def test_they_run_at_the_same_time(bench):
-    async def both():
-        nap = "import time\nstart = time.time()\ntime.sleep(0.3)\n(start, time.time())"
+    async def both(seconds):
+        nap = f"import time\nstart = time.time()\ntime.sleep({seconds})\n(start, time.time())"
         results = await asyncio.gather(*(bench.tool.call({"code": nap}) for _ in range(bench.sandbox.concurrency)))
         return [eval(result.text) for result in results]
 
-    spans = bench.do(both())
-    assert max(start for start, _ in spans) < min(end for _, end in spans)
+    def check(seconds):
+        spans = bench.do(both(seconds))
+        assert max(start for start, _ in spans) < min(end for _, end in spans)
+
+    with_patience(check, 0.3, 3.0, 20.0)
 
 
 def test_cancelling_stops_the_program(bench):
@@ -227,7 +240,7 @@ def test_cancelling_stops_the_program(bench):
         await gone(busy)
 
     assert bench.run("1").text == "1"
-    bench.do(asyncio.wait_for(scenario(), 25))  # the deadline is at 30 s
+    bench.do(asyncio.wait_for(scenario(), 300))  # the program's deadline is at 600 s
     assert bench.run("2").text == "2"
 
 
@@ -256,9 +269,9 @@ def test_interpreters_wait_and_are_made_again(make_bench):
 
     bench = make_bench(timeout_s=30, warm=3)
     bench.do(bench.sandbox.start())
-    first = bench.do(asyncio.wait_for(idle(3), 20))
+    first = bench.do(asyncio.wait_for(idle(3), 300))
     assert bench.run("import os; os.getpid()").outcome is OK
-    second = bench.do(asyncio.wait_for(idle(3), 20))
+    second = bench.do(asyncio.wait_for(idle(3), 300))
     assert len(first & second) == 4, "server, zygote and two interpreters stayed, one was used and replaced"
     used = {bench.run("import os; os.getpid()").text for _ in range(8)}
     assert len(used) == 8, "each is used once"
@@ -288,11 +301,11 @@ def test_a_server_that_dies_is_infrastructure_and_comes_back(which, make_bench):
         everyone = [bench.monitor, *descendants(bench.monitor)]
         os.kill(everyone[which], signal.SIGKILL)
         with pytest.raises(InfrastructureError, match="server ended"):
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 300)
         await gone(everyone)
         return await bench.tool.call({"code": "4"})
 
-    assert bench.do(asyncio.wait_for(scenario(), 60)).text == "4"
+    assert bench.do(asyncio.wait_for(scenario(), 600)).text == "4"
 
 
 @pytest.mark.slow
@@ -314,7 +327,7 @@ def test_a_new_event_loop_gets_a_new_server_and_a_second_one_is_refused():
     assert asyncio.run(begun()).text == "1"
     process = tool.runner._server.process
     assert asyncio.run(tool.call({"code": "2"})).text == "2"
-    assert process.wait(20) is not None
+    assert process.wait(300) is not None
     asyncio.run(tool.close())
 
 
@@ -332,7 +345,7 @@ def test_what_protects_is_logged_once(make_bench, caplog):
         bench.run("1")
         everyone = [bench.monitor, *descendants(bench.monitor)]
         os.kill(bench.monitor, signal.SIGKILL)
-        bench.do(asyncio.wait_for(gone(everyone), 20))
+        bench.do(asyncio.wait_for(gone(everyone), 300))
         assert bench.run("2").text == "2"
     assert len([r for r in caplog.records if "network: " in r.message]) == 1
 
@@ -440,7 +453,7 @@ def test_as_an_ordinary_user():
     )
     command = [interpreter, "-B", "-c", code]
     environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     if "PermissionError" in done.stderr and str(ROOT) in done.stderr:
         pytest.skip("the project's folder is not readable for everybody")
     assert done.stdout.split() in (["True", "True"], ["False", "True"]), done.stderr[-2000:]

@@ -102,9 +102,9 @@ def test_one_that_does_not_read_dies_on_time(make_bench):
 
 
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about in 20 s"
+        assert time.monotonic() < deadline, "it did not come about in 300 s"
         time.sleep(0.01)
 
 

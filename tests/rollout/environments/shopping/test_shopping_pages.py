@@ -81,7 +81,7 @@ def test_an_action_is_read_as_by_the_published_pattern():
 
 
 def test_reading_an_action_takes_no_time_whatever_it_is():
-    began = time.monotonic()
+    began = time.process_time()
     for hostile in ("[" * 100_000, "[]" * 50_000, "]" * 100_000, "a[" * 50_000 + "]"):
         pages.parse_action(hostile)
-    assert time.monotonic() - began < 0.5
+    assert time.process_time() - began < 5  # seconds of this process, where a quadratic reader takes minutes
