@@ -135,7 +135,7 @@ status: setup ## which stages of an experiment are done, and where they are
 
 docs: setup ## build the documentation into site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
-	@echo "open site/index.html, or make docs-serve"
+	@echo "make docs-serve shows it with its search; site/index.html, opened as a file, has no search"
 
 docs-serve: setup ## show the documentation while you write it; PORT=8001
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve --dev-addr 127.0.0.1:$(or $(PORT),8001)

@@ -1,7 +1,8 @@
-"""``metrics.jsonl`` of a run: whatever is logged, a line a call, on the disk before anything else knows of it. Without
-torch and MLflow.
+"""``metrics.jsonl`` of a run: every logged value, a line per call, on the disk before MLflow has it. Without torch and
+MLflow.
 
-A line is ``{"step": 3, "ms": 1764126000000, "metrics": {"train/loss": 0.5}}``; what is not finite is text, as "nan".
+A line is ``{"step": 3, "ms": 1764126000000, "metrics": {"train/loss": 0.5}}``; a value that is not finite is text, as
+"nan".
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ METRICS_FILE = "metrics.jsonl"  # in the folder of a run
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was logged in one call."""
+    """The metrics of one call."""
 
     step: int
     ms: int  # since the epoch
@@ -36,7 +37,7 @@ class MetricsFile:
     A value that was the last of its name at the same step is not written again. A line that a kill has torn is cut off.
 
     Args:
-        path: None: a file that is gone with the process.
+        path: None: a temporary file, deleted when the process ends.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -52,14 +53,14 @@ class MetricsFile:
         return os.fstat(self._file.fileno()).st_size
 
     def append(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Text is left out: it is no metric."""
+        """Write the metrics of a call; text values are left out."""
         values = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, str)}
         values = {name: value for name, value in values.items() if self._last.get(name) != (step, value)}
         if values:
             self._last |= {name: (step, value) for name, value in values.items()}
             line = {"step": step, "ms": time.time_ns() // 1_000_000, "metrics": values}
             text = f"{json.dumps(line, ensure_ascii=False)}\n"
-            rest = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair as JSON's own \\ud83d
+            rest = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair as JSON's escape
             while rest:  # a full disk may take a part before it refuses
                 rest = rest[self._file.write(rest) :]
 
@@ -83,7 +84,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """All rows of a file that nobody, or another process, writes to. Raises FileNotFoundError."""
+    """All rows of a file that this process does not write to. Raises FileNotFoundError."""
     content = path.read_bytes()
     return _rows(content[: content.rfind(b"\n") + 1], str(path))
 

@@ -1,4 +1,4 @@
-"""Logger of a run: metrics into a file first, then, from a thread, with all else into MLflow; continued on resume."""
+"""Writes a run's metrics to a file, then uploads them to MLflow from a background thread. A resumed run goes on."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def is_rank_zero() -> bool:
 
 
 class Sender:
-    """Brings a run's metrics file and whatever else is put to it into MLflow, in a thread of its own. What fails is
-    tried again later; the first failure is told, in one warning.
+    """Uploads a run's metrics file and the jobs put to it to MLflow, in a background thread. A failed upload is
+    repeated later; the first failure logs one warning.
 
     Args:
-        run: nobody else uses it before it is open.
+        run: used by this sender alone until it is open.
         metrics: is read from its beginning; the store's own points are not sent again.
         kept: ends the warning: what is lost, or is not.
     """
@@ -244,8 +244,8 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def trace(self, write: Callable[[MLflowRun], None]) -> None:
-        """Write traces, with the run open, in this thread: they draw from Python's generator, which belongs to it.
-        Nothing happens while the store takes nothing."""
+        """Write traces, with the run open, in this thread, which owns Python's generator that they draw from. While the
+        store takes nothing, the traces are dropped."""
         sender = self._start()[1]
         if sender.failing or (self._run.client is None and not sender.flush()):
             return
@@ -282,7 +282,7 @@ class MLflowLogger(Logger):
 
     @property
     def run_id(self) -> str:
-        """Of the run in MLflow; "" as long as there is none."""
+        """The run's id in MLflow; "" until the run exists."""
         _ = self.experiment
         return self._run.run_id
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 log = logging.getLogger(__name__)
-EXPERIMENT_KIND = "mlflow.experimentKind"  # tag by which MLflow's pages choose what they show first
+EXPERIMENT_KIND = "mlflow.experimentKind"  # tag that decides which view MLflow's pages open with
 TRAINING = "custom_model_development"  # "Machine learning": runs and their curves
 MOST = {"metrics": 1000, "params": 100, "tags": 100, "datasets": 1000}  # that MLflow takes in one call
 REFUSED = "MLflow (%s) does not take %r of the run's %s; it takes the others: %s"
@@ -31,11 +31,11 @@ BUSY_S = 5  # to wait for a database that another process has locked
 
 
 class MLflowRun:
-    """The run whose id is in ``<folder>/mlflow_run_id``, or a new one where there is none or its store has lost it.
+    """The run whose id is in ``<folder>/mlflow_run_id``, or a new run where the file or the run is missing.
 
     An SQLite store has the artifacts beside it, by an absolute path: MLflow's own default depends on the directory the
     experiment was first made from. An experiment is marked as model training; by itself MLflow would take one with
-    traces for an application's. Nothing is done with the store before ``open``.
+    traces for an application's. ``open`` is the first to use the store.
 
     Args: as ``MLflowLogger``; ``folder`` None: the run cannot be found again.
     """
@@ -68,7 +68,7 @@ class MLflowRun:
         self._folder, self._artifact_location = folder, artifact_location
         self._stored: dict[str, set[int]] = {}  # steps that the store had of a metric when it was opened
         self._last: dict[str, int] = {}  # step sent of each
-        self._refused: set[tuple[str, str]] = set()  # kind and name of what the store does not take
+        self._refused: set[tuple[str, str]] = set()  # kind and name of each entity that the store refused
 
     def open(self, started_ms: int | None = None) -> MlflowClient:
         """``started_ms``: when the run began, for one that is made. Raises whatever the store does."""
@@ -145,7 +145,7 @@ class MLflowRun:
         entity that the store refuses costs a warning and no other entity. Other errors of the store are raised."""
         from mlflow.exceptions import MlflowException
 
-        send = client.log_inputs if kind == "datasets" else client.log_batch
+        send: Any = client.log_inputs if kind == "datasets" else client.log_batch
         sent = 0
         batches = [entities[i : i + MOST[kind]] for i in range(0, len(entities), MOST[kind])]
         while batches:
@@ -165,7 +165,7 @@ class MLflowRun:
         return sent
 
     def log_config(self, yaml_text: str, origin: Mapping[str, str] | None = None) -> None:
-        """A resolved configuration: whole as artifact config.yaml, flat as parameters, and what one searches for as
+        """Log a resolved configuration: whole as artifact config.yaml, flat as parameters, and its searchable fields as
         tags (see ``run_parameters``). ``origin``: commit and command; default: this process's."""
         client, config = self.open(), yaml.safe_load(yaml_text)
         client.log_text(self.run_id, yaml_text, "config.yaml")
@@ -173,7 +173,7 @@ class MLflowRun:
         self.log_parameters(parameters(config))
 
     def log_datasets(self, datasets: Iterable[Any]) -> None:
-        """Data sets (``mlflow.entities.DatasetInput``) that the run reads, where it has none yet."""
+        """Log the data sets (``mlflow.entities.DatasetInput``) that the run reads, once per run."""
         client = self.open()
         there = client.get_run(self.run_id).inputs
         if not (there and there.dataset_inputs):

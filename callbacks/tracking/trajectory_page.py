@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, Template
 
 from callbacks.tracking.turn_metrics import turn_metrics
-from rollout.trajectory import ActionKind, Trajectory
+from rollout.protocols.base import FIRST_OBSERVATION, OWN_QUESTION
+from rollout.protocols.text import shortened
+from rollout.trajectory import ActionKind, Task, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
+LONGEST = 400  # characters of a fact about the task
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
@@ -64,11 +67,11 @@ def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedToke
 
     Tokens are coloured by role (prompt, model, observation); a coloured underline shows the sign and size of the
     first signal. Hovering (or focusing) a token shows its id, mask, sampler log-prob (the weights that sampled it,
-    where several have) and signals at the foot. With signals every turn has a line above it with what they say about
-    the whole turn (``turn_metrics``).
+    where several have) and signals at the foot. With signals every turn has a line above it with its metrics
+    (``turn_metrics``).
 
-    Where turns have prompts of their own, each stands below such a line, signals or not: its prompt, folded, as text
-    and ids; what was sampled; and what the environment showed next.
+    A turn with its own prompt follows such a line, signals or not: the prompt, folded, as text and ids; the sampled
+    tokens; and the environment's next observation.
     """
     underlined = next((next(iter(item.signals)) for item in items if item.signals), None)
     return _template().render(title=title, underlined=underlined, items=[_shown(item, tokenizer) for item in items])
@@ -131,7 +134,8 @@ def _facts(trajectory: Trajectory) -> list[tuple[str, str]]:
     task, reward = trajectory.task, trajectory.reward
     rows = [
         ("question", task.question),
-        ("gold", " | ".join(task.golden_answers)),
+        ("task", _task(task)),
+        ("gold", " | ".join(task.golden_answers) or "none"),
         ("answer", trajectory.answer if trajectory.answer is not None else "none"),
         ("stop reason", trajectory.stop_reason.value),
     ]
@@ -151,6 +155,16 @@ def _facts(trajectory: Trajectory) -> list[tuple[str, str]]:
     if entropies:
         rows.append(("entropy", f"at the beginning of each turn, in nats: {', '.join(entropies)}"))
     return rows
+
+
+def _task(task: Task) -> str:
+    """The part of the task that the model does not see: its own question where a world's first observation replaced it,
+    and the metadata, such as the word to guess or the goal."""
+    hidden = {name: value for name, value in task.metadata.items() if name not in (OWN_QUESTION, FIRST_OBSERVATION)}
+    own = task.metadata.get(OWN_QUESTION, task.question)
+    texts = [own] if own != task.question else []
+    texts += [f"{name}: {value}" for name, value in hidden.items()]
+    return "; ".join(shortened(text, LONGEST) for text in texts) or "none"
 
 
 def _turn_lines(item: PageItem) -> list[str]:

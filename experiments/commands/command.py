@@ -1,9 +1,10 @@
-"""What a command is, the table of all commands, and helpers that several share. Imports without torch."""
+"""The type of a command, the table of all commands, and helpers that several share. Imports without torch."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import math
 import os
 import signal
@@ -21,7 +22,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Need, Stage
 
-SERVER_GRACE_S = 10.0  # for a server to end in its own way
+SERVER_GRACE_S = 10.0  # for a server to end by itself
 
 Run = Callable[[argparse.Namespace, RunContext], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -96,10 +97,33 @@ def require_free_port(port: int, otherwise: str) -> None:
             raise ExperimentError(f"port {port} is in use ({error.strerror}); choose another: {otherwise}") from None
 
 
-def serve(command: Sequence[str], name: str, context: RunContext, environment: Mapping[str, str] | None = None) -> None:
-    """Run a server in the foreground until Ctrl-C or SIGTERM, by which its own children end, too. Raises StageFailed if
-    it ends otherwise."""
-    deadline, asked = math.inf, False
+def answers(port: int) -> bool:
+    """Whether a server on this machine answers HTTP on the port."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as connection:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status < 500
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+def serve(
+    command: Sequence[str],
+    name: str,
+    context: RunContext,
+    environment: Mapping[str, str] | None = None,
+    ready: Callable[[], bool] = lambda: True,
+    words: str = "",
+) -> None:
+    """Run a server in the foreground until Ctrl-C or SIGTERM, which end the server's own children, too.
+
+    Args:
+        ready: asked until it is true; then ``words`` are printed.
+
+    Raises:
+        StageFailed: the server ends otherwise.
+    """
+    deadline, asked, told = math.inf, False, False
 
     def end(signum: int, frame: FrameType | None) -> None:
         nonlocal asked
@@ -112,6 +136,9 @@ def serve(command: Sequence[str], name: str, context: RunContext, environment: M
                 if asked and deadline == math.inf:
                     deadline = time.monotonic() + SERVER_GRACE_S
                     os.killpg(server.pid, signal.SIGINT)
+                if not told and ready():
+                    print(words, end="", flush=True)
+                    told = True
                 time.sleep(0.1)
         finally:
             with contextlib.suppress(ProcessLookupError):

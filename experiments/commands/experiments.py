@@ -1,4 +1,4 @@
-"""``make experiments``: a line per family, or with a filter a line per experiment, on a screen of 80 columns."""
+"""``make experiments``: a line per family, or per experiment with a filter; a screen cuts lines at 80 columns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from experiments.registry.listing import Summary
 from experiments.stages.context import RunContext
 
 WIDTH = 80
+NEWCOMERS = """\
+New here? Begin with one of these; every other experiment is listed below.
+  make smoke                            3 minutes on a CPU: SFT, GRPO, tests
+  make train EXP=dgpo_tiny              half an hour on a CPU: a paper's method
+  make train EXP=quick_grpo_qwen3_0.6b  an evening on a GPU of 24 GB
+  make train EXP=my_grpo ARGS="..."     your data and model: docs/own_data.md
+"""
 
 
 @command(
@@ -30,6 +37,7 @@ def list_experiments(args: argparse.Namespace, context: RunContext) -> None:
     for fault in wrong:
         print(f"left out: {fault}", file=sys.stderr)
     if args.like is None and args.algorithm is None and args.hardware is None:
+        print(NEWCOMERS)
         print_table([("family", "number", "hardware", "algorithms"), *families(every)])
         print("\nOne by one: make experiments LIKE=sod, ALGORITHM=GRPO or HARDWARE=cpu")
         print("Run one:    make train EXP=NAME      What it would do: make dry-run EXP=NAME")
@@ -68,8 +76,9 @@ def families(every: Sequence[Summary]) -> list[tuple[str, ...]]:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need to be; the last one is cut where the screen ends."""
+    """Print columns as wide as their cells. A terminal shows ``WIDTH`` columns; a pipe or a file gets whole lines."""
+    width = WIDTH if sys.stdout.isatty() else None
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:
         line = "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3].rstrip()}...")
+        print(line if width is None or len(line) <= width else f"{line[: width - 3].rstrip()}...")

@@ -1,4 +1,4 @@
-"""What lies in the outputs: a table of runs (``make compare``), MLflow over them (``make ui``), and ``make clean``."""
+"""Commands over the outputs: a table of runs (``make compare``), MLflow over them (``make ui``), and ``make clean``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from callbacks.tracking.run_info import SQLITE, default_tracking_uri
-from experiments.commands.command import COMPARE, command, make_graph, option, require_free_port, serve
+from experiments.commands.command import COMPARE, answers, command, make_graph, option, require_free_port, serve
 from experiments.registry import listing
 from experiments.registry.columns import columns_of
 from experiments.registry.errors import ExperimentError
@@ -42,8 +42,8 @@ def compare(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def chosen_metrics(names: Sequence[str], context: RunContext) -> list[str]:
-    """Metrics behind the columns that the named experiments have chosen for their tables. Names of runs that are no
-    experiment (patterns, files since removed) have none."""
+    """Metrics behind the columns that the named experiments have chosen for their tables. Other names (patterns, files
+    since removed) add no metric."""
     known = [name for name in names if name in listing.names(context.project)]
     blocks = [listing.load(name, context.project)["experiment"] for name in known]
     columns = [column for block in blocks for column in columns_of(block.get("columns") or []).values()]
@@ -52,17 +52,20 @@ def chosen_metrics(names: Sequence[str], context: RunContext) -> list[str]:
 
 @command("ui", "open the runs in MLflow", option("--port", type=int, default=5000), experiment=False, overrides=False)
 def ui(args: argparse.Namespace, context: RunContext) -> None:
-    """MLflow's own interface over the embedded store, in the foreground."""
+    """Serve MLflow's own interface over the embedded store, in the foreground."""
     store = default_tracking_uri(context.project.outputs)
     database = Path(store.removeprefix(SQLITE))
     if store.startswith(SQLITE) and not database.is_file():
         raise ExperimentError(f"there are no runs yet ({database} does not exist): make train first")
     require_free_port(args.port, "make ui PORT=5001")
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    print(f"MLflow over {store}: http://127.0.0.1:{args.port} (Ctrl-C ends it)")
-    print("Top left, Model training shows runs and their curves, GenAI (MLflow's default) their traces", flush=True)
+    print(f"MLflow starts over {store}; its address follows", flush=True)
+    words = (
+        f"MLflow answers at http://127.0.0.1:{args.port} (Ctrl-C ends it)\n"
+        "Top left, Model training shows runs and their curves, GenAI (MLflow's default) their traces\n"
+    )
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store, "--port", str(args.port)]
-    serve(command, "MLflow server", context, environment)
+    serve(command, "MLflow server", context, environment, lambda: answers(args.port), words)
 
 
 @command("metrics", "bring into MLflow what its database lacks of an experiment's runs", COMPARE)
@@ -144,7 +147,7 @@ def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
     overrides=False,
 )
 def clean(args: argparse.Namespace, context: RunContext) -> None:
-    """Remove stage folders that nobody is working in: those that are neither done nor can be resumed, with ``--force``
+    """Remove stage folders without a running process: those that are neither done nor can be resumed, with ``--force``
     also those that can be resumed, with ``--all --force`` all. What would need ``--force`` is listed."""
     removed = kept = 0
     for folder in sorted(context.project.outputs.glob("*/*/")):

@@ -187,12 +187,13 @@ def _formatted(template: Any, entry: Any, at: str) -> str:
         raise ExperimentError(f"{at}: {entry!r} does not fit into format: {template!r} ({error})") from None
 
 
-def _filled(value: Any, cell: Cell, axes: Mapping[str, Config], path: str) -> Any:
-    """``value`` with every ``<axis>`` and ``<axis.var>`` in its strings replaced."""
+def _filled(value: Any, cell: Cell, axes: Mapping[str, Config], path: str, within: tuple[str, ...] = ()) -> Any:
+    """Replace every ``<axis>`` and ``<axis.var>`` in the strings of ``value``, also in a var that holds such a text.
+    ``within``: the placeholders that are being replaced."""
     if isinstance(value, dict):
-        return {key: _filled(item, cell, axes, path) for key, item in value.items()}
+        return {key: _filled(item, cell, axes, path, within) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(item, cell, axes, path) for item in value]
+        return [_filled(item, cell, axes, path, within) for item in value]
     if not isinstance(value, str) or "<" not in value:
         return value
 
@@ -206,7 +207,9 @@ def _filled(value: Any, cell: Cell, axes: Mapping[str, Config], path: str) -> An
         if var not in found:
             at = f"{path}: {axis} {cell[axis]}"
             raise ExperimentError(f"{at} has no '{var}' among its vars ('{value}'){nearest(var, found)}")
-        return found[var]
+        if match.group() in within:
+            raise ExperimentError(f"{path}: {match.group()} is defined by itself; give it a value")
+        return _filled(found[var], cell, axes, path, (*within, match.group()))
 
     whole = PLACEHOLDER.fullmatch(value)
     return replacement(whole) if whole else PLACEHOLDER.sub(lambda match: str(replacement(match)), value)

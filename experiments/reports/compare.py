@@ -13,10 +13,12 @@ import polars as pl
 
 from callbacks.tracking.mlflow_names import mlflow_name
 from callbacks.tracking.run_info import SQLITE, default_tracking_uri
+from experiments.reports.tested_on import SHOWN, differing
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+PIPED = 100_000  # columns: a line of a table in a pipe is cut nowhere
 CURVES = (
     "val/em", "test/em", "train/em", "train/reward", "train/loss", "train/kl", "train/entropy",
     "train/response_tokens", "train/grad_norm", "train/logprob_gap", "throughput/tokens_per_s",
@@ -41,7 +43,7 @@ def open_store(tracking_uri: str) -> MlflowClient:
 
 
 def runs_frame(client: MlflowClient, experiment: str | None = None, names: Sequence[str] = ()) -> pl.DataFrame:
-    """One row per run, oldest first: run_id, run, status, seconds, ``metrics.*`` (last values).
+    """One row per run, oldest first: run_id, run, status, test set, seconds, ``metrics.*`` (last values).
 
     Args:
         experiment: MLflow experiment; None: all of them.
@@ -75,9 +77,17 @@ def _row(run: Any) -> dict[str, Any]:
         "run_id": run.info.run_id,
         "run": run.info.run_name,
         "status": run.info.status,
+        "test set": _tested_on(run),
         "seconds": (end - run.info.start_time) / 1000 if end else None,
         **{f"metrics.{k}": _stored(v) for k, v in run.data.metrics.items()},
     }
+
+
+def _tested_on(run: Any) -> str | None:
+    """Names and digests of the data sets that the run was tested on (``experiments.stages.inputs``)."""
+    used = run.inputs.dataset_inputs if run.inputs else ()
+    tests = [each.dataset for each in used if any(tag.value == "testing" for tag in each.tags)]
+    return ", ".join(sorted(f"{dataset.name} ({dataset.digest[:SHOWN]})" for dataset in tests)) or None
 
 
 def _stored(value: float) -> float:
@@ -111,7 +121,8 @@ def compare(
     experiment: str | None = None,
     metrics: Sequence[str] = CURVES,
 ) -> str:
-    """A table of the runs as text for a terminal: status, seconds, and the last value of each metric that any has.
+    """A table of the runs as text: status, seconds, and the last value of each metric that any has. A last line names
+    the test sets where they differ.
 
     Args:
         outputs: folder with the embedded store.
@@ -131,7 +142,8 @@ def compare(
         table.add_column(name, overflow="fold", no_wrap=not name)
     for name in rows.columns[1:]:
         table.add_row(name, *(_cell(value) for value in rows[name]))
-    return table_text(table)
+    said = differing(zip(rows["run"], frame["test set"], strict=True))
+    return table_text(table) + (f"{said}\n" if said else "")
 
 
 def _cell(value: Any) -> str:
@@ -139,12 +151,12 @@ def _cell(value: Any) -> str:
 
 
 def table_text(table: Any) -> str:
-    """A rich table as text: coloured and folded for a terminal, wide and plain for a pipe or a log file."""
+    """A rich table as text: coloured and folded for a terminal, plain and as wide as its rows for a pipe or a file."""
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.width, 160))
+        console = Console(width=PIPED)
     with console.capture() as capture:
         console.print(table)
     return capture.get()

@@ -17,6 +17,7 @@ from experiments.reports.gate_report import write_gates
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
 from experiments.reports.results_page import metric_text, results_page
 from experiments.reports.step_report import write_steps
+from experiments.reports.tested_on import differing, tested_on
 from rollout.files import write_atomically
 
 __all__ = ["Run", "closing_table", "compare", "write_results"]
@@ -28,7 +29,8 @@ RESULT_CURVES = (  # beside those of the score; drawn where a run has them
 
 
 def closing_table(rows: Sequence[tuple[str, Path]], columns: Sequence[str] | None = None) -> str:
-    """One line per stage as text: n and the chosen columns, scores with 95 % bootstrap intervals.
+    """One line per stage as text: n and the chosen columns, scores with 95 % bootstrap intervals. A last line names the
+    test sets where they differ.
 
     Args:
         rows: (label, stage folder or its evaluation.json), in the order to show.
@@ -39,7 +41,7 @@ def closing_table(rows: Sequence[tuple[str, Path]], columns: Sequence[str] | Non
     """
     from rich.table import Table
 
-    chosen = columns_of(columns).values()
+    chosen, tested = columns_of(columns).values(), []
     table = Table(title="test set (scores with 95 % bootstrap interval; searches and calls: executed, per question)")
     table.add_column("")
     for name in ("n", *(column.title for column in chosen)):
@@ -49,7 +51,8 @@ def closing_table(rows: Sequence[tuple[str, Path]], columns: Sequence[str] | Non
         test, training = read_evaluation(path)["test"], read_training(folder)
         cells = [metric_text(column.value(test, training), column.interval) for column in chosen]
         table.add_row(label, str(test["em"]["n"]), *cells)
-    return table_text(table)
+        tested.append((label, tested_on(folder)))
+    return table_text(table) + (f"{said}\n" if (said := differing(tested)) else "")
 
 
 def write_results(

@@ -23,6 +23,7 @@ from callbacks.evaluation_rows import AGENT
 from callbacks.tracking.run_info import TRAINING_FILE
 from experiments.registry.columns import COLUMNS, OVER_ATTEMPTS, SCORES, Column, Score
 from experiments.reports.question_values import common_tables, packed
+from experiments.reports.tested_on import tested_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
     at temperature 1; under ``sources`` the score by data source; under ``f1`` and ``searches`` means; under ``metrics``
     mean, low, high and n of every chosen column that was measured (of the training one number: no interval, n is 1);
     under ``questions`` the ``measures`` of score and columns, one ``question_values.packed`` text each, whose questions
-    are those of all runs in the order of their ids; then seconds, command, commit.
+    are those of all runs in the order of their ids; then test_set (``tested_on``), seconds, command, commit.
     """
     column, objects = COLUMNS[SCORES[score].column], []
     folders = [folder for run in runs for folder in (run.folder, run.sampled) if folder is not None]
@@ -218,6 +219,7 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
                 "searches": test["searches"]["mean"],
                 "metrics": {name: value for name, value in metrics.items() if value is not None and value["n"]},
                 "questions": {name: found for name, found in kept.items() if found},
+                "test_set": tested_on(run.folder),
                 "seconds": run.seconds,
                 "command": run.command,
                 "commit": run.commit,

@@ -13,6 +13,7 @@ from experiments.registry.columns import DEFAULT, Column, Score
 from experiments.reports.markdown import markdown_table
 from experiments.reports.question_values import common_tables
 from experiments.reports.results import mean_metric, paired, pooled_cell, score_values
+from experiments.reports.tested_on import differing
 
 Result = Mapping[str, Any]  # an object of ``results.results_json``
 ENOUGH_SEEDS = 5  # fewer rank no two methods
@@ -81,6 +82,7 @@ def results_page(
         f"{provenance(objects)} {seeds_note({method: len(same) for method, same in of.items()})}\n",
         "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over seeds and questions; of a "
         "method with one seed, and of metrics over several attempts (pass@k and its like), over questions alone.\n",
+        f"**{said}**\n" if (said := differing((o["method"], o.get("test_set")) for o in objects)) else "",
         _method_table(of, columns, score),
         f"{score.meaning}\n" if score.meaning else "",
         SAMPLED_NOTE.format(score.title) if _any_sampled(of) else "",

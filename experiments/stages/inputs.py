@@ -23,12 +23,12 @@ CONTEXTS = {
 
 
 def dataset_inputs(config: Mapping[str, Any], outputs: Path) -> Iterator[DatasetInput]:
-    """The files that ``data`` names, and those in the folders that it names. The digest is the beginning of the file's
-    SHA-256, as in the stage's key. What is no such file is left out: the data module says what is wrong with it.
+    """Yield the files that ``data`` names, and those in the folders that it names. The digest is the beginning of the
+    file's SHA-256, as in the stage's key. A missing or unreadable file is left out: the data module reports it.
 
     Args:
         config: resolved configuration of a fit or a test.
-        outputs: folder of the stages, whose names stand in the names of the files that they made.
+        outputs: folder of the stages. A file that a stage made is named after the stage.
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -49,7 +49,7 @@ def dataset_inputs(config: Mapping[str, Any], outputs: Path) -> Iterator[Dataset
             for file, rows in counted:
                 yield DatasetInput(
                     Dataset(
-                        name=storable(benchmark or _name(file.absolute(), outputs.absolute())),
+                        name=storable(benchmark or dataset_name(file.absolute(), outputs.absolute())),
                         digest=hasher(file)[:KEY_LENGTH],
                         source_type="local",
                         source=json.dumps({"uri": str(file)}),
@@ -72,7 +72,7 @@ def _rows(path: Path) -> int:
         raise DatasetError(f"{path} cannot be read as parquet") from error
 
 
-def _name(path: Path, outputs: Path) -> str:
+def dataset_name(path: Path, outputs: Path) -> str:
     """``world_tiny/test.parquet`` of a stage's file, else the file with its folder."""
     if path.is_relative_to(outputs):
         stage, _, *rest = path.relative_to(outputs).parts

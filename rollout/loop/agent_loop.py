@@ -20,7 +20,7 @@ from rollout.engines.base import Engine, EngineGone, Generation, SamplingParams
 from rollout.environments.base import Environment, EnvironmentFactory, StepResult
 from rollout.loop.budgets import Budgets, FirstPrompts
 from rollout.loop.turn_generation import TurnGenerator
-from rollout.protocols.base import FIRST_OBSERVATION, ChatProtocol, PromptMode, WindowedProtocol
+from rollout.protocols.base import FIRST_OBSERVATION, OWN_QUESTION, ChatProtocol, PromptMode, WindowedProtocol
 from rollout.running_trajectory import RunningTrajectory
 from rollout.samplers.base import NO_HOOKS, Hooks
 from rollout.skills.injection import Skills
@@ -147,7 +147,7 @@ class AgentLoop:
     ) -> None:
         first = await environment.reset()
         if first is not None:  # the model reads it instead of the question
-            facts = {**state.task.metadata, FIRST_OBSERVATION: first.info}
+            facts = {OWN_QUESTION: state.task.question, **state.task.metadata, FIRST_OBSERVATION: first.info}
             state.task = dataclasses.replace(state.task, question=first.text, prompt=(), metadata=facts)
             state.environment_reward, state.measures = 0.0, dict(first.measures)
         if start is None:

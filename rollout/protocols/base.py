@@ -9,7 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.trajectory import Action, Task, ToolCall, ToolResult, Turn
 
-FIRST_OBSERVATION = "first_observation"  # key of a task's metadata: ``FirstObservation.info`` of its environment
+# Keys of a task's metadata, in an episode whose environment has a first observation: its ``FirstObservation.info``, and
+# the task's own question, which the observation's text replaces.
+FIRST_OBSERVATION, OWN_QUESTION = "first_observation", "own_question"
 
 
 class PromptMode(StrEnum):

@@ -23,15 +23,23 @@ from rollout.protocols.tool_calls import FORMS, READERS, MalformedCall, after_th
 from rollout.tools.schemas import read_schemas, tool_names
 from rollout.trajectory import Action, ActionKind, Task, ToolResult
 
-INSTRUCTIONS = {
-    "none": "{question}",
-    "boxed": "{question}\n\nReason step by step. Use the tools wherever they help you to compute or to check "
-    "something. Once you are sure, call no tool any more and put the final answer in \\boxed{}.",
-}
+PURPOSES = {"search": " to look something up", "code_interpreter": " to compute or to check something"}
 CUT = "Your last turn was cut off before it ended, so it was not read. Write less in one turn."
 UNCLOSED = "The thinking of your last turn was never closed with </think>, so nothing in it was read."
 UNREADABLE = "The tool call could not be read: {reason}. Write calls in exactly this form:\n{form}"
 NOT_EXECUTED = "Only the first {limit} of the {found} tool calls of this turn were executed; the others were not."
+
+
+def boxed_instruction(tools: Sequence[str]) -> str:
+    """How to answer a question, with the purposes of the tools that the prompt shows."""
+    if not tools:
+        return "{question}\n\nReason step by step. Put the final answer in \\boxed{}."
+    purposes = [PURPOSES.get(tool, "") for tool in tools]
+    help_you = ",".join(purposes) if all(purposes) else ""  # the schemas of your own tools say what these are for
+    return (
+        f"{{question}}\n\nReason step by step. Use the tools wherever they help you{help_you}. Once you are sure, call "
+        "no tool any more and put the final answer in \\boxed{}."
+    )
 
 
 class HermesProtocol(TextProtocol):
@@ -47,9 +55,9 @@ class HermesProtocol(TextProtocol):
         tools: what the model may call: names of ``rollout.tools.schemas.SCHEMAS``, JSON files with a schema, or
             schemas themselves.
         show_tools: give the schemas to the template; false for tiny models that were trained without.
-        instruction: what the user's turn says about the question: ``none`` (the question alone), ``boxed`` (how to
-            answer, in our words), a file with your own text, or the text itself, which must hold ``{question}``. Or
-            ``dataset``: the messages of the task's own ``prompt``, word by word.
+        instruction: the text of the user's turn about the question: ``none`` (the question alone), ``boxed`` (how to
+            answer and what the shown tools are for, in our words), a file with your own text, or the text itself, which
+            must hold ``{question}``. Or ``dataset``: the messages of the task's own ``prompt``, word by word.
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
         max_parallel_calls: calls of one turn that are executed; the model is told that further ones were not.
         call_format: ``hermes`` (``<tool_call>`` tags) or ``llama3`` (a JSON object); ``auto`` takes what the template
@@ -84,8 +92,9 @@ class HermesProtocol(TextProtocol):
             raise ValueError("tools is empty; name at least one tool that the model may call")
         schemas = read_schemas(tools)
         self.tools = tool_names(schemas)
-        self.instruction = DATASET if instruction == DATASET else read_template(instruction, INSTRUCTIONS)
         shown = schemas if show_tools else ()
+        built_in = {"none": "{question}", "boxed": boxed_instruction(tool_names(shown))}
+        self.instruction = DATASET if instruction == DATASET else read_template(instruction, built_in)
         self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline)
         self._check_shown(show_tools)
         self.call_format = self.chat.call_format() if call_format == "auto" else call_format
@@ -106,7 +115,7 @@ class HermesProtocol(TextProtocol):
         return self.chat.ids(self.chat.render(messages, tools=mode is PromptMode.AGENT))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """What one turn says; see the class."""
+        """The action of one turn; see the class."""
         turn, ended = self.chat.without_end(text)
         if not ended:
             return Action(ActionKind.INVALID, error=CUT, ended=False)
@@ -129,8 +138,8 @@ class HermesProtocol(TextProtocol):
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
         """Ids of everything up to the model's next token, and whether text was cut: the end of the turn where the model
         did not get to it, a tool message for each result and one for ``action.error``, the header of the next turn.
-        What does not fit leaves out the middle of the longest texts; ``([], True)`` if not even the template's own
-        tokens fit."""
+        Where the budget is too small, the middle of the longest texts is left out; ``([], True)`` if not even the
+        template's own tokens fit."""
         texts = [result.text.strip() for result in results] + ([action.error] if action.error else [])
         longest = max(map(len, texts), default=0)
         return fitting(lambda limit: self._observation(action, texts, limit), longest, budget)

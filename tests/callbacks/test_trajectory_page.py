@@ -10,6 +10,7 @@ from callbacks.tracking.trajectory_log import TrajectoryLog, best_and_worst
 from callbacks.tracking.trajectory_page import PageItem, render_page, token_texts
 from callbacks.tracking.turn_metrics import turn_metrics
 from lightning_modules.algorithms.episode_grpo import EpisodeGRPO
+from rollout.protocols.base import FIRST_OBSERVATION, OWN_QUESTION
 from rollout.trajectory import ActionKind, StopReason
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
 from tests.lightning_modules.algorithms.episode_helpers import EpisodeData, episodes
@@ -118,6 +119,19 @@ def test_page_shows_every_token_with_role_text_and_figures(tokenizer):
     assert page.details["gold"] == "Grey Harbor" and page.details["answer"] == "grey harbor"
     assert page.details["stop reason"] == "answer" and page.details["question"] == "Where was q1 born?"
     assert page.cells == ["1", "search", 'who "is" <Mira>', "ok", "12.5 ms", "Title 0"]
+
+
+def test_a_page_shows_what_a_world_hides_from_the_model(tokenizer):
+    plain = make_trajectory()
+    shown = dataclasses.replace(plain.task, metadata={"word": "grey", "game": {"goal": "x" * 1000}}, golden_answers=())
+    page = Page(render_page("t", [PageItem(plain.replace(task=shown), "best")], tokenizer))
+    assert page.details["task"].startswith("word: grey; game: {'goal': 'xxx") and len(page.details["task"]) < 500
+    assert page.details["gold"] == "none"
+    replaced = {OWN_QUESTION: "the word is grey", FIRST_OBSERVATION: {"commands": ["look"]}}
+    world = plain.replace(task=dataclasses.replace(plain.task, metadata=replaced))
+    details = Page(render_page("t", [PageItem(world, "best")], tokenizer)).details
+    assert (details["task"], details["gold"]) == ("the word is grey", "Grey Harbor")
+    assert Page(render_page("t", [PageItem(plain, "best")], tokenizer)).details["task"] == "none"
 
 
 def test_tokens_name_the_weights_that_sampled_them_where_several_have(tokenizer):

@@ -59,6 +59,12 @@ def test_published_numbers_say_what_a_cell_reproduces(table):
     }
 
 
+def test_a_var_may_name_another_axis(workshop):
+    workshop.write("bases/kl", "{}")
+    workshop.write("table", TABLE.replace("row: DGPO", "row: '<model.title> of <method>'"))
+    assert load("dgpo_small", workshop.project)["experiment"]["reproduces"] == "S of dgpo row, 24.20"
+
+
 def test_values_of_an_axis_can_be_numbers(workshop):
     axes = "{beta: {10: {vars: {title: ten}}, 0.5: {only: {seed: 2}}}, seed: {1: {}, 2: {}}}"
     published = "[{format: 'row {}', columns: {seed: [1, 2]}, rows: {10: [3, 4]}}]"
@@ -94,6 +100,7 @@ def test_a_cell_can_be_inherited_by_its_name(table, workshop):
             "where: {method: dgpo_ablation, model: small}",
             "there is no cell where",
         ),
+        ("vars: {what: rewards}", "vars: {what: <method.what>}", "<method.what> is defined by itself"),
         ("name: <method>_<model>", "name: <method>", "gives two cells the name 'ppo'"),
         ("name: <method>_<model>", "name: <method> <model>", "'ppo small' cannot be a name"),
         ("rows: {dgpo: [24.2, null]}", "rows: {dgpo: [24.2]}", "row 'dgpo' has .24.2., expected 2 numbers"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 
 import numpy as np
 import polars as pl
@@ -109,6 +110,29 @@ def test_closing_table_shows_what_was_chosen(stages):
     assert " 6 " not in arpo and "6.000" in arpo and "4.000" in grpo, "calls of the whole training"
     with pytest.raises(ValueError, match="no column 'nothing'"):
         closing_table([("ARPO", stages / "arpo" / "key0")], ["nothing"])
+
+
+def test_rows_of_different_test_sets_are_named(stages, tmp_path):
+    """Other questions; and others by the same ids, as a world of another seed has them."""
+    arpo, grpo = stages / "arpo" / "key0", stages / "grpo" / "key0"
+    same = closing_table([("ARPO", arpo), ("GRPO", grpo)], ARPO)
+    assert "test sets" not in same and "test sets" not in closing_table([("ARPO", arpo)], ARPO)
+    for name, files in {"a": ["a.jsonl"], "b": ["b.jsonl"], "fewer": []}.items():
+        made = tmp_path / "outputs" / "grpo" / name
+        shutil.copytree(grpo, made)
+        (made / "config.yaml").write_text(json.dumps({"data": {"init_args": {"test_files": files}}}))
+    table = tmp_path / "outputs" / "grpo" / "fewer" / "evaluation" / "test.parquet"
+    pl.read_parquet(table).filter(pl.col("id") != "q3").write_parquet(table)
+    made = {name: tmp_path / "outputs" / "grpo" / name for name in ("a", "b", "fewer")}
+    for one, other in (("a", "b"), ("a", "fewer"), ("b", "fewer")):
+        said = closing_table([(one, made[one]), (other, made[other])], ARPO).splitlines()[-1]
+        assert said.startswith("The rows are of 2 test sets") and f"{one}: " in said and f"; {other}: " in said, said
+    assert "(20 questions, " in said and "fewer: one_hop (19 questions, " in said
+    rows = [*rows_of(stages)[:1], rows_of(stages)[2] | {"folder": made["fewer"]}]
+    page, _ = write_results("arpo", rows, tmp_path, "make reproduce EXP=arpo", columns=ARPO)
+    assert "**The rows are of 2 test sets, " in page.read_text()
+    page, _ = write_results("arpo", rows_of(stages), tmp_path, "make reproduce EXP=arpo", columns=ARPO)
+    assert "test sets" not in page.read_text()
 
 
 def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):

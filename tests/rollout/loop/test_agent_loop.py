@@ -398,7 +398,7 @@ def test_environment_ends_and_scores_itself(protocol):
     assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.ENVIRONMENT_DONE, 2)
     assert trajectory.reward == Reward(1.0, {"environment": 1.0, "success": 1.0})
     assert trajectory.task.question == "You stand in a corridor."
-    assert trajectory.task.metadata["first_observation"] == {"exits": ["forward"]}
+    assert trajectory.task.metadata == {"first_observation": {"exits": ["forward"]}, "own_question": TASK.question}
     assert "Question: You stand in a corridor.<|im_end|>" in protocol.decode(trajectory.prompt_ids)
     with pytest.raises(TypeError, match="no resume"):
         run(loop, start=trajectory, at=trajectory.turns[1].start)

@@ -279,6 +279,23 @@ def test_thinking_is_passed_to_the_template(folders, tmp_path):
     assert always.parse("I count </think>" + call_text(always)) == CALL
 
 
+@pytest.mark.parametrize(
+    ("tools", "shown", "says"),
+    [
+        (["search"], True, "Use the tools wherever they help you to look something up. Once you are sure"),
+        (["code_interpreter"], True, "wherever they help you to compute or to check something. Once you are sure"),
+        (["search", "code_interpreter"], True, "to look something up, to compute or to check something. Once"),
+        (["search"], False, "Reason step by step. Put the final answer in \\boxed{}."),
+    ],
+)
+def test_the_instruction_speaks_of_the_tools_that_are_shown(folders, tools, shown, says):
+    protocol = HermesProtocol(folders["qwen3"], tools=tools, show_tools=shown, instruction="boxed")
+    text = protocol.decode(protocol.prompt_ids(TASK))
+    asked = text[text.index(TASK.question) :]
+    assert says in asked and ("compute" in asked) == (shown and "code_interpreter" in tools)
+    assert ("tool" in asked) == shown
+
+
 def test_own_tools_and_instructions(folders, tmp_path):
     function = {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}
     (tmp_path / "weather.json").write_text(json.dumps(function))

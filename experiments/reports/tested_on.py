@@ -1,0 +1,57 @@
+"""The questions that a run was tested on, so that a table names rows of different test sets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import polars as pl
+import yaml
+
+from callbacks.evaluation_rows import AGENT
+from data_modules.datasets.benchmark_names import split_reference
+from experiments.registry.keys import HASHES, PathHasher
+from experiments.stages.inputs import dataset_name
+
+SHOWN = 6  # digits of a digest
+MOST = 8  # rows of a set that are named
+
+
+def tested_on(folder: Path) -> str | None:
+    """``gsm8k (40 questions, 3f2a1c)``: equal texts mean the same questions. The digest covers the ids of the questions
+    and the test files. None for a stage without a test."""
+    table, config = folder / "evaluation" / "test.parquet", folder / "config.yaml"
+    if not table.is_file():
+        return None
+    ids = pl.read_parquet(table).filter(pl.col("probe") == AGENT).select("data_source", "id").unique().sort(pl.all())
+    digest = hashlib.sha256(repr(ids.rows()).encode())
+    data = (yaml.safe_load(config.read_text()).get("data") or {}) if config.is_file() else {}
+    outputs, names = folder.absolute().parents[1], []
+    for reference in (data.get("init_args") or {}).get("test_files") or []:
+        benchmark, path = split_reference(reference)
+        names.append(benchmark or dataset_name(Path(path).absolute(), outputs))
+        digest.update((PathHasher(outputs / HASHES)(Path(path)) if Path(path).is_file() else path).encode())
+    named = ", ".join(names or ids["data_source"].unique().sort())
+    return f"{named} ({len(ids)} questions, {digest.hexdigest()[:SHOWN]})"
+
+
+def differing(rows: Iterable[tuple[str, str | None]]) -> str:
+    """The rows of each test set, in one line; "" where no two rows are known to have different ones.
+
+    Args:
+        rows: label, and test set as text.
+    """
+    sets: dict[str, dict[str, None]] = {}
+    for label, tested in rows:
+        if tested:
+            sets.setdefault(tested, {})[label] = None
+    if len(sets) < 2:
+        return ""
+    listed = "; ".join(f"{_named(list(labels))}: {tested}" for tested, labels in sets.items())
+    return f"The rows are of {len(sets)} test sets, and only rows of the same set can be compared. {listed}."
+
+
+def _named(labels: list[str]) -> str:
+    further = len(labels) - MOST
+    return f"{', '.join(labels[:MOST])}{f' and {further} more' if further > 0 else ''}"
