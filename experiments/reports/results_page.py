@@ -77,8 +77,8 @@ def results_page(
         f"{notes.strip()}\n" if notes else "",
         f"Made by `{command}`. The {len(objects)} stages below took {total} together. "
         f"[{experiment}.json]({experiment}.json) has an object for each method and seed: n questions, attempts at "
-        "each, k right ones of all trials, mean, interval, seconds, command, commit, and the values of every question, "
-        "from which the tables of scores and differences are computed.\n",
+        "each, k right ones of all trials, mean, interval, seconds, command, commit. Its `questions` give the tables "
+        "of scores and differences: the distinct numbers, a bar, and each question's place among them in base 62.\n",
         f"{provenance(objects)} {seeds_note({method: len(same) for method, same in of.items()})}\n",
         "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over seeds and questions; of a "
         "method with one seed, and of metrics over several attempts (pass@k and its like), over questions alone.\n",
