@@ -39,8 +39,8 @@ def released_answer(response: str) -> str | None:
 
 def _last_box(text: str) -> str:
     r"""Content of the last ``\boxed{}``, out of a ``\text{}`` that begins and ends it; "" without a box. A box without
-    braces (``\boxed 12``), an unclosed one, and the last ``\fbox`` of a text that lacks ``\boxed`` keep their command, and
-    reach to the next closing brace or the end."""
+    braces (``\boxed 12``), an unclosed one, and the last ``\fbox`` of a text that lacks ``\boxed`` keep their command
+    and reach to the next closing brace or the end."""
     start = text.rfind("\\boxed" if "\\boxed" in text else "\\fbox")
     box = text[start:] if start >= 0 else ""
     end = closing_brace(box)
