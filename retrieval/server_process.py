@@ -113,7 +113,7 @@ class ServerProcess:
         while not self._ended.is_set():
             if not self._restarts.take():
                 # Set before anybody is refused, who then asks for it.
-                self.failure = f"the search server {why}{self._restarts.used_up()}; its last words: {self._last_line()}"
+                self.failure = f"the search server {why}{self._restarts.used_up()}; {self._log_tail(1, ' ')}"
                 with suppress(OSError):
                     self._listener.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it, too
                 self._listener.close()
@@ -127,15 +127,10 @@ class ServerProcess:
                 why = f"could not be started anew ({one_line(error).partition(';')[0]})"
                 self._ended.wait(PAUSE_S)
 
-    def _log_lines(self) -> list[str]:
-        return self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
-
-    def _last_line(self) -> str:
-        """Of its log, which is gone when the run has ended."""
-        return one_line((self._log_lines() or ["none"])[-1])[:500]
-
-    def _log_tail(self) -> str:
-        return f"the end of its log ({self.log}):\n" + "\n".join(self._log_lines()[-LOG_LINES:])
+    def _log_tail(self, lines: int = LOG_LINES, between: str = "\n") -> str:
+        """Quote the log, because a temporary one is removed when the run ends."""
+        text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
+        return between.join([f"the end of its log ({self.log}):", *text.splitlines()[-lines:]])
 
 
 def how_ended(child: subprocess.Popen) -> str:
