@@ -21,6 +21,7 @@ from callbacks.tracking.mlflow_run import MLflowRun, is_refusal
 from callbacks.tracking.run_info import RunStopped
 from callbacks.tracking.run_parameters import parameters
 from retrieval.types import one_line
+from rollout.make_command import same_run
 
 log = logging.getLogger(__name__)
 MODULE = "model."  # begins the names of the module's parameters
@@ -175,7 +176,7 @@ class MLflowLogger(Logger):
         """At the first use, of rank 0 alone: there are loggers that log nothing."""
         if self._opened is None:
             path = self._folder / METRICS_FILE if self._folder is not None else None
-            kept = f"Metrics are kept in {path}; make metrics EXP=... sends them" if path else "Its metrics are lost"
+            kept = f"Metrics are kept in {path}; {same_run('metrics')} sends them" if path else "Its metrics are lost"
             metrics = MetricsFile(path)
             self._opened = metrics, Sender(self._run, metrics, kept)
             self._opened[1].put(

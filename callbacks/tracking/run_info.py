@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rollout.make_command import COMMAND_VARIABLE
+
 ROOT = Path(__file__).resolve().parents[2]
 SQLITE = "sqlite:///"
 RUN_ID_FILE = "mlflow_run_id"  # in the folder of a run
@@ -31,7 +33,7 @@ def commit() -> str:
 
 def run_info() -> dict[str, str]:
     """The commit and the command a result was made with, for the files that hold results."""
-    command = os.environ.get("COMPACT_AGENTS_COMMAND") or shlex.join([Path(sys.executable).name, *sys.argv])
+    command = os.environ.get(COMMAND_VARIABLE) or shlex.join([Path(sys.executable).name, *sys.argv])
     return {"commit": commit(), "command": command}
 
 

@@ -49,7 +49,7 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
     if plays_episodes(config):
         raise ExperimentError(
             f"the world of '{context.target}' takes tasks, not questions; its episodes lie in the "
-            "stage's trajectories/, make evaluate plays new ones"
+            f"stage's trajectories/; {context.command('evaluate')} plays new ones"
         )
     model = find_model(context, None)
     runner.require_unaltered(model)
@@ -92,7 +92,7 @@ def asked_task(question: str, example: Task | None) -> Task:
 
     text = question.strip()
     if not text:
-        raise ExperimentError('the question is empty: make ask Q="Who wrote ...?"')
+        raise ExperimentError("the question is empty; give one, as in Q='Who wrote Middlemarch?'")
     prompt = ()
     if example is not None:
         text += "" if text.endswith("?") else "?"

@@ -43,7 +43,7 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
     path = find_weights(stage, context, args.checkpoint, args.trust)
     target = Path(args.to) if args.to else context.project.root / "exports" / context.target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder with --to")
+        raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder with TO")
     if is_model_folder(path) and args.dtype is None:
         runner.require_unaltered(path)
         shutil.copytree(path, target, dirs_exist_ok=True)
@@ -71,9 +71,9 @@ def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trus
         return find_model(context, checkpoint, trust)
     if store.result() is None and store.checkpoint is not None:
         raise ExperimentError(
-            f"'{stage.name}' is not done; its last checkpoint can be exported: make export EXP={stage.name} CKPT=last"
+            f"'{stage.name}' is not done; its last checkpoint can be exported: {context.command('export', CKPT='last')}"
         )
-    path = runner.folder_of(context.project, stage) / "model"
+    path = runner.folder_of(context, stage) / "model"
     if not path.is_dir():
         raise ExperimentError(f"'{context.target}' makes no model ({context.project.relative(path)} does not exist)")
     return path

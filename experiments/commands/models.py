@@ -28,9 +28,9 @@ def trained_stage(context: RunContext) -> Stage:
     """Where the experiment's model lies: the stage as overridden if it was trained so, else the one without overrides,
     which are then about how the model is used."""
     overridden = make_graph(context).target()
-    if StageFolder(overridden.folder).result() is not None:
-        return overridden
-    return Graph(context.project, context.target, Overrides(), context.seed).target()
+    plain = Graph(context.project, context.target, Overrides(), context.seed).target()
+    made = [stage for stage in (overridden, plain) if StageFolder(stage.folder).result() is not None]
+    return [*made, overridden][0]
 
 
 def find_model(context: RunContext, checkpoint: str | None, trust: bool = False) -> Path:
@@ -43,7 +43,7 @@ def find_model(context: RunContext, checkpoint: str | None, trust: bool = False)
     if checkpoint is None:
         stage = trained_stage(context)
         if stage.kind != "test":
-            return runner.folder_of(context.project, stage) / "model"
+            return runner.folder_of(context, stage) / "model"
         checkpoint = str(context.project.root / stage.config["model"]["init_args"]["policy"])
     path = Path(checkpoint)
     if not path.exists():
@@ -120,7 +120,7 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
     context = replace(context, verb="evaluate", variables=(f"CKPT={checkpoint}",) if checkpoint else ())
     stage = evaluation_stage(target, path, graph)
     for upstream in target.upstream:
-        runner.folder_of(context.project, upstream)  # the world, the index: made by train
+        runner.folder_of(context, upstream)  # the world, the index: made by train
     require_files([stage], context.project.root)
     if is_model_folder(path):
         require_same_tokenizer(path, rollouts_of(stage.config)["init_args"]["protocol"]["init_args"]["tokenizer"])
@@ -140,5 +140,5 @@ def require_same_tokenizer(model: Path, tokenizer: str) -> None:
     if theirs != ours:
         raise ExperimentError(
             f"{model} has another tokenizer ({len(theirs)} entries) than this experiment ({tokenizer}, {len(ours)} "
-            "entries): it is a checkpoint of another model. Name the experiment that it belongs to: EXP=..."
+            "entries): it is a checkpoint of another model. Name the experiment that it belongs to with EXP"
         )

@@ -19,6 +19,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
 from retrieval.types import one_line
+from rollout.make_command import make_command
 
 BOOKKEEPING = ("config.yaml", "stage.json", "log", "traceback.txt")
 
@@ -57,7 +58,7 @@ def ui(args: argparse.Namespace, context: RunContext) -> None:
     database = Path(store.removeprefix(SQLITE))
     if store.startswith(SQLITE) and not database.is_file():
         raise ExperimentError(f"there are no runs yet ({database} does not exist): make train first")
-    require_free_port(args.port, "make ui PORT=5001")
+    require_free_port(args.port, make_command("ui", {"PORT": 5001}))
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     print(f"MLflow starts over {store}; its address follows", flush=True)
     words = (
@@ -88,7 +89,9 @@ def metrics(args: argparse.Namespace, context: RunContext) -> None:
     names = [stage.name for stage in make_graph(context).plan(compare=context.compare)]
     folders = [path.parent for name in names for path in sorted((outputs / name).glob(f"*/{METRICS_FILE}"))]
     if not folders:
-        raise ExperimentError(f"no run of '{context.target}' has a {METRICS_FILE} in {outputs}: make train first")
+        raise ExperimentError(
+            f"no run of '{context.target}' has a {METRICS_FILE} in {outputs}: run {context.command('train')} first"
+        )
     left_out = 0
     for folder in folders:
         try:

@@ -18,6 +18,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, data_arguments
 from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage, require_files
+from rollout.make_command import make_command
 
 if TYPE_CHECKING:
     from experiments.reports.preconditions import Gate
@@ -222,8 +223,7 @@ def probe(target: Stage, graph: Graph, name: str, model: str, config: Config) ->
     """A stage of kind test, in a folder of its own beside the target's."""
     folder = graph.project.root / model
     if not is_model_folder(folder):
-        raise ExperimentError(
-            f"'{target.name}': no model folder at {model}; fetch it first: make download EXP={target.name}"
-        )
+        fetch = make_command("download", {"EXP": target.name})
+        raise ExperimentError(f"'{target.name}': no model folder at {model}; fetch it first: {fetch}")
     settings = json.dumps([config["data"], config["trainer"]["callbacks"]], sort_keys=True)
     return evaluation_stage(replace(target, config=config, key=f"{target.key}, {name} {settings}"), folder, graph)

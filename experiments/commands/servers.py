@@ -33,14 +33,15 @@ SERVER_OPTIONS = (
 )
 def retriever(args: argparse.Namespace, context: RunContext) -> None:
     """The search server over the index that an experiment depends on, in the foreground."""
-    require_free_port(args.port, "make retriever PORT=8001")
+    require_free_port(args.port, context.command("retriever", PORT=args.port + 1))
     searched = args.backend or args.index
     if searched is None:
         graph = make_graph(context)
         stages = [stage for stage in closure([graph.target()]) if builds_index(stage)]
         if not stages:
-            raise ExperimentError(f"'{context.target}' builds no index of its own: name one with --index DIR")
-        searched = str(runner.folder_of(context.project, stages[0]) / "index")
+            name_one = context.command("retriever", INDEX="FOLDER")
+            raise ExperimentError(f"'{context.target}' builds no index; name one: {name_one}")
+        searched = str(runner.folder_of(context, stages[0]) / "index")
         if args.threads is None:  # as many as it was built with
             args.threads = str(stages[0].config["task"]["init_args"].get("threads", 1))
     index = [] if args.backend else ["--index", searched]
@@ -82,13 +83,13 @@ def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
 )
 def engine_server(args: argparse.Namespace, context: RunContext) -> None:
     """The engine that an experiment configures, over HTTP, in the foreground."""
-    require_free_port(args.port, "make engine PORT=8101")
+    require_free_port(args.port, context.command("engine", PORT=args.port + 1))
     target = make_graph(context).target()
     engine = rollouts_of(target.config)["init_args"]["engine"]
     if args.checkpoint is not None:
         engine["init_args"]["model"] = args.checkpoint
     for upstream in target.upstream if args.checkpoint is None else ():
-        runner.folder_of(context.project, upstream)  # the model's stage: made by train
+        runner.folder_of(context, upstream)  # the model's stage: made by train
     share_with_machines(args, context)
     runner.require_unaltered(context.project.root / str(engine["init_args"].get("model", "")))
     words = ["--port", str(args.port), "--host", args.host]

@@ -22,7 +22,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.listing import released_differences
 from experiments.registry.released import SUFFIX, untwinned
 from experiments.stages.context import RunContext
-from experiments.stages.graph import Stage
+from experiments.stages.graph import Stage, closure
 from experiments.stages.store import StageFolder
 
 RESUME = "continue an interrupted stage: the default, but with a word when there is none"
@@ -93,24 +93,25 @@ def print_closing_words(target: Stage, context: RunContext) -> None:
         if path.exists():
             print(f"  {name:<14} {context.project.relative(path)}")
     if target.kind != "task":
-        print("\nSee the runs in MLflow:   make ui")
+        print(f"\nSee the runs in MLflow:   {context.elsewhere('ui')}")
         from experiments.stages.validate import plays_episodes
 
         if not plays_episodes(target.config):
-            print(f'Ask the model something:  make ask EXP={target.name} Q="..."')
+            print(f"Ask the model something:  {context.command('ask', Q='...')}")
 
 
 @command("dry-run", "print the resolved configuration and validate it; loads no model", COMPARE)
 def dry_run(args: argparse.Namespace, context: RunContext) -> None:
-    """The resolved configuration, validated, as YAML on stdout, and on stderr what the experiment depends on. `train`
-    validates the stages under it in the same way before it runs the first."""
+    """Print the resolved configuration as YAML on stdout, and the stages that it depends on on stderr. Validates it and
+    the stages that ``--stages`` overrides; `train` validates all stages in the same way."""
     graph = make_graph(context)
     target = graph.target()
     from experiments.stages.data_files import check_data_files
     from experiments.stages.validate import check
 
     with contextlib.redirect_stdout(sys.stderr):  # what libraries say when they are imported
-        notes = check(target, context.project.root)
+        changed = [stage for stage in closure(target.upstream) if stage.name in graph.overrides.stages]
+        notes = [note for stage in (*changed, target) for note in check(stage, context.project.root)]
     print(yaml.safe_dump(target.config, sort_keys=False, allow_unicode=True, width=110), flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         stages = graph.plan(compare=context.compare)
@@ -155,8 +156,14 @@ def validate(args: argparse.Namespace, context: RunContext) -> None:
 
 @command("status", "which stages of an experiment are done, and where they are", COMPARE)
 def status(args: argparse.Namespace, context: RunContext) -> None:
+    """The stages of the experiment with these settings, then the runs with other settings or seeds."""
     graph = make_graph(context)
-    runner.print_plan(graph, runner.to_make(graph.plan(compare=context.compare)), context)
+    plan = graph.plan(compare=context.compare)
+    runner.print_plan(graph, runner.to_make(plan), context, plan)
+    others = [(stage, run) for stage in plan for run in runner.other_runs(stage)]
+    print(f"  with other settings or seeds: {len(others)} runs")
+    for stage, run in others:
+        print(f"  {stage.name}  {runner.describe_run(run, stage)}")
 
 
 @command("stage", "run one prepared stage folder", option("folder", type=Path), experiment=False, overrides=False)

@@ -26,11 +26,11 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as t
 Identity = str | list[dict[str, Any]]  # UNKNOWN, or kind, corpus_sha256 and passages of every index
 
 
-def describe(config: Config, name: str) -> dict[str, Identity]:
+def describe(config: Config, name: str, serve: str) -> dict[str, Identity]:
     """Address -> identity, for every address of a search server in the configuration of stage ``name``. An address is
     a URL, or ``file:PATH``: then the server may have moved since, and is found at the URL that stands there now.
 
-    A server that is loading is waited for, as long as the client would wait.
+    Waits for a server that is loading as long as the client would. ``serve``: the command that starts a server.
 
     Raises:
         ExperimentError: nothing answers at a URL, a server loads for too long, or servers that should be equal serve
@@ -42,7 +42,7 @@ def describe(config: Config, name: str) -> dict[str, Identity]:
     for client in init_args_of(config, CLIENT):
         patience = float(client.get("loading_timeout", LOADING_TIMEOUT_S))
         urls = [url.rstrip("/").removesuffix("/retrieve") for url in client["urls"]]  # as the client shortens them
-        described |= (group := {url: identity(url, name, patience) for url in urls})
+        described |= (group := {url: identity(url, name, patience, serve) for url in urls})
         known = [url for url in urls if group[url] != UNKNOWN]
         for url in known[1:]:
             if group[url] != group[known[0]]:
@@ -53,7 +53,7 @@ def describe(config: Config, name: str) -> dict[str, Identity]:
     return described
 
 
-def identity(url: str, name: str, loading_timeout: float) -> Identity:
+def identity(url: str, name: str, loading_timeout: float, serve: str) -> Identity:
     """What ``GET <url>/health`` says of the indexes; UNKNOWN if the server has no such page. One that is loading is
     waited for, up to ``loading_timeout`` seconds."""
     from retrieval.client import FILE_PREFIX, LOADING_PAUSE_S, current_url, loading_detail
@@ -64,7 +64,7 @@ def identity(url: str, name: str, loading_timeout: float) -> Identity:
     except OSError as error:
         raise ExperimentError(
             f"'{name}' searches over the server whose address stands in {url.removeprefix(FILE_PREFIX)}, which cannot "
-            f'be read ({error.strerror}): start the server with make retriever EXP=... ARGS="--announce FILE"'
+            f"be read ({error.strerror}): start the server with its option --announce FILE: {serve}"
         ) from None
     began, told = time.monotonic(), False
     question = urllib.request.Request(f"{base}/health")
@@ -88,8 +88,8 @@ def identity(url: str, name: str, loading_timeout: float) -> Identity:
             return UNKNOWN  # it answers, but something else
         except OSError as error:
             raise ExperimentError(
-                f"'{name}' searches over {base}, where no server answers ({error}): start one in another shell "
-                "(make retriever EXP=...), or name the right address (see `paths` in make dry-run)"
+                f"'{name}' searches over {base}, where no server answers ({error}): start one in another shell with "
+                f"{serve}, or name the right address (--paths.retriever)"
             ) from None
         if time.monotonic() - began > loading_timeout:
             raise ExperimentError(
@@ -102,15 +102,16 @@ def identity(url: str, name: str, loading_timeout: float) -> Identity:
         time.sleep(LOADING_PAUSE_S)
 
 
-def require_same(name: str, earlier: Mapping[str, Identity], now: Mapping[str, Identity]) -> None:
-    """Raises ExperimentError if stage ``name`` was made over other indexes than stand behind the same URL now."""
+def require_same(name: str, earlier: Mapping[str, Identity], now: Mapping[str, Identity], again: str) -> None:
+    """Raises ExperimentError if stage ``name`` was made over other indexes than are behind the same URL now. ``again``:
+    the command that makes it again."""
     for url, before in earlier.items():
         present = now.get(url, UNKNOWN)
         if UNKNOWN not in (before, present) and before != present:
             raise ExperimentError(
                 f"'{name}' was made with another index behind {url}: {_words(before)} then, {_words(present)} now. "
-                f"Serve the former one there, or give the new one a URL of its own, or make '{name}' anew: "
-                f"make train EXP={name} FRESH=1"
+                f"Serve the former one there, or give the new one a URL of its own, or make '{name}' again: "
+                f"{again}"
             )
 
 

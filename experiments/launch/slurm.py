@@ -83,7 +83,7 @@ def job_file(target: Stage, context: RunContext, ranks: Ranks, log: Path, extra:
     if wrong := [option for option in options if not option.startswith("-")]:
         raise ExperimentError(f"SBATCH: '{wrong[0]}' is no option; write them as --partition=gpu --time=24:00:00")
     words = [sys.executable, "-m", "experiments", "train", *context.flags(), "--launch", "torchrun"]
-    sbatch = (f"SBATCH={shlex.quote(extra)}",) if extra else ()
+    sbatch = (f"SBATCH={extra}",) if extra else ()
     values = {
         "ROOT": str(context.project.root),
         "OUTPUTS": str(context.project.outputs),

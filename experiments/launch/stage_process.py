@@ -16,6 +16,7 @@ from experiments.stages.context import STOPPED, RunContext, StageFailed
 from experiments.stages.graph import Stage
 from experiments.stages.stage import INTERRUPTED, REFUSED, set_environment
 from experiments.stages.store import StageFolder
+from rollout.make_command import COMMAND_VARIABLE
 
 
 def run_stage(
@@ -34,7 +35,7 @@ def run_stage(
     ranks, node, store = ranks_of(stage.config), context.node, StageFolder(stage.folder)
     require_launcher(stage.name, stage.config, node.count if node else None)
     with context.stop.working_in(stage.folder), shared_retrievers(stage.config, ranks.processes) as shared:
-        environment = set_environment(dict(os.environ)) | {"COMPACT_AGENTS_COMMAND": context.command()}
+        environment = set_environment(dict(os.environ)) | {COMMAND_VARIABLE: context.command()}
         environment |= shared.environment
         command = ["-m", "experiments", "stage", str(stage.folder)]
         if ranks.several:

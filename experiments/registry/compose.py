@@ -127,6 +127,8 @@ def check_experiment(config: Config, name: str) -> str:
     kind = (config.get("experiment") or {}).get("kind")
     if kind not in KINDS:
         raise ExperimentError(f"experiment '{name}': experiment.kind is {kind!r}, expected one of {', '.join(KINDS)}")
+    if not isinstance(trainer := config.get("trainer") or {}, dict):
+        raise ExperimentError(f"experiment '{name}': trainer is {trainer!r}; expected a mapping of Trainer options")
     wanted = ("task",) if kind == "task" else ("model", "data")
     for section in wanted:
         block = config.get(section)

@@ -22,6 +22,7 @@ from experiments.registry.files import Config, load_yaml, merge, parse_yaml
 
 STAGE_PREFIX = "stages"
 OVERRIDE_SECTIONS = [*(s for s in SECTIONS if s != "experiment"), "config"]
+CALLBACKS = "trainer.callbacks."
 NAMED = "trainer.strategy"  # takes a name (zero3) as well as a class, whose arguments then go with it
 
 
@@ -108,6 +109,9 @@ def _put(config: Config, path: str, text: str) -> bool:
         if not isinstance(node, dict):
             return False
     if leaf == "class_path" and "class_path" in node:
+        if path.startswith(CALLBACKS):  # of a mapping by name, which the parser sees as a list
+            node |= {"class_path": text, "init_args": {}}
+            return True
         return False
     if "class_path" in node and leaf not in ("class_path", "init_args"):  # the short form --model.x
         node = _step(config, node, "init_args")

@@ -35,7 +35,7 @@ def open_store(tracking_uri: str) -> MlflowClient:
     path = Path(tracking_uri.removeprefix(SQLITE))
     if tracking_uri.startswith(SQLITE) and not path.exists():
         raise FileNotFoundError(
-            f"no MLflow store at {path}; train something first (make train), or import runs (make metrics EXP=...)"
+            f"no MLflow store at {path}; train something first (make train), or import runs (make metrics)"
         )
     from mlflow import MlflowClient
 

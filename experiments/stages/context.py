@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from experiments.registry import overrides
 from experiments.registry.project import Project
+from experiments.stages.graph import Stage, closure
 from experiments.stages.stop import StopSignal
+from rollout.make_command import make_command
 
 DEFAULT_PORT = 29400  # torchrun's own default for a rendezvous
 RESUBMIT_VARIABLE = "COMPACT_AGENTS_AGAIN"  # in a Slurm job: the command that submits another which goes on
@@ -65,16 +68,28 @@ class RunContext:
         """Whether this is node 0 (or the only one), which makes the stages; the others join in."""
         return self.node is None or self.node.rank == 0
 
-    def command(self, *extra: str) -> str:
-        """The make command that does this."""
-        words = ["make", self.verb, f"EXP={self.target}", *self.variables]
+    def command(self, verb: str | None = None, **variables: object) -> str:
+        """The make command that does this, or another make target for the same run."""
+        given: dict[str, object] = {"EXP": self.target}
+        if verb is None:
+            given |= dict(word.partition("=")[::2] for word in self.variables)
         if self.seed is not None:
-            words.append(f"SEED={self.seed}")
-        if self.compare and self.verb == "train":
-            words.append("COMPARE=1")
-        if self.arguments:
-            words.append(f'ARGS="{" ".join(self.arguments)}"')
-        return " ".join([*words, *extra])
+            given["SEED"] = self.seed
+        if self.compare and (verb or self.verb) == "train":
+            given["COMPARE"] = 1
+        return make_command(verb or self.verb, given | variables, self.arguments)
+
+    def elsewhere(self, verb: str) -> str:
+        """The make command of a target that takes no experiment, over the same outputs."""
+        return make_command(verb, {}, [word for word in self.arguments if word.startswith("--paths.outputs=")])
+
+    def for_stage(self, stage: Stage) -> RunContext:
+        """The context of a command for ``stage``, with the overrides that reach it or the stages it depends on."""
+        given, names = overrides.parse(self.arguments), {other.name for other in closure([stage])} - {stage.name}
+        own = given.for_stage(stage.name, is_target=stage.name == self.target)
+        words = [f"--{path}={value}" for path, value in own]
+        words += [f"--stages.{n}.{path}={value}" for n in given.stages if n in names for path, value in given.stages[n]]
+        return replace(self, target=stage.name, arguments=tuple(words), variables=(), compare=False, verb="train")
 
     def resume_command(self, resume: bool = True) -> str:
         """The make command that goes on after a failure; only training has anything to continue from, and only where
@@ -84,13 +99,13 @@ class RunContext:
             return self.command()
         if job := os.environ.get(RESUBMIT_VARIABLE):
             return job
-        last = ["RESUME=last"] if resume else []
+        last = {"RESUME": "last"} if resume else {}
         if self.node is None or self.node.count == 1:
-            return self.command(*last)
-        port = [] if self.node.port == DEFAULT_PORT else [f"MASTER_PORT={self.node.port}"]
+            return self.command(**last)
+        port = {} if self.node.port == DEFAULT_PORT else {"MASTER_PORT": self.node.port}
         count = self.node.count - 1
         others = "NODE_RANK=1 on the other node" if count == 1 else f"NODE_RANK=1 to {count} on the other nodes"
-        return f"{self.command(f'MASTER_ADDR={self.node.address}', *port, *last)} (and with {others})"
+        return f"{self.command(MASTER_ADDR=self.node.address, **port, **last)} (and with {others})"
 
     def flags(self) -> list[str]:
         """The same as arguments of ``python -m experiments``."""

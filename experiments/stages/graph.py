@@ -11,7 +11,7 @@ from typing import Any
 
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry import overrides as cli_overrides
-from experiments.registry.compose import Config, resolve
+from experiments.registry.compose import Config, check_experiment, resolve
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import unreadable
 from experiments.registry.keys import FILE_SUFFIXES, HASHES, PathHasher, stage_key
@@ -123,6 +123,7 @@ class Graph:
             config["seed_everything"] = self.seed
         pairs = self.overrides.for_stage(name, is_target=name == self.target_name)
         config, arguments = cli_overrides.apply(config, pairs)
+        check_experiment(config, name)
         upstream: dict[str, Stage] = {}
 
         def referred(reference: str) -> str:
@@ -207,10 +208,23 @@ def require_files(stages: Sequence[Stage], root: Path) -> None:
             raise ExperimentError(f"experiment '{stage.name}': {'; '.join(missing)}")
 
 
-def _is_local(model: str, root: Path) -> bool:
-    """Whether the name of a model can be no repository of the hub (owner/name)."""
-    owner, *rest = model.split("/")
-    return model.startswith((".", "/", "~")) or len(rest) > 1 or bool(rest and (root / owner).is_dir())
+def _model_fault(text: str, key: str, root: Path) -> str | None:
+    """Why an option that names a model can name none; None: it may be a folder, or owner/name of the hub."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    wanted = "give a Hugging Face folder, or owner/name of the hub"
+    path = root / text
+    if path.exists():
+        whole = path.is_dir() and (key == "tokenizer" or (path / "config.json").is_file())
+        return None if whole else f"'{text}' is no model folder (it has no config.json); {wanted}"
+    owner, *rest = text.split("/")
+    if text.startswith((".", "/", "~")) or len(rest) != 1 or (root / owner).is_dir():
+        return f"no model folder '{text}'; {wanted}"
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return f"'{text}' is no name of the hub; {wanted}"
+    return None
 
 
 def missing_files(stage: Stage, root: Path) -> list[str]:
@@ -224,16 +238,18 @@ def missing_files(stage: Stage, root: Path) -> list[str]:
         for where, text in strings(stage.config.get(section), section):
             path = root / split_reference(text)[1]  # "gsm8k:data/gsm8k.jsonl" names a file too
             key = where.rpartition(".")[2].partition("[")[0]
-            model = key in MODELS and _is_local(text, root)
+            model = key in MODELS and (key != "model" or where.endswith(".engine.init_args.model"))  # not of a service
             named = model or (section != "trainer" and (key in DATA or text.endswith(FILE_SUFFIXES)))
-            if not named or text in reported or path.exists():
+            if not named or text in reported or any(path.is_relative_to(place) for place in (*made, *listed)):
                 continue
-            if any(path.is_relative_to(place) for place in (*made, *listed)):
+            if model:
+                if fault := _model_fault(text, key, root):
+                    reported.add(text)
+                    lines.append(f"{where}: {fault}")
+                continue
+            if path.exists():
                 continue
             reported.add(text)
-            if model:
-                lines.append(f"{where}: no model folder '{text}'; give a Hugging Face folder, or owner/name of the hub")
-                continue
             if path.parent == root:  # whatever else lies there is no help
                 lines.append(f"{where}: no file '{text}' in {root}")
                 continue

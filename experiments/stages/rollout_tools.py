@@ -14,15 +14,15 @@ from experiments.stages.validate import import_class
 def check_rollouts(parsed: Any, where: str) -> None:
     """Raises ExperimentError where the environment is known to lack a tool that the protocol is known to call, where
     the sampler forks what the protocol writes anew for every turn, or where the engine is told to sleep and cannot."""
-    from rollout.environments.base import check_tools
-    from rollout.samplers.base import check_forks
-    from rollout.system import check_sleep
-
     for section in ("data", "task"):
         options = parsed.config.get(f"{section}.init_args") or {}
         rollouts = options.get("rollouts.init_args")
         if rollouts is None or not (rollouts.get("protocol.class_path") and rollouts.get("environment.class_path")):
             continue
+        from rollout.environments.base import check_tools
+        from rollout.samplers.base import check_forks
+        from rollout.system import check_sleep
+
         protocol = import_class(rollouts.protocol.class_path, where)
         called = called_tools(protocol, rollouts.get("protocol.init_args.tools"))
         environment = environment_tools(rollouts.environment.class_path, rollouts.get("environment.init_args.tools"))

@@ -26,8 +26,9 @@ import yaml
 
 from callbacks.training import stop_request
 from callbacks.training.stop_request import StopRequested
-from experiments.registry import hardware
 from experiments.registry.errors import ExperimentError
+from experiments.registry.project import ROOT
+from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
 from retrieval.types import one_line
 from rollout.files import DiskFullError, is_no_room, write_atomically
@@ -46,7 +47,8 @@ def run(folder: Path) -> int:
     """Make the stage, from its checkpoint on if there is one; returns the exit code.
 
     Errors meant for the user become one message, defects a traceback."""
-    from experiments.stages.validate import check_classes
+    from experiments.stages.data_files import check_data_files
+    from experiments.stages.validate import check
 
     quieten()
     store = StageFolder(folder)
@@ -57,7 +59,10 @@ def run(folder: Path) -> int:
     try:
         config = yaml.safe_load(store.config_path.read_text())
         arguments = store.metadata()["arguments"]
-        check_classes(config, _where(config))
+        stage = prepared(store, config)
+        if notes := check(stage, ROOT):
+            raise ExperimentError(notes[0])
+        check_data_files([stage], ROOT)
         if config["experiment"]["kind"] == "task":
             run_task(config, arguments, folder)
         else:
@@ -75,6 +80,18 @@ def run(folder: Path) -> int:
     except Exception as error:
         return _report(error, folder)
     return 0
+
+
+def prepared(store: StageFolder, config: dict[str, Any]) -> Stage:
+    """The stage of a prepared folder, with the names and folders of the stages that it reads."""
+    metadata, about = store.metadata(), config["experiment"]
+
+    def other(name: str, key: str) -> Stage:
+        return Stage(name, "", key, store.path.parents[1] / name / key, {}, (), (), ())
+
+    upstream = tuple(other(name, key) for name, key in metadata["upstream"].items())
+    arguments = tuple(metadata["arguments"])
+    return Stage(about["name"], about["kind"], metadata["key"], store.path, config, arguments, upstream, ())
 
 
 def die_with_parent(parent: int) -> None:
@@ -109,10 +126,6 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
     from experiments.stages.validate import cli
 
     config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
-    hardware.check_shares(config, _where(config))
-    hardware.check_indices(config, _where(config))
-    if notes := hardware.missing_devices(config, _where(config)):
-        raise ExperimentError(notes[0])
     parsed = cli(config, arguments, _where(config), instantiate=True)
     trainer, model, data = parsed.trainer, parsed.model, parsed.datamodule
     watch_from_the_start(trainer)

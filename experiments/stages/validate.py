@@ -6,42 +6,46 @@ and everything else are the parser's (jsonargparse).
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
 import tempfile
 import warnings
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import yaml
+from annotated_types import Ge, Le
 
 from experiments.registry import hardware
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import data_arguments
-from experiments.stages import startup
+from experiments.stages import option_types, requirements, startup
 from experiments.stages.graph import MODELS, Stage, require_files, strings
 from retrieval import protocols
 
 # None of them takes a metric of torchmetrics.
 WITHOUT_METRICS = ("callbacks.", "data_modules.", "experiments.", "lightning", "retrieval.", "rollout.", "torch.")
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 
 
 @startup.no_collection()
 def check(stage: Stage, root: Path) -> list[str]:
-    """Everything that can be known about a stage without running it.
+    """Check a stage without running it.
 
     Returns:
-        what this machine lacks for it: it may be meant for another.
+        the devices and packages that this machine lacks. The stage may be meant for another machine.
 
     Raises:
-        ExperimentError: unknown class, unknown argument, wrong type, missing argument, a file that is not there, an
-            argument of the module that it refuses, a strategy that is none, ranks that cannot share the prompts, a
-            tool that is called and that the environment has not.
+        ExperimentError: an unknown class or argument, a value of the wrong type, a missing argument or file, options
+            that a module, a callback or the Trainer refuses, an unknown strategy, ranks that cannot share the prompts,
+            a tool that the protocol calls and the environment lacks.
     """
     from experiments.stages.rollout_tools import check_rollouts
 
@@ -50,20 +54,35 @@ def check(stage: Stage, root: Path) -> list[str]:
     paths = [text for key, text in strings(stage.config) if key.endswith("class_path")]
     if all(path.startswith(WITHOUT_METRICS) for path in paths):
         startup.import_torchmetrics()
-    check_classes(stage.config, where)
+    config = with_arguments(stage.config, stage.arguments, where)
+    check_classes(config, where)
     parsed = cli(stage.config, stage.arguments, where, instantiate=False)
-    if stage.kind != "task":
-        hardware.check_strategy(parsed.config.get("trainer.strategy"), where)
-        hardware.check_shares(stage.config, where)
-        hardware.check_indices(stage.config, where)
-    check_validation_interval(parsed.config, where)
     check_rollouts(parsed, where)
     check_generation_configs(stage, root)
     module = check_module(parsed, where)
-    check_trainer_options(module, parsed.config, where)
+    notes = requirements.check_packages(config, where)
+    if stage.kind != "task":
+        _check_trainer(module, parsed, config, where)
     check_data_options(module, parsed, where)
+    check_callbacks(parsed, where)
     check_lengths(parsed, where)
-    return hardware.missing_devices(stage.config, where)
+    return [*hardware.missing_devices(config, where), *notes]
+
+
+def _check_trainer(module: Any, parsed: Any, config: Config, where: str) -> None:
+    from experiments.stages import trainer_options
+
+    trainer = config.get("trainer") or {}
+    trainer_options.check_values(trainer, where)
+    hardware.check_strategy(trainer.get("strategy"), where)
+    trainer_options.check_by_lightning(trainer, where)
+    hardware.check_shares(config, where)
+    hardware.check_indices(config, where)
+    check_validation_interval(parsed.config, where)
+    if not getattr(module, "automatic_optimization", True):
+        trainer_options.check_manual(trainer, where)
+    if config["experiment"]["kind"] == "fit" and hasattr(module, "dtype_name"):
+        trainer_options.check_precision(module, trainer, where)
 
 
 def check_validation_interval(parsed: Any, where: str) -> None:
@@ -90,19 +109,6 @@ def check_generation_configs(stage: Stage, root: Path) -> None:
                     read_generation_config(str(root / text))
                 except ValueError as error:
                     raise ExperimentError(f"experiment '{stage.name}': {key}: {error}") from None
-
-
-def check_trainer_options(module: Any, parsed: Any, where: str) -> None:
-    """Options that Lightning refuses, once a stage runs, for modules that step their optimisers themselves. Raises
-    ExperimentError with ours that does the same."""
-    if getattr(module, "automatic_optimization", True):
-        return
-    for option, neutral, instead in (
-        ("accumulate_grad_batches", 1, "a step adds up as many micro-batches of model.micro_batch_tokens as it takes"),
-        ("gradient_clip_val", None, "take model.max_grad_norm"),
-    ):
-        if (value := parsed.get(f"trainer.{option}", neutral)) != neutral:
-            raise ExperimentError(f"{where}: trainer.{option} is {value}, which does nothing here; {instead}")
 
 
 def plays_episodes(config: Config) -> bool:
@@ -138,6 +144,16 @@ def check_module(parsed: Any, where: str) -> Any:
         return parsed.parser.instantiate_classes(Namespace(model=parsed.config.model)).model
     except (ValueError, TypeError, OSError) as error:
         raise ExperimentError(f"{where}: model: {_constructor_message(error)}") from error
+
+
+def check_callbacks(parsed: Any, where: str) -> None:
+    """Construct the callbacks, whose constructors know which of their options do not agree. Raises ExperimentError."""
+    for callback in parsed.config.get("trainer.callbacks") or ():
+        block = callback.as_dict()
+        try:
+            instantiate(block, "callback")
+        except (ValueError, TypeError, OSError) as error:
+            raise ExperimentError(f"{where}: {block['class_path']}: {_constructor_message(error)}") from error
 
 
 def check_data_options(module: Any, parsed: Any, where: str) -> None:
@@ -179,8 +195,66 @@ def check_lengths(parsed: Any, where: str) -> None:
 
 def check_classes(config: Config, where: str) -> None:
     """Every class named exists and takes the arguments given. Raises ExperimentError."""
-    for section in ("trainer", "model", "data", "task"):
+    for section in ("model", "data", "task"):
         check_names(config.get(section), section, where)
+    fault = option_types.misfit(config.get("seed_everything", 0), Seed, "seed_everything", importlib.import_module)
+    if fault is None and "task" not in config:
+        fault = _check_lightning(config, where)
+    if fault is not None:
+        raise ExperimentError(f"{where}: {fault}")
+
+
+def _check_lightning(config: Config, where: str) -> str | None:
+    """Check the Trainer's options. Returns why ``model`` or ``data`` is not a module of Lightning's, or None."""
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+    from experiments.stages import trainer_options
+
+    trainer = config.get("trainer") or {}
+    require_keys(trainer, argument_names(Trainer), where, "trainer.")
+    check_arguments(Trainer, "Trainer", trainer, "trainer", where, trainer_options.TYPES)
+    load = partial(import_class, where=where)
+    kinds = (("model", LightningModule), ("data", LightningDataModule))
+    faults = (option_types.misfit(config[key], kind, key, load) for key, kind in kinds if config.get(key))
+    return next(filter(None, faults), None)
+
+
+def with_arguments(config: Config, arguments: Sequence[str], where: str) -> Config:
+    """Put the arguments that are left for the parser into the configuration, so that they are checked, too."""
+    config = copy.deepcopy(config)
+    for argument in arguments:
+        path, _, text = argument.removeprefix("--").partition("=")
+        *parents, leaf = path.removesuffix("+").split(".")
+        node: Any = config
+        for part in parents:
+            node = _part(node, part)
+        value = option_types.read(text)
+        if "class_path" in node and leaf not in ("class_path", "init_args"):
+            node = node.setdefault("init_args", {})
+        old = node.get(leaf)
+        if path.endswith("+"):
+            node[leaf] = [*(old or ()), *(value if isinstance(value, list) else [value])]
+        elif leaf == "class_path" or (isinstance(old, dict) and isinstance(value, str) and "." in value):
+            block = node if leaf == "class_path" else old
+            names = argument_names(import_class(text, where))
+            kept = {k: v for k, v in (block.get("init_args") or {}).items() if names is None or k in names}
+            block |= {"class_path": text, "init_args": kept}
+        else:
+            node[leaf] = value
+    return config
+
+
+def _part(node: Any, name: str) -> Any:
+    """The mapping below ``node`` of this name, of an object among its arguments; of a list's last object, as the parser
+    has it."""
+    if "class_path" in node and name not in ("class_path", "init_args"):
+        node = node.setdefault("init_args", {})
+    part = node.setdefault(name, {})
+    if not isinstance(part, list):
+        return part if isinstance(part, dict) else {}
+    if part and isinstance(part[-1], str):
+        part[-1] = {"class_path": part[-1]}
+    return part[-1] if part else {}
 
 
 # -- names ----------------------------------------------------------------------------------------------------------
@@ -220,38 +294,60 @@ def _modules_beside(module_name: str) -> list[str]:
 
 
 def check_names(value: Any, path: str, where: str) -> None:
-    """Walk a section: every ``class_path`` must exist and every ``init_args`` key be one of its arguments."""
+    """Walk a section. Every ``class_path`` must exist and take its ``init_args``."""
     if isinstance(value, list):
         for i, item in enumerate(value):
             check_names(item, f"{path}[{i}]", where)
     if not isinstance(value, dict):
         return
-    if isinstance(value.get("class_path"), str):
-        target = import_class(value["class_path"], f"{where}, {path}")
-        if missing := unwritten(target):
-            raise ExperimentError(f"{where}, {path}: {value['class_path']} lacks {' and '.join(missing)}; write it")
-        valid = argument_names(target)
-        extra = set(value) - {"class_path", "init_args", "dict_kwargs"}
-        if extra:
-            raise ExperimentError(f"{where}: '{path}.{sorted(extra)[0]}' belongs under '{path}.init_args'")
-        for key in value.get("init_args") or {}:
-            if valid is not None and key not in valid:
-                raise ExperimentError(
-                    f"{where}: unknown key '{path}.{key}': {value['class_path']} has no such argument"
-                    + nearest(key, valid)
-                )
-            if value["init_args"][key] is None and not takes_null(target, key):
-                raise ExperimentError(
-                    f"{where}: '{path}.{key}' is null, which it cannot be; give a value or leave it out"
-                )
-        check_names(value.get("init_args"), path, where)
+    if not isinstance(value.get("class_path"), str):
+        for key, item in value.items():
+            check_names(item, f"{path}.{key}", where)
         return
-    if path == "trainer":
-        from lightning.pytorch import Trainer
+    target = import_class(value["class_path"], f"{where}, {path}")
+    if missing := unwritten(target):
+        raise ExperimentError(f"{where}, {path}: {value['class_path']} lacks {' and '.join(missing)}; write it")
+    if extra := set(value) - {"class_path", "init_args", "dict_kwargs"}:
+        raise ExperimentError(f"{where}: '{path}.{sorted(extra)[0]}' belongs under '{path}.init_args'")
+    check_arguments(target, value["class_path"], value.get("init_args") or {}, path, where)
 
-        require_keys(value, argument_names(Trainer) or (), where, "trainer.")
-    for key, item in value.items():
-        check_names(item, f"{path}.{key}", where)
+
+def check_arguments(
+    target: Any, name: str, given: Config, path: str, where: str, narrower: Mapping[str, Any] | None = None
+) -> None:
+    """Compare the arguments of a class with its constructor: names, types, and that none is missing.
+
+    Args:
+        name: of the class, for messages.
+        narrower: annotations that replace the constructor's.
+
+    Raises:
+        ExperimentError: the first argument that does not fit.
+    """
+    valid = argument_names(target)
+    for key, value in given.items():
+        at = f"{path}.{key}"
+        if valid is not None and key not in valid:
+            raise ExperimentError(f"{where}: unknown key '{at}': {name} has no such argument{nearest(key, valid)}")
+        parameter, hint = parameter_of(target, key)
+        hint = (narrower or {}).get(key, hint)
+        if value is None:
+            if parameter is not None and parameter.default is not None and not option_types.takes_null(hint):
+                raise ExperimentError(f"{where}: '{at}' is null, which it cannot be; give a value or leave it out")
+            continue
+        if fault := option_types.misfit(value, hint, at, partial(import_class, where=f"{where}, {at}")):
+            raise ExperimentError(f"{where}: {fault}")
+        if option_types.names_class(value, hint):
+            value = {"class_path": value}
+        kind = option_types.built_from(value, hint)
+        if kind is None:
+            check_names(value, at, where)
+        else:
+            check_arguments(kind, kind.__name__, value, at, where)
+    for key in required_arguments(target):
+        if key not in given:
+            expected = option_types.describe(parameter_of(target, key)[1])
+            raise ExperimentError(f"{where}: '{path}.{key}' is missing, which {name} needs; expected {expected}")
 
 
 def unwritten(target: Any) -> list[str]:
@@ -262,19 +358,27 @@ def unwritten(target: Any) -> list[str]:
     return [f"the method '{name}'" for name, member in static if getattr(member, "__isabstractmethod__", False)]
 
 
-def takes_null(target: Any, name: str) -> bool:
-    """Whether an argument may be None, as far as can be told. The parser lets null pass for every type."""
+def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]:
+    """The parameter of a constructor, its bases' included, and its annotation; (None, Any) where it is unknown."""
     for function in _constructors(target):
         try:
             parameter = inspect.signature(function).parameters.get(name)
-            hint = get_type_hints(function).get(name, Any) if parameter else Any
+            hint = get_type_hints(function, include_extras=True).get(name, Any) if parameter else Any
         except Exception:  # a builtin without signature; names of a TYPE_CHECKING block
-            return True
+            return None, Any
         if parameter is not None:
-            hint = getattr(hint, "__value__", hint)  # of an alias with a name
-            null = any(each in (None, type(None)) for each in (hint, *get_args(hint)))  # a Callable's are not hashable
-            return parameter.default is None or hint is Any or null
-    return True
+            return parameter, hint
+    return None, Any
+
+
+def required_arguments(target: Any) -> list[str]:
+    """The names that the class's own constructor cannot be called without; a base's may be given by the class."""
+    try:
+        parameters = inspect.signature(_constructors(target)[0]).parameters.values()
+    except (TypeError, ValueError, IndexError):
+        return []
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self")
+    return [p.name for p in named if p.default is p.empty]
 
 
 def _constructors(target: Any) -> list[Any]:

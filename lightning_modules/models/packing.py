@@ -20,7 +20,10 @@ teacher are packed alike.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from lightning_modules.batch import TokenBatch
 
 NAMES = {"sdpa": "packed", "flash_attention_2": "packed_fa2", "flash_attention_3": "packed_fa3"}
+BUILT_IN = ("sdpa", "eager", "flex_attention")
+PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 LAYERS = {"full_attention", "sliding_attention"}  # the others carry something from token to token besides attention
 BENDS = ("softcap", "s_aux", "position_bias")  # arguments of attention that the kernels here do not apply
 
@@ -56,22 +61,36 @@ def check_unpacked(attention: str) -> None:
         raise ValueError(f"attention is {attention!r}, a name for inside; set packing: true and attention: {plain}")
 
 
-def register(name: str) -> None:
-    """Make an implementation known to transformers, before a model is loaded with it; nothing to do for the plain ones.
-    It has no mask function, so that transformers builds no mask.
+def check_available(attention: str) -> None:
+    """Refuse an attention implementation of transformers that cannot be had here. A name with a slash is a kernel of
+    the hub.
 
     Raises:
-        ValueError: it needs a package that is not installed.
+        ValueError: the name is unknown, or its package is not installed.
     """
+    name = next((plain for plain, packed in NAMES.items() if packed == attention), attention)
+    package = "kernels" if "/" in name else PACKAGES.get(name)
+    if package is not None and find_spec(package) is None:
+        raise ValueError(f"attention is {name!r}, whose package {package} is not installed; install it, or take 'sdpa'")
+    if package is None and name not in BUILT_IN and name not in _registered():
+        known = ", ".join((*BUILT_IN, *PACKAGES))
+        raise ValueError(f"attention is {name!r}; expected one of {known}, or the name of a kernel on the hub")
+
+
+def _registered() -> Collection[str]:
+    """Names that a module of the user's own has registered with transformers, which is imported by then."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return () if transformers is None else transformers.ALL_ATTENTION_FUNCTIONS.keys()
+
+
+def register(name: str) -> None:
+    """Make a packed implementation known to transformers, before a model is loaded with it. It has no mask function, so
+    that transformers builds no mask."""
     if name not in NAMES.values():
         return
     from transformers import AttentionInterface
-    from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     kernel = next(plain for plain, packed in NAMES.items() if packed == name)
-    there = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-    if kernel in there and not there[kernel]():
-        raise ValueError(f"attention is {kernel}, whose package is not installed here; install it, or take sdpa")
     AttentionInterface.register(name, partial(packed_attention, kernel=kernel))
 
 

@@ -18,7 +18,7 @@ from lightning_modules.batch import TokenBatch, collate
 from lightning_modules.models import lora as adapters
 from lightning_modules.models.liger import use_liger
 from lightning_modules.models.lora import LoRA
-from lightning_modules.models.packing import check_unpacked, packed_name
+from lightning_modules.models.packing import check_available, check_unpacked, packed_name
 from lightning_modules.models.policy import (
     DType,
     embedding_rows,
@@ -85,6 +85,7 @@ class PolicyModule(L.LightningModule):
         self.policy_path = policy
         self.dtype_name: DType = dtype
         check_unpacked(attention)
+        check_available(attention)
         self.attention = packed_name(attention) if packing else attention  # packs whatever is loaded with it
         self.packing, self.liger = packing, liger
         self.gradient_checkpointing = gradient_checkpointing

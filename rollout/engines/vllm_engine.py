@@ -29,7 +29,7 @@ class VLLMEngine(EngineProcess):
         self,
         model: str,
         max_length: PositiveInt = 1024,
-        dtype: str = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         gpu_memory_utilization: PositiveShare = 0.5,
         kv_cache_bytes: PositiveInt | None = None,
         tensor_parallel_size: PositiveInt = 1,
@@ -46,7 +46,7 @@ class VLLMEngine(EngineProcess):
         Args:
             model: Hugging Face folder (weights and tokenizer) or the name of a cached model.
             max_length: given plus new tokens of a request, at most.
-            dtype: "float32", "bfloat16" or "float16". On CPU use float32.
+            dtype: of weights and products. On CPU use float32.
             gpu_memory_utilization: share of the GPU's memory for weights and cache. CUDA only.
             kv_cache_bytes: size of the key/value cache; None: 256 MiB on CPU, by ``gpu_memory_utilization`` on CUDA.
             tensor_parallel_size: GPUs that share one model.

@@ -19,10 +19,12 @@ from experiments.commands.cli import build_parser, split_overrides
 from experiments.commands.download import assemble
 from experiments.commands.models import evaluate, find_model
 from experiments.commands.servers import SERVER_OPTIONS, server_options
+from experiments.launch import runner
 from experiments.launch.secret import FILE
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import ROOT
 from experiments.stages.context import Node, RunContext
+from experiments.stages.store import StageFolder
 from retrieval import server
 from retrieval.secret import SECRET_VARIABLE
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY
@@ -239,7 +241,9 @@ def test_an_address_is_printed_when_it_answers_and_not_before():
 def test_only_models_are_taken_for_models(workshop, tmp_path):
     workshop.task("x")
     context = RunContext(workshop.project, "x", (), None)
-    with pytest.raises(ExperimentError, match="'x' .* has not been made yet: run make train EXP=x first"):
+    with pytest.raises(
+        ExperimentError, match="'x' .* not been made yet; no other run of it is there: run make train EXP=x f"
+    ):
         find_model(context, None)
     with pytest.raises(ExperimentError, match="no checkpoint at /nowhere"):
         find_model(context, "/nowhere")
@@ -298,7 +302,7 @@ def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():
 
 def test_commands_are_named_as_they_were_typed(workshop):
     context = RunContext(workshop.project, "x", ("--model.kl_coef", "0.01"), 3)
-    assert context.resume_command() == 'make train EXP=x SEED=3 ARGS="--model.kl_coef 0.01" RESUME=last'
+    assert context.resume_command() == 'make train EXP=x SEED=3 RESUME=last ARGS="--model.kl_coef 0.01"'
     whole = replace(context, arguments=(), seed=None, compare=True)
     assert whole.resume_command() == "make train EXP=x COMPARE=1 RESUME=last" and whole.flags() == ["x", "--compare"]
     evaluation = replace(context, arguments=(), verb="evaluate", variables=("CKPT=a.ckpt",))
@@ -307,7 +311,7 @@ def test_commands_are_named_as_they_were_typed(workshop):
     )
     of_four = Node(count=4, rank=0, address="host0", port=29500, timeout_s=600)
     launched = replace(context, arguments=("--trainer.num_nodes=4",), variables=("LAUNCH=torchrun",), node=of_four)
-    said = 'make train EXP=x LAUNCH=torchrun SEED=3 ARGS="--trainer.num_nodes=4" MASTER_ADDR=host0 {}RESUME=last ({})'
+    said = "make train EXP=x LAUNCH=torchrun SEED=3 MASTER_ADDR=host0 {}RESUME=last ARGS=--trainer.num_nodes=4 ({})"
     others = "and with NODE_RANK=1 to 3 on the other nodes"
     assert launched.resume_command() == said.format("MASTER_PORT=29500 ", others)
     assert replace(launched, node=replace(of_four, port=29400)).resume_command() == said.format("", others)
@@ -326,3 +330,47 @@ def test_a_command_leaves_no_temporary_file_and_removes_what_a_killed_run_left(t
     subprocess.run(words, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL, check=True)
     assert not list(tmp_path.iterdir()) and not left.exists() and ours.exists()
     ours.unlink()
+
+
+def made(workshop, name, *overrides, seed=None):
+    """A run that is done, without its process."""
+    context = RunContext(workshop.project, name, overrides, seed)
+    stage = workshop.graph(name, *overrides, seed=seed).target()
+    store = StageFolder(stage.folder)
+    store.prepare(stage, {"command": context.command(), "arguments": [], "upstream": {}}, keep=False)
+    store.finish({"seed": stage.config["seed_everything"], "seconds": 1.0, "kind": "task", "finished": 1.0})
+    return context, stage
+
+
+def test_a_run_that_is_missing_is_told_beside_those_that_are_there(workshop):
+    workshop.task("a", "text: x")
+    context, stage = made(workshop, "a", "--task.text=it's $5", seed=3)
+    other = workshop.graph("a", seed=3).target()
+    asked = replace(context, arguments=())
+    with pytest.raises(ExperimentError) as caught:
+        runner.folder_of(asked, other)
+    said = f'1 other is there: {stage.key} (done: task.text "it\'s $5"): run make train EXP=a SEED=3 first'
+    assert str(caught.value).endswith(f"has not been made yet; {said}")
+    # The command of a stage below has the overrides that reach it, and no others.
+    workshop.task("b", "source: '${stage:a}'")
+    below = RunContext(workshop.project, "b", ("--task.text=t", "--stages.a.task.text=u v", "--paths.x=1"), 3)
+    hint = below.for_stage(workshop.graph("b", *below.arguments, seed=3).target().upstream[0]).command()
+    assert hint == """make train EXP=a SEED=3 ARGS="--paths.x=1 '--task.text=u v'\""""
+
+
+def test_status_counts_the_runs_with_other_settings_and_seeds(workshop, run_here):
+    workshop.task("a", "text: x")
+    _, first = made(workshop, "a", "--task.text=y")
+    _, second = made(workshop, "a", seed=7)
+    lines = run_here("status", "a").stdout.splitlines()
+    assert "a: 1 stage, 0 done, 1 to make" in lines and "  with other settings or seeds: 2 runs" in lines
+    assert f'  a  {first.key} (done: task.text "y")' in lines
+    assert f"  a  {second.key} (done: seed_everything 7)" in lines
+
+
+def test_hints_after_training_work_for_the_run_that_was_trained(workshop):
+    """Settings, seed and outputs are in them."""
+    context = RunContext(workshop.project, "a", ("--model.lr=1", "--paths.outputs=/large disk"), 4)
+    assert context.elsewhere("ui") == """make ui ARGS="'--paths.outputs=/large disk'\""""
+    ask = context.command("ask", Q="...")
+    assert ask == """make ask EXP=a SEED=4 Q=... ARGS="--model.lr=1 '--paths.outputs=/large disk'\""""

@@ -142,17 +142,17 @@ def test_counts_of_zero_are_refused(numeric_options):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--model.lr=-1"], "lr': found -1; expected greater than or equal to 0"),
-        (["--model.lr=nan"], "lr': found 'nan'; expected "),
-        (["--model.mini_batches=true"], "mini_batches': found True; expected a number"),
-        (["--data.prompts_per_step=0"], "prompts_per_step': found 0; expected greater than or equal to 1"),
-        (["--data.rollouts.max_turns=-2"], "max_turns': found -2; expected greater than or equal to 0"),
+        (["--model.lr=-1"], "'model.lr' is -1; expected a number of at least 0 and at most 1"),
+        (["--model.lr=nan"], "'model.lr' is 'nan'; expected a number"),
+        (["--model.mini_batches=true"], "mini_batches' is true; expected a whole number"),
+        (["--data.prompts_per_step=0"], "prompts_per_step' is 0; expected a whole number of at least 1"),
+        (["--data.rollouts.max_turns=-2"], "max_turns' is -2; expected a whole number of at least 0"),
     ],
 )
 def test_the_dry_run_says_in_one_line_what_is_out_of_range(overrides, message):
     stage = Graph(Project(), "arpo_tiny", parse(overrides)).target()
     with pytest.raises(ExperimentError) as caught:
-        validate.cli(stage.config, stage.arguments, f"experiment '{stage.name}'", instantiate=False)
+        validate.check(stage, ROOT)
     assert message in str(caught.value) and "\n" not in str(caught.value) and "pydantic" not in str(caught.value)
 
 

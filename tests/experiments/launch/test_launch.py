@@ -158,8 +158,8 @@ def test_a_slurm_job_stops_before_its_limit_and_goes_on(house, tmp_path):
     assert "stopping after this iteration" in said and "stopped on request after iteration" in said, said
     assert first.returncode == 75 and (fake / "requeued").read_text() == "requeue 77\n", said
     assert store.state() == "interrupted" and store.result() is None
-    again = "make train EXP=toy LAUNCH=slurm SBATCH='--partition=small --time=1:00' ARGS="
-    assert f'To continue: {again}"--trainer.num_nodes=2 --trainer.devices=1" RESUME=last' in said, said
+    again = 'make train EXP=toy LAUNCH=slurm SBATCH="--partition=small --time=1:00" RESUME=last'
+    assert f'To continue: {again} ARGS="--trainer.num_nodes=2 --trainer.devices=1"' in said, said
 
     (fake / "requeued").unlink()
     second = subprocess.Popen(["bash", str(job)], env=environment | {"TOY_SLOW": "0"}, **options)

@@ -62,41 +62,44 @@ def client(*urls):
 
 def test_servers_are_found_wherever_they_stand_and_described(serve):
     (_, ours), (_, search_r1) = serve([INDEX]), serve(None)
-    assert retriever_identity.describe(client(ours + "/retrieve"), "x") == {ours: [INDEX]}
-    assert retriever_identity.describe(client(search_r1, ours), "x") == {search_r1: "unknown", ours: [INDEX]}
-    assert retriever_identity.describe({"model": {"init_args": {"urls": [ours]}}}, "x") == {}
+    assert retriever_identity.describe(client(ours + "/retrieve"), "x", "make retriever") == {ours: [INDEX]}
+    assert retriever_identity.describe(client(search_r1, ours), "x", "make retriever") == {
+        search_r1: "unknown",
+        ours: [INDEX],
+    }
+    assert retriever_identity.describe({"model": {"init_args": {"urls": [ours]}}}, "x", "make retriever") == {}
 
 
 def test_a_server_that_is_loading_is_waited_for(serve, monkeypatch, capsys):
     """Taken for one that does not tell, its corpus would not be compared."""
     monkeypatch.setattr("retrieval.client.LOADING_PAUSE_S", 0.01)
     (_, url), (_, slow) = serve([INDEX], loading=3), serve([INDEX], loading=10**6)
-    assert retriever_identity.describe(client(url), "x") == {url: [INDEX]}
+    assert retriever_identity.describe(client(url), "x", "make retriever") == {url: [INDEX]}
     assert capsys.readouterr().out.splitlines() == [
         f"'x' waits for the search server at {url}, which is loading: 3 of 65 GB"
     ]
     impatient = {"class_path": retriever_identity.CLIENT, "init_args": {"urls": [slow], "loading_timeout": 0.1}}
     with pytest.raises(ExperimentError, match=r"still loading after 0\.1 s \(3 of 65 GB\)"):
-        retriever_identity.describe({"retriever": impatient}, "x")
+        retriever_identity.describe({"retriever": impatient}, "x", "make retriever")
 
 
 def test_equal_servers_must_be_equal_and_all_must_answer(serve):
     (_, one), (closed, gone) = serve([INDEX]), serve([OTHER])
     with pytest.raises(ExperimentError, match="must serve the same indexes"):
-        retriever_identity.describe(client(one, gone), "x")
+        retriever_identity.describe(client(one, gone), "x", "make retriever")
     closed.shutdown()
     closed.server_close()
     with pytest.raises(ExperimentError, match=f"'x' searches over {gone}, where no server answers .*make retriever"):
-        retriever_identity.describe(client(gone), "x")
+        retriever_identity.describe(client(gone), "x", "make retriever")
 
 
 def test_only_a_known_other_index_is_another():
     url = "http://127.0.0.1:1"
     for before, now in ((INDEX, INDEX), (INDEX, None), (None, OTHER)):
         known = [{url: [index] if index else "unknown"} for index in (before, now)]
-        retriever_identity.require_same("x", *known)
+        retriever_identity.require_same("x", *known, "make train")
     with pytest.raises(ExperimentError, match="another index .* corpus a{12} then, .* corpus b{12} now"):
-        retriever_identity.require_same("x", {url: [INDEX]}, {url: [OTHER]})
+        retriever_identity.require_same("x", {url: [INDEX]}, {url: [OTHER]}, "make train")
 
 
 def test_a_stage_records_what_it_searched_and_does_not_go_on_over_another_corpus(serve, workshop, monkeypatch):
@@ -132,13 +135,13 @@ def test_a_run_goes_on_with_a_server_that_has_moved(serve, workshop, tmp_path):
     for url in (first, second, wrong):
         announced.write_text(url + "\n")
         stage = workshop.graph("a").target()
-        found.append(retriever_identity.describe(stage.config, "a"))
+        found.append(retriever_identity.describe(stage.config, "a", "make retriever"))
         keys.append(stage.key)
     assert len(set(keys)) == 1
     assert found == [{address: [INDEX]}, {address: [INDEX]}, {address: [OTHER]}]
-    retriever_identity.require_same("a", found[0], found[1])
+    retriever_identity.require_same("a", found[0], found[1], "make train")
     with pytest.raises(ExperimentError, match="another index behind file:"):
-        retriever_identity.require_same("a", found[0], found[2])
+        retriever_identity.require_same("a", found[0], found[2], "make train")
     announced.unlink()
     with pytest.raises(ExperimentError, match="search.url, which cannot be read .*--announce"):
-        retriever_identity.describe(stage.config, "a")
+        retriever_identity.describe(stage.config, "a", "make retriever")

@@ -71,6 +71,6 @@ def test_a_search_server_with_another_secret_is_told_before_the_stage_starts(mon
     with serving(OwnerThread(lambda _: Nothing()), "its-secret") as url:
         monkeypatch.setenv(SECRET_VARIABLE, "ours")
         with pytest.raises(ExperimentError, match=f"'x' searches over {url}, which wants another secret than is sent"):
-            retriever_identity.identity(url, "x", 60)
+            retriever_identity.identity(url, "x", 60, "make retriever")
         monkeypatch.setenv(SECRET_VARIABLE, "its-secret")
-        assert retriever_identity.identity(url, "x", 60) == [*Nothing.metadata]
+        assert retriever_identity.identity(url, "x", 60, "make retriever") == [*Nothing.metadata]

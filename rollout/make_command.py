@@ -1,0 +1,67 @@
+"""Writes ``make`` commands that a shell, make and the shell of make's recipe read back unchanged."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+COMMAND_VARIABLE = "COMPACT_AGENTS_COMMAND"  # in a stage's process: the command that made it
+IN_QUOTES = ("CKPT", "INDEX", "TO", "LIKE", "ALGORITHM", "HARDWARE", "SBATCH")  # in the Makefile: "$(CKPT)"
+EXPORTED = ("Q",)  # read from the environment: no shell of make's reads them
+
+
+def make_command(target: str, variables: Mapping[str, object], arguments: Sequence[str] = ()) -> str:
+    """A command to type. Values may hold quotes, blanks and dollar signs.
+
+    Args:
+        target: of the Makefile.
+        variables: of make, in their order.
+        arguments: the words of ``ARGS``.
+
+    >>> make_command("ask", {"EXP": "x", "SEED": 3}, ["--model.lr", "1"])
+    'make ask EXP=x SEED=3 ARGS="--model.lr 1"'
+    """
+    words = [_assignment(name, str(value)) for name, value in variables.items()]
+    if arguments:
+        words.append(_word("ARGS", shlex.join(arguments)))
+    return " ".join(["make", target, *words])
+
+
+def same_run(target: str, *names: str) -> str:
+    """A command with the variables of the command that started this process (``COMMAND_VARIABLE``), for another target.
+
+    Args:
+        names: the variables to keep besides EXP and ARGS.
+    """
+    words = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))[2:]
+    given = dict(word.partition("=")[::2] for word in words if "=" in word)
+    kept = {name: given[name] for name in ("EXP", *names, "ARGS") if name in given}
+    return " ".join(["make", target, *(_quoted(f"{name}={value}") for name, value in kept.items())])
+
+
+def _assignment(name: str, value: str) -> str:
+    if name in IN_QUOTES:
+        value = _escaped(value)
+    elif name not in EXPORTED:
+        value = shlex.quote(value)
+    return _word(name, value)
+
+
+def _word(name: str, value: str) -> str:
+    empty = "$()" if value[:1].isspace() else ""  # make drops blanks before a value
+    return _quoted(f"{name}={empty}{value.replace('$', '$$')}")
+
+
+def _quoted(word: str) -> str:
+    """For the user's shell: in double quotes where they suffice, which are easier to read than nested single ones."""
+    name, _, value = word.partition("=")
+    if shlex.quote(value) == value:
+        return word
+    return shlex.quote(word) if re.search("[!$`]", value) else f'{name}="{_escaped(value)}"'
+
+
+def _escaped(value: str) -> str:
+    """For a place between double quotes."""
+    return re.sub(r'([\\"$`])', r"\\\1", value)

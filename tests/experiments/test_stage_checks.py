@@ -1,0 +1,60 @@
+"""A stage checks itself before it loads anything, with the checks of a chain."""
+
+import json
+
+import pytest
+import yaml
+
+from experiments.stages import stage as stages
+from experiments.stages.store import StageFolder
+
+TOYS = "tests.experiments.toy_modules"
+
+
+def prepared(workshop, *overrides):
+    workshop.write(
+        "walk",
+        "experiment: {kind: fit, summary: a walk}\n"
+        "trainer: {accelerator: cpu, max_epochs: 1}\n"
+        f"model: {{class_path: {TOYS}.Walk}}\n"
+        f"data: {{class_path: {TOYS}.Noise, init_args: {{batches: 10}}}}\n",
+    )
+    stage = workshop.graph("walk", *overrides).target()
+    metadata = {"key": stage.key, "arguments": list(stage.arguments), "upstream": {}, "command": ""}
+    StageFolder(stage.folder).prepare(stage, metadata, keep=False)
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--trainer.gradient_clip_val=1"], "trainer.gradient_clip_val is 1, which does nothing here"),
+        (["--trainer.max_steps=-7"], "'trainer.max_steps' is -7; expected a whole number of at least 1 or -1"),
+        (
+            ["--trainer.val_check_interval=0.5", "--trainer.check_val_every_n_epoch=null"],
+            "should be an integer or a time",
+        ),
+        (["--trainer.devices=3,4"], "trainer.devices is '3,4'; expected a number from 1 on"),
+        (["--data.batches=many"], "'data.batches' is 'many'; expected a whole number"),
+        (["--trainer.callbacks+=lightning.pytorch.callbacks.Timer", "--trainer.callbacks.interval=epochh"], "epochh"),
+    ],
+)
+def test_a_single_stage_is_refused_by_the_checks_of_a_chain(workshop, overrides, message, monkeypatch, capfd):
+    monkeypatch.setattr(stages, "run_lightning", lambda *_: pytest.fail("the stage has begun"))
+    monkeypatch.delenv(stages.PARENT_VARIABLE, raising=False)
+    assert stages.run(prepared(workshop, *overrides).folder) == stages.REFUSED
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: experiment 'walk': ") and message in said
+
+
+def test_a_stage_knows_the_folders_that_it_reads(workshop):
+    workshop.task("a")
+    workshop.task("b", "source: '${stage:a}'")
+    stage = workshop.graph("b").target()
+    store = StageFolder(stage.folder)
+    upstream = {other.name: other.key for other in stage.upstream}
+    store.prepare(stage, {"key": stage.key, "arguments": ["--task.text=x"], "upstream": upstream}, keep=False)
+    found = stages.prepared(store, yaml.safe_load(store.config_path.read_text()))
+    assert (found.name, found.kind, found.key, found.folder) == (stage.name, stage.kind, stage.key, stage.folder)
+    assert [other.folder for other in found.upstream] == [other.folder for other in stage.upstream]
+    assert found.arguments == ("--task.text=x",) and json.dumps(found.config) == json.dumps(stage.config)
