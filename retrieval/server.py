@@ -85,7 +85,7 @@ class RetrievalServer:
 
     Args:
         topk: passages per query where the request does not say.
-        secret: clients must send it; None serves every client.
+        secret: clients must send it; by default every client is served.
     """
 
     def __init__(self, owner: OwnerThread, topk: int, secret: str | None = None) -> None:

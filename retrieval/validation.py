@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 
 def first_problem(error: ValidationError, whole: str = "") -> str:
-    """Say in one line where the first problem is, what was expected and what was found. ``whole`` names all the data.
+    """Say in one line where the first problem is, with the expected type and the value. ``whole`` names all the data.
 
     >>> from pydantic import TypeAdapter
     >>> try:

@@ -67,7 +67,7 @@ def check_request(
 
     Args:
         max_length: given plus new tokens, at most.
-        vocab_size: of the model; None leaves the ids to the engine.
+        vocab_size: of the model; without it the engine checks the ids.
 
     Raises:
         ValueError: no ids, ids outside the vocabulary, too many tokens, or ``sampling`` is out of bounds.
