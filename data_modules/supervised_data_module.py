@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from data_modules.datasets.files import DatasetError, expand, spread
+from data_modules.datasets.files import DatasetError, expand, shown, spread
 from data_modules.evaluation_data import as_list
 from data_modules.loading.loaders import TrainLoader, fingerprint, permutation
 from data_modules.training_data import TrainingData
@@ -130,7 +130,8 @@ class SupervisedDataModule(TrainingData):
         bucket_batches: see ``BatchPlan``.
         append_eos: add an EOS after final answers, so that the model learns to stop.
         tokenizer: Hugging Face folder whose EOS that is; None takes the rollout system's.
-        max_tokens: leave out trajectories with more tokens than that, prompt included. How many is reported.
+        max_tokens: leave out trajectories with more tokens, prompt included. Prompts that alone fill the ``max_length``
+            of ``rollouts`` are left out in any case. The log says how many are left out, and names the first.
         max_train: use at most so many trajectories, evenly spaced over the files.
         held_out: keep so many of these, evenly spaced, out of the training: their losses are logged at every
             validation, as ``val/ce`` and so on.
@@ -217,6 +218,12 @@ class SupervisedDataModule(TrainingData):
             "tokens": sum(map(length_of, kept)),
         }
         if self.rank == 0:
+            if long := [row.task.id for row in rows if not self._fits(row)]:
+                why = f"longer than max_tokens ({self.max_tokens}) or with a prompt of max_length ({self._max_length})"
+                logger.warning(
+                    "%s: %d of %d trajectories are left out: %s; id %s",
+                    ", ".join(self.trajectory_files), len(long), len(rows), why, shown(long),
+                )  # fmt: skip
             logger.info("training trajectories: %s", ", ".join(f"{k} {v}" for k, v in self.report.items()))
         if not kept or (apart and not self._held_out):
             raise DatasetError(
@@ -227,7 +234,15 @@ class SupervisedDataModule(TrainingData):
         return kept
 
     def _short(self, rows: Iterable[Trajectory]) -> list[Trajectory]:
-        return [row for row in rows if self.max_tokens is None or length_of(row) <= self.max_tokens]
+        return [row for row in rows if self._fits(row)]
+
+    @property
+    def _max_length(self) -> int | None:
+        return None if self.rollouts is None else self.rollouts.budgets.max_length
+
+    def _fits(self, row: Trajectory) -> bool:
+        short = self.max_tokens is None or length_of(row) <= self.max_tokens
+        return short and (self._max_length is None or len(row.prompt_ids) < self._max_length)
 
     def _eos_id(self) -> int:
         if self.tokenizer is None:

@@ -29,7 +29,7 @@ def protocol(model_dir) -> SearchR1Protocol:
 
 @pytest.fixture
 def make_system(protocol):
-    """``make_system(latency=0.0) -> RolloutSystem``; ``system.engine.requests`` tells what was asked."""
+    """``make_system(latency=0.0, **options) -> RolloutSystem``; ``system.engine.requests`` tells what was asked."""
     made = []
 
     def asked(ids: tuple[int, ...]) -> tuple[int, str]:
@@ -43,11 +43,11 @@ def make_system(protocol):
         right = kind == "right" or (kind == "mixed" and sampling.seed % 2 == 0)
         return f"<answer> answer {number} </answer>" if right else "<answer> no idea </answer>"
 
-    def make(latency: float = 0.0) -> RolloutSystem:
+    def make(latency: float = 0.0, **options) -> RolloutSystem:
         engine = ScriptedEngine(script, protocol.tokenizer, latency)
         engine.asked = asked
         environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
-        made.append(RolloutSystem(engine, protocol, environment, ExactMatchReward()))
+        made.append(RolloutSystem(engine, protocol, environment, ExactMatchReward(), **options))
         return made[-1]
 
     yield make

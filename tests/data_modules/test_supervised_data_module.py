@@ -156,3 +156,20 @@ def test_files_that_are_not_there_or_not_trajectories(model_dir, question_file, 
         load(tmp_path / "nothing.parquet")
     with pytest.raises(ValueError, match="holds no saved trajectories"):
         load(question_file("questions", ["right"]))
+
+
+def test_trajectories_that_are_too_long_are_named(make_data, make_system, trajectories, caplog):
+    lengths = [len(t.prompt_ids) for t in trajectories[:39]]
+    longest = max(lengths)
+    data = make_data(rollouts=make_system(max_length=longest + 1))
+    data.setup("fit")
+    assert data.report["kept"] == 39 and "left out" not in caplog.text
+    data = make_data(rollouts=make_system(max_length=longest))
+    data.setup("fit")
+    left = lengths.count(longest)
+    assert (data.report["kept"], data.report["too_long"]) == (39 - left, left) and left
+    assert f"{left} of 39 trajectories are left out" in caplog.text and f"max_length ({longest}); id q" in caplog.text
+    caplog.clear()
+    data = make_data(max_tokens=max(map(length_of, trajectories)))  # and one of EOS
+    data.setup("fit")
+    assert data.report["too_long"] and "trajectories are left out: longer than max_tokens" in caplog.text
