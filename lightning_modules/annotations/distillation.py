@@ -114,7 +114,10 @@ class Distillation(Annotation):
     def teacher_logprobs(
         self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch
     ) -> Tensor | None:
-        prompts = None if self.prompts is None else self.prompts(algorithm, trajectories)
+        prompts = None
+        if self.prompts is not None:
+            with ranks.stop_together():
+                prompts = self.prompts(algorithm, trajectories)
         if self.server is not None:
             with ranks.stop_together():
                 return after_prompts(self.server.score, prompts, trajectories, batch)
@@ -163,3 +166,22 @@ def after_prompts(
         return score(batch)
     read = with_prompts(trajectories, prompts, batch)
     return aligned(score(read), read, batch)
+
+
+def check_lengths(
+    algorithm: Algorithm, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory], told: str, option: str
+) -> None:
+    """Raise ValueError where a response after its prompt for the teacher is longer than the model has positions.
+
+    Args:
+        told: what the teacher is told, for the message.
+        option: the option that bounds what it is told.
+    """
+    known = getattr(getattr(algorithm.policy, "config", None), "max_position_embeddings", None)
+    lengths = [len(p) + len(t.response_ids) for p, t in zip(prompts, trajectories, strict=True)]
+    if known is not None and max(lengths, default=0) > known:
+        worst = trajectories[lengths.index(max(lengths))]
+        raise ValueError(
+            f"task {worst.task.id}: with {told} the teacher reads {max(lengths)} tokens, but the model has positions "
+            f"for {known}; lower {option}, or the rollouts' max_length"
+        )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_modules.annotations.base import Algorithm, one_of, windowed
-from lightning_modules.annotations.distillation import TeacherPrompts
+from lightning_modules.annotations.distillation import TeacherPrompts, check_lengths
 
 if TYPE_CHECKING:
     from rollout.trajectory import Task, Trajectory
@@ -107,4 +107,6 @@ class PrivilegedPrompts(TeacherPrompts):
                     "that opens with an observation?); the teacher's prompt could not be made like it"
                 )
             prompts[t.group] = protocol.prompt_ids(self.privileged(t.task))
-        return [prompts[t.group] for t in trajectories]
+        read = [prompts[t.group] for t in trajectories]
+        check_lengths(algorithm, read, trajectories, f"the {self.privilege}", "the length of what the data tell")
+        return read

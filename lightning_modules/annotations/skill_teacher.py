@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_modules import ranks
 from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, one_of
-from lightning_modules.annotations.distillation import after_prompts
+from lightning_modules.annotations.distillation import after_prompts, check_lengths
 from lightning_modules.annotations.turns import turn_numbers
 from lightning_modules.batch import RowTensors
 from lightning_modules.models.policy import DType, load_frozen_lm
@@ -162,7 +162,7 @@ class SkillTeacher(Annotation):
                 text = decode(list(t.prompt_ids)) if self.skills.every_turn else t.task.question
                 injections[t.group] = self._injection(t.task, text)
             prompts.append(self.prompt_with_skills(algorithm, t, injections[t.group].text))
-        _check_lengths(algorithm, prompts, trajectories)
+        check_lengths(algorithm, prompts, trajectories, "skills", "skills.max_tokens")
         return injections, prompts
 
     def with_teacher(self, rollout: RolloutBatch, advantages: Tensor, notes: SkillNotes) -> tuple[Tensor, SkillNotes]:
@@ -228,13 +228,3 @@ class SkillTeacher(Annotation):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._skills is not None and "skills" in checkpoint:
             self._skills.retriever.load_state_dict(checkpoint["skills"])
-
-
-def _check_lengths(algorithm: Algorithm, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]) -> None:
-    known = getattr(getattr(algorithm.policy, "config", None), "max_position_embeddings", None)
-    longest = max((len(p) + len(t.response_ids) for p, t in zip(prompts, trajectories, strict=True)), default=0)
-    if known is not None and longest > known:
-        raise ValueError(
-            f"with skills the teacher reads {longest} tokens, but the model has positions for {known}; lower "
-            "skills.max_tokens, or the rollouts' max_length"
-        )

@@ -173,3 +173,10 @@ def test_without_a_rollout_system_there_is_no_prompt():
 def test_prompts_that_were_rendered_otherwise_are_refused(model_dir, protocol):
     with pytest.raises(ValueError, match="task t0 was read by the policy otherwise"):
         train(OPSD(str(model_dir)), Data(protocol, prompt_ids=(1, 2, 3)))
+
+
+def test_a_prompt_that_the_teacher_has_no_positions_for_is_refused(model_dir, protocol):
+    long = dataclasses.replace(TASKS[0], metadata={"hint": "a harbor " * 600})
+    message = "task t0: with the hint the teacher reads .* tokens, but the model has positions for 1024; lower"
+    with pytest.raises(ValueError, match=message):
+        train(OPSD(str(model_dir), "hint"), Data(protocol, [long]))
