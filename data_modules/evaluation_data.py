@@ -80,7 +80,7 @@ class EvaluationData(L.LightningDataModule):
             examples; null: all its tests, as released, which are those that score the answer.
         max_eval_prompt_tokens: leave out validation and test questions whose prompt (chat template and tools counted)
             is longer; the log says how many. By default all questions stay. The log names those whose prompts leave no
-            room in ``max_length``: they are not sampled, and count as unanswered.
+            token of ``max_length``: they are not sampled, and count as unanswered.
         faulty_rows: of question files, of training too: ``refuse`` stops at rows that cannot be used, ``drop`` leaves
             them out; the message or the log counts them by what is wrong.
         eval_skills: whether validation and test are given the rollout system's skills, if it has any: false tests what

@@ -66,7 +66,7 @@ class RolloutDataModule(TrainingData):
         max_prompt_tokens: leave out questions whose prompt (chat template, tools and skills counted) is longer, before
             ``max_train`` applies; the log says how many, and names the first. By default, and at most, what the
             rollouts' ``max_length`` leaves: one token to sample, or a whole turn where each turn has its own prompt.
-        dynamic_sampling: at most so many rounds of further prompts per iteration; None for none. Needs
+        dynamic_sampling: at most so many rounds of further prompts per iteration; null for none. Needs
             ``prompts_per_step * (1 + dynamic_sampling)`` questions.
         failure_patience: consecutive iterations above ``max_infrastructure_failures`` after which training stops.
         abilities: train on questions of these only (``math``, ``choice``, ``code``, ``qa``: ``metadata["ability"]``);

@@ -129,7 +129,7 @@ class SupervisedDataModule(TrainingData):
         batch_tokens: about so many tokens per batch, over all ranks.
         bucket_batches: see ``BatchPlan``.
         append_eos: add an EOS after final answers, so that the model learns to stop.
-        tokenizer: Hugging Face folder whose EOS that is; None takes the rollout system's.
+        tokenizer: Hugging Face folder whose EOS that is; by default the rollout system's.
         max_tokens: leave out trajectories with more tokens, prompt included. Prompts that alone fill the ``max_length``
             of ``rollouts`` are left out in any case. The log says how many are left out, and names the first.
         max_train: use at most so many trajectories, evenly spaced over the files.

@@ -174,7 +174,7 @@ def current_url(address: str) -> str:
 
 
 def loading_detail(content: bytes) -> str | None:
-    """What a server that is loading says in its answer 503; None: it is another answer."""
+    """The progress that a loading server reports in its answer 503, or None for another answer."""
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:

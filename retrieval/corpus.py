@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -197,26 +198,33 @@ class _Form(NamedTuple):
         else:
             id_ = row - 1
         contents = record.get(self.text)
-        if id_ is None or contents is None:
-            name = self.id if id_ is None else self.text
-            raise CorpusError(f"no {name!r}; found the keys {sorted(record)}, expected {self}")
-        if isinstance(id_, bool) or not isinstance(id_, (str, int)) or id_ == "":
-            raise CorpusError(f"{self.id} is {id_!r}; expected a text or a whole number")
-        if not isinstance(contents, str):
-            raise CorpusError(f"{self.text} is {type(contents).__name__}; expected a text")
+        if faults := list(self._faults(record, id_, contents)):
+            raise CorpusError("; ".join(faults))
         if self.title_line:
+            return Passage(str(id_), contents)
+        return Passage(str(id_), _with_title(record.get("title"), id_, contents))
+
+    def _faults(self, record: dict[str, Any], id_: Any, contents: Any) -> Iterator[str]:
+        missing = [repr(name) for name, value in ((self.id, id_), (self.text, contents)) if value is None]
+        if missing:
+            yield f"no {' and no '.join(missing)}; found the keys {sorted(record)}, expected {self}"
+        if isinstance(id_, bool) or not isinstance(id_, (str, int, NoneType)) or id_ == "":
+            yield f"{self.id} is {id_!r}; expected a text or a whole number"
+        if contents is None:
+            return
+        if not isinstance(contents, str):
+            yield f"{self.text} is {type(contents).__name__}; expected a text"
+        elif self.title_line:
             title, line_break, text = contents.partition("\n")
             if not line_break or not title.strip() or not text.strip():
-                raise CorpusError(f'contents {contents[:80]!r} is not a title line followed by text ("Title"\\ntext)')
-            return Passage(str(id_), contents)
-        if not contents.strip():
-            raise CorpusError(f"{self.text} is {contents!r:.80}; expected the text of a passage")
-        if self.text == "contents" and "\n" in contents:
-            raise CorpusError(
+                yield f'contents {contents[:80]!r} is not a title line followed by text ("Title"\\ntext)'
+        elif not contents.strip():
+            yield f"{self.text} is {contents!r:.80}; expected the text of a passage"
+        elif self.text == "contents" and "\n" in contents:
+            yield (
                 f"contents {contents[:80]!r} has a line break, as after a title line, but the file's first passage has "
                 "none; give all passages a title line, or say columns.text contents if none has one"
             )
-        return Passage(str(id_), _with_title(record.get("title"), id_, contents))
 
 
 _SEARCH_R1 = _Form("id", "contents", title_line=True)

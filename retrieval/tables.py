@@ -35,7 +35,7 @@ class Unreadable:
     """A line that holds no row. ``reason``: of JSON what its parser says."""
 
     reason: str
-    found: bytes = b""  # the beginning of a line that is no JSON
+    found: bytes = b""  # the beginning of a line that is not JSON
 
 
 Rows = Iterator[tuple[int, Any]]  # a row's number from 1, and the row: what JSON holds there, or Unreadable
@@ -43,7 +43,7 @@ Rows = Iterator[tuple[int, Any]]  # a row's number from 1, and the row: what JSO
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``unit``: what ``rows`` are counted in, lines of a text (of CSV, the line on which a row begins) or rows."""
+    """``unit``: what ``rows`` are counted in, lines of a text (of CSV, the first line of a row) or rows."""
 
     unit: Literal["line", "row"]
     form: Form
@@ -60,7 +60,7 @@ def open_table(
 
     Args:
         endings: of the names that are taken.
-        columns: of a parquet file, chooses the columns to read from all names; None: all.
+        columns: of a parquet file, chooses the columns to read from all names; null for all.
         parse: reads a line of JSON; raises ValueError.
 
     Raises:
@@ -165,7 +165,7 @@ def _reason(error: Exception) -> str:
 
 
 def _csv(path: Path, delimiter: str) -> Rows:
-    # Not polars, which does not say on which line a row begins: a quoted field may hold line breaks.
+    # Not polars, which does not tell the line of a row: a quoted field may hold line breaks.
     with _opened(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         header = next(reader, [])

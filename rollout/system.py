@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TestLimits:
-    """Limits of evaluations; None: those of training. See ``budgets.Budgets``."""
+    """Limits of evaluations; by default those of training. See ``budgets.Budgets``."""
 
     __test__ = False  # no test, whatever its name says to pytest
 

@@ -353,7 +353,7 @@ class Trajectory:
 def turn_rows(trajectory: Trajectory) -> list[Trajectory]:
     """The rows of a trajectory that models read: the trajectory itself, or, where each turn has its own prompt, one row
     for each turn that holds a token. Such a row has the turn, its prompt and its calls, and the trajectory's reward,
-    group and index. A trajectory without sampled tokens (its prompt left no room) has no rows."""
+    group and index. A trajectory without sampled tokens (its prompt filled ``max_length``) has no rows."""
     if not any(trajectory.loss_mask):
         return []
     if all(turn.prompt_ids is None for turn in trajectory.turns):

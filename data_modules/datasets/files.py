@@ -77,7 +77,7 @@ def refuse_faults(path: Path, faults: Sequence[Sequence[str]], advice: str = "")
 
 
 def refuse_lines(path: Path, unit: str, faults: Mapping[int, Sequence[str]], advice: str = "") -> None:
-    """Raise DatasetError if any line has a fault. The message names the lines by what is wrong with them.
+    """Raise DatasetError if any line has a fault. The message names the lines by their faults.
 
     Args:
         unit: what is counted (from 1), such as line.
@@ -89,14 +89,14 @@ def refuse_lines(path: Path, unit: str, faults: Mapping[int, Sequence[str]], adv
 
 
 def said_lines(unit: str, faults: Mapping[int, Sequence[str]]) -> str:
-    """The faults with their lines, for a message; "" where there are none."""
+    """The faults with their lines, for a message; "" without faults."""
     return "; ".join(listed(faults, unit, lambda lines, fault: f"{lines} with {fault}"))
 
 
 def listed(faults: Mapping[int, Sequence[str]], unit: str, say: Callable[[str, str], str]) -> list[str]:
     """Each fault with its lines, as ``say(lines, fault)`` puts it; of one kind SHOWN_ROWS faults, then a count.
 
-    Faults are of one kind if they differ only in numbers and in what they quote.
+    Faults are of one kind if they differ only in numbers and quoted text.
 
     >>> listed({2: ["id 'a' twice"], 3: ["id 'b' twice", "no text"], 4: ["no text"]}, "line", "{} with {}".format)
     ["line 2 with id 'a' twice", "line 3 with id 'b' twice", 'lines 3-4 with no text']
@@ -136,7 +136,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def said_faults(faults: Sequence[Sequence[str]]) -> str:
-    """The kinds of faults with their counts and first rows, for a message; "" where there are none."""
+    """The kinds of faults with their counts and first rows, for a message; "" without faults."""
     return _said(_kinds(faults))
 
 

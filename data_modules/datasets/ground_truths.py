@@ -57,7 +57,7 @@ def read_truth(value: Any) -> GroundTruth:
 
 
 def read_tests(given: dict[str, Any], public: int = 0) -> dict[str, Any] | str:
-    """The tests of a program as ``Task.metadata["tests"]`` holds them, or why there are none.
+    """The tests of a program as ``Task.metadata["tests"]`` holds them, or the reason why they cannot be used.
 
     Returns:
         {inputs, outputs, fn_name, public}: the texts that go in and must come out of standard input and output, or,
@@ -141,7 +141,7 @@ def ability_of(named: str | None, source: str, answers: Sequence[str], tests: di
 
 
 def as_answers(value: Any) -> tuple[str, ...] | None:
-    """Gold answers: a text, a number, or a list of them, as texts, without empty ones; None for any other value.
+    """Gold answers: a text, a number, or a list of them, as texts, without empty ones; other values give None.
 
     >>> as_answers([4, "four", None, 0.5]), as_answers(7), as_answers(True)
     (('4', 'four', '0.5'), ('7',), None)

@@ -30,13 +30,13 @@ class QuestionLoading:
     """How files become questions.
 
     Args:
-        protocol: writes the prompts; None only where nothing is loaded.
+        protocol: writes the prompts; null only where no file is loaded.
         prompts: ``as_given`` leaves tasks as their files have them; ``tool_reasoning`` sets their ``prompt`` to
             ``tool_prompts.tool_prompt``, for a protocol that shows it; ``tool_reasoning_first_row``: as the first task
             (``tool_prompts.with_tool_prompts``).
         lcb_examples: see ``tool_prompts.tool_prompt``.
         faulty_rows, answers, columns: see ``load_tasks``.
-        splits: training, validation and test have the same files, of which each takes its part; None: files of its own.
+        splits: shares the same files out among training, validation and test; null where each has its own files.
 
     Raises:
         ValueError: prompts or faulty_rows is neither of its values, the protocol would not show the prompts made here,
@@ -85,7 +85,7 @@ class QuestionLoading:
         tasks = self._read.get(names)
         if tasks is None:
             tasks = load_tasks(files, self.faulty_rows, self.answers, self.columns)
-        if self.splits is not None:  # the parts share their files: they are read, and what is left out is logged, once
+        if self.splits is not None:  # the parts share their files: read them, and log their faults, once
             self._read[names] = tasks
         return self.select(tasks, ", ".join(files), limit, writer, max_tokens, abilities, part)
 
@@ -104,9 +104,9 @@ class QuestionLoading:
         Args:
             where: the files, for messages.
             limit: at most so many questions, evenly spaced over those that are left.
-            writer: of the prompts whose tokens are counted; None: none are.
-            max_tokens: leave out longer prompts. None: in training, leave out prompts after which no token can be
-                sampled. An evaluation keeps these questions, which count as unanswered, and logs them.
+            writer: of the prompts whose tokens are counted; null: count no tokens.
+            max_tokens: leave out longer prompts. By default training leaves out prompts that leave no token to sample.
+                An evaluation keeps these questions, which count as unanswered, and logs them.
             abilities: keep only questions with one of these abilities.
             part: of ``splits``, where there are any.
 
@@ -138,7 +138,7 @@ class QuestionLoading:
 
     @property
     def identity(self) -> tuple[str | int | None, ...]:
-        """What else than their ids tells questions apart, for the fingerprint of saved positions; () by default."""
+        """Settings that change how a question is put, for the fingerprint of saved positions; () by default."""
         return () if self.prompts == "as_given" else (self.prompts, self.lcb_examples)
 
 
@@ -170,7 +170,7 @@ def with_abilities(tasks: Sequence[Task], abilities: Sequence[str], where: str) 
 def short_enough(
     tasks: list[Task], writer: FirstPrompts, max_tokens: int | None, room: int | None, where: str
 ) -> list[Task]:
-    """Return the tasks whose first prompt has at most ``max_tokens`` tokens, and at most ``room``; None: no limit.
+    """Return the tasks whose first prompt has at most ``max_tokens`` tokens, and at most ``room``; null for no limit.
 
     Chat template, tool schemas and skills are counted (the released filter leaves the tools out, docs/papers/sod.md
     section 4.5). The log says how many tasks are left out, by data source, and the first ids.
@@ -201,7 +201,7 @@ def short_enough(
 
 
 def warn_of_unanswered(tasks: Sequence[Task], writer: FirstPrompts, room: int | None, where: str) -> None:
-    """Log the questions of an evaluation whose prompts leave no room to sample. Raises DatasetError if all are so."""
+    """Log the questions of an evaluation whose prompts leave no token to sample. Raises DatasetError if all are so."""
     lengths = [] if room is None else prompt_lengths(tasks, writer, room)
     longer = [i for i, length in enumerate(lengths) if room is not None and length > room]
     if longer and len(longer) == len(tasks):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollout.trajectory import Task
 
 BUDGETS = ("max_turn_tokens", "max_response_tokens", "max_length")  # options of rollouts that bound prompts
-# Of which part the questions of an option are.
+# The part of the data that an option names.
 PARTS: dict[str, Part] = {"train_files": "train", "files": "train", "val_files": "val", "test_files": "test"}
 
 
@@ -45,8 +45,8 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class PartOfData:
-    """The questions that a stage trains, validates or tests on, of all the files of that part. ``notes``: what is left
-    out of them."""
+    """The questions that a stage trains, validates or tests on, of all the files of that part. ``notes``: how many
+    others are left out."""
 
     part: Part
     tasks: Sequence[Task] = field(repr=False)
@@ -55,20 +55,20 @@ class PartOfData:
 
 @dataclass(frozen=True, slots=True)
 class DataOfStages:
-    """What stages read and no stage makes. ``parts``: by the name of the stage."""
+    """The data that stages read and that no stage makes. ``parts``: by the name of the stage."""
 
     files: list[DataFile] = field(default_factory=list)
     parts: dict[str, list[PartOfData]] = field(default_factory=dict)
     faults: dict[str, None] = field(default_factory=dict)  # messages, each once
 
     def lines(self, quiet: bool = False) -> list[str]:
-        """What is read, for the screen; ``quiet``: only what is left out."""
+        """Lines for the screen; ``quiet``: only those about rows that are left out."""
         notes = (note for parts in self.parts.values() for part in parts for note in part.notes)
         return [*(str(file) for file in self.files if file.notes or not quiet), *dict.fromkeys(notes)]
 
 
 def check_data_files(stages: Sequence[Stage], root: Path) -> DataOfStages:
-    """``read_data_files`` of what is there. Raises ExperimentError with the faults of all files."""
+    """Read the data files that are there. Raises ExperimentError with the faults of all files."""
     found = read_data_files(stages, root)
     if found.faults:
         raise ExperimentError("\n  ".join(["data files cannot be used:", *found.faults]))
@@ -80,7 +80,7 @@ def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False) -
     cannot write prompts."""
     made = [s.folder.absolute() for s in closure(stages)]
     found = DataOfStages()
-    seen: dict[str, DataFile | None] = {}  # by file and reader; None: it is not there yet, or faulty
+    seen: dict[str, DataFile | None] = {}  # by file and reader; null where it is not there yet, or faulty
     for stage in stages:
         options = reader_options(stage)
         for reference in references(stage):
@@ -142,10 +142,10 @@ class PromptWriters:
         self._made: dict[str, Any] = {}
 
     def of(self, part: Part, required: bool = True) -> FirstPrompts | None:
-        """The writer for a part of the data; None where the stage has no rollouts.
+        """Return the writer for a part of the data, or None where the stage has no rollouts.
 
         Args:
-            required: False: None also where a tokenizer is no folder here, or a part cannot be made yet.
+            required: if false, return None where a tokenizer is not a folder here, or a part cannot be made yet.
 
         Raises:
             ValueError: the protocol or the skills cannot be made.
@@ -195,7 +195,7 @@ def _listed(paths: Any) -> list[str]:
 
 
 def reader_options(stage: Stage) -> dict[str, Any]:
-    """What decides, beside the file, what is read from it."""
+    """The options that decide, beside the file, how it is read."""
     arguments = data_arguments(stage.config)
     if _reads_traces(stage):
         return {"reader": _part(stage)["class_path"]}
@@ -207,7 +207,7 @@ def reader_options(stage: Stage) -> dict[str, Any]:
 
 
 def read(stage: Stage, reference: str) -> DataFile:
-    """One file as the stage will read it. Raises ValueError (DatasetError) with what is wrong."""
+    """One file as the stage will read it. Raises ValueError (DatasetError) that names the faults."""
     from data_modules.datasets.questions import load_tasks
 
     with _warnings() as notes:
@@ -245,7 +245,7 @@ def _reads_traces(stage: Stage) -> bool:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What readers warn of, instead of on the screen."""
+    """Collects the warnings of readers, which do not reach the screen."""
     notes: list[str] = []
     logger, handler = logging.getLogger("data_modules"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]

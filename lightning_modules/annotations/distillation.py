@@ -62,8 +62,8 @@ class Distillation(Annotation):
         prompts: what the teacher reads before each response; null for the student's prompt.
         weights: factors of w by step; none for 1 (on-policy distillation, OPD).
         coef: weight of the signal beside the outcome's advantage.
-        adv_clamp: bound on |T - S| of a token in the advantage (5 to 20 are usual); the divergences of steps are taken
-            of what was not clamped. Null for none.
+        adv_clamp: bound on |T - S| of a token in the advantage (5 to 20 are usual); the divergences of steps use
+            the log-ratios without bound. Null for none.
     """
 
     learns = True

@@ -52,7 +52,7 @@ class Budgets:
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The longest prompt of a turn with its own prompt: the limit leaves room for a whole turn."""
+        """The longest prompt of a turn with its own prompt: it leaves the tokens of a whole turn."""
         return None if self.max_length is None else self.max_length - self.max_turn_tokens
 
 
@@ -66,7 +66,7 @@ class FirstPrompts:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest prompt after which a turn can be sampled; None without ``max_length``."""
+        """Tokens of the longest prompt that leaves a token (with a window: a whole turn) to sample, or None."""
         if isinstance(self.protocol, WindowedProtocol) and self.protocol.windowed:
             return self.budgets.max_prompt_tokens
         return None if self.budgets.max_length is None else self.budgets.max_length - 1

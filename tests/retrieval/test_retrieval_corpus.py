@@ -57,6 +57,8 @@ def test_title_and_text_as_in_search_r1():
         (['{"id": "a", "contents": 3}'], "line 1", "contents is int"),
         (['{"id": true, "contents": "\\"T\\"\\nx"}'], "line 1", "id is True"),
         (['{"id": "", "contents": "\\"T\\"\\nx"}'], "line 1", "id is ''"),
+        ([GOOD, '{"id": true, "contents": 3}'], "line 2", "id is True; .*; contents is int; expected a text"),
+        ([GOOD, '{"name": "a"}'], "line 2", "no 'id' and no 'contents'; found the keys"),
         ([GOOD, '{"id": "b", "contents": "no title line"}'], "line 2", "not a title line"),
         (['{"id": "a", "contents": "\\"T\\"\\n  "}'], "line 1", "not a title line"),
         ([GOOD, GOOD.replace('"a"', '"b"'), GOOD], "line 3", "already used in line 1"),
