@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pytest
@@ -241,3 +242,20 @@ def test_arguments(make, tmp_path):
     with pytest.raises(ValueError, match="files is the single path"):
         TaggedTraces("x.json", "nowhere")
     assert [trace.id for trace in read_traces(tmp_path / "sft.json")] == ["sft_0"]
+
+
+def test_traces_are_read_under_any_name_and_all_faults_come_at_once(tmp_path):
+    rows = [sharegpt(), alpaca()]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "lines.json").write_bytes(lines)
+    (tmp_path / "list.jsonl").write_text(json.dumps(rows))
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines))
+    for path in tmp_path.iterdir():
+        assert [(t.question, t.output, t.fault) for t in read_traces(path)] == [(QUESTION, TRACE, None)] * 2, path
+    path = tmp_path / "wrong.jsonl"
+    path.write_text("".join(json.dumps({f"column {n}": 1}) + "\n" for n in range(100)) + json.dumps(alpaca(output=3)))
+    with pytest.raises(DatasetError) as caught:
+        read_traces(path)
+    said = str(caught.value)
+    assert said.count("the columns are column") == 5 and f"{path}, 95 more rows: a fault of this kind" in said
+    assert f"{path}, row 100: 'output' is int, expected text" in said
