@@ -150,7 +150,7 @@ def validate(args: argparse.Namespace, context: RunContext) -> None:
     for stage in todo:
         if (notes := check(stage, context.project.root)) and not args.elsewhere:
             raise ExperimentError(notes[0])
-    for line in check_data_files(todo, context.project.root).lines(quiet=True):
+    for line in check_data_files(todo, context.project.root, count=False).lines(quiet=True):
         print(f"  data: {line}", flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from rollout.trajectory import Task
 
 BUDGETS = ("max_turn_tokens", "max_response_tokens", "max_length")  # options of rollouts that bound prompts
+SELECT = (
+    *QUESTION_FILES, "prompts", "lcb_examples", "splits", "abilities", "max_prompt_tokens", "max_eval_prompt_tokens",
+    "eval_skills",
+)  # options that select questions, with ...  # fmt: skip
+WRITE = ("protocol", "skills", "engine", "test_limits", *BUDGETS)  # ... those of rollouts that decide prompts
 # The part of the data that an option names.
 PARTS: dict[str, Part] = {"train_files": "train", "files": "train", "val_files": "val", "test_files": "test"}
 
@@ -67,19 +73,24 @@ class DataOfStages:
         return [*(str(file) for file in self.files if file.notes or not quiet), *dict.fromkeys(notes)]
 
 
-def check_data_files(stages: Sequence[Stage], root: Path) -> DataOfStages:
+def check_data_files(stages: Sequence[Stage], root: Path, count: bool = True) -> DataOfStages:
     """Read the data files that are there. Raises ExperimentError with the faults of all files."""
-    found = read_data_files(stages, root)
+    found = read_data_files(stages, root, count=count)
     if found.faults:
         raise ExperimentError("\n  ".join(["data files cannot be used:", *found.faults]))
     return found
 
 
-def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False) -> DataOfStages:
-    """Read the data files of the stages. ``absent``: a file that is not there is a fault, and so is a protocol that
-    cannot write prompts."""
+def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False, count: bool = True) -> DataOfStages:
+    """Read the data files of the stages.
+
+    Args:
+        absent: a file that is not there is a fault, and so is a protocol that cannot write prompts.
+        count: count the tokens of prompts, which takes a second for a thousand.
+    """
     made = [s.folder.absolute() for s in closure(stages)]
     found = DataOfStages()
+    made_parts: dict[str, list[PartOfData]] = {}  # by all that selects them: a grid's stages share most
     seen: dict[str, DataFile | None] = {}  # by file and reader; null where it is not there yet, or faulty
     for stage in stages:
         options = reader_options(stage)
@@ -97,13 +108,19 @@ def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False) -
                 found.faults[str(error)] = None
         own = {reference: seen[f"{reference} {options}"] for reference in references(stage)}
         if not _reads_traces(stage):
-            found.parts[stage.name] = list(_parts(stage, own, absent, found.faults))
+            arguments = data_arguments(stage.config)
+            rollouts = (arguments.get("rollouts") or {}).get("init_args") or {}
+            chosen = [[part.get(name) for name in names] for part, names in ((arguments, SELECT), (rollouts, WRITE))]
+            key = json.dumps([options, chosen], default=str, sort_keys=True)
+            if key not in made_parts:
+                made_parts[key] = list(_parts(stage, own, absent, count, found.faults))
+            found.parts[stage.name] = made_parts[key]
     found.files.extend(file for file in seen.values() if file is not None)
     return found
 
 
 def _parts(
-    stage: Stage, files: Mapping[str, DataFile | None], absent: bool, faults: dict[str, None]
+    stage: Stage, files: Mapping[str, DataFile | None], absent: bool, count: bool, faults: dict[str, None]
 ) -> Iterator[PartOfData]:
     """The parts whose files are all there, selected as the stage will select them."""
     from data_modules.datasets.files import DatasetError
@@ -122,7 +139,8 @@ def _parts(
             with _warnings() as notes:
                 tasks = unique([task for file in read for task in file.tasks], references)
                 try:
-                    chosen = how.select(tasks, where, None, writers.of(part, absent), limit, abilities, part)
+                    writer = writers.of(part, absent) if count else None
+                    chosen = how.select(tasks, where, None, writer, limit, abilities, part)
                 except DatasetError:
                     raise
                 except ValueError as error:  # the protocol refuses a question
