@@ -183,7 +183,7 @@ class SupervisedDataModule(TrainingData):
 
     @property
     def training_rows(self) -> list[Trajectory]:
-        """All rows that training and validation of the loss read; known after ``setup``."""
+        """All rows of all ranks, those for training and those held out; known after ``setup``."""
         return [*self._trajectories, *self._held_out]
 
     def setup(self, stage: str) -> None:

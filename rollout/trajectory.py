@@ -41,7 +41,7 @@ class StopReason(StrEnum):
 
 
 class ActionKind(StrEnum):
-    """What the protocol read in one model turn."""
+    """Kinds of actions that a protocol reads in a model turn."""
 
     CALL = "call"
     ANSWER = "answer"

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainedPolicy(Protocol):
-    """What an export needs of the module that trains a policy (``PolicyModule`` has it).
+    """The attributes of a training module that an export reads (``PolicyModule`` has them).
 
     ``lora_settings`` (None without LoRA) and ``adapter_weights()`` are looked for where they exist.
     """

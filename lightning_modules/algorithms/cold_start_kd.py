@@ -45,7 +45,7 @@ class ColdStartKD(SupervisedModule):
 
     D over the full vocabulary, in float32, computed for ``logits_chunk`` tokens at a time; both vocabularies are cut to
     the smaller one before the softmax.  The true KL is logged, not the cross-entropy form.  The coefficients (1, 1)
-    are the paper's; (0, 1) is the default of TAID's code, on which it builds.  No T^2 factor, as there.
+    are the paper's; (0, 1) is the default of TAID's code, which it extends.  No T^2 factor, as there.
 
     TAID replaces D by the cross-entropy to a target that moves from the student to the teacher
     (docs/papers/dgpo.md 1.6): its own code, and DGPO's baseline, have ``ce_coef: 0``. Its t is logged as

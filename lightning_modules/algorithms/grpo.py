@@ -32,7 +32,7 @@ Advantage = Literal["std", "centred", "leave_one_out", "global"]
 
 @dataclass(frozen=True, slots=True)
 class GRPONotes(RowTensors):
-    """What GRPO's loss needs besides the tokens; [B, T] float32, 0 where the mask is 0."""
+    """Per-token inputs of GRPO's loss beside the batch; [B, T] float32, 0 where the mask is 0."""
 
     advantages: Tensor
     old_logprobs: Tensor | None  # None: those of the very forward pass, see ``GRPO.reads_policy_scores``

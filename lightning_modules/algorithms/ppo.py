@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PPONotes(RowTensors):
-    """What PPO's loss needs besides the tokens; [B, T] float32."""
+    """Per-token inputs of PPO's loss beside the batch; [B, T] float32."""
 
     advantages: Tensor  # whitened; 0 where mask is 0
     rewards: Tensor  # outcome minus the KL if that is paid as a reward; the loss does not read it, people do

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Protocol):
-    """What annotations need of the algorithm that hosts them. An ``OnPolicyModule`` has all but the options of the
+    """The part of an algorithm that its annotations may read. An ``OnPolicyModule`` has all but the options of the
     policy's loss; ``GRPO`` and ``PPO`` have those, too."""
 
     annotations: list[Annotation]
@@ -170,10 +170,10 @@ class Annotation(Configured):
         """After the last optimiser step of an iteration."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add state of one's own."""
+        """Add the annotation's state to a checkpoint."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore it from a checkpoint."""
 
 
 # -- for algorithms ---------------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ def require_same_tokenizer(student: str, teacher: str) -> None:
 
 
 def embedding_rows(path: str) -> int | None:
-    """Number of token ids that a model has embeddings for, read from its configuration. None if that is not on this
-    machine (yet), or cannot be read."""
+    """Read from a model's configuration how many token ids have an embedding. Returns None if the configuration is not
+    on this machine yet, or cannot be read."""
     file = Path(path) / "config.json"
     with contextlib.suppress(OSError, ValueError):
         if not file.is_file() and path.count("/") == 1:
@@ -114,8 +114,8 @@ def require_rows(student: str, teacher: str, sampled: bool = True) -> None:
     Args:
         student: folder (or owner/name) of the policy.
         teacher: folder of a model that reads the policy's token ids.
-        sampled: whether the student samples the ids, so that each of its rows may come. Otherwise the ids of the
-            tokenizer count, which may be fewer: rows are often padded.
+        sampled: whether the student samples the ids: it may sample any of its rows. Otherwise only the tokenizer's ids
+            count, which may be fewer, because rows are often padded.
 
     Raises:
         ValueError: the model would fail at a token id, with an IndexError on a CPU.

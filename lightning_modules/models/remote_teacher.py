@@ -30,7 +30,7 @@ PROBE_TOKENS = 2000  # of the student's vocabulary, evenly spread, from whose te
 class RemoteTeacher:
     """Asks OpenAI-compatible ``/completions`` of vLLM (``prompt_logprobs``) what a model thinks of sampled tokens.
 
-    The ids go as they were sampled, tool results among them; nothing is tokenised again. What is sent ends with the
+    The ids go as they were sampled, tool results among them; nothing is tokenised again. A request ends with the
     last sampled token, and the one token that the server has to generate is thrown away. A trajectory is never cut: the
     server must take prompt and response in one request (``--max-model-len``, one more than the longest), and splits
     the computation itself. Log-probs of a prompt are those of temperature 1. The servers must serve the same model.
@@ -133,7 +133,7 @@ class RemoteTeacher:
     # ------------------------------------------------------------------ before a training
     def check(self, student: str, longest: int | None = None) -> None:
         """Ask every server for log-probs once, whether it reads text as the student's tokenizer does, and whether it
-        takes the longest trajectory. No patience here: who starts a training is there to start a server.
+        takes the longest trajectory and the student's largest token id. A failure ends the start at once.
 
         Args:
             student: Hugging Face folder with the student's tokenizer.
@@ -194,7 +194,7 @@ class RemoteTeacher:
 
 
 def _tokens(body: str) -> tuple[list[int] | None, int | None]:
-    """Of an answer of ``/tokenize`` the ids and the server's limit of tokens; None for what is not there."""
+    """Read token ids and the server's limit of tokens from an answer of ``/tokenize``; missing ones are None."""
     try:
         content = json.loads(body)
         tokens, most = content["tokens"], content.get("max_model_len")

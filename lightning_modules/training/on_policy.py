@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
-CONSTANT_ITERATIONS = 3  # in a row, after which a warning says that rewards teach nothing
+CONSTANT_ITERATIONS = 3  # in a row without differing rewards in any group, before a warning
 
 
 class OnPolicyModule(PolicyModule):
@@ -163,7 +163,7 @@ class OnPolicyModule(PolicyModule):
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
         self.rolled_out: Sequence[Trajectory] = ()  # the current rollout batch, infrastructure failures included
         self._rows: Sequence[Trajectory] = ()  # of the current batch
-        self._constant = 0  # iterations in a row without a group to learn from, see ``_warn_of_constant_groups``
+        self._constant = 0  # iterations in a row in which all groups were constant
         self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._seen: TokenStats  # of the current batch, by the last forward pass of the update over each token
         self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors, TokenWeights] | None = None
@@ -191,8 +191,8 @@ class OnPolicyModule(PolicyModule):
     @property
     def reads_policy_scores(self) -> bool:
         """Whether the policy is run over the batch before the update, for its log-probs and entropies. An algorithm
-        that takes a single optimiser step and reads neither in ``annotate`` may say no: they are None in ``Scores``
-        then, and what is logged of them comes from the forward passes of the update."""
+        that takes a single optimiser step and reads neither in ``annotate`` may say no. Then they are None in
+        ``Scores``, and the logged figures are those of the update's forward passes."""
         return True
 
     def streams(self, batch: TokenBatch, notes: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
@@ -258,7 +258,8 @@ class OnPolicyModule(PolicyModule):
         return super().read_by() | ({} if self.critic_path is None else {"critic": self.critic_path})
 
     def check_rows(self) -> None:
-        """Refuse models that have no embedding for a token id that the policy may sample, as far as they are known."""
+        """Refuse models that lack an embedding for a token id that the policy may sample. Models that are not on this
+        machine yet are checked when they are (``check_data``)."""
         for folder in self.read_by().values():
             require_rows(self.policy_path, folder)
 
@@ -383,7 +384,7 @@ class OnPolicyModule(PolicyModule):
         self.log_dict({k: v for k, v in metrics.items() if k not in shown}, batch_size=1)
 
     def _warn_of_constant_groups(self, metrics: Mapping[str, float]) -> None:
-        """Say once that all groups of ``CONSTANT_ITERATIONS`` iterations in a row had nothing to compare."""
+        """Warn once when all groups of ``CONSTANT_ITERATIONS`` iterations in a row were constant."""
         if not self.compares or self._constant >= CONSTANT_ITERATIONS:
             return
         self._constant = self._constant + 1 if metrics.get("train/constant_groups") == 1.0 else 0

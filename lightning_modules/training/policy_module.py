@@ -106,8 +106,8 @@ class PolicyModule(L.LightningModule):
         return {"policy": self.policy_path} | frozen
 
     def check_ids(self, trajectories: Iterable[Trajectory]) -> None:
-        """Raises ValueError at a token id for which a model has no embedding; the model would raise an IndexError."""
-        known = {name: (folder, embedding_rows(folder)) for name, folder in self.read_by().items()}
+        """Raises ValueError if a model lacks the embedding of a token id, where it would raise an IndexError itself."""
+        known = {name: (folder, self._rows_of(name, folder)) for name, folder in self.read_by().items()}
         for t in trajectories:
             token = max((*t.prompt_ids, *t.response_ids))
             for name, (folder, rows) in known.items():
@@ -117,6 +117,11 @@ class PolicyModule(L.LightningModule):
                         "rows; expected trajectories of this model's tokenizer, or a model with more rows "
                         f"(resize_token_embeddings({token + 1}))"
                     )
+
+    def _rows_of(self, name: str, folder: str) -> int | None:
+        """Number of embedding rows: of the loaded model, else from the configuration in its folder."""
+        embeddings = getattr(getattr(self, name, None), "get_input_embeddings", None)
+        return getattr(embeddings(), "num_embeddings", None) if callable(embeddings) else embedding_rows(folder)
 
     def configure_model(self) -> None:
         """Load the models, once (Lightning calls this before each of fit, validate and test)."""

@@ -16,8 +16,8 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     """Log one iteration's rollout batch (this rank's groups), over all ranks.
 
     Rewards and endings: ``train/reward``, ``train/<part>`` (over the trajectories whose reward has that part),
-    ``train/stop/<reason>`` (shares). Where a prompt has several trajectories: ``train/constant_groups`` (share of the
-    groups whose rewards are all equal, or of which one trajectory is left: they compare nothing).
+    ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/constant_groups`` (share of the
+    groups with identical rewards or a single usable trajectory, which give zero advantage).
 
     Sums: ``train/trajectories``, ``train/tool_calls`` (executed; a call that forks have inherited counts once),
     ``train/calls/<tool>``.
@@ -26,8 +26,8 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     (share of trajectories), ``train/branch_probability`` (over the decisions whether to fork),
     ``train/inherited_tokens`` (share of response tokens that forks have copied), ``train/tokens_computed`` (per
     trajectory, prefill and decode), ``train/entropy_after_tools`` (nats, over turns that follow a tool's result),
-    ``train/call_outcome/<outcome>`` (share of calls). What has no observation (groups of one, no calls, entropies that
-    were not recorded) is left out.
+    ``train/call_outcome/<outcome>`` (share of calls). Metrics without an observation (groups of one, no calls,
+    entropies that were not recorded) are left out.
 
     Args:
         trajectories: also those that failed by infrastructure, which enter no metric (see ``rollout_metrics``).
