@@ -197,7 +197,7 @@ class _Form(NamedTuple):
             raise CorpusError(f"found an {others[0]!r}, but the first passage of the file has none; give all or none")
         else:
             id_ = row - 1
-        contents = record.get(self.text)
+        contents: Any = record.get(self.text)
         if faults := list(self._faults(record, id_, contents)):
             raise CorpusError("; ".join(faults))
         if self.title_line:
