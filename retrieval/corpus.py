@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from retrieval.tables import Unreadable, open_table
-from retrieval.types import CorpusError, Document, FileError, split_contents
+from retrieval.types import CorpusError, Document, FileError, IndexFolderError, one_line, split_contents
 
 PART_SIZE = 500_000  # passages per part: Lucene's indexer gives one thread to each file
 _ROW_DIGITS = 10  # rows are zero-padded: Lucene breaks ties by id, so that ties come in corpus order
@@ -76,6 +76,38 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_description(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file of an index, with the SHA-256 of its values, atomically."""
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("w") as file:
+        json.dump({**values, "sha256": _values_sha256(values)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_description(path: Path, *needed: str) -> dict[str, Any]:
+    """Read what ``write_description`` wrote, or an earlier version without the digest.
+
+    Raises:
+        IndexFolderError: the file is no such description, was altered, or lacks one of the keys that are ``needed``.
+    """
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        own = values.pop("sha256", None)
+        if missing := [name for name in needed if name not in values]:
+            raise ValueError(f"no '{missing[0]}'")
+        if own not in (None, _values_sha256(values)):
+            raise ValueError("it was altered")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise IndexFolderError(f"{path}: not an index description ({one_line(error)}); build the index anew") from error
+    return values
+
+
+def _values_sha256(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def require_corpus(corpus: str | Path) -> Path:
@@ -339,7 +371,7 @@ def write_store(
         told = "".join(f"\n  {message}" for message in malformed.first)
         print(f"{corpus}: {malformed.rows} malformed rows left out; the first:{told}", file=sys.stderr, flush=True)
     (folder / "offsets.bin").write_bytes(offsets.tobytes())
-    (folder / "store.json").write_text(json.dumps({"passages": len(offsets), "part_size": part_size}))
+    write_description(folder / "store.json", {"passages": len(offsets), "part_size": part_size})
     return StoreSummary(len(offsets), file_sha256(corpus), malformed.rows)
 
 
@@ -369,7 +401,7 @@ class PassageStore:
     """Random access to the passages of an index folder, through memory maps."""
 
     def __init__(self, folder: Path) -> None:
-        layout = json.loads((folder / "store.json").read_text())
+        layout = read_description(folder / "store.json", "passages", "part_size")
         self.passages: int = layout["passages"]
         self._part_size: int = layout["part_size"]
         self._parts = [_map(path) for path in sorted((folder / "passages").glob("*.jsonl"))]

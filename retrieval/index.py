@@ -26,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import importlib.metadata
-import json
 import os
 import shutil
 import time
@@ -34,7 +33,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from retrieval.corpus import (
     PassageStore,
@@ -43,7 +42,9 @@ from retrieval.corpus import (
     link,
     link_store,
     link_tree,
+    read_description,
     require_corpus,
+    write_description,
     write_store,
 )
 from retrieval.ranges import PositiveInt
@@ -133,6 +134,15 @@ class IndexMetadata:
     recall: float | None = None  # of the exact best 3, over sampled queries; None: not measured, or exact
     files: dict[str, int] = field(default_factory=dict)  # bytes of each when it was built
 
+    def require_settings(self) -> None:
+        """Raises ValueError or TypeError unless the settings are those of the kind."""
+        for name, config in (("encoder", EncoderConfig), ("hnsw", HNSWConfig), ("ivfpq", IVFPQConfig)):
+            needed = name == self.kind.removeprefix("dense_") or (name == "encoder" and self.kind != "bm25")
+            if needed or self.settings.get(name) is not None:
+                config(**self.settings.get(name, {}))
+        if self.kind not in get_args(IndexKind) or not isinstance(self.passages, int):
+            raise ValueError(f"kind {self.kind!r}, {self.passages!r} passages")
+
 
 def read_metadata(folder: str | Path) -> IndexMetadata:
     """Describe an index folder. Raises IndexFolderError when it is not a whole index, or a file of it is torn."""
@@ -141,14 +151,14 @@ def read_metadata(folder: str | Path) -> IndexMetadata:
         interrupted = "has no metadata.json: not an index, or its build was interrupted"
         state = interrupted if path.parent.is_dir() else "missing"
         raise IndexFolderError(f"index {folder}: {state}; build it with `python -m retrieval build`")
+    values = read_description(path, "format")
+    if values["format"] != FORMAT:
+        raise IndexFolderError(f"{path}: format {values['format']}, this version reads {FORMAT}; build the index anew")
     try:
-        values = json.loads(path.read_text())
-        found = values.get("format")
         metadata = IndexMetadata(**values)
+        metadata.require_settings()
     except (ValueError, TypeError, AttributeError) as error:
         raise IndexFolderError(f"{path}: not an index description ({error}); build the index anew") from error
-    if found != FORMAT:
-        raise IndexFolderError(f"{path}: format {found}, this version reads {FORMAT}; build the index anew")
     for name, size in metadata.files.items():
         file = path.parent / name
         left = file.stat().st_size if file.is_file() else None
@@ -253,7 +263,7 @@ class BuildIndex:
             if not self._is_built(folder, corpus):
                 with _partial_folder(folder) as partial:
                     metadata = dataclasses.replace(self._build(corpus, partial), files=_synced_files(partial))
-                    _write_synced(partial / METADATA, json.dumps(dataclasses.asdict(metadata), indent=1))
+                    write_description(partial / METADATA, dataclasses.asdict(metadata))
         return {"index": str(folder), **dataclasses.asdict(read_metadata(folder))}
 
     def _is_built(self, folder: Path, corpus: Path) -> bool:
@@ -395,10 +405,3 @@ def _synced_files(folder: Path) -> dict[str, int]:
             os.fsync(file.fileno())
         files[str(path.relative_to(folder))] = path.stat().st_size
     return files
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

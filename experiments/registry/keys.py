@@ -5,7 +5,8 @@ A key is a SHA-256 over
 * the resolved configuration without the parts that only watch (progress bar, logger, trajectory pages, ...) and without
   the number of ranks, which changes no result: a stage goes on, from its checkpoint, on as many as there are,
 * with every reference to another stage replaced by that stage's key,
-* and every path of an existing file or folder replaced by the hash of its contents (where it lies does not matter),
+* and every path of an existing file or folder replaced by the hash of its contents (where it lies does not matter), in
+  options that name models and data (``INPUTS``) or that take a text by their class's annotations,
 * and the arguments left for the parser.
 
 Code is not part of the key; result.json records the commit, and a reused stage says with which it was made.
@@ -14,13 +15,20 @@ Code is not part of the key; result.json records the commit, and a reused stage 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import inspect
 import json
+import os
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.compose import Config
+from experiments.registry.errors import ExperimentError
+from retrieval.types import one_line
 from rollout.digests import sha256
 from rollout.files import write_atomically
 
@@ -52,6 +60,13 @@ WATCHING_CALLBACKS = (
     "lightning.pytorch.callbacks.RichModelSummary",
 )
 TABLES = (".parquet", ".csv", ".jsonl", ".json")
+MODELS = ("policy", "teacher", "reference", "critic", "model", "tokenizer")  # options that name a model
+QUESTION_FILES = ("train_files", "val_files", "test_files", "files")  # or traces
+DATA = (*QUESTION_FILES, "trajectories", "corpus")  # that name files or folders
+INPUTS = (*MODELS, *DATA, "index", "vectors", "lucene", "passages_of")
+TEXTS = (str, Path, os.PathLike, Any)
+KERNEL = ("/proc", "/sys")  # whose files have no end, or wait for events
+MOST = 50_000  # files and folders of an input; ALFWorld's games are about 30,000
 FILE_SUFFIXES = (*TABLES, ".yaml", ".txt", ".ckpt", ".safetensors", ".index", ".faiss", ".pt")
 
 
@@ -76,25 +91,77 @@ def looks_like_path(text: str) -> bool:
 
 
 def is_input(text: str, root: Path) -> bool:
-    """Whether a value names an existing file or folder (never one that holds the project itself, such as ``/``)."""
-    return looks_like_path(text) and (root / text).exists() and not root.is_relative_to((root / text).resolve())
+    """Whether a text names an existing file or folder. Devices and pipes, a folder that has the project in it (``/``),
+    and the kernel's own files are no inputs."""
+    if not looks_like_path(text):
+        return False
+    try:
+        path = (root / text).resolve()
+        found = path.is_file() or path.is_dir()
+    except (OSError, ValueError, RuntimeError):  # a text too long for a name, a zero byte, a loop of links
+        return False
+    return found and not root.is_relative_to(path) and not any(map(path.is_relative_to, KERNEL))
+
+
+def takes_text(class_path: str, option: str) -> bool:
+    """Whether a class takes a text for an option, as far as its annotations say. The types of a configuration are
+    checked after its key is known; a folder for a learning rate must not be read before."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):  # the check of the classes says what is wrong
+        return False
+    for function in constructors(target):
+        try:
+            parameters = inspect.signature(function).parameters
+            if option in parameters:
+                return _has_text(get_type_hints(function).get(option, Any))
+        except (NameError, TypeError, ValueError):  # names of a TYPE_CHECKING block; a builtin without signature
+            return True
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return False
+    return True
+
+
+def constructors(target: Any) -> list[Any]:
+    """The ``__init__`` of a class and of its bases, nearest first; a function itself."""
+    if not inspect.isclass(target):
+        return [target]
+    return [vars(c)["__init__"] for c in inspect.getmro(target) if "__init__" in vars(c)]
+
+
+def _has_text(hint: Any) -> bool:
+    hint = getattr(hint, "__value__", hint)  # of an alias with a name
+    return hint in TEXTS or any(map(_has_text, get_args(hint)))
 
 
 def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: Callable[[Path], str]) -> str:
-    """Key of a configuration in which ``${stage:X}`` has been resolved to ``@stage/<key of X>``."""
+    """The key of a configuration in which ``${stage:X}`` has been resolved to ``@stage/<key of X>``.
 
-    def walk(value: Any) -> Any:
+    Raises:
+        ExperimentError: a folder that is too large for an input, or a file that cannot be read.
+    """
+
+    def walk(value: Any, name: str, takes: Callable[[], bool]) -> Any:
+        if isinstance(value, dict) and isinstance(path := value.get("class_path"), str):
+            given = value.get("init_args")
+            if isinstance(given, dict):
+                given = {str(k): walk(v, str(k), partial(takes_text, path, str(k))) for k, v in given.items()}
+            return {str(k): given if k == "init_args" else walk(v, str(k), takes) for k, v in value.items()}
         if isinstance(value, dict):
-            return {str(k): walk(v) for k, v in value.items()}
+            return {str(k): walk(v, str(k), takes) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return [walk(v) for v in value]
+            return [walk(v, name, takes) for v in value]
         if isinstance(value, str):
             benchmark, path = split_reference(value)
-            if is_input(path, root):
-                return (f"{benchmark}:" if benchmark else "") + "sha256:" + hash_path(root / path)
+            if is_input(path, root) and (name in INPUTS or takes()):
+                try:
+                    return (f"{benchmark}:" if benchmark else "") + "sha256:" + hash_path(root / path)
+                except (OSError, ValueError) as error:
+                    raise ExperimentError(f"'{name}' is {value}: {one_line(error)}") from None
         return value
 
-    body = {"version": KEY_VERSION, "config": walk(semantic(config)), "arguments": list(arguments)}
+    body = {"version": KEY_VERSION, "config": walk(semantic(config), "", bool), "arguments": list(arguments)}
     text = json.dumps(body, sort_keys=True, ensure_ascii=False, allow_nan=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
 
@@ -112,9 +179,13 @@ class PathHasher:
         self._changed = False
 
     def __call__(self, path: Path) -> str:
+        """Raises ValueError for a folder with more than ``MOST`` entries, OSError for a file that cannot be read."""
         if path.is_file():
             return self._file(path)
-        files = sorted(p for p in path.rglob("*") if p.is_file())
+        entries = list(islice(path.rglob("*"), MOST + 1))
+        if len(entries) > MOST:
+            raise ValueError(f"a folder of more than {MOST:,} files; name the folder of one model or data set")
+        files = sorted(p for p in entries if p.is_file())
         digest = hashlib.sha256()
         for file in files:
             digest.update(f"{file.relative_to(path)}\0{self._file(file)}\n".encode())

@@ -16,7 +16,8 @@ from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import data_arguments
-from experiments.stages.graph import QUESTION_FILES, Stage, closure
+from experiments.registry.keys import QUESTION_FILES
+from experiments.stages.graph import Stage, closure
 from experiments.stages.validate import import_class, instantiate, plays_episodes
 
 if TYPE_CHECKING:

@@ -14,15 +14,12 @@ from experiments.registry import overrides as cli_overrides
 from experiments.registry.compose import Config, check_experiment, resolve
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import unreadable
-from experiments.registry.keys import FILE_SUFFIXES, HASHES, PathHasher, stage_key
+from experiments.registry.keys import DATA, FILE_SUFFIXES, HASHES, MODELS, PathHasher, stage_key
 from experiments.registry.listing import load, names
 from experiments.registry.overrides import Overrides
 from experiments.registry.project import Project
 
 MARK = re.compile(r"@stage:([^@]*)@")
-MODELS = ("policy", "teacher", "reference", "critic", "model", "tokenizer")  # options that name a model
-QUESTION_FILES = ("train_files", "val_files", "test_files", "files")  # or traces
-DATA = (*QUESTION_FILES, "trajectories", "corpus")  # that name files or folders
 
 
 @dataclass(frozen=True, slots=True)

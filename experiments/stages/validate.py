@@ -25,8 +25,9 @@ from experiments.registry import hardware
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import data_arguments
+from experiments.registry.keys import MODELS, constructors
 from experiments.stages import option_types, requirements, startup
-from experiments.stages.graph import MODELS, Stage, require_files, strings
+from experiments.stages.graph import Stage, require_files, strings
 from retrieval import protocols
 
 # None of them takes a metric of torchmetrics.
@@ -360,7 +361,7 @@ def unwritten(target: Any) -> list[str]:
 
 def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]:
     """The parameter of a constructor, its bases' included, and its annotation; (None, Any) where it is unknown."""
-    for function in _constructors(target):
+    for function in constructors(target):
         try:
             parameter = inspect.signature(function).parameters.get(name)
             hint = get_type_hints(function, include_extras=True).get(name, Any) if parameter else Any
@@ -374,24 +375,17 @@ def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]
 def required_arguments(target: Any) -> list[str]:
     """The names that the class's own constructor cannot be called without; a base's may be given by the class."""
     try:
-        parameters = inspect.signature(_constructors(target)[0]).parameters.values()
+        parameters = inspect.signature(constructors(target)[0]).parameters.values()
     except (TypeError, ValueError, IndexError):
         return []
     named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self")
     return [p.name for p in named if p.default is p.empty]
 
 
-def _constructors(target: Any) -> list[Any]:
-    """The ``__init__`` of a class and of its bases, nearest first; a function itself."""
-    if not inspect.isclass(target):
-        return [target]
-    return [vars(c)["__init__"] for c in inspect.getmro(target) if "__init__" in vars(c)]
-
-
 def argument_names(target: Any) -> list[str] | None:
     """Names a class accepts, ``**kwargs`` followed up through its bases; None when that cannot be told."""
     names: list[str] = []
-    for function in _constructors(target):
+    for function in constructors(target):
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # builtins have no signature

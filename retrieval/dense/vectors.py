@@ -9,7 +9,6 @@ A killed encoding goes on behind its last whole file.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import shutil
@@ -27,7 +26,7 @@ from typing import Any, cast
 import faiss
 import numpy as np
 
-from retrieval.corpus import PassageStore
+from retrieval.corpus import PassageStore, read_description, write_description
 from retrieval.dense.encoder import TextEncoder, devices_of
 from retrieval.index import EncoderConfig
 from retrieval.types import IndexFolderError
@@ -42,10 +41,7 @@ class VectorShards:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        try:
-            self.described: dict[str, Any] = json.loads((self.folder / DESCRIPTION).read_text())
-        except (OSError, ValueError) as error:
-            raise IndexFolderError(f"{folder}: no folder of vectors ({error}); build it anew") from error
+        self.described = read_description(self.folder / DESCRIPTION, "corpus", "passages", "rows")
         if "dimension" not in self.described:  # written last
             raise IndexFolderError(f"{folder}: not all vectors are there; let the build that writes them end")
         self.dimension: int = self.described["dimension"]
@@ -159,8 +155,8 @@ def _writing(
     described = folder / DESCRIPTION
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        found = json.loads(described.read_text())
-    except (OSError, ValueError):
+        found = read_description(described)
+    except IndexFolderError:
         found = {}
     if {key: found.get(key) for key in wanted} != wanted:
         if found:
@@ -168,20 +164,14 @@ def _writing(
             print(f"{folder}: vectors of another {changed} are removed", file=sys.stderr, flush=True)
         shutil.rmtree(folder)
         folder.mkdir()
-        _write(described, wanted)
+        write_description(described, wanted)
     files = shard_files(folder, passages, rows)
     missing = [(path, part) for path, part in files if not path.is_file()]
     kept = passages - sum(len(part) for _, part in missing)
     if kept and missing:
         print(f"vectors: {kept:,} of {passages:,} are there already", file=sys.stderr, flush=True)
     yield missing, _Progress(passages, kept)
-    _write(described, {**wanted, "dimension": int(np.load(files[0][0], mmap_mode="r").shape[1])})
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(value, indent=1))
-    temporary.replace(path)
+    write_description(described, {**wanted, "dimension": int(np.load(files[0][0], mmap_mode="r").shape[1])})
 
 
 def _encode(encode: TextEncoder, store: PassageStore, path: Path, passages: range) -> int:

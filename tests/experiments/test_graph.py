@@ -1,5 +1,7 @@
 """The stage graph and the content keys: stable where nothing changed, different where anything did."""
 
+import os
+
 import pytest
 
 from experiments.registry.errors import ExperimentError
@@ -100,6 +102,50 @@ def test_contents_of_input_files_decide_not_their_place(workshop, tmp_path):
     assert key(workshop, target="x") == first
     (tmp_path / "elsewhere" / "b.parquet").write_bytes(b"other rows")
     assert key(workshop, target="x") != first
+
+
+NUMBERS = "experiment: {{kind: fit}}\nmodel: {{class_path: tests.experiments.toys.Options, init_args: {{{given}}}}}\n"
+
+
+def test_a_folder_is_read_only_where_an_option_takes_a_path(workshop, tmp_path, monkeypatch):
+    """Options that take no text are refused by the check of the types, which comes after the key."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").write_text("1")
+    os.symlink(tmp_path / "loop", tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    monkeypatch.setattr(PathHasher, "__call__", lambda _, path: read.append(str(path)) or "hash")
+    folder = f"{tmp_path}/folder"
+    for option, value, is_read in (
+        ("lr", folder, False),
+        ("rates", f"[{folder}]", False),
+        ("kind", folder, False),
+        ("nothing", folder, False),
+        ("own", folder, True),
+        ("several", f"[{folder}]", True),
+        ("nested", f"{{a: {folder}}}", True),
+        ("policy", folder, True),
+        ("own", f"{tmp_path}/pipe", False),
+        ("own", f"{tmp_path}/loop", False),
+        ("own", "/dev/zero", False),
+        ("own", "/proc", False),
+        ("own", "/proc/self/fd", False),
+        ("own", "/", False),
+        ("own", "a/" * 5000, False),
+    ):
+        read.clear()
+        workshop.write("x", NUMBERS.format(given=f"{option}: {value}") + "data: {class_path: d.A}\n")
+        workshop.graph("x").target()
+        assert read == ([folder] if is_read else []), (option, value)
+
+
+def test_a_folder_too_large_for_an_input_is_refused_in_a_line(workshop, tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.registry.keys.MOST", 3)
+    for name in "abcd":
+        (tmp_path / "many" / name).mkdir(parents=True)
+    workshop.task("x", f"text: {tmp_path}/many")
+    with pytest.raises(ExperimentError, match=r"'text' is \S+/many: a folder of more than 3 files; name the"):
+        workshop.graph("x").target()
 
 
 def test_folder_hash_sees_names_and_contents(tmp_path):

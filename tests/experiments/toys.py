@@ -7,9 +7,24 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from retrieval.client import RetrieverClient
+
+
+class Options:
+    """Arguments of many types."""
+
+    def __init__(
+        self,
+        policy: str,
+        own: str | Path | None = None,
+        several: list[str] | None = None,
+        nested: dict[str, Any] | None = None,
+        lr: float = 0.1,
+        rates: list[float] | None = None,
+        kind: Literal["a", "b"] = "a",
+    ) -> None: ...
 
 
 class Note:

@@ -147,6 +147,47 @@ def test_an_index_of_a_later_format_is_refused(bm25_index, tmp_path):
         read_metadata(tmp_path)
 
 
+def flips(content: bytes, step: int):
+    """One bit in every ``step``-th byte."""
+    for at in range(0, len(content), step):
+        yield content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+
+
+def test_a_flipped_bit_in_a_description_is_refused_in_a_line(bm25_index, tmp_path):
+    folder = shutil.copytree(bm25_index, tmp_path / "index")
+    for name, step, read in (("metadata.json", 5, read_metadata), ("store.json", 1, PassageStore)):
+        content = (folder / name).read_bytes()
+        before = json.loads(content)
+        for altered in flips(content, step):
+            (folder / name).write_bytes(altered)
+            try:
+                read(folder)
+            except IndexFolderError as error:
+                assert "\n" not in str(error) and name in str(error)
+            else:  # a blank for a blank, or the name of the digest
+                assert {**json.loads(altered), "sha256": before["sha256"]}.items() >= before.items()
+        (folder / name).write_bytes(content)
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "what"),
+    [
+        ("dense_flat", {"dncoder": {"model": "m"}}, "required positional argument: 'model'"),
+        ("dense_flat", {"encoder": {"model": "m", "qooling": "cls"}}, "unexpected keyword argument 'qooling'"),
+        ("dense_ivfpq", {"encoder": {"model": "m"}, "ivfpq": {"prnbes": 1}}, "unexpected keyword argument 'prnbes'"),
+        ("dense_hnsw", {"encoder": {"model": "m"}, "hnsw": {"m": 1}}, "must be at least 2"),
+        ("dense_fmat", {"encoder": {"model": "m"}}, "kind 'dense_fmat'"),
+        ("bm25", [], "no attribute 'get'"),
+    ],
+)
+def test_settings_of_an_earlier_description_are_those_of_its_kind(bm25_index, tmp_path, kind, settings, what):
+    values = dataclasses.asdict(read_metadata(bm25_index)) | {"kind": kind, "settings": settings, "files": {}}
+    (tmp_path / "metadata.json").write_text(json.dumps(values))
+    with pytest.raises(IndexFolderError, match=f"metadata.json: not an index description .*{what}"):
+        read_metadata(tmp_path)
+
+
 @pytest.mark.parametrize("kilobytes", [40, 3], ids=["while-copying", "at-once"])
 def test_a_full_disk_leaves_no_index(corpus, tmp_path, kilobytes):
     def limit() -> None:  # the kernel refuses to let any file grow further, as a full disk does
