@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import random
 import time
@@ -13,10 +14,11 @@ from typing import Annotated, Any
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from retrieval.secret import authorization
+from retrieval.text import whole
 from retrieval.types import LOADING, Document, RetrievalError, split_contents
 
 LOADING_TIMEOUT_S = 1800.0  # seconds for a server to load
@@ -227,8 +229,9 @@ class _Answer(BaseModel):
 def parse_answer(content: bytes, queries: int, k: int) -> list[list[Document]]:
     """Documents of a ``/retrieve`` answer with scores; _Nonsense unless it has the agreed shape."""
     try:
-        result = _Answer.model_validate_json(content).result
-    except ValidationError as error:
+        # Not orjson or pydantic: both refuse half of a surrogate pair, which servers in Python send as "\\ud83d".
+        result = _Answer.model_validate(whole(json.loads(content.decode("utf-8", "replace")))).result
+    except (ValueError, RecursionError) as error:
         raise _Nonsense(f"expected documents with contents and scores, found {content[:80]!r}") from error
     lengths = [len(hits) for hits in result]
     if len(lengths) != queries or max(lengths, default=0) > k:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from retrieval.text import HalfPair, refuse_halves, strict_json
 from retrieval.types import FileError
 
 Form = Literal["jsonl", "json", "csv", "parquet"]
@@ -54,7 +55,7 @@ def open_table(
     path: Path,
     endings: Sequence[str] = ENDINGS,
     columns: Callable[[list[str]], list[str]] | None = None,
-    parse: Callable[[bytes], Any] = json.loads,
+    parse: Callable[[bytes], Any] = strict_json,
 ) -> Table:
     """Open a file of rows. Blank lines are passed over.
 
@@ -181,14 +182,22 @@ def _csv(path: Path, delimiter: str) -> Rows:
 def _json_list(path: Path) -> Rows:
     try:
         with _opened(path) as file:
-            rows = json.loads(file.read().decode("utf-8-sig"))
+            text = file.read().decode("utf-8-sig")
+            rows = json.loads(text)
     except UnicodeDecodeError as error:
         raise FileError(f"{path} is not UTF-8 text ({error}); write or fetch it again") from error
     except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
         raise FileError(f"{path} cannot be read as JSON ({error}); write or fetch it again") from error
     if not isinstance(rows, list):
         raise FileError(f"{path} holds a JSON {type(rows).__name__}, expected a list of objects")
-    yield from enumerate(rows, start=1)
+    escaped = "\\u" in text
+    for number, row in enumerate(rows, start=1):
+        try:
+            if escaped:
+                refuse_halves(row)
+        except HalfPair as error:
+            row = Unreadable(str(error))
+        yield number, row
 
 
 def _parquet(path: Path, columns: Callable[[list[str]], list[str]] | None) -> Rows:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-PRIVATE_USE = 0xF0000  # Unicode's first plane of private use: characters that stand in for quoted tags
+from retrieval.text import whole
+
+# Two halves of surrogate pairs stand in for a quoted tag: text from outside can hold any character, and no half.
+_HALVES = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
+_STAND_IN = re.compile("[\ud800-\udbff][\udc00-\udfff]|[\ud800-\udfff]")
 
 
 def load_tokenizer(folder: str) -> Any:
@@ -55,9 +60,9 @@ class Quotes:
     """Keeps text from outside (what a tool returned, what a world shows) from becoming the tokenizer's own tags.
 
     An added token, such as Qwen's ``<tool_call>``, is one id wherever it stands in a text: a page that quotes it would
-    read like a call. ``quote`` puts a character of private use in its place, and ``ids`` makes ordinary text of that,
-    while tags that are not quoted, the template's own, become their ids. Special or not does not matter; added tokens
-    of white space, letters and digits alone are no tags.
+    read like a call. ``quote`` replaces the tag by two code points that no text can hold, and ``ids`` turns these into
+    ordinary text. The template's own tags, which are not quoted, become their ids. Special tokens and other added
+    tokens are treated alike, but for added tokens of white space, letters and digits alone, which are no tags.
 
     Args:
         tokenizer: Hugging Face tokenizer.
@@ -70,28 +75,25 @@ class Quotes:
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         tags = special | {token for token in added if not all(c.isalnum() or c.isspace() for c in token)}
         self._tags = {tag: tokenizer.convert_tokens_to_ids(tag) for tag in sorted(tags, key=lambda t: (-len(t), t))}
-        self._stand_ins = {tag: chr(PRIVATE_USE + i) for i, tag in enumerate(self._tags)}
-        self._meant = {character: tag for tag, character in self._stand_ins.items()}
+        self._stand_ins = {
+            tag: chr(high) + chr(low) for tag, (high, low) in zip(self._tags, itertools.product(*_HALVES), strict=False)
+        }
+        self._meant = {stand_in: tag for tag, stand_in in self._stand_ins.items()}
         self._tag = _any_of(self._tags)
         self._special_tag = _any_of([tag for tag in self._tags if tag in special])
-        # One more says that the character behind it stands for itself.
-        self._escape = chr(PRIVATE_USE + len(tags))
-        used = f"[{chr(PRIVATE_USE)}-{self._escape}]"
-        self._quotable = re.compile(f"{self._tag.pattern}|{used}")
-        self._stand_in = re.compile(f"{self._escape}(.)|({used})", re.DOTALL)
 
     def quote(self, text: str) -> str:
-        """``text`` for a place in what ``ids`` reads."""
-        return self._quotable.sub(lambda found: self._stand_ins.get(found[0]) or self._escape + found[0], text)
+        """Quote text from outside for a place in the text that ``ids`` reads."""
+        return self._tag.sub(lambda tag: self._stand_ins[tag[0]], whole(text))
 
     def quote_special(self, text: str) -> str:
-        """The same of special tokens alone: for text that may be quoted already, and whose other tags are meant (a
-        prompt that asks for ``<think>``)."""
+        """Quote special tokens alone, in text that may be quoted already and means its other tags (a prompt that asks
+        for ``<think>``)."""
         return self._special_tag.sub(lambda tag: self._stand_ins[tag[0]], text)
 
     def ids(self, text: str) -> list[int]:
         """As ``encode``, but what was quoted is ordinary text."""
-        return self.ids_in_pieces(text) if self._stand_in.search(text) else encode(self.tokenizer, text)
+        return self.ids_in_pieces(text) if _STAND_IN.search(text) else encode(self.tokenizer, text)
 
     def ids_in_pieces(self, text: str) -> list[int]:
         """``ids`` of a text that is cut at its tags."""
@@ -100,7 +102,7 @@ class Quotes:
             if piece in self._tags:
                 ids.append(self._tags[piece])
             elif piece:
-                ids += self._plain(self._stand_in.sub(lambda found: found[1] or self._meant.get(found[2], ""), piece))
+                ids += self._plain(_STAND_IN.sub(lambda found: self._meant.get(found[0], "\ufffd"), piece))
         return ids
 
     def _plain(self, text: str) -> list[int]:

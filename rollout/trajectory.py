@@ -25,6 +25,7 @@ from enum import StrEnum
 from numbers import Number
 from typing import Any, Protocol, cast
 
+from retrieval.text import whole
 from retrieval.types import one_line
 from rollout.versions import Runs, runs_of
 
@@ -119,13 +120,34 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool returns. ``text`` is what the model may read; ``documents`` is for metrics."""
+    """The result of one call. The model reads ``text``; ``documents`` is for metrics. Halves of surrogate pairs become
+    U+FFFD.
+
+    Raises:
+        TypeError, ValueError: on construction, if the text is not a ``str`` or the outcome is unknown.
+    """
 
     text: str
     outcome: CallOutcome
     documents: tuple[Document, ...] = ()
     detail: str | None = None  # for the log, never shown to the model
     info: dict[str, Any] = field(default_factory=dict)  # facts for prompts and metrics, plain JSON
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"the text of a ToolResult is {type(self.text).__name__}; expected str")
+        object.__setattr__(self, "outcome", CallOutcome(self.outcome))
+        for name in ("text", "documents", "detail", "info"):
+            object.__setattr__(self, name, whole(getattr(self, name)))
+
+    @classmethod
+    def of(cls, returned: Any) -> ToolResult:
+        """The result of a tool of your own: a ToolResult, or a text that the model reads. TypeError for others."""
+        if isinstance(returned, cls):
+            return returned
+        if not isinstance(returned, str):
+            raise TypeError(f"the result is {type(returned).__name__}; expected a text or a ToolResult")
+        return cls(returned, CallOutcome.OK if returned.strip() else CallOutcome.EMPTY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ paragraphs become gold passages.
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from data_modules.datasets.files import DatasetError, read_rows, refuse_rows, sp
 from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
 from data_modules.datasets.ground_truths import as_answers, read_letter
 from data_modules.datasets.livecodebench import read_problems
+from retrieval.text import strict_json
 from rollout.rewards.arpo import MATH_SOURCES
 from rollout.trajectory import Task
 
@@ -151,7 +151,7 @@ def _golds(value: Any, ability: str) -> tuple[str, ...]:
     if isinstance(value, str) and ability == "qa" and value.strip().startswith("["):
         # Not in mathematics, where "[1, 2]" is an interval.
         try:
-            value = json.loads(value)
+            value = strict_json(value)
         except (ValueError, RecursionError):
             pass  # a text that begins with a bracket
     return tuple(text.strip() for text in as_answers(value) or ())

@@ -7,7 +7,6 @@ text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from data_modules.datasets.files import DatasetError, read_each, read_rows
 from retrieval.tables import open_table
+from retrieval.text import strict_json
 
 Message = dict[str, Any]
 
@@ -106,7 +106,7 @@ def _call(where: str, call: Any, typed: bool) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = strict_json(arguments)
         except (ValueError, RecursionError) as error:
             raise _UnreadableCall from error
     elif typed and arguments is not None:
@@ -126,7 +126,7 @@ def _parsed(where: str, name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return strict_json(value)
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{where}: {name} cannot be read as JSON ({error})") from error
 

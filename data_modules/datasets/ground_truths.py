@@ -10,6 +10,7 @@ from decimal import Decimal
 from types import NoneType
 from typing import Any
 
+from retrieval.text import HalfPair, strict_json
 from rollout.rewards.code.solution_tests import check_tests
 
 TEST_FIELDS = ("inputs", "outputs", "fn_name", "test_code", "entry_point", "import_prefix")
@@ -40,7 +41,9 @@ def read_truth(value: Any) -> GroundTruth:
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            parsed = json.loads(value)
+            parsed = strict_json(value)
+        except HalfPair as error:
+            return GroundTruth(fault=f"a ground_truth with {error}")
         except (ValueError, RecursionError):
             parsed = None  # formulas and intervals begin so too
         if isinstance(parsed, dict) and any(field in parsed for field in TEST_FIELDS):

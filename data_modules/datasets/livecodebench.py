@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import pickletools
 import zlib
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Any
 
 from data_modules.datasets.files import DatasetError, refuse_faults
 from data_modules.datasets.ground_truths import read_tests
+from retrieval.text import strict_json
 
 PUBLIC_OF_UNMARKED = 2  # tests that may be shown where the file does not say which are public
 LARGEST_DECODED = 2**30  # bytes of one row's tests
@@ -140,7 +140,7 @@ def _json(name: str, value: Any, kind: type) -> Any:
     """A list or dict as it is, or out of JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = strict_json(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} that cannot be read as JSON") from error
     if not isinstance(value, kind):

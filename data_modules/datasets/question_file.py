@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from data_modules.datasets.files import (
 from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
 from data_modules.datasets.ground_truths import TEST_FIELDS, GroundTruth, ability_of, as_answers, read_truth
 from data_modules.datasets.own_questions import OwnRows, read_own
+from retrieval.text import HalfPair, strict_json
 from rollout.protocols.boxed import BROKEN_BOX, mended
 from rollout.rewards.answers import choice_letter
 from rollout.rewards.code.solution_tests import check_tests
@@ -294,7 +294,9 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
         found = {k: v for k, v in value.items() if v is not None and not isinstance(v, (dict, list))}
     else:
         try:
-            found = {} if value is None or value.strip() == "" else json.loads(value)
+            found = {} if value is None or value.strip() == "" else strict_json(value)
+        except HalfPair as error:
+            raise RowFault(f"metadata with {error}") from error
         except (AttributeError, ValueError, RecursionError):
             found = None
     if not isinstance(found, dict):

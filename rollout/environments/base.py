@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from retrieval.text import whole
 from rollout.trajectory import Action, Task, ToolRequest, ToolResult
 
 SHOWN_PROBLEMS = 5  # of the tasks that an environment refuses
@@ -21,11 +22,18 @@ class FirstObservation:
     info: dict[str, Any] = field(default_factory=dict)  # facts for prompts and metrics, plain JSON: {"admissible": ...}
     measures: dict[str, float] = field(default_factory=dict)  # of an episode that ends before its first step
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"the text of a FirstObservation is {type(self.text).__name__}; expected str")
+        object.__setattr__(self, "text", whole(self.text))
+        object.__setattr__(self, "info", whole(self.info))
+        object.__setattr__(self, "measures", dict(self.measures))
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one action led to. A result whose outcome is INFRASTRUCTURE ends the trajectory as raising
-    InfrastructureError does, and keeps the failed call in the record."""
+    InfrastructureError does, and keeps the failed call in the record. A result may be a text (``ToolResult.of``)."""
 
     results: tuple[ToolResult, ...]  # one per call of the action, in order
     latencies_s: tuple[float, ...]
@@ -33,6 +41,10 @@ class StepResult:
     reward: float | None = None  # summed over the episode; question answering, which is scored afterwards, has none
     # What the episode has come to so far, replacing earlier steps': parts of the reward. Tables read {"success": 1.0}.
     measures: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results", tuple(map(ToolResult.of, self.results)))
+        object.__setattr__(self, "measures", dict(self.measures))
 
 
 class Environment(Protocol):

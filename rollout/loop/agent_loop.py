@@ -14,16 +14,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rollout.engines.base import Engine, EngineGone, Generation, SamplingParams
-from rollout.environments.base import Environment, EnvironmentFactory, StepResult
+from rollout.environments.base import Environment, EnvironmentFactory, FirstObservation, StepResult
 from rollout.loop.budgets import Budgets, FirstPrompts
 from rollout.loop.turn_generation import TurnGenerator
 from rollout.protocols.base import FIRST_OBSERVATION, OWN_QUESTION, ChatProtocol, PromptMode, WindowedProtocol
 from rollout.running_trajectory import RunningTrajectory
 from rollout.samplers.base import NO_HOOKS, Hooks
 from rollout.skills.injection import Skills
+from rollout.tools.base import OwnFault, own_faults
 from rollout.trajectory import (
     ENDED_HERE,
     Action,
@@ -111,8 +112,8 @@ class AgentLoop:
         """Roll out one trajectory; with ``start``, a branch that shares its first ``at`` response tokens.
 
         The callbacks of ``request.hooks`` are awaited as it runs. ``key`` is what seeds are derived from, by default
-        the index. A failing service ends the trajectory with INFRASTRUCTURE and what was sampled so far; an engine that
-        is gone for good, and any other exception, which is a bug or a wrong configuration, is raised.
+        the index. A failing service or environment ends the trajectory with INFRASTRUCTURE, which keeps its samples.
+        An engine that is gone for good, and any other exception (a bug, a wrong configuration), is raised.
         """
         began = time.monotonic()
         state = RunningTrajectory(task, group, index, key=index if key is None else key)
@@ -129,7 +130,7 @@ class AgentLoop:
                 await self._open(state, environment, request, start, at)
                 return await self._play(state, environment, request)
             finally:
-                await environment.close()
+                await _ask(environment, "close", object)
         except EngineGone:
             raise
         except InfrastructureError as error:
@@ -145,7 +146,7 @@ class AgentLoop:
         start: TrajectoryPrefix | None,
         at: int,
     ) -> None:
-        first = await environment.reset()
+        first = await _ask(environment, "reset", FirstObservation | None)
         if first is not None:  # the model reads it instead of the question
             facts = {OWN_QUESTION: state.task.question, **state.task.metadata, FIRST_OBSERVATION: first.info}
             state.task = dataclasses.replace(state.task, question=first.text, prompt=(), metadata=facts)
@@ -160,7 +161,7 @@ class AgentLoop:
         if state.turns:
             if not isinstance(environment, Resumable):
                 raise TypeError(f"{type(environment).__name__} has no resume(): its trajectories cannot be continued")
-            state.environment_reward = await environment.resume(state.turns, state.calls)
+            state.environment_reward = await _ask(environment, "resume", object, state.turns, state.calls)
 
     def _prompt_ids(self, task: Task, mode: PromptMode) -> list[int]:
         """The trajectories of a prompt begin one after the other, and read the same: it is written once for them."""
@@ -198,14 +199,18 @@ class AgentLoop:
         limit = asyncio.timeout(self.budgets.step_timeout_s)
         try:
             async with limit:
-                return await environment.step(action)
+                step = await _ask(environment, "step", StepResult, action)
         except TimeoutError:
-            if not limit.expired():
-                raise  # the environment's own
             raise InfrastructureError(
                 f"{type(environment).__name__} did not answer an action within {self.budgets.step_timeout_s:g} s "
                 "(rollouts.step_timeout_s)"
             ) from None
+        if not len(action.calls) == len(step.results) == len(step.latencies_s):
+            raise InfrastructureError(
+                f"{type(environment).__name__}.step returned {len(step.results)} results and {len(step.latencies_s)} "
+                f"latencies for {len(action.calls)} calls; expected one of each for every call"
+            )
+        return step
 
     def _write_prompt(self, state: RunningTrajectory) -> bool:
         """Where every turn has a prompt of its own, write that of the next. False: it does not fit."""
@@ -265,3 +270,18 @@ class AgentLoop:
     def _parse(self, state: RunningTrajectory, generation: Generation, mode: PromptMode) -> Action:
         turn_ids = state.response_ids[state.turn_start :] + list(generation.token_ids)
         return self.protocol.parse(self.protocol.decode(turn_ids), mode)
+
+
+async def _ask(environment: Any, method: str, expected: Any, *arguments: Any) -> Any:
+    """Await a method of an environment. What it raises, or returns of another type, costs its trajectory: it becomes an
+    InfrastructureError that names both."""
+    where = f"{type(environment).__name__}.{method}"
+    try:
+        with own_faults():
+            returned = await getattr(environment, method)(*arguments)
+    except OwnFault as fault:
+        raise InfrastructureError(f"{where} raised {fault}") from fault.__cause__
+    if not isinstance(returned, expected):
+        name = getattr(expected, "__name__", str(expected))
+        raise InfrastructureError(f"{where} returned {type(returned).__name__}; expected {name}")
+    return returned

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from retrieval.text import whole
 from rollout.services.equal_servers import EqualServers
 from rollout.services.http_client import Answer, ApiKey
 from rollout.trajectory import InfrastructureError
@@ -72,7 +73,7 @@ class ChatClient:
 def _reply(answer: Answer, url: str) -> str:
     """The first choice's text. Raises InfrastructureError for another shape."""
     try:
-        text = json.loads(answer.body)["choices"][0]["message"]["content"]
+        text = whole(json.loads(answer.body)["choices"][0]["message"]["content"])
     except (ValueError, KeyError, IndexError, TypeError):
         text = None
     if not isinstance(text, str):  # servers with a reasoning parser send null when nothing follows the reasoning

@@ -90,7 +90,7 @@ def _read_skills(path: Path, prefix: str) -> tuple[Skill, ...]:
     if not path.is_file():
         raise SkillBankError(f"{path}: missing, but {MAPPING} names it")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # other line ends are text
     except UnicodeDecodeError as error:
         raise SkillBankError(f"{path}: no UTF-8 text ({error})") from error
     skills: list[Skill] = []

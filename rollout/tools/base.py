@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-from rollout.trajectory import ToolResult
+from retrieval.types import one_line
+from rollout.trajectory import InfrastructureError, RewardError, ToolResult
+
+
+class OwnFault(Exception):
+    """Code from outside of the project raised an exception; the message names the exception."""
+
+
+@contextmanager
+def own_faults() -> Iterator[None]:
+    """Turn exceptions of foreign code into OwnFault, ``SystemExit`` and a ``CancelledError`` that nobody asked for
+    included. InfrastructureError, RewardError, Ctrl-C and a real cancellation pass."""
+    try:
+        yield
+    except (InfrastructureError, RewardError):
+        raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise OwnFault(one_line(f"{type(error).__name__}: {error}")) from error
 
 
 class Tool(Protocol):
@@ -12,7 +35,7 @@ class Tool(Protocol):
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Run once. Failures caused by the arguments are results (ERROR, EMPTY, TIMEOUT); failures of a service
-        raise InfrastructureError."""
+        raise InfrastructureError. The model reads any other exception as an ERROR, and a text as an OK result."""
         ...
 
     async def close(self) -> None: ...

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,8 +14,10 @@ from typing import Any
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.services.retries import with_retries
-from rollout.tools.base import Bounded, Startable, Tool
+from rollout.tools.base import Bounded, OwnFault, Startable, Tool, own_faults
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
+
+logger = logging.getLogger(__name__)
 
 CUT_MARK = "\n[...]"
 ENDS_MATTER = (CallOutcome.ERROR, CallOutcome.TIMEOUT)  # the reason comes last
@@ -62,6 +66,7 @@ class LimitedTool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Semaphore | None = None
         self._cache = SharedCache(limits.cache_size) if limits.cache_size else None
+        self._told: set[str] = set()  # faults of the tool that were logged
 
     async def start(self) -> None:
         """Start the tool, if it has anything to start."""
@@ -85,14 +90,24 @@ class LimitedTool:
             deadline = asyncio.timeout(self.limits.timeout_s)
             try:
                 async with deadline:
-                    return await self.tool.call(arguments)
+                    return await self._called(arguments)
             except TimeoutError as error:
-                if not deadline.expired():
-                    raise  # the tool's own fault, and a bug: tools report deadlines as results
                 late = f"tool {self.name}: no result within {self.limits.timeout_s:g} s"
                 if self.limits.timeout_is_infrastructure:
                     raise InfrastructureError(late) from error
                 return ToolResult("The tool ran out of time.", CallOutcome.TIMEOUT, detail=late)
+
+    async def _called(self, arguments: dict[str, Any]) -> ToolResult:
+        """The tool's result. A text is one; any exception of the tool is an ERROR, which the model reads."""
+        try:
+            with own_faults():
+                returned: Any = self.tool.call(arguments)  # of a tool of your own perhaps no coroutine
+                return ToolResult.of(await returned if inspect.isawaitable(returned) else returned)
+        except OwnFault as fault:
+            if str(fault) not in self._told:
+                self._told.add(str(fault))
+                logger.warning("tool %s failed, and the model reads so: %s", self.name, fault, exc_info=fault.__cause__)
+            return ToolResult(f"The tool {self.name} failed: {fault}", CallOutcome.ERROR, detail=str(fault))
 
     def _slots(self) -> asyncio.Semaphore:
         """The running loop's semaphore: one that ever had to wait is bound to its loop for good."""

@@ -174,3 +174,7 @@ def test_fields_and_keys_that_are_refused(monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(ValueError, match="the chat endpoint of m needs a key: set the environment variable JUDGE_KEY"):
         ChatClient(["http://a"], "m", api_key_variable="JUDGE_KEY")
+
+
+def test_half_a_surrogate_pair_in_a_reply_becomes_u_fffd():
+    assert asking([reply("half \ud83d pair")])[0] == ["half \ufffd pair"]

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from retrieval.ranges import PositiveFloat, PositiveInt
+from retrieval.text import whole
 from rollout.services.http_client import NOT_ALLOWED, Answer, ApiKey, LoopSession, post_json
 from rollout.tools.limits import SharedCache
 from rollout.tools.search import EMPTY_QUERY
@@ -192,7 +193,7 @@ def parse_organic(body: str, max_results: int, result_length: int) -> tuple[Docu
     page without hits may have no "organic". Raises ValueError for any other shape; it does not quote the
     body, which may hold what no message may."""
     try:
-        page = json.loads(body)
+        page = whole(json.loads(body))
     except ValueError:
         raise ValueError("expected JSON") from None
     if not isinstance(page, dict) or not ("organic" in page or "general" in page):

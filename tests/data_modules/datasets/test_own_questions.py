@@ -269,3 +269,27 @@ def test_splits_of_different_files_are_refused(make_system):
         EvaluationData(make_system(), val_files=["a.csv"], test_files=["b.csv"], splits=Splits())
     with pytest.raises(ValueError, match="give the same files, or splits: null"):
         RolloutDataModule(make_system(), ["a.csv"], 1, test_files=["b.csv"], splits=Splits())
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer"])
+@pytest.mark.parametrize(("ending", "where"), [("jsonl", "line 2"), ("json", "row 2")])
+def test_half_a_surrogate_pair_is_a_fault_of_its_row(tmp_path, ending, where, column):
+    path = written(tmp_path / f"mine.{ending}", [ROWS[0], ROWS[1] | {column: "half \ud83d pair"}])
+    with pytest.raises(DatasetError, match=rf"mine.{ending}.*{where} with .*half of a surrogate pair, .ud83d"):
+        load_tasks(path, columns=MAPPING)
+    assert [task.question for task in load_tasks(path, "drop", columns=MAPPING)] == [ROWS[0]["prompt"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"metadata": json.dumps({"hint": "\ud83d"})}, "metadata with half"),
+        ({"reward_model": {"ground_truth": '["\\ude00"]'}, "golden_answers": None}, "a ground_truth with half"),
+    ],
+)  # fmt: skip
+def test_half_a_surrogate_pair_in_a_parquet_file_s_json_is_a_fault_of_its_row(tmp_path, change, fault):
+    good = {"id": "a", "question": "q", "golden_answers": ["1"], "data_source": "s", "metadata": None,
+            "reward_model": {"ground_truth": "1"}}  # fmt: skip
+    pl.DataFrame([good, good | {"id": "b"} | change], strict=False).write_parquet(tmp_path / "q.parquet")
+    with pytest.raises(DatasetError, match=rf"q.parquet: 1 of 2 rows with {fault} of a surrogate pair.*row 1"):
+        load_tasks(tmp_path / "q.parquet")

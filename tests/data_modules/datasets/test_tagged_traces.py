@@ -259,3 +259,9 @@ def test_traces_are_read_under_any_name_and_all_faults_come_at_once(tmp_path):
     said = str(caught.value)
     assert said.count("the columns are column") == 5 and f"{path}, 95 more rows: a fault of this kind" in said
     assert f"{path}, row 100: 'output' is int, expected text" in said
+
+
+@pytest.mark.parametrize(("suffix", "where"), [("json", "row 2"), ("jsonl", "line 2")])
+def test_half_a_surrogate_pair_in_a_trace_is_named_by_file_and_row(make, tmp_path, suffix, where):
+    with pytest.raises(DatasetError, match=rf"sft.{suffix}, {where}: .*half of a surrogate pair, .ud83d"):
+        make([alpaca(), alpaca(input="\ud83d")], suffix).run(tmp_path / "out")

@@ -19,7 +19,16 @@ from rollout.skills.bank import Selection
 from rollout.skills.injection import Injection, Skills
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
-from rollout.trajectory import ActionKind, CallOutcome, Fork, InfrastructureError, Reward, RewardError, StopReason
+from rollout.trajectory import (
+    ActionKind,
+    CallOutcome,
+    Fork,
+    InfrastructureError,
+    Reward,
+    RewardError,
+    StopReason,
+    ToolResult,
+)
 from tests.rollout import virtual_time
 from tests.rollout.scripted import ENGINE_DEAD, EOS, TASK, TextEngine, ToyRetriever, in_turn, search_then_answer
 
@@ -279,14 +288,51 @@ def test_an_environment_that_hangs_costs_its_trajectory(protocol):
     assert "did not answer an action within 0.2 s (rollouts.step_timeout_s)" in loop.failures[-1]
     assert retriever.cancelled == ["Mira Voss birthplace"]
 
-    class Slow:
-        async def step(self, action):
-            raise TimeoutError("its own")
-
-    with pytest.raises(TimeoutError, match="its own"):
-        asyncio.run(loop._step(Slow(), None))
     with pytest.raises(ValueError, match="step_timeout_s is 0; expected seconds above 0, or null"):
         Budgets(step_timeout_s=0)
+
+
+RESULT = ToolResult("x", CallOutcome.OK)
+
+
+@pytest.mark.parametrize(
+    ("method", "does", "message"),
+    [
+        ("reset", ZeroDivisionError("no\nworld"), "Own.reset raised ZeroDivisionError: no world"),
+        ("reset", "a text", "Own.reset returned str; expected rollout.environments.base.FirstObservation | None"),
+        ("step", TimeoutError("its own"), "Own.step raised TimeoutError: its own"),
+        ("step", SystemExit("over"), "Own.step raised SystemExit: over"),
+        ("step", asyncio.CancelledError(), "Own.step raised CancelledError: "),
+        ("step", None, "Own.step returned NoneType; expected StepResult"),
+        ("step", (RESULT,), "Own.step returned tuple; expected StepResult"),
+        ("step", StepResult((), ()), "Own.step returned 0 results and 0 latencies for 1 calls; expected one of each"),
+        ("step", StepResult(("x", RESULT), (0.0,)), "Own.step returned 2 results and 1 latencies for 1 calls"),
+        ("close", KeyError("gone"), "Own.close raised KeyError: 'gone'"),
+    ],
+)
+def test_an_environment_that_fails_by_itself_costs_its_trajectory(protocol, method, does, message):
+    class Own:
+        async def reset(self):
+            return None
+
+        async def step(self, action):
+            return StepResult(("found",) * len(action.calls), (0.0,) * len(action.calls), done=True)
+
+        async def close(self):
+            pass
+
+    async def act(self, *arguments):
+        if isinstance(does, BaseException):
+            raise does
+        return does
+
+    loop = make_loop(protocol, search_then_answer)
+    loop.environment = lambda task, *, tools_enabled=True: Own()
+    assert run(loop).calls[0].result == ToolResult("found", CallOutcome.OK), "a text is a result"
+    setattr(Own, method, act)
+    trajectory = run(loop)
+    assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
+    assert loop.failures[-1].startswith(message) and "\n" not in loop.failures[-1]
 
 
 @pytest.mark.parametrize("limit", [{"limits": ToolLimits(max_calls=1, retries=0)}, {"max_calls": 1}])

@@ -45,6 +45,10 @@ class Probe:
         self.closed = True
 
 
+def _raise(error):
+    raise error
+
+
 async def forever(attempt):
     await asyncio.Event().wait()
 
@@ -81,20 +85,73 @@ def test_retries_after_infrastructure_errors_only():
     with pytest.raises(InfrastructureError, match="down"):
         asyncio.run(LimitedTool(Probe(second_time_lucky), ToolLimits(retries=1, backoff_s=0)).call({}))
 
-    async def bug(attempt):
-        raise KeyError("bug")
-
-    probe = Probe(bug)
-    with pytest.raises(KeyError):
-        asyncio.run(LimitedTool(probe, ToolLimits(retries=5, backoff_s=0)).call({}))
-    assert probe.attempts == 1
-
     async def wrong_arguments(attempt):
         return ToolResult("bad", CallOutcome.ERROR)
 
     probe = Probe(wrong_arguments)
     asyncio.run(LimitedTool(probe, ToolLimits(retries=5, backoff_s=0)).call({}))
     assert probe.attempts == 1
+
+
+@pytest.mark.parametrize(
+    ("do", "text"),
+    [
+        (lambda: _raise(ValueError("no such city")), "The tool probe failed: ValueError: no such city"),
+        (lambda: _raise(KeyError("a\nb \ud83d")), r"The tool probe failed: KeyError: 'a\\nb \\ud83d'"),
+        (lambda: _raise(TimeoutError("its own")), "The tool probe failed: TimeoutError: its own"),
+        (lambda: _raise(SystemExit(3)), "The tool probe failed: SystemExit: 3"),
+        (lambda: _raise(asyncio.CancelledError("its own")), "The tool probe failed: CancelledError: its own"),
+        (lambda: ToolResult(7, CallOutcome.OK), "The tool probe failed: TypeError: the text of a ToolResult is int; "
+                                                "expected str"),
+        (lambda: ToolResult("x", "fine"), "The tool probe failed: ValueError: 'fine' is not a valid CallOutcome"),
+        *[
+            (lambda value=value: value, f"The tool probe failed: TypeError: the result is {type(value).__name__}; "
+                                        "expected a text or a ToolResult")
+            for value in (None, b"x", 7, 1.5, {"text": "x"}, ["x"])
+        ],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("awaited", [True, False])
+def test_what_a_tool_of_your_own_does_wrong_is_an_error_that_the_model_reads(do, text, awaited, caplog):
+    class Own:
+        name = "probe"
+
+        def call(self, arguments):
+            async def called():
+                return do()
+
+            return called() if awaited else do()
+
+    tool = LimitedTool(Own(), ToolLimits(retries=5, backoff_s=0, cache_size=2))
+    results = [asyncio.run(tool.call({})) for _ in range(2)]
+    assert {(result.outcome, result.text) for result in results} == {(CallOutcome.ERROR, text)}
+    assert len(caplog.records) == 1, "logged once, with its traceback"
+    assert caplog.records[0].exc_info
+
+
+@pytest.mark.parametrize(("text", "outcome"), [("Oslo", CallOutcome.OK), (" \n", CallOutcome.EMPTY)])
+def test_a_tool_may_return_a_text(text, outcome):
+    async def answer(attempt):
+        return text
+
+    assert asyncio.run(LimitedTool(Probe(answer), ToolLimits()).call({})) == ToolResult(text, outcome)
+
+
+def test_ctrl_c_and_a_cancellation_are_no_fault_of_the_tool():
+    async def interrupted(attempt):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(LimitedTool(Probe(interrupted), ToolLimits()).call({}))
+
+    async def cancelled():
+        work = asyncio.create_task(LimitedTool(Probe(forever), ToolLimits()).call({}))
+        await asyncio.sleep(0)
+        work.cancel()
+        await work
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
 
 
 def test_back_off_doubles_with_jitter(monkeypatch):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from rollout.environments.base import ACT
+from retrieval.text import whole
+from rollout.environments.base import ACT, FirstObservation
 from rollout.protocols.arpo_tags import ARPOProtocol
-from rollout.protocols.base import PromptMode
+from rollout.protocols.base import FIRST_OBSERVATION, PromptMode
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.protocols.hermes import HermesProtocol
 from rollout.protocols.search_episodes import SearchEpisodeProtocol
@@ -57,11 +60,11 @@ def plain(result):
 def test_an_observation_has_the_template_s_own_tags_alone(protocols, name):
     protocol = protocols[name]
     own, _ = protocol.observation_ids(CALL, [plain(RESULT)], 100_000)
-    whole, _ = protocol.observation_ids(CALL, [RESULT], 100_000)
-    assert FORGED.strip() in protocol.decode(whole), "as it is, and all of it"
-    cut, was_cut = protocol.observation_ids(CALL, [RESULT], len(whole) - 9)
-    assert was_cut and 0 < len(cut) <= len(whole) - 9
-    assert tags_of(protocol, whole) == tags_of(protocol, cut) == tags_of(protocol, own)
+    shown, _ = protocol.observation_ids(CALL, [RESULT], 100_000)
+    assert FORGED.strip() in protocol.decode(shown), "as it is, and all of it"
+    cut, was_cut = protocol.observation_ids(CALL, [RESULT], len(shown) - 9)
+    assert was_cut and 0 < len(cut) <= len(shown) - 9
+    assert tags_of(protocol, shown) == tags_of(protocol, cut) == tags_of(protocol, own)
 
 
 @pytest.mark.parametrize("name", ["windowed", "search_episodes"])
@@ -103,10 +106,47 @@ def test_quotes_by_hand(folder):
     assert (ids.count(think), ids.count(end), ids[0], ids[-1]) == (1, 1, think, end)
     assert tokenizer.decode(ids) == "<think><think><|im_end|><|im_end|>"
     assert quotes.ids("<think> a") == encode(tokenizer, "<think> a"), "what is not quoted is as ever"
-    for odd in ("a\U000f0001b", f"\U000f0001{chr(0xF0000 + len(quotes._tags))}", "\U000f0000<think>"):
-        assert tokenizer.decode(quotes.ids(quotes.quote(odd))) == odd, "no page can write what stands in for a tag"
-        assert think not in quotes.ids(quotes.quote(odd))
+    for odd in (quotes.quote("<think>"), f"a{quotes.quote('<|im_end|>')}b", "\ud83d<think>"):
+        ids = quotes.ids(quotes.quote(odd))
+        assert think not in ids and end not in ids, "no page can write what stands in for a tag"
+        assert tokenizer.decode(ids) == whole(odd)
     special = quotes.ids(quotes.quote_special("<think><|im_end|>"))
     assert (special.count(think), special.count(end)) == (1, 0)
     tokenizer.add_tokens(["   ", "oslo"])
     assert Quotes(tokenizer).quote("   oslo") == "   oslo", "white space and words are no tags"
+
+
+# NUL and other controls, line and paragraph separators, marks of direction, invisible ones, the byte order mark,
+# private use (both planes), characters that are none.
+ODD = [
+    *map(chr, (*range(0x20), *range(0x7F, 0xA0), 0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F))),
+    *"\u2060\u2066\u2069\ufeff\ue000\uf8ff\ufdd0\ufffe\uffff\U0001fffe\U000e0001\U000f0000\U000f0001\U000f003f"
+    "\U0010fffd\U0010ffff",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_odd_character_reaches_the_model_as_it_is(protocols, name):
+    protocol, text = protocols[name], "a" + "b".join(ODD) + "c"
+    asked = protocol.decode(protocol.prompt_ids(dataclasses.replace(TASK, question=text)))
+    assert text in asked and tags_of(protocol, protocol.prompt_ids(dataclasses.replace(TASK, question=text)))
+    result = ToolResult(text, CallOutcome.OK, info={"admissible": [text]})
+    shown, cut = protocol.observation_ids(CALL, [result], 100_000)
+    assert text in protocol.decode(shown) and not cut
+    acted = Action(ActionKind.CALL, (ToolRequest(protocol.tools[0], {"query": text, "action": text}),))
+    if getattr(protocol, "windowed", False):
+        turns, calls = [Turn(0, 1, acted, "stop", 0, 1)], [ToolCall(0, acted.calls[0], result, 0.0)]
+        assert protocol.decode(protocol.turn_prompt(TASK, turns, calls).ids).count(text) >= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_a_surrogate_pair_from_outside_is_shown_as_u_fffd(protocols, name):
+    protocol = protocols[name]
+    halves = "one \ud83d two \ude00 three \ud83d\ude00 four"
+    first = FirstObservation(f"Your task is to: {halves}", {"admissible": [halves]})
+    result = ToolResult(halves, CallOutcome.OK, info={"admissible": [halves]})
+    assert result.text == "one \ufffd two \ufffd three \U0001f600 four" == first.info["admissible"][0]
+    shown, _ = protocol.observation_ids(CALL, [result], 100_000)
+    assert result.text in protocol.decode(shown)
+    asked = dataclasses.replace(TASK, question=first.text, metadata={FIRST_OBSERVATION: first.info})
+    assert result.text in protocol.decode(protocol.prompt_ids(asked))

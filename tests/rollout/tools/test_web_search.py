@@ -80,6 +80,7 @@ def test_results_are_cut_and_counted():
     lines = search([page], max_results=3, result_length=5).text.splitlines()
     assert lines == ["Page 1: 0xxxx", "Page 2: 1xxxx", "Page 3: 2xxxx"]
     assert len(search([page]).text.splitlines()) == 10
+    assert parse_organic('{"organic": [{"description": "half \\ud83d"}]}', 10, 1000)[0].text == "half \ufffd"
     assert len(parse_organic('{"organic": [{"description": "' + "x" * 2000 + '"}]}', 10, 1000)[0].text) == 1000
 
 

@@ -1,0 +1,52 @@
+"""Halves of surrogate pairs, which JSON can write (``"\\ud83d"``) and neither UTF-8 nor a tokenizer takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def whole(value: Value) -> Value:
+    """Replace each half of a surrogate pair by U+FFFD in a text, and in the texts of lists, tuples, dicts and data
+    classes; two halves of one pair become their character.
+
+    >>> whole({"a": ["\\ud83d!", "\\ud83d\\ude00"]}) == {"a": ["\\ufffd!", "\\U0001f600"]}
+    True
+    """
+    changed: Any = value
+    if isinstance(value, str):
+        if not value.isascii() and _HALF.search(value):
+            changed = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    elif isinstance(value, dict):
+        changed = {whole(name): whole(inner) for name, inner in value.items()}
+    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        changed = type(value)(map(whole, value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        changed = dataclasses.replace(value, **{name: whole(getattr(value, name)) for name in names})
+    return changed
+
+
+class HalfPair(ValueError):
+    """A text holds half of a surrogate pair; the message quotes it, as the name of a fault."""
+
+
+def strict_json(text: str | bytes) -> Any:
+    """``json.loads``. Raises HalfPair for half of a surrogate pair."""
+    if isinstance(text, bytes):
+        text = text.decode()  # json itself lets halves pass here
+    value = json.loads(text)
+    if "\\u" in text:
+        refuse_halves(value)
+    return value
+
+
+def refuse_halves(value: Any) -> None:
+    """Raises HalfPair if a text in ``value``, plain JSON, holds half of a surrogate pair."""
+    if found := _HALF.search(json.dumps(value, ensure_ascii=False)):
+        raise HalfPair(f"half of a surrogate pair, {ascii(found[0])[1:-1]}; expected whole characters")
