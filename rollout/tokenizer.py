@@ -127,4 +127,17 @@ class Quotes:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("(" + "|".join(map(re.escape, texts)) + ")" if texts else "((?!))")
+    """Match the longest of the texts. They share their beginnings in the pattern: a run of ``<`` takes no longer with
+    thousands of tags."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return re.compile(f"({_branches(tree)})" if tree else "((?!))")
+
+
+def _branches(node: dict[str, Any]) -> str:
+    found = "|".join(re.escape(character) + _branches(rest) for character, rest in node.items() if character)
+    return f"(?:{found})" + "?" * ("" in node) if found else ""

@@ -27,7 +27,7 @@ def own_faults() -> Iterator[None]:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        raise OwnFault(one_line(f"{type(error).__name__}: {error}")) from error
+        raise OwnFault(one_line(f"{type(error).__name__}: {error}").removesuffix(":")) from error
 
 
 class Tool(Protocol):

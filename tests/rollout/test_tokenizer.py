@@ -1,10 +1,14 @@
 """Ids and texts straight from a tokenizer's backend are those of the tokenizer itself, whatever the text."""
 
+import random
+import re
+import time
+
 import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from rollout.tokenizer import decode, encode, load_tokenizer
+from rollout.tokenizer import Quotes, _any_of, decode, encode, load_tokenizer
 
 TEXTS = [
     "", " ", "  leading", "trailing \n", "\r\n\ttab", "a\x00b", "plain words, 1234 and it's over",
@@ -41,3 +45,22 @@ def test_texts_are_those_of_the_slow_call(tokenizer):
         for part in (ids, tuple(ids[1:]), ids[:-1], ids[::-1]):  # characters cut in two as well
             slow = tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False)
             assert decode(tokenizer, part) == slow
+
+
+def test_tags_are_found_as_by_trying_the_longest_first():
+    rng = random.Random(0)
+    tags = ["<a>", "<a>b", "<ab>", "<|x|>", "[I]", "<", "<unused1>", "<unused10>"]
+    slow = re.compile("(" + "|".join(map(re.escape, sorted(tags, key=len, reverse=True))) + ")")
+    for _ in range(2000):
+        text = "".join(rng.choices([*tags, "<unused", "a", ">", "|", "x"], k=8))
+        assert _any_of(tags).split(text) == slow.split(text)
+    assert _any_of([]).split("<a>") == ["<a>"]
+
+
+def test_thousands_of_added_tokens_cost_a_run_of_brackets_nothing(model_dir):
+    tokenizer = load_tokenizer(str(model_dir))
+    tokenizer.add_tokens([f"<unused{number}>" for number in range(3000)])
+    quotes, text = Quotes(tokenizer), "<" * 100_000 + "<unused" * 10_000
+    began = time.thread_time()
+    assert quotes.quote(text) == text
+    assert time.thread_time() - began < 1.0, "0.02 s; 10 s where each tag is tried"

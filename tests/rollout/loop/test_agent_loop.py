@@ -302,7 +302,7 @@ RESULT = ToolResult("x", CallOutcome.OK)
         ("reset", "a text", "Own.reset returned str; expected rollout.environments.base.FirstObservation | None"),
         ("step", TimeoutError("its own"), "Own.step raised TimeoutError: its own"),
         ("step", SystemExit("over"), "Own.step raised SystemExit: over"),
-        ("step", asyncio.CancelledError(), "Own.step raised CancelledError: "),
+        ("step", asyncio.CancelledError(), "Own.step raised CancelledError"),
         ("step", None, "Own.step returned NoneType; expected StepResult"),
         ("step", (RESULT,), "Own.step returned tuple; expected StepResult"),
         ("step", StepResult((), ()), "Own.step returned 0 results and 0 latencies for 1 calls; expected one of each"),
