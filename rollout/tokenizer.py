@@ -30,8 +30,8 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def encode(tokenizer: Any, text: str, plain: bool = False) -> list[int]:
-    """The ids of ``tokenizer(text, add_special_tokens=False, split_special_tokens=plain)``, straight from its backend:
-    what that call does besides takes longer than encoding a short text.
+    """The ids of ``tokenizer(text, add_special_tokens=False, split_special_tokens=plain)``, straight from its backend,
+    which is faster for short texts.
 
     Args:
         plain: control tokens written in the text become ordinary text.
@@ -57,10 +57,10 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 class Quotes:
-    """Keeps text from outside (what a tool returned, what a world shows) from becoming the tokenizer's own tags.
+    """Keeps text from outside (results of tools, observations) from becoming the tokenizer's own tags.
 
-    An added token, such as Qwen's ``<tool_call>``, is one id wherever it stands in a text: a page that quotes it would
-    read like a call. ``quote`` replaces the tag by two code points that no text can hold, and ``ids`` turns these into
+    An added token, such as Qwen's ``<tool_call>``, is one id anywhere in a text: a page that quotes it would read like
+    a call. ``quote`` replaces the tag by two code points that no text can hold, and ``ids`` turns these into
     ordinary text. The template's own tags, which are not quoted, become their ids. Special tokens and other added
     tokens are treated alike, but for added tokens of white space, letters and digits alone, which are no tags.
 
@@ -92,7 +92,7 @@ class Quotes:
         return self._special_tag.sub(lambda tag: self._stand_ins[tag[0]], text)
 
     def ids(self, text: str) -> list[int]:
-        """As ``encode``, but what was quoted is ordinary text."""
+        """Encode text whose quoted tags are ordinary text."""
         return self.ids_in_pieces(text) if _STAND_IN.search(text) else encode(self.tokenizer, text)
 
     def ids_in_pieces(self, text: str) -> list[int]:

@@ -29,8 +29,8 @@ class MalformedCall(ValueError):
 
 
 def after_thinking(text: str) -> str | None:
-    """What follows the last ``</think>``, all of it where there is no thinking, None where thinking is never closed.
-    Tags quoted inside a call (a program that splits at them) mean nothing.
+    """Return the text behind the last ``</think>``: all of it without thinking, None if thinking is never closed. Tags
+    quoted inside a call (a program that splits at them) are text.
 
     >>> after_thinking("<think> a </think> b"), after_thinking("b"), after_thinking("<think> a")
     (' b', 'b', None)
@@ -65,9 +65,9 @@ def hermes_calls(text: str) -> tuple[ToolRequest, ...]:
 
 
 def verl_calls(text: str) -> tuple[ToolRequest, ...]:
-    """The calls that verl's parser finds (verl/experimental/agent_loop/tool_parser.py, HermesToolParser): what stands
-    between the tags and is JSON with a name and arguments. A block that is not, or is never closed, is no call.
-    Arguments other than an object become none: there as here the tool then answers that it failed.
+    """The calls that verl's parser finds (verl/experimental/agent_loop/tool_parser.py, HermesToolParser): blocks
+    between the tags that are JSON with a name and arguments. Other blocks are skipped. Arguments other than an
+    object become an empty object, and the tool then answers that it failed.
     """
     calls: list[ToolRequest] = []
     for block in between(text, OPEN, CLOSE):

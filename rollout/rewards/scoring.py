@@ -29,7 +29,7 @@ def normalize_answer(text: str) -> str:
 def exact_match(prediction: str | None, golds: Iterable[str]) -> float:
     """1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
 
-    A gold answer of which nothing is left ("The The") is compared as it is written, so that an empty prediction never
+    A gold answer that is empty after normalisation ("The The") is compared as it is written: an empty prediction never
     matches. None (no answer) and an empty list of golds give 0.0.
     """
     if prediction is None:
@@ -48,8 +48,8 @@ def _equal(prediction: str, gold: str) -> bool:
 def sub_exact_match(text: str | None, golds: Iterable[str]) -> float:
     """1.0 if the normalised text contains a normalised gold answer, also inside a word, else 0.0 (Search-R1's subEM).
 
-    A gold answer of which nothing is left ("The The") matches no text. None (no answer) and an empty list of golds
-    give 0.0.
+    A gold answer that is empty after normalisation ("The The") matches no text. None (no answer) and an empty list of
+    golds give 0.0.
     """
     if text is None:
         return 0.0

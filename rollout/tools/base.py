@@ -17,8 +17,8 @@ class OwnFault(Exception):
 
 @contextmanager
 def own_faults() -> Iterator[None]:
-    """Turn exceptions of foreign code into OwnFault, ``SystemExit`` and a ``CancelledError`` that nobody asked for
-    included. InfrastructureError, RewardError, Ctrl-C and a real cancellation pass."""
+    """Turn exceptions of foreign code into OwnFault, also ``SystemExit``, and a ``CancelledError`` without a
+    cancellation. InfrastructureError, RewardError, Ctrl-C and a real cancellation pass."""
     try:
         yield
     except (InfrastructureError, RewardError):
@@ -51,7 +51,7 @@ class Bounded(Protocol):
 
 @runtime_checkable
 class Startable(Protocol):
-    """A tool, runner or environment factory that can fail before the first call, and should: before a model loads."""
+    """A tool, runner or environment factory that starts, or fails, before a model loads."""
 
     async def start(self) -> None:
         """Idempotent. Raises what makes every later call pointless."""
