@@ -36,7 +36,7 @@ def same_run(target: str, *names: str) -> str:
         names: the variables to keep besides EXP and ARGS.
     """
     words = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))[2:]
-    given = dict(word.partition("=")[::2] for word in words if "=" in word)
+    given = {name: value for name, equals, value in (word.partition("=") for word in words) if equals}
     kept = {name: given[name] for name in ("EXP", *names, "ARGS") if name in given}
     return " ".join(["make", target, *(_quoted(f"{name}={value}") for name, value in kept.items())])
 

@@ -72,7 +72,7 @@ class RunContext:
         """The make command that does this, or another make target for the same run."""
         given: dict[str, object] = {"EXP": self.target}
         if verb is None:
-            given |= dict(word.partition("=")[::2] for word in self.variables)
+            given |= {name: value for name, _, value in (word.partition("=") for word in self.variables)}
         if self.seed is not None:
             given["SEED"] = self.seed
         if self.compare and (verb or self.verb) == "train":

@@ -143,7 +143,7 @@ def check_by_lightning(trainer: Config, where: str) -> None:
     Lightning refuses."""
     skipped = ("accelerator", "devices", "num_nodes", "logger", "callbacks", "strategy", "plugins")
     scalars = {key: value for key, value in trainer.items() if isinstance(value, (str, int, float, type(None)))}
-    plain = {key: value for key, value in scalars.items() if key not in skipped}
+    plain: dict[str, Any] = {key: value for key, value in scalars.items() if key not in skipped}
     lightning = logging.getLogger("lightning.pytorch")
     level = lightning.level
     lightning.setLevel(logging.ERROR)

@@ -251,6 +251,8 @@ def _part(node: Any, name: str) -> Any:
     if "class_path" in node and name not in ("class_path", "init_args"):
         node = node.setdefault("init_args", {})
     part = node.setdefault(name, {})
+    if isinstance(part, str):
+        part = node[name] = {"class_path": part}
     if not isinstance(part, list):
         return part if isinstance(part, dict) else {}
     if part and isinstance(part[-1], str):
