@@ -60,7 +60,7 @@ def describe(hint: Any) -> str:
     members = _members(hint)
     if len(members) > 1:
         return " or ".join(dict.fromkeys(describe(member) for member in members))
-    [hint] = members
+    hint = members[0]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         bounds = [f"{words} {getattr(mark, name)}" for name, words in BOUNDS.items() for mark in arguments[1:]
