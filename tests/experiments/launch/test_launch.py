@@ -233,6 +233,7 @@ def test_a_node_that_finds_no_node_0_says_what_to_look_for(waiting):
     stage, store, context = waiting
     with pytest.raises(ExperimentError, match="node 0 has not begun note within .*share the folder of the outputs"):
         run_other_node([stage], dataclasses.replace(context, node=dataclasses.replace(context.node, timeout_s=0)), None)
+    store.path.mkdir(parents=True)
     store.finish({"seconds": 1})
     run_other_node([stage], context, None)  # done: nothing to wait for
 

@@ -27,6 +27,7 @@ def plan(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "t"}\n')
     for folder in ("model", "teacher"):
         (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
     paths = ["--paths.model", f"{tmp_path}/model", "--paths.questions", f"{tmp_path}/q.csv"]
 
     def make(name, *words):
