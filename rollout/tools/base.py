@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+from retrieval.text import whole
 from retrieval.types import one_line
 from rollout.trajectory import InfrastructureError, RewardError, ToolResult
 
@@ -27,7 +28,7 @@ def own_faults() -> Iterator[None]:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        raise OwnFault(one_line(f"{type(error).__name__}: {error}").removesuffix(":")) from error
+        raise OwnFault(whole(one_line(f"{type(error).__name__}: {error}")).removesuffix(":")) from error
 
 
 class Tool(Protocol):

@@ -7,12 +7,14 @@ import dataclasses
 import inspect
 import json
 import logging
+import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from retrieval.text import whole
 from rollout.services.retries import with_retries
 from rollout.tools.base import Bounded, OwnFault, Startable, Tool, own_faults
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
@@ -106,7 +108,8 @@ class LimitedTool:
         except OwnFault as fault:
             if str(fault) not in self._told:
                 self._told.add(str(fault))
-                logger.warning("tool %s failed, and the model reads so: %s", self.name, fault, exc_info=fault.__cause__)
+                trace = whole("".join(traceback.format_exception(fault.__cause__)))  # a log file takes UTF-8 only
+                logger.warning("tool %s failed, and the model reads so: %s\n%s", self.name, fault, trace)
             return ToolResult(f"The tool {self.name} failed: {fault}", CallOutcome.ERROR, detail=str(fault))
 
     def _slots(self) -> asyncio.Semaphore:
