@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import logging
+from contextlib import ExitStack, closing
 
 import polars as pl
 import pytest
@@ -107,29 +108,36 @@ def test_prompts_of_the_tasks_reach_the_engine_in_training_and_test(system, file
         assert trajectory.task.prompt[0][1] in shown and "in \\boxed{}" in shown
 
 
-def long_system(model_dir, **options):
-    protocol = SearchR1Protocol(str(model_dir), template="dataset")
-    engine = ScriptedEngine(lambda ids, sampling: "<answer> 0 </answer>", protocol.tokenizer, 0.0)
-    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
-    return RolloutSystem(engine, protocol, environment, ExactMatchReward(), **options)
+@pytest.fixture
+def long_system(model_dir):
+    """``long_system(**options)``: a system that is closed after the test."""
+    with ExitStack() as made:
+
+        def make(**options):
+            protocol = SearchR1Protocol(str(model_dir), template="dataset")
+            engine = ScriptedEngine(lambda ids, sampling: "<answer> 0 </answer>", protocol.tokenizer, 0.0)
+            environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+            system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), **options)
+            return made.enter_context(closing(system))
+
+        yield make
 
 
-def test_prompts_that_leave_no_room_are_left_out_by_default(model_dir, files, caplog, tmp_path):
+def test_prompts_that_leave_no_room_are_left_out_by_default(long_system, model_dir, files, caplog, tmp_path):
     """And nothing else is: the longest prompt that leaves room for one token stays."""
     (short, long) = sorted({len(p) for p in prompts_of(model_dir, files[0])})
     for max_length, left in ((long, 2), (long + 1, 4), (short + 1, 2), (None, 4)):
         caplog.clear()
-        system = long_system(model_dir, max_length=max_length)
+        system = long_system(max_length=max_length)
         data = RolloutDataModule(system, [files[0]], prompts_per_step=2, seed=1, samples_per_prompt=2)
         module = Recorder(push=False)
         trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
-        system.close()
         assert len(data.training_questions) == left, max_length
         assert all(any(t.loss_mask) for batch in module.train_batches for t in batch)
         told = f"rl.parquet: max_prompt_tokens is {(max_length or 1) - 1} (what max_length leaves): 2 of 4 questions"
         assert (told in caplog.text) == (left == 2)
         assert ("(id train-math-one_1, train-math-two_1)" in caplog.text) == (left == 2)
-    system = long_system(model_dir, max_length=short)
+    system = long_system(max_length=short)
     with pytest.raises(DatasetError, match=f"is {short - 1} .*, but the shortest of 4 prompts has {short} tokens"):
         RolloutDataModule(system, [files[0]], prompts_per_step=2).setup("fit")
 
@@ -139,16 +147,16 @@ def prompts_of(model_dir, file):
     return [protocol.prompt_ids(task) for task in QuestionLoading(protocol).load([file], None)]
 
 
-def test_skills_and_whole_turns_count_where_prompts_have_them(model_dir, files):
+def test_skills_and_whole_turns_count_where_prompts_have_them(long_system, model_dir, files):
     short = min(len(p) for p in prompts_of(model_dir, files[0]))
     skills = Skills("search", Full(), max_tokens=100_000)
-    advised = long_system(model_dir, skills=skills).first_prompts()
-    plain = long_system(model_dir, skills=skills).first_prompts(advise=False)
+    advised = long_system(skills=skills).first_prompts()
+    plain = long_system(skills=skills).first_prompts(advise=False)
     task = QuestionLoading(None).load([files[0]], 1)[0]
     grown = len(advised.prompt_ids(task))
     assert len(plain.prompt_ids(task)) == short < grown
     for max_length, fits in ((grown, False), (grown + 1, True)):
-        system = long_system(model_dir, skills=skills, max_length=max_length)
+        system = long_system(skills=skills, max_length=max_length)
         data = RolloutDataModule(system, [files[0]], prompts_per_step=1, max_train=1)
         if fits:
             data.questions.load([files[0]], None, system.first_prompts())
@@ -159,14 +167,14 @@ def test_skills_and_whole_turns_count_where_prompts_have_them(model_dir, files):
     assert windowed.longest == 200 and FirstPrompts(plain.protocol, windowed.budgets).longest == 299
 
 
-def test_an_evaluation_keeps_what_it_cannot_ask_and_says_so(model_dir, files, caplog):
+def test_an_evaluation_keeps_what_it_cannot_ask_and_says_so(long_system, model_dir, files, caplog):
     lengths = sorted(len(p) for p in prompts_of(model_dir, files[0]))
-    system = long_system(model_dir, max_length=lengths[-1])
+    system = long_system(max_length=lengths[-1])
     data = EvaluationData(system, val_files=[files[0]], test_files=[files[0]])
     data.setup("validate")
     assert len(data.val_dataloader()[0].tasks) == 4
     assert "2 of 4 questions count as unanswered" in caplog.text and "(id train-math-one_1, train-" in caplog.text
-    system = long_system(model_dir, max_length=lengths[0])
+    system = long_system(max_length=lengths[0])
     with pytest.raises(DatasetError, match=f"leaves {lengths[0] - 1} tokens for a prompt, but the shortest of 4"):
         EvaluationData(system, val_files=[files[0]]).setup("validate")
 
