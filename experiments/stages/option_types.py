@@ -57,10 +57,9 @@ def describe(hint: Any) -> str:
     >>> describe(int | None)
     'a whole number or null'
     """
-    members = _members(hint)
-    if len(members) > 1:
-        return " or ".join(dict.fromkeys(describe(member) for member in members))
-    hint = members[0]
+    hint, *others = _members(hint)
+    if others:
+        return " or ".join(dict.fromkeys(map(describe, (hint, *others))))
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         bounds = [f"{words} {getattr(mark, name)}" for name, words in BOUNDS.items() for mark in arguments[1:]
