@@ -85,7 +85,8 @@ def _registered() -> Collection[str]:
 
 def register(name: str) -> None:
     """Make a packed implementation known to transformers, before a model is loaded with it. It has no mask function, so
-    that transformers builds no mask."""
+    that transformers builds no mask. Raises ValueError like ``check_available``."""
+    check_available(name)
     if name not in NAMES.values():
         return
     from transformers import AttentionInterface

@@ -145,7 +145,7 @@ def test_what_cannot_be_packed_says_so(model_dir, tmp_path):
         GRPO(str(model_dir), attention="eager", packing=True)
     with pytest.raises(ValueError, match="set packing: true and attention: sdpa"):
         GRPO(str(model_dir), attention="packed")
-    with pytest.raises(ValueError, match="flash_attention_2, whose package is not installed"):
+    with pytest.raises(ValueError, match="'flash_attention_2', whose package flash_attn is not installed"):
         load_causal_lm(str(model_dir), attention="packed_fa2")
     model = load_causal_lm(str(model_dir), attention="packed")
     with pytest.raises(ValueError, match="called without sequence boundaries"):

@@ -246,7 +246,7 @@ def seen_while(work):
     found, done = [], concurrent.futures.Future()
 
     def look():
-        while "waiter.acquire()" not in main_thread()[2]:  # it is blocked
+        while not ("waiter.acquire()" in (stack := main_thread()[2]) and "_base.py" in stack):  # in the future's result
             time.sleep(0.01)
         found.extend([main_thread(), main_thread()])
         done.set_result(None)
