@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
-CONSTANT_ITERATIONS = 3  # in a row without differing rewards in any group, before a warning
+CONSTANT_ITERATIONS = 5  # in a row without differing rewards in any group, before a warning
 
 
 class OnPolicyModule(PolicyModule):
