@@ -6,17 +6,18 @@ The process that makes the folder holds a lock in it and removes it at its end. 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
 import threading
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 PREFIX = "ca-"  # short: the names of sockets in it have at most 107 bytes
 OWNER = ".compact-agents-run"  # the locked file; a folder without it is not ours
+AFTER_MULTIPROCESSING = -200  # its folder in ours is removed with -100, and it complains where ours went first
 _outside: dict[str, str | None] = {}  # variables as they were before `use_run_folder`
 _making = threading.Lock()
 _made: dict[int, tuple[Path, int]] = {}  # by process, since a fork owns nothing: folder, descriptor of the lock
@@ -35,7 +36,7 @@ def run_folder() -> Path:
                 _made[os.getpid()] = _make(parent)
             except OSError:
                 return parent
-            atexit.register(remove_run_folder)
+            Finalize(None, remove_run_folder, exitpriority=AFTER_MULTIPROCESSING)
         return _made[os.getpid()][0]
 
 

@@ -68,6 +68,8 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return f"{'one of ' if len(arguments) > 1 else ''}{', '.join(map(repr, arguments))}"
     if _is_list(hint):
+        if _is_fixed(hint):
+            return f"a list of {len(arguments)}: {', '.join(map(describe, arguments))}"
         of = [f" of {describe(a)}" for a in arguments[:1] if not isinstance(a, typing.TypeVar)]
         return f"a list{of[0] if of else ''}"
     if _is_mapping(hint):
@@ -130,7 +132,7 @@ def _misfit_of_member(value: Any, hint: Any, path: str, load: Import) -> str | N
     if hint is str:
         return None if isinstance(value, str) else plain
     if _is_list(hint):
-        return _misfit_of_list(value, arguments, path, load)
+        return _misfit_of_list(value, hint, path, load)
     if _is_mapping(hint):
         if not isinstance(value, Mapping):
             return plain
@@ -141,11 +143,14 @@ def _misfit_of_member(value: Any, hint: Any, path: str, load: Import) -> str | N
     return None
 
 
-def _misfit_of_list(value: Any, arguments: tuple[Any, ...], path: str, load: Import) -> str | None:
-    if not isinstance(value, SEQUENCES):
+def _misfit_of_list(value: Any, hint: Any, path: str, load: Import) -> str | None:
+    arguments = typing.get_args(hint)
+    if not isinstance(value, SEQUENCES) or (_is_fixed(hint) and len(value) != len(arguments)):
         return f"'{path}' is {_shown(value)}"
     of = arguments[0] if arguments and not isinstance(arguments[0], typing.TypeVar) else Any
-    return next(filter(None, (misfit(part, of, f"{path}[{i}]", load) for i, part in enumerate(value))), None)
+    kinds = arguments if _is_fixed(hint) else [of] * len(value)
+    parts = enumerate(zip(value, kinds, strict=True))
+    return next(filter(None, (misfit(part, kind, f"{path}[{i}]", load) for i, (part, kind) in parts)), None)
 
 
 def _misfit_of_object(value: Any, hint: Any, path: str, load: Import) -> str | None:
@@ -204,6 +209,12 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 def _is_list(hint: Any) -> bool:
     return _is_container(hint, Iterable) and not _is_mapping(hint)
+
+
+def _is_fixed(hint: Any) -> bool:
+    """Whether a list has one annotation for each of its members (``tuple[float, int]``)."""
+    arguments = typing.get_args(hint)
+    return typing.get_origin(hint) is tuple and bool(arguments) and Ellipsis not in arguments
 
 
 def _is_mapping(hint: Any) -> bool:

@@ -56,6 +56,7 @@ def one_line(caught):
         (Literal["a", "b"], ["a"], ["c", 3, ["a"]], "one of 'a', 'b'"),
         (str, ["x", ""], [3, ["x"], {"x": 1}], "text"),
         (list[str] | str, [["a"], "a"], [3, {}], "a list of text or text"),
+        (tuple[int, str], [[1, "a"]], [3, [1], [1, "a", 2]], "a list of 2: a whole number, text"),
         (dict[str, int], [{"a": 1}], [3, ["a"]], "a mapping of names to a whole number"),
         (ToolLimits, [{"cache_size": 3}], [3, [1]], "class_path and init_args of a ToolLimits"),
     ],
