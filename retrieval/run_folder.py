@@ -55,7 +55,7 @@ def outside_environment() -> dict[str, str]:
 
 
 def remove_run_folder() -> None:
-    """Remove the run's folder if this process made it: at ends that `atexit` does not see (``os._exit``)."""
+    """Remove the run's folder if this process made it. Runs at exit; call it yourself before ``os._exit``."""
     folder, lock = _made.pop(os.getpid(), (None, -1))
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
