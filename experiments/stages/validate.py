@@ -27,7 +27,7 @@ from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import data_arguments
 from experiments.registry.keys import MODELS, constructors
 from experiments.stages import option_types, requirements, startup
-from experiments.stages.graph import Stage, require_files, strings
+from experiments.stages.graph import Stage, closure, require_files, strings
 from retrieval import protocols
 
 # None of them takes a metric of torchmetrics.
@@ -65,7 +65,7 @@ def check(stage: Stage, root: Path) -> list[str]:
     if stage.kind != "task":
         _check_trainer(module, parsed, config, where)
     check_data_options(module, parsed, where)
-    check_callbacks(parsed, where)
+    check_callbacks(parsed, stage, root)
     check_lengths(parsed, where)
     return [*hardware.missing_devices(config, where), *notes]
 
@@ -147,14 +147,24 @@ def check_module(parsed: Any, where: str) -> Any:
         raise ExperimentError(f"{where}: model: {_constructor_message(error)}") from error
 
 
-def check_callbacks(parsed: Any, where: str) -> None:
-    """Construct the callbacks, whose constructors know which of their options do not agree. Raises ExperimentError."""
+def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
+    """Construct the callbacks, whose constructors know which of their options do not agree. A callback that reads a
+    file of an earlier stage, or one under ``experiment.needs``, is constructed once the file is there.
+
+    Raises:
+        ExperimentError: with what the constructor says.
+    """
+    expected = [s.folder for s in closure(stage.upstream)] + [root / need.path for need in stage.needs]
     for callback in parsed.config.get("trainer.callbacks") or ():
         block = callback.as_dict()
+        files = [root / text for _, text in strings(block)]
+        if any(path.is_relative_to(place) and not path.exists() for path in files for place in expected):
+            continue
         try:
             instantiate(block, "callback")
         except (ValueError, TypeError, OSError) as error:
-            raise ExperimentError(f"{where}: {block['class_path']}: {_constructor_message(error)}") from error
+            why = f"{block['class_path']}: {_constructor_message(error)}"
+            raise ExperimentError(f"experiment '{stage.name}': {why}") from error
 
 
 def check_data_options(module: Any, parsed: Any, where: str) -> None:

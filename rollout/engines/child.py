@@ -47,6 +47,7 @@ class Child:
         self._hung: str | None = None  # why it was killed from here
         self._gone = threading.Event()
         self._reader: threading.Thread | None = None
+        self._writer = threading.Thread(target=self._write, daemon=True, name="engine-writer")
 
     @property
     def hung(self) -> bool:
@@ -93,7 +94,7 @@ class Child:
         without a sign of life for ``hang_s``, and call ``ended`` when it is gone, in the thread that has read."""
         self._reader = threading.Thread(target=self._read, args=(results, ended), daemon=True, name="engine-reader")
         for thread in (
-            threading.Thread(target=self._write, daemon=True, name="engine-writer"),
+            self._writer,
             threading.Thread(target=self._watch, args=(busy, hang_s), daemon=True, name="engine-watch"),
             self._reader,
         ):
@@ -177,6 +178,7 @@ class Child:
         self.process.wait()
         self._gone.set()
         self._outbox.put(("close",))  # ends the writer
+        self._writer.join()  # it would write to a number that the next child's connection may get
         self._connection.close()
         ended(self)
 

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 
 from retrieval.run_folder import run_folder
 from rollout.engines.base import SamplingParams
+from rollout.engines.child import Child
 from rollout.engines.process import ROOT, EngineProcess
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
 from rollout.trajectory import InfrastructureError
@@ -31,6 +33,38 @@ UNFIT_NUMBERS = (math.nan, math.inf, -math.inf, -5, True, "x", None)
 def echo(threads: int = 1, restarts: int = 0, **options) -> EngineProcess:
     path = "tests.rollout.engines.echo_backend.EchoBackend"
     return EngineProcess(path, options, max_length=50, threads=threads, restarts=restarts)
+
+
+class HeldConnection:
+    """A connection whose ``send`` waits for ``release`` and then notes whether the connection is closed."""
+
+    def __init__(self, connection) -> None:
+        self.connection, self.closed_at_send = connection, []
+        self.sending, self.release = threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.connection, name)
+
+    def send(self, message) -> None:
+        self.sending.set()
+        self.release.wait()
+        self.closed_at_send.append(self.connection.closed)
+
+
+def test_the_connection_of_a_dead_child_stays_open_until_its_writer_has_ended():
+    """A writer that is behind would write to the same file descriptor, which by then may belong to the next child."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    child = Child(("tests.rollout.engines.echo_backend.EchoBackend", {}, 1), environment, os.getpid())
+    child.ready(600)
+    held = child._connection = HeldConnection(child._connection)
+    ended = threading.Event()
+    child.begin(lambda results: None, lambda child: ended.set(), lambda: False, 600)
+    child.process.kill()
+    held.sending.wait()
+    assert not ended.wait(0.3)
+    held.release.set()
+    ended.wait()
+    assert held.closed_at_send == [False] and held.closed
 
 
 def test_requests_weights_and_an_end():
