@@ -31,7 +31,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld trl train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
+.PHONY: help help-launch setup alfworld trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -49,6 +49,9 @@ alfworld: ## make .venv-alfworld, for original ALFWorld games (4 minutes)
 
 trl: ## make .venv-trl, for benchmarks.trl_comparison and tool_calls (2 minutes)
 	@./scripts/setup_trl.sh
+
+templates: setup ## fetch published chat templates into .templates, for tests (30 s)
+	@./scripts/setup_templates.sh
 
 train: setup ## make an experiment; COMPARE=1, RESUME=last, FRESH=1
 	@$(RUN) train $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(RESUME_FLAG) $(FRESH_FLAG) $(ALLOW_FLAG) $(LAUNCH_FLAGS) $(ARGS)
