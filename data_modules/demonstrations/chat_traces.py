@@ -19,7 +19,7 @@ from data_modules.datasets.traces import MalformedTrace
 from data_modules.demonstrations.trace_stage import TraceStage
 from retrieval.ranges import PositiveInt
 from rollout.protocols.conversation_turns import AssistantTurn, conversation_turns, parts_left_out
-from rollout.protocols.hermes import HermesProtocol
+from rollout.protocols.hermes import HermesProtocol, ToolsIn
 from rollout.protocols.text import control_tokens
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import (
@@ -35,9 +35,6 @@ from rollout.trajectory import (
 )
 
 Tool = str | dict[str, Any]  # a name, a file, or the schema itself
-CallFormat = Literal["auto", "hermes", "llama3"]
-
-MAX_CALLS = 1000  # in one turn: an expert's are all read
 
 
 class ChatTraces(TraceStage[Conversation]):
@@ -53,7 +50,7 @@ class ChatTraces(TraceStage[Conversation]):
         files: .parquet, .jsonl or .json of {messages, tools[, enable_thinking]}.
         tokenizer: Hugging Face folder with a chat template that knows tools.
         tools: what the prompt offers, as in ``HermesProtocol``; by default each row's own ``tools``.
-        show_tools: give the tools to the template; false for tiny models that do without.
+        tools_in: where prompts show the tools, as in ``HermesProtocol``.
         thinking: passed to the template as ``enable_thinking``; by default the row's own, if it has one and the
             template knows it.
         call_format: as in ``HermesProtocol``.
@@ -75,9 +72,9 @@ class ChatTraces(TraceStage[Conversation]):
         files: Sequence[str],
         tokenizer: str,
         tools: Sequence[Tool] | None = None,
-        show_tools: bool = True,
+        tools_in: ToolsIn = "auto",
         thinking: bool | None = None,
-        call_format: CallFormat = "auto",
+        call_format: str = "auto",
         max_tokens: PositiveInt | None = None,
         too_long: Literal["drop", "cut"] = "drop",
         limit: PositiveInt | None = None,
@@ -85,14 +82,14 @@ class ChatTraces(TraceStage[Conversation]):
     ) -> None:
         super().__init__(files, max_tokens, limit)
         self.tokenizer = tokenizer
-        self.tools, self.show_tools, self.thinking = tools, show_tools, thinking
-        self.call_format: CallFormat = call_format
+        self.tools, self.tools_in, self.thinking = tools, tools_in, thinking
+        self.call_format = call_format
         self.too_long, self.data_source = too_long, data_source
         loaded = load_tokenizer(tokenizer)
         self._control_tokens = control_tokens(loaded)
         self._knows_thinking = "enable_thinking" in (loaded.chat_template or "")
         self._protocols: dict[str, HermesProtocol] = {}  # by tools and thinking
-        self._protocol(("code_interpreter",) if tools is None else tools, show_tools, thinking)  # refuses templates
+        self._protocol(tools or (), thinking)  # refuses templates
 
     read_file = staticmethod(read_conversations)
 
@@ -120,7 +117,7 @@ class ChatTraces(TraceStage[Conversation]):
                 metadata={"rewritten": rewritten},
                 prompt=tuple((message["role"], message["content"]) for message in prompt),
             ),
-            prompt_ids=tuple(protocol.chat.ids(protocol.chat.render(prompt))),
+            prompt_ids=tuple(protocol.chat.ids(protocol.chat.render(protocol.with_tools(prompt)))),
             response_ids=tuple(ids),
             loss_mask=tuple(mask),
             logprobs=(0.0,) * len(ids),
@@ -151,21 +148,28 @@ class ChatTraces(TraceStage[Conversation]):
             thinking = trace.thinking
         tools = trace.tools if self.tools is None else self.tools
         try:
-            return self._protocol(tools or ("code_interpreter",), self.show_tools and bool(tools), thinking)
+            return self._protocol(tools, thinking)
         except ValueError as error:
             raise DatasetError(f"conversation {trace.id} of {', '.join(self.files)}: {error}") from error
 
-    def _protocol(self, tools: Sequence[Tool], show_tools: bool, thinking: bool | None) -> HermesProtocol:
-        key = json.dumps([list(tools), show_tools, thinking])
+    def _protocol(self, tools: Sequence[Tool], thinking: bool | None) -> HermesProtocol:
+        key = json.dumps([list(tools), thinking])
         if key not in self._protocols:
-            self._protocols[key] = HermesProtocol(
+            protocol = HermesProtocol(
                 self.tokenizer,
-                tools,
-                show_tools,
+                tools or ("code_interpreter",),  # a row without tools may call all the same
+                self.tools_in if tools else "trained",
                 thinking=thinking,
-                max_parallel_calls=MAX_CALLS,
+                max_parallel_calls=None,  # an expert's are all read
                 call_format=self.call_format,
             )
+            chat = protocol.chat
+            if chat.end != chat.call_end:
+                raise ValueError(
+                    f"{chat.where} ends a turn with {chat.end} and, after a call, with {chat.call_end}; conversations "
+                    "can be tokenised where all turns end alike (trajectories of a teacher can be trained on instead)"
+                )
+            self._protocols[key] = protocol
         return self._protocols[key]
 
 

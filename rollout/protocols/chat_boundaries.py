@@ -9,16 +9,21 @@ turns (strip their thinking, rewrite their calls) lies before the cut and so can
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from rollout.protocols.call_readers import thinking_tags
+from rollout.protocols.call_text import as_text
 from rollout.protocols.text import check_thinking, control_tokens
-from rollout.tokenizer import Quotes, encode
+from rollout.tokenizer import Quotes, decode, encode
+from rollout.trajectory import ToolRequest
 
 Message = dict[str, Any]
 
 _TURN = "placeholder of the assistant's turn"
+_USER = {"role": "user", "content": "question"}
 
 
 class ChatBoundaries:
@@ -30,6 +35,8 @@ class ChatBoundaries:
         tools: schemas that the template is given; empty: none.
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
         newline: false: without the line break that the template writes behind an end of turn (verl #6501).
+        text_calls: calls and results are written into ordinary messages (`call_text`), for a template that knows
+            neither. By default this depends on whether the template writes both.
 
     Raises:
         ValueError: no chat template; one that cannot render tool messages, does not end the assistant's turn with one
@@ -44,23 +51,38 @@ class ChatBoundaries:
         tools: Sequence[Message] = (),
         thinking: bool | None = None,
         newline: bool = True,
+        text_calls: bool | None = None,
     ) -> None:
         self.tokenizer, self.tools, self.newline = tokenizer, list(tools), newline
         self.options = {} if thinking is None else {"enable_thinking": thinking}
-        self._where = f"the chat template of {tokenizer.name_or_path!r}"
+        self.where = f"the chat template of {tokenizer.name_or_path!r}"
         if not tokenizer.chat_template:
-            raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has no chat template; tool calls need one")
+            raise ValueError(
+                f"the tokenizer in {tokenizer.name_or_path!r} has no chat template; tool calls need one (a base model "
+                "without one can use the protocols search_r1 and arpo_tags)"
+            )
         special = sorted(control_tokens(tokenizer), key=len, reverse=True)
         self._special = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
+        self._any_special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self.quotes = Quotes(tokenizer)
         listed = set(stop_token_ids)
         self.ends = tuple(token for token, token_id in self._special.items() if token_id in listed)
         self._end = re.compile("|".join(map(re.escape, self.ends)) or "(?!)")
-        self._turns = self._placeholders()
-        self.end = self._checked()  # the template's own end of an assistant's turn
+        self.thinking_tags = thinking_tags(tokenizer.chat_template, tokenizer.get_vocab())
+        self.arguments_as_text = False  # some templates want JSON text for the arguments of a call
+        self.text_calls = False
+        self._plain = {"role": "assistant", "content": _TURN}
+        self._result_after_plain = "tool"  # role of what answers a turn without a call
+        if text_calls is None:
+            text_calls = not (self._writes_calls() and self._writes_results())
+        self.text_calls = text_calls
+        self._choose_answer()
+        ends = self._checked()
+        self.end, self.call_end = ends[False], ends.get(True, ends[False])  # the template's own, by the kind of turn
         self.end_id: int = self._special[self.end]
-        self.header = self.render([{"role": "user", "content": "question"}])
-        self.opened = "<think>" if self.header.rstrip().endswith("<think>") else ""  # thinking begins in the prompt
+        self.header = self.render([_USER])
+        opening = self.thinking_tags[0]
+        self.opened = opening if self.header.rstrip().endswith(opening) else ""  # thinking begins in the prompt
         check_thinking(tokenizer, thinking, bool(self.opened))
 
     def without_end(self, text: str) -> tuple[str, bool]:
@@ -68,32 +90,43 @@ class ChatBoundaries:
         end = next((end for end in self.ends if text.endswith(end)), None)
         return text.removesuffix(end or ""), end is not None
 
-    def render(self, messages: Sequence[Message], *, tools: bool = True, open_turn: bool = True) -> str:
-        """The template's text; ``open_turn``: with the header of the assistant's next turn. Raises ValueError where the
-        template refuses the messages."""
+    def render(
+        self, messages: Sequence[Message], *, tools: bool | Sequence[Message] = True, open_turn: bool = True
+    ) -> str:
+        """The template's text.
+
+        Args:
+            messages: in OpenAI's form; the arguments of calls are objects.
+            tools: the chat's own, none, or these schemas.
+            open_turn: with the header of the assistant's next turn.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
         from jinja2 import TemplateError  # with transformers, which takes seconds to import
 
+        shown = self.tools if tools is True else tools or []
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=self.tools if tools and self.tools else None,
+                self._adapted(messages),
+                tools=list(shown) or None,
                 add_generation_prompt=open_turn,
                 tokenize=False,
                 **self.options,
             )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"{self._where} cannot render the messages: {error}") from error
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.where} cannot render the messages: {error}") from error
 
     def ids(self, text: str) -> list[int]:
         """Ids of rendered text: control tokens become their ids, everywhere."""
         return encode(self.tokenizer, text)
 
-    def ids_after(self, messages: Sequence[Message], *, called: bool, ended: bool = True) -> list[int]:
+    def ids_after(self, messages: Sequence[Message], *, called: Sequence[str] = (), ended: bool = True) -> list[int]:
         """Ids of everything between an assistant's turn and its next one: ``messages``, then the header.
 
         Args:
             messages: of the tools, or a user's; see ``hide`` for what their contents quote.
-            called: the turn before held a call.
+            called: the names of the tools that the turn before has called.
             ended: the turn before holds its end; else the ids begin with it.
         """
         written = self.quotes.ids(self.text_after(self.hide(messages), called=called))
@@ -104,20 +137,33 @@ class ChatBoundaries:
         quote."""
         return self.quotes.ids(self.render(self.hide(messages)))
 
-    def text_after(self, messages: Sequence[Message], *, called: bool, turns: Sequence[Message] = ()) -> str:
+    def text_after(
+        self, messages: Sequence[Message], *, called: Sequence[str] = (), turns: Sequence[Message] = ()
+    ) -> str:
         """What the template writes behind the end of an assistant's turn. ``turns``: the conversation before it."""
-        before = turns or [{"role": "user", "content": "question"}]
-        _, found, rest = self.render([*before, self._turns[called], *messages]).partition(_TURN)
-        end = self._end.search(rest)
-        if not found or end is None:
-            raise ValueError(f"{self._where} shows no end of the assistant's turn that is a stop token")
-        after = rest[end.end() :]
-        return after if self.newline else after.removeprefix("\n")
+        turn = self._calling(called) if called else self._plain
+        if not called and self._result_after_plain == "user":
+            messages = [message | {"role": "user"} for message in messages]
+        rendered = self.render([*(turns or [_USER]), turn, *messages])
+        return self._behind_turn(rendered)[1]
 
-    def call_format(self) -> str:
-        """How the template writes a call: "hermes" or "llama3"; "hermes" where it writes none."""
-        text = self.render([{"role": "user", "content": "question"}, self._turns[True]], tools=False, open_turn=False)
-        return "llama3" if re.search(r'"parameters"\s*:', text) and "<tool_call>" not in text else "hermes"
+    def written_call(self, calls: Sequence[ToolRequest], tools: Sequence[Message]) -> str:
+        """The turn in which the template writes these calls, as a model would sample it: behind the header, without
+        its end. Raises ValueError where it refuses them."""
+        header = self.ids(self.render([_USER], tools=tools))
+        whole = self.ids(self.render([_USER, self._message(calls)], tools=tools, open_turn=False))
+        shared = len(os.path.commonprefix([header, whole]))  # a template may open thinking that it drops from history
+        opened = self.opened if shared == len(header) else ""
+        return opened + self._end.split(decode(self.tokenizer, whole[shared:]), maxsplit=1)[0]
+
+    def takes_results(self, called: Sequence[str], count: int) -> bool:
+        """Whether the template writes so many tool messages after these calls."""
+        texts = [f"result {index}" for index in range(count)]
+        try:
+            text = self.text_after([{"role": "tool", "content": content} for content in texts], called=called)
+        except ValueError:
+            return False
+        return all(content in text for content in texts)
 
     def hide(self, messages: Sequence[Message]) -> list[Message]:
         """The messages quoted (``Quotes``): of tools' contents, which come from outside, all tags; of others' the
@@ -125,49 +171,120 @@ class ChatBoundaries:
         quote = {"tool": self.quotes.quote}
         return [{**m, "content": quote.get(m["role"], self.quotes.quote_special)(m["content"])} for m in messages]
 
-    def _placeholders(self) -> dict[bool, Message]:
-        """By whether the turn held a call: a turn whose end can be found."""
-        said = {"role": "assistant", "content": _TURN}
-        name = self.tools[0]["function"]["name"] if self.tools else "tool"
-        call = {"type": "function", "function": {"name": name, "arguments": {"argument": _TURN}}}
-        turns = {False: said, True: {"role": "assistant", "content": "", "tool_calls": [call]}}
-        shown: dict[bool, Message] = {}
-        failure: ValueError | None = None
-        for called, turn in turns.items():
-            self._turns = {called: turn}
-            try:
-                self.text_after([{"role": "tool", "content": "result"}], called=called)
-            except ValueError as error:
-                failure = error
-            else:
-                shown[called] = turn
-        if not shown:
-            ends = ", ".join(self.ends) or "none"
-            raise ValueError(
-                f"{self._where} cannot be used for tool calls: {failure}; expected one that renders the roles user, "
-                f"assistant and tool, and ends the assistant's turn with a stop token ({ends}); see eos_token and "
-                "generation_config.json"
-            ) from failure
-        return {called: shown.get(called, next(iter(shown.values()))) for called in turns}
+    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as this template takes them."""
+        if self.text_calls:
+            return as_text(messages)
+        adapted: list[Message] = []
+        names: list[tuple[str, str]] = []  # of the latest calls: id and name
+        for message in messages:
+            if message.get("tool_calls"):
+                functions = [call.get("function", call) for call in message["tool_calls"]]
+                names = [(f"{index:09d}", function["name"]) for index, function in enumerate(functions)]
+                calls = [
+                    {"id": number, "type": "function", "function": self._function(function)}
+                    for (number, _), function in zip(names, functions, strict=True)
+                ]
+                message = message | {"tool_calls": calls}
+            elif message["role"] == "tool" and names:
+                number, name = names.pop(0) if len(names) > 1 else names[0]
+                message = message | {"tool_call_id": number, "name": name}
+            adapted.append(message)
+        return adapted
 
-    def _checked(self) -> str:
-        """The template's end of turn. Raises ValueError where cutting would not be exact."""
+    def _function(self, function: Message) -> Message:
+        arguments = function["arguments"]
+        if self.arguments_as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {"name": function["name"], "arguments": arguments}
+
+    def _message(self, calls: Sequence[ToolRequest]) -> Message:
+        written = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+        return {"role": "assistant", "content": "", "tool_calls": written}
+
+    def _calling(self, names: Sequence[str]) -> Message:
+        return self._message([ToolRequest(name, {"argument": _TURN}) for name in names])
+
+    def _tool_name(self) -> str:
+        return self.tools[0]["function"]["name"] if self.tools else "tool"
+
+    def _writes_calls(self) -> bool:
+        for self.arguments_as_text in (False, True):
+            try:
+                if _TURN in self.render([_USER, self._calling([self._tool_name()])], open_turn=False):
+                    return True
+            except ValueError:
+                continue
+        self.arguments_as_text = False
+        return False
+
+    def _writes_results(self) -> bool:
+        messages = [_USER, self._calling([self._tool_name()]), {"role": "tool", "content": "the result"}]
+        try:
+            return "the result" in self.render(messages)
+        except ValueError:
+            return False
+
+    def _behind_turn(self, rendered: str) -> tuple[str, str]:
+        """The token that ends the placeholder's turn, and what follows it. Raises ValueError without one."""
+        _, found, rest = rendered.rpartition(_TURN)
+        end = self._end.search(rest)
+        between = rest[: end.start()] if end else rest
+        other = self._any_special.search(between)
+        if found and other and not between[: other.start()].strip() and self._stops_when_last():
+            end = other  # harmony: <|return|> where the turn is the last, <|end|> once others follow
+        if not found or end is None:
+            raise ValueError(f"{self.where} shows no end of the assistant's turn that is a stop token")
+        return end[0], rest[end.end() :].removeprefix("" if self.newline else "\n")
+
+    def _stops_when_last(self) -> bool:
+        _, _, rest = self.render([_USER, self._plain], open_turn=False).rpartition(_TURN)
+        end = self._end.search(rest)
+        return end is not None and not rest[: end.start()].strip()
+
+    def _choose_answer(self) -> None:
+        """Whether a tool message may answer a turn without a call; else a user's does. Where the end of a turn is the
+        beginning of the next one (GLM), a model that calls nothing has begun the user's."""
+        if self.text_calls:
+            return
+        ends = []
+        before = self._plain | {"content": "before"}
+        for self._result_after_plain in ("user", "tool"):
+            answer = {"role": self._result_after_plain, "content": "result"}
+            try:
+                ends.append(self._behind_turn(self.render([_USER, before, answer, self._plain, answer]))[0])
+            except ValueError:
+                ends.append("")
+        if ends[0] != ends[1]:
+            self._result_after_plain = "user"
+
+    def _checked(self) -> dict[bool, str]:
+        """The template's ends of a turn, by whether it called. Raises ValueError where cutting would not be exact."""
         quote = f"[{next(iter(self._special))}]"
-        results = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two."}]
-        ends = set()
-        for called, turn in self._turns.items():
-            text = self.text_after(results, called=called)
+        ends: dict[bool, str] = {}
+        for called in ((), (self._tool_name(),)):
+            if called and self.text_calls:
+                break
+            count = 2 if self.takes_results(called, 2) else 1
+            results = [{"role": "tool", "content": content} for content in ("one", "two.")[:count]]
+            try:
+                text = self.text_after(results, called=called)
+            except ValueError as error:
+                stops = ", ".join(self.ends) or "none"
+                raise ValueError(
+                    f"{self.where} cannot be used: {error}; expected one that renders user and assistant, and ends the "
+                    f"assistant's turn with a stop token ({stops}); see eos_token and generation_config.json"
+                ) from error
+            turn = self._calling(called) if called else self._plain
             before = json.loads(json.dumps(turn).replace(_TURN, "before"))
-            earlier = [{"role": "user", "content": "other"}, before, results[0]]
+            answer = results[0] | ({} if called else {"role": self._result_after_plain})
+            earlier = [{"role": "user", "content": "other"}, before, answer]
             if text != self.text_after(results, called=called, turns=earlier):
-                raise ValueError(f"{self._where} writes after a turn what depends on the turns before")
+                raise ValueError(f"{self.where} writes after a turn what depends on the turns before")
             if self.quotes.ids_in_pieces(text) != self.ids(text):
-                raise ValueError(f"the tokenizer of {self._where} reads text between control tokens differently")
+                raise ValueError(f"the tokenizer of {self.where} reads text between control tokens differently")
             shown = self.tokenizer.decode(self.ids_after([{"role": "tool", "content": quote}], called=called))
             if "one" not in text or quote not in shown:
-                raise ValueError(f"{self._where} does not show what a tool returned, or not as it is")
-            _, _, rest = self.render([{"role": "user", "content": "question"}, turn, *results]).partition(_TURN)
-            ends.add(self._end.search(rest)[0])  # type: ignore[index]  # text_after has found it
-        if len(ends) > 1:
-            raise ValueError(f"{self._where} ends turns with {' and '.join(sorted(ends))}; expected one end")
-        return ends.pop()
+                raise ValueError(f"{self.where} does not show what a tool returned, or not as it is")
+            ends[bool(called)] = self._behind_turn(self.render([_USER, turn, answer]))[0]
+        return ends

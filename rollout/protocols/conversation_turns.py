@@ -14,7 +14,7 @@ class AssistantTurn:
 
     text: str  # without its end
     observed: tuple[Message, ...]
-    called: bool
+    called: tuple[str, ...]  # names of the tools
 
 
 def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tuple[list[AssistantTurn], bool]:
@@ -39,7 +39,7 @@ def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tup
     shown = [next(results) if message["role"] == "tool" else message for message in messages]
     positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     between = list(zip(positions, [*positions[1:], len(messages)], strict=True))
-    called = [bool(messages[position].get("tool_calls")) for position in positions]
+    called = [_called(messages[position]) for position in positions]
     follows = [
         chat.text_after(shown[position + 1 : end], called=call)
         for (position, end), call in zip(between[:-1], called[:-1], strict=True)
@@ -66,6 +66,10 @@ def parts_left_out(message: Message, text: str) -> int:
     thinking, _, content = message["content"].rpartition("</think>")
     parts = (message.get("reasoning_content", ""), thinking.replace("<think>", ""), content)
     return sum(part.strip() not in text for part in parts)
+
+
+def _called(message: Message) -> tuple[str, ...]:
+    return tuple(call.get("function", call)["name"] for call in message.get("tool_calls") or ())
 
 
 def _cut(whole: str, prompt: str, follows: Sequence[str], end: str) -> list[str] | None:

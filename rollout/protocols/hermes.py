@@ -12,20 +12,27 @@ has none for Qwen2.5; and it brings openai, openai-harmony, tiktoken and prime-p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from retrieval.ranges import PositiveInt
 from rollout.protocols.base import PromptMode
 from rollout.protocols.boxed import boxed, unwrapped
+from rollout.protocols.call_readers import VERL, CallReader, reader_without_calls
+from rollout.protocols.call_text import with_tools, without_system
 from rollout.protocols.chat_boundaries import ChatBoundaries
+from rollout.protocols.round_trip import choose_reader
 from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
-from rollout.protocols.tool_calls import FORMS, READERS, MalformedCall, after_thinking
+from rollout.protocols.tool_calls import MalformedCall, UnclosedThinking
 from rollout.tools.schemas import read_schemas, tool_names
 from rollout.trajectory import Action, ActionKind, Task, ToolResult
 
+ToolsIn = Literal["auto", "template", "system", "none", "trained"]
+
+MAX_CALLS = 1000  # in one turn, where no limit is asked for
 PURPOSES = {"search": " to look something up", "code_interpreter": " to compute or to check something"}
 CUT = "Your last turn was cut off before it ended, so it was not read. Write less in one turn."
-UNCLOSED = "The thinking of your last turn was never closed with </think>, so nothing in it was read."
+UNCLOSED = "The thinking of your last turn was never closed with {closing}, so nothing in it was read."
 UNREADABLE = "The tool call could not be read: {reason}. Write calls in exactly this form:\n{form}"
 NOT_EXECUTED = "Only the first {limit} of the {found} tool calls of this turn were executed; the others were not."
 
@@ -45,31 +52,37 @@ def boxed_instruction(tools: Sequence[str]) -> str:
 class HermesProtocol(TextProtocol):
     """Prompts, tool calls and tool results in the chat format of one model.
 
-    A turn ends with an end-of-turn token, which stays in it. What follows the last ``</think>`` is read: with tool
-    calls the turn is a CALL, without one an ANSWER, the content of its last ``\\boxed{}`` (None where nothing is boxed;
-    the trajectory ends then, too). A turn that was cut, whose thinking is not closed, or with a call that cannot be
-    read is INVALID: the reason comes back as a tool's result, and the trajectory goes on.
+    A turn ends with an end-of-turn token, which stays in it. What follows the thinking at its beginning is read: with
+    tool calls the turn is a CALL, without one an ANSWER, the content of its last ``\\boxed{}`` (None where nothing is
+    boxed; the trajectory ends then, too). A turn that was cut, whose thinking is not closed, or with a call that cannot
+    be read is INVALID: the reason comes back as a tool's result, and the trajectory goes on.
 
     Args:
         tokenizer: Hugging Face folder with a chat template.
         tools: what the model may call: names of ``rollout.tools.schemas.SCHEMAS``, JSON files with a schema, or
-            schemas themselves.
-        show_tools: give the schemas to the template; false for tiny models that were trained without.
+            schemas themselves. Empty: every turn is an answer.
+        tools_in: where the prompt shows the tools. ``template``: the chat template gets the schemas. ``system``: the
+            system message lists the schemas and the form of a call, for templates without tools. ``none``: nowhere;
+            ``instruction`` must name them. ``trained``: nowhere, for a model that was trained to call them unasked.
+            ``auto``: template where the template shows tools and writes calls and results, else system.
         instruction: the text of the user's turn about the question: ``none`` (the question alone), ``boxed`` (how to
             answer and what the shown tools are for, in our words), a file with your own text, or the text itself, which
             must hold ``{question}``. Or ``dataset``: the messages of the task's own ``prompt``, word by word.
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
-        max_parallel_calls: calls of one turn that are executed; the model is told that further ones were not.
-        call_format: ``hermes`` (``<tool_call>`` tags) or ``llama3`` (a JSON object); ``auto`` takes what the template
-            writes, and hermes where it writes no calls. ``verl``: hermes as released with verl: calls that cannot be
+        max_parallel_calls: calls of one turn that are executed; the model is told that further ones were not. null:
+            as many as the template can write.
+        call_format: how calls are read: ``hermes`` (``<tool_call>`` tags), ``llama3`` (a JSON object), ``harmony``
+            (gpt-oss), or the name of a tool parser of vLLM's, such as ``qwen3_coder``. ``auto`` takes the first that
+            reads back what the template writes. ``verl``: hermes as released with verl: calls that cannot be
             read are none, so that a turn of only such calls ends the trajectory; calls inside thinking count; of
             calls beyond the limit the model is told nothing.
         newline: keep the line break that the template writes behind an end of turn; false: as released with verl,
             whose loop forgets it (verl #6501).
 
     Raises:
-        ValueError: a template without tools, tool messages or a stop token at the end of a turn, or one that cannot be
-            cut there exactly; ``thinking`` for a template without such a choice; an unknown tool or instruction.
+        ValueError: a template without a stop token at the end of a turn, or one that cannot be cut there exactly; calls
+            that are not read back; ``thinking`` for a template without such a choice; an unknown tool or instruction;
+            an instruction that does not name the tools that nothing else shows.
     """
 
     stop: tuple[str, ...] = ()
@@ -78,27 +91,33 @@ class HermesProtocol(TextProtocol):
         self,
         tokenizer: str,
         tools: Sequence[str | dict[str, Any]] = ("code_interpreter",),
-        show_tools: bool = True,
+        tools_in: ToolsIn = "auto",
         instruction: str = "none",
         thinking: bool | None = None,
-        max_parallel_calls: PositiveInt = 1,
-        call_format: Literal["auto", "hermes", "llama3", "verl"] = "auto",
+        max_parallel_calls: PositiveInt | None = 1,
+        call_format: str = "auto",
         newline: bool = True,
     ) -> None:
         super().__init__(tokenizer, eos_ends=False)
-        if max_parallel_calls < 1:
+        if max_parallel_calls is not None and max_parallel_calls < 1:
             raise ValueError(f"max_parallel_calls is {max_parallel_calls}; expected at least 1")
-        if not tools:
-            raise ValueError("tools is empty; name at least one tool that the model may call")
         schemas = read_schemas(tools)
         self.tools = tool_names(schemas)
-        shown = schemas if show_tools else ()
-        built_in = {"none": "{question}", "boxed": boxed_instruction(tool_names(shown))}
+        self.tools_in, self.chat = self._chat_with(schemas, tools_in, thinking, newline)
+        self._schemas = schemas if self.tools_in == "system" else ()  # that the system message lists
+        shown = self.tools if self.tools_in in ("template", "system") else ()
+        built_in = {"none": "{question}", "boxed": boxed_instruction(shown)}
         self.instruction = DATASET if instruction == DATASET else read_template(instruction, built_in)
-        self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline)
-        self._check_shown(show_tools)
-        self.call_format = self.chat.call_format() if call_format == "auto" else call_format
-        self.max_parallel_calls = max_parallel_calls
+        if self.instruction != DATASET:
+            self._check_named(self.instruction, "the instruction")
+        self.reader, several = self._reader(schemas, call_format)
+        self.call_format = self.reader.name
+        if not several and (max_parallel_calls or 1) > 1:
+            raise ValueError(
+                f"max_parallel_calls is {max_parallel_calls}, but {self.chat.where} cannot write two calls in a turn; "
+                "expected 1 or null"
+            )
+        self.max_parallel_calls = (max_parallel_calls or MAX_CALLS) if several else 1
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
         """[P] ids of the template with tools and the header of the assistant's turn; CLOSED_BOOK: without tools.
@@ -112,27 +131,26 @@ class HermesProtocol(TextProtocol):
                 "has no place for; expected agent or closed_book (take search_r1 or arpo_tags for ARCap's probes)"
             )
         messages = self._advised(task, self._messages(task))
-        return self.chat.ids(self.chat.render(messages, tools=mode is PromptMode.AGENT))
+        shown = self.with_tools(messages) if mode is PromptMode.AGENT else messages
+        return self.chat.ids(self.chat.render(shown, tools=mode is PromptMode.AGENT))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The action of one turn; see the class."""
         turn, ended = self.chat.without_end(text)
         if not ended:
             return Action(ActionKind.INVALID, error=CUT, ended=False)
-        verl = self.call_format == "verl"
-        said = turn if verl else after_thinking(self.chat.opened + turn)
-        if said is None:
-            return Action(ActionKind.INVALID, error=UNCLOSED)
         try:
-            calls = READERS[self.call_format](said)
+            said, calls = self.reader.read(self.chat.opened + turn)
+        except UnclosedThinking:
+            return Action(ActionKind.INVALID, error=UNCLOSED.format(closing=self.chat.thinking_tags[1]))
         except MalformedCall as fault:
-            error = UNREADABLE.format(reason=fault, form=FORMS[self.call_format])
-            return Action(ActionKind.INVALID, error=error)
+            return Action(ActionKind.INVALID, error=UNREADABLE.format(reason=fault, form=self.reader.form))
         if not calls:
             content = boxed(said)
             return Action(ActionKind.ANSWER, answer=None if content is None else unwrapped(content))
         limit = self.max_parallel_calls
-        note = NOT_EXECUTED.format(limit=limit, found=len(calls)) if len(calls) > limit and not verl else None
+        told = len(calls) > limit and self.call_format != VERL
+        note = NOT_EXECUTED.format(limit=limit, found=len(calls)) if told else None
         return Action(ActionKind.CALL, calls[:limit], error=note)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
@@ -141,21 +159,76 @@ class HermesProtocol(TextProtocol):
         Where the budget is too small, the middle of the longest texts is left out; ``([], True)`` if not even the
         template's own tokens fit."""
         texts = [result.text.strip() for result in results] + ([action.error] if action.error else [])
+        names = tuple(call.name for call in action.calls)
+        if len(texts) > len(names) > 0 and not self.chat.takes_results(names, len(texts)):
+            texts[-2:] = ["\n\n".join(texts[-2:])]  # a template that wants a call for every result
         longest = max(map(len, texts), default=0)
-        return fitting(lambda limit: self._observation(action, texts, limit), longest, budget)
+        return fitting(lambda limit: self._observation(action, names, texts, limit), longest, budget)
 
-    def _observation(self, action: Action, texts: Sequence[str], limit: int | None) -> list[int]:
+    def _observation(self, action: Action, names: Sequence[str], texts: Sequence[str], limit: int | None) -> list[int]:
         messages = [{"role": "tool", "content": text if limit is None else shortened(text, limit)} for text in texts]
-        return self.chat.ids_after(messages, called=action.kind is ActionKind.CALL, ended=action.ended)
+        return self.chat.ids_after(messages, called=names, ended=action.ended)
+
+    def with_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages of a prompt with the tools in the system message, where they belong there."""
+        if not self._schemas:
+            return messages
+        told = with_tools(messages, self._schemas)
+        return told if self._takes_system else without_system(told)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        messages = [{"role": "system", "content": "the system text"}, {"role": "user", "content": "question"}]
+        try:
+            return "the system text" in self.chat.render(messages)
+        except ValueError:
+            return False
+
+    def _chat_with(
+        self, schemas: Sequence[dict[str, Any]], tools_in: ToolsIn, thinking: bool | None, newline: bool
+    ) -> tuple[ToolsIn, ChatBoundaries]:
+        """Where the tools are shown, and the chat for it."""
+
+        def chat(place: ToolsIn) -> ChatBoundaries:
+            shown = schemas if place == "template" else ()
+            as_text = {"template": False, "system": True}.get(place)
+            return ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline, as_text)
+
+        if not schemas:
+            return "none", chat("none")
+        if tools_in not in ("auto", "template"):
+            return tools_in, chat(tools_in)
+        native = ChatBoundaries(self.tokenizer, self.stop_token_ids, schemas, thinking, newline)
+        missing = [name for name in self.tools if name not in native.header]
+        if not missing and not native.text_calls:
+            return "template", native
+        if tools_in == "auto":
+            return "system", chat("system")
+        what = (
+            f"does not show the tools it is given ({', '.join(missing)})" if missing else "writes no calls or results"
+        )
+        raise ValueError(
+            f"tools_in is template, but {native.where} {what}; expected tools_in: system, or a tokenizer whose "
+            "template has tools"
+        )
+
+    def _check_named(self, text: str, where: str) -> None:
+        """Raises ValueError for a prompt that nowhere names a tool."""
+        unnamed = [name for name in self.tools if name not in text]
+        if self.tools_in == "none" and unnamed:
+            raise ValueError(
+                f"tools_in is none, and {where} does not name {', '.join(unnamed)}; expected a text that says how to "
+                "call the tools, or tools_in: system (or trained, for a model that calls them unasked)"
+            )
+
+    def _reader(self, schemas: Sequence[dict[str, Any]], call_format: str) -> tuple[CallReader, bool]:
+        if not schemas:
+            return reader_without_calls(self.tokenizer, self.chat.thinking_tags), True
+        return choose_reader(self.chat, call_format, schemas)
 
     def _messages(self, task: Task) -> list[dict[str, str]]:
         if self.instruction == DATASET:
-            return self._dataset_messages(task, otherwise="none")
+            messages = self._dataset_messages(task, otherwise="none")
+            self._check_named("\n".join(message["content"] for message in messages), f"the prompt of task {task.id}")
+            return messages
         return [{"role": "user", "content": self.instruction.replace("{question}", self._question(task))}]
-
-    def _check_shown(self, show_tools: bool) -> None:
-        if missing := [name for name in self.tools if show_tools and name not in self.chat.header]:
-            raise ValueError(
-                f"the chat template does not show the tools it is given ({', '.join(missing)}); set show_tools: false "
-                "for a model that was trained without, or take a tokenizer whose template has tools"
-            )

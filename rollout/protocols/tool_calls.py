@@ -1,8 +1,9 @@
-"""Parsers of the tool calls in one turn: Hermes tags (Qwen2.5, Qwen3), also as verl reads them, and the JSON
-objects of Llama 3.
+"""Parsers of the tool calls in one turn, by format.
 
-Hermes:  <tool_call>\\n{"name": "code_interpreter", "arguments": {"code": "print(1)"}}\\n</tool_call>
-Llama 3: {"name": "code_interpreter", "parameters": {"code": "print(1)"}}, perhaps after <|python_tag|>
+hermes   <tool_call>\\n{"name": "search", "arguments": {"query": "..."}}\\n</tool_call>
+llama3   {"name": "search", "parameters": {"query": "..."}}, perhaps after <|python_tag|>
+harmony  <|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "..."}
+verl     hermes, as verl's parser reads it
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 _SPACE = re.compile(r"\s*")
 _CLOSING = re.compile(r"\s*(?:</tool_call>|\Z)")  # the tag, or the end of the turn
-_VALUE = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)  # a JSON value: tags in its strings alone
 _LLAMA3_FIRST = re.compile(r'(?:<\|python_tag\|>\s*|^[ \t]*(?=\{\s*"name"))', re.MULTILINE)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _LLAMA3_NEXT = re.compile(r"[\s;]*(?=\{)")
 
 
@@ -28,17 +29,35 @@ class MalformedCall(ValueError):
     """A call that cannot be read; its text says why, for the model to read."""
 
 
-def after_thinking(text: str) -> str | None:
-    """Return the text behind the last ``</think>``: all of it without thinking, None if thinking is never closed. Tags
-    quoted inside a call (a program that splits at them) are text.
+class UnclosedThinking(ValueError):
+    """Thinking that begins and never ends."""
 
-    >>> after_thinking("<think> a </think> b"), after_thinking("b"), after_thinking("<think> a")
-    (' b', 'b', None)
+
+def after_thinking(text: str, opening: str = "<think>", closing: str = "</think>", call: str = OPEN) -> str:
+    """Return the text behind the thinking, which stands at the beginning of a turn. A tag anywhere else is text.
+
+    A turn may close what it did not open, where the model leaves the opening tag out; not once a call has begun.
+
+    Args:
+        text: one turn, with what the prompt has opened.
+        call: the text with which a call begins.
+
+    Raises:
+        UnclosedThinking: the turn begins with thinking that it does not close.
+
+    >>> after_thinking("<think> a </think> b"), after_thinking("a </think> b"), after_thinking("b <think> c")
+    (' b', ' b', 'b <think> c')
     """
-    outside = _calls_blanked(text)
-    before, closing, _ = outside.rpartition("</think>")
-    start = len(before) + len(closing)
-    return None if "<think>" in outside[start:] else text[start:]
+    end = text.find(closing)
+    if end >= 0 and not any(tag and 0 <= text.find(tag, 0, end) for tag in (opening, call)):
+        text = text[end + len(closing) :]
+    position = 0
+    while text.startswith(opening, start := _SPACE.match(text, position).end()):  # type: ignore[union-attr]
+        end = text.find(closing, start)
+        if end < 0:
+            raise UnclosedThinking
+        position = end + len(closing)
+    return text[position:]
 
 
 def hermes_calls(text: str) -> tuple[ToolRequest, ...]:
@@ -101,6 +120,28 @@ def llama3_calls(text: str) -> tuple[ToolRequest, ...]:
     return tuple(calls)
 
 
+def harmony_messages(text: str) -> tuple[str, tuple[ToolRequest, ...]]:
+    """The text of the channel "final", and the calls: messages to a recipient. Other channels are thinking.
+
+    Raises MalformedCall for a call without one JSON object, or a turn that has neither a call nor a final message.
+    """
+    said: str | None = None
+    calls: list[ToolRequest] = []
+    for message in text.split("<|end|>"):
+        header, found, body = message.partition("<|message|>")
+        recipient = _RECIPIENT.search(header)
+        if found and recipient:
+            arguments, end = _decode(body, 0)
+            if not isinstance(arguments, dict) or body[end:].strip():
+                raise MalformedCall("the message to a function must be one JSON object")
+            calls.append(ToolRequest(recipient[1], arguments))
+        elif found and "<|channel|>final" in header:
+            said = (said or "") + body
+    if said is None and not calls:
+        raise MalformedCall("neither a call nor a message of the channel final")
+    return said or "", tuple(calls)
+
+
 READERS: dict[str, Callable[[str], tuple[ToolRequest, ...]]] = {
     "hermes": hermes_calls,
     "verl": verl_calls,
@@ -109,6 +150,7 @@ READERS: dict[str, Callable[[str], tuple[ToolRequest, ...]]] = {
 FORMS = {  # verl needs none: it finds no call malformed
     "hermes": f'{OPEN}\n{{"name": "...", "arguments": {{...}}}}\n{CLOSE}',
     "llama3": '{"name": "...", "parameters": {...}}',
+    "harmony": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>",
 }
 
 
@@ -133,39 +175,6 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
     except ValueError as error:
         raise MalformedCall(f"not valid JSON: {error}") from error
     return value, end
-
-
-def _calls_blanked(text: str) -> str:
-    """Replace the calls of a text by spaces: from an opening tag to the end of a call that can be read, else to the
-    next closing tag, unless another opening tag comes first (a tag that is merely mentioned).
-
-    Linear: values overlap only where a tag is quoted in a string, and of any two such values one ends at the next tag.
-    """
-    kept: list[str] = []
-    position, closing = 0, text.find(CLOSE)
-    while (start := text.find(OPEN, position)) >= 0:
-        inside = start + len(OPEN)
-        if 0 <= closing < inside:
-            closing = text.find(CLOSE, inside)
-        value = _VALUE.match(text, inside).end()  # type: ignore[union-attr]  # it matches the empty text too
-        end = closing + len(CLOSE) if closing >= 0 and text.find(OPEN, inside, closing) < 0 else None
-        if end is None or value != closing:
-            end = _end_of_call(text, inside, value) or end
-        kept += [text[position:start], OPEN if end is None else " " * (end - start)]
-        position = inside if end is None else end
-    return "".join([*kept, text[position:]])
-
-
-def _end_of_call(text: str, start: int, end: int) -> int | None:
-    """Return the end of the call whose JSON value may be ``text[start:end]``; None if it cannot be read."""
-    closing = _CLOSING.match(text, end)
-    if closing is None:
-        return None
-    try:
-        _, read = _decode(text[start:end], 0)
-    except MalformedCall:
-        return None
-    return None if text[start + read : end].strip() else closing.end()
 
 
 def _request(value: Any, keys: tuple[str, ...]) -> ToolRequest:

@@ -190,7 +190,7 @@ def test_tools_of_the_prompt(make, folders):
     assert '"mine"' in prompt(make(row(said(FINAL), tools=own)))
     assert '"search"' in prompt(make(row(said(FINAL), tools=own), tools=["search"]))
     assert "# Tools" not in prompt(make(row(said(FINAL), tools=None)))
-    assert "# Tools" not in prompt(make(row(said(FINAL)), show_tools=False))
+    assert "# Tools" not in prompt(make(row(said(FINAL)), tools_in="trained"))
 
 
 BROKEN = [

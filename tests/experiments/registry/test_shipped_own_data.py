@@ -1,6 +1,7 @@
 """The family for your own data: paths reach every stage, and nothing else is asked for."""
 
 import json
+import re
 
 import pytest
 
@@ -57,12 +58,28 @@ def test_columns_can_be_named_where_the_data_module_has_them(plan, tmp_path):
     assert stage.config["data"]["init_args"]["columns"] == {"question": "prompt"}
 
 
-@pytest.mark.parametrize(("tools", "turns", "shown"), [("python", 5, True), ("none", 1, False)])
+@pytest.mark.parametrize(("tools", "turns", "shown"), [("python", 5, ["code_interpreter"]), ("none", 1, [])])
 def test_without_a_corpus_nothing_is_indexed(plan, tools, turns, shown):
     [stage] = plan("my_grpo", "--paths.tools", tools)
     rollouts = stage.config["data"]["init_args"]["rollouts"]["init_args"]
-    assert rollouts["max_turns"] == turns and rollouts["protocol"]["init_args"]["show_tools"] is shown
+    assert rollouts["max_turns"] == turns and rollouts["protocol"]["init_args"]["tools"] == shown
     assert "RetrieverProcess" not in json.dumps(stage.config)
+
+
+def test_where_tools_are_shown_is_said_once_for_a_chain(plan, tmp_path):
+    stages = plan("my_grpo", "--paths.corpus", f"{tmp_path}/c.jsonl", "--paths.tools_in", "system")
+    stages += plan("my_sft", "--paths.corpus", f"{tmp_path}/c.jsonl", "--paths.tools_in", "system")
+    stages += plan(
+        "my_sft",
+        "--paths.corpus",
+        f"{tmp_path}/c.jsonl",
+        "--paths.tools_in",
+        "system",
+        "--paths.learn",
+        "conversations",
+    )
+    found = re.findall(r'"tools_in": "(\w+)"', json.dumps([stage.config for stage in stages]))
+    assert len(found) >= len(stages) - 3 and set(found) == {"system"}
 
 
 def test_a_generation_config_that_transformers_does_not_load_is_refused(plan, tmp_path):

@@ -7,6 +7,8 @@ from jsonargparse import ArgumentParser
 
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.protocols.hermes import CUT, NOT_EXECUTED, UNCLOSED, HermesProtocol
+from rollout.protocols.tool_calls import FORMS
+from rollout.tools.schemas import SCHEMAS
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
 from tests.rollout.chat_models import LLAMA, QWEN, chat_model, template
 
@@ -143,7 +145,11 @@ CASES = [
     ("<think>\nI might <tool_call>{}</tool_call>.\n</think>\n\n{CALL}", CODE),
     ("<think> one <tool_call> </think> {CALL}", CODE),
     ("<think> a </think> no <think> b </think> {CALL}", CODE),
-    ("<think> a </think> {CALL} <think> b", "never closed"),
+    ("<think> a </think> {CALL} <think> b", CODE),  # a tag behind the thinking is text
+    ("a </think> {CALL} and </think>", CODE),  # the prompt or the model has left the opening tag out
+    ("<think> a </think>\n<think> b </think> {CALL}", CODE),
+    ("The tags are <think> and </think>: \\boxed{<think>}", "= <think>"),
+    ("</think> {CALL}", CODE),
     ("<think> {CALL}", "never closed"),
     ("I think </think> \\boxed{4}", "= 4"),
     # calls
@@ -232,7 +238,7 @@ def test_verls_loop_forgets_the_newline(verl, qwen):
 def test_a_turn_without_its_end_is_cut(qwen):
     for text in (call_text(qwen, end=False), "It is \\boxed{25}.", "", "<|im_end|> more"):
         assert qwen.parse(text) == Action(ActionKind.INVALID, error=CUT, ended=False)
-    assert qwen.parse("<think> a<|im_end|>") == Action(ActionKind.INVALID, error=UNCLOSED)
+    assert qwen.parse("<think> a<|im_end|>") == Action(ActionKind.INVALID, error=UNCLOSED.format(closing="</think>"))
 
 
 def test_llama_calls(protocols):
@@ -275,21 +281,22 @@ def test_thinking_is_passed_to_the_template(folders, tmp_path):
     plain = template("qwen3_instruct_2507")
     opening = plain.replace("assistant\\n' }}\n{%- endif %}", "assistant\\n<think>\\n' }}\n{%- endif %}")
     always = HermesProtocol(chat_model(tmp_path, "qwen3_instruct_2507", opening), thinking=True)
-    assert always.parse(call_text(always)).error == UNCLOSED  # the prompt has opened it
+    assert always.parse(call_text(always)).error == UNCLOSED.format(closing="</think>")  # the prompt has opened it
     assert always.parse("I count </think>" + call_text(always)) == CALL
 
 
 @pytest.mark.parametrize(
-    ("tools", "shown", "says"),
+    ("tools", "place", "says"),
     [
-        (["search"], True, "Use the tools wherever they help you to look something up. Once you are sure"),
-        (["code_interpreter"], True, "wherever they help you to compute or to check something. Once you are sure"),
-        (["search", "code_interpreter"], True, "to look something up, to compute or to check something. Once"),
-        (["search"], False, "Reason step by step. Put the final answer in \\boxed{}."),
+        (["search"], "template", "Use the tools wherever they help you to look something up. Once you are sure"),
+        (["code_interpreter"], "system", "wherever they help you to compute or to check something. Once you are sure"),
+        (["search", "code_interpreter"], "template", "to look something up, to compute or to check something. Once"),
+        (["search"], "trained", "Reason step by step. Put the final answer in \\boxed{}."),
     ],
 )
-def test_the_instruction_speaks_of_the_tools_that_are_shown(folders, tools, shown, says):
-    protocol = HermesProtocol(folders["qwen3"], tools=tools, show_tools=shown, instruction="boxed")
+def test_the_instruction_speaks_of_the_tools_that_are_shown(folders, tools, place, says):
+    protocol = HermesProtocol(folders["qwen3"], tools=tools, tools_in=place, instruction="boxed")
+    shown = place != "trained"
     text = protocol.decode(protocol.prompt_ids(TASK))
     asked = text[text.index(TASK.question) :]
     assert says in asked and ("compute" in asked) == (shown and "code_interpreter" in tools)
@@ -304,7 +311,7 @@ def test_own_tools_and_instructions(folders, tmp_path):
     text = protocol.decode(protocol.prompt_ids(TASK))
     assert json.dumps({"type": "function", "function": function}) in text
     assert f"<|im_start|>user\n{TASK.question}\n\nReason step by step." in text
-    hidden = HermesProtocol(folders["qwen3"], show_tools=False)
+    hidden = HermesProtocol(folders["qwen3"], tools_in="trained")
     bare = f"<|im_start|>user\n{TASK.question}<|im_end|>\n<|im_start|>assistant\n"
     assert hidden.decode(hidden.prompt_ids(TASK)) == bare
     published = HermesProtocol(folders["qwen3"], instruction="dataset")
@@ -328,7 +335,10 @@ def test_wrong_settings(folders, tmp_path, qwen):
     folder = folders["qwen3"]
     (tmp_path / "bad.json").write_text('{"name": "f"}')
     for options, reason in (
-        ({"tools": []}, "tools is empty"),
+        ({"tools_in": "none"}, "instruction does not name code_interpreter; expected a text that says how"),
+        ({"call_format": "qwen3_codr"}, "call_format is 'qwen3_codr'; expected auto or one of hermes, "),
+        ({"call_format": "llama3"}, "not read back; tried llama3"),
+        ({"call_format": "qwen3_coder"}, "not read back; tried qwen3_coder"),
         ({"tools": ["serch"]}, "neither one of code_interpreter, search nor a JSON file"),
         ({"tools": ["search", "search"]}, "two tools have one name"),
         ({"tools": [str(tmp_path / "bad.json")]}, "object 'parameters'"),
@@ -350,26 +360,69 @@ HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 @pytest.mark.parametrize(
-    ("text", "show_tools", "reason"),
+    ("text", "place", "reason"),
     [
-        ("", False, "no chat template"),
-        (ROLES + HEADER, True, "does not show the tools"),
-        (ROLES.replace("<|im_end|>", "") + HEADER, False, "stop token"),
-        (ROLES.replace("<|im_end|>", "<|endoftext|>") + HEADER, False, r"stop token \(<\|im_end\|>\)"),
-        ("{{ raise_exception('no tools here') if messages[-1].role == 'tool' }}" + ROLES, False, "no tools here"),
-        (ROLES.replace("m.content", "'x' if m.role == 'tool' else m.content") + HEADER, False, "not show what a tool"),
-        (ROLES + "{{ messages | length }}" + HEADER, False, "depends on the turns before"),
-        (ROLES.replace("m.content", "m.content | tojson(ensure_ascii=true)") + HEADER, False, "not as it is"),
+        ("", "auto", "no chat template; .* search_r1 and arpo_tags"),
+        (ROLES + HEADER, "template", r"tools_in is template, but .* does not show the tools it is given \(code_inter"),
+        (ROLES.replace("<|im_end|>", "") + HEADER, "auto", "stop token"),
+        (ROLES.replace("<|im_end|>", "<|endoftext|>") + HEADER, "auto", r"stop token \(<\|im_end\|>\)"),
+        ("{{ raise_exception('nothing') }}", "auto", "nothing"),
+        (ROLES + "{{ messages | length }}" + HEADER, "auto", "depends on the turns before"),
+        (ROLES.replace("m.content", "m.content | tojson(ensure_ascii=true)") + HEADER, "auto", "not as it is"),
+        (ROLES.replace("m.content", "m.content | replace('\"', '')") + HEADER, "auto", "not read back; tried hermes"),
     ],
 )
-def test_templates_that_cannot_be_cut_are_refused(tmp_path, text, show_tools, reason):
+def test_templates_that_cannot_be_used_are_refused_in_a_line(tmp_path, text, place, reason):
     folder = chat_model(tmp_path, "qwen3", text)
-    with pytest.raises(ValueError, match=reason):
-        HermesProtocol(folder, show_tools=show_tools)
+    with pytest.raises(ValueError, match=reason) as caught:
+        HermesProtocol(folder, tools_in=place)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_plain_template_of_roles_will_do_without_tools(tmp_path):
-    protocol = HermesProtocol(chat_model(tmp_path, "qwen3", ROLES + HEADER), show_tools=False)
-    text = protocol.decode(protocol.observation_ids(CALL, [RESULT], 1000)[0])
-    assert text == "\n<|im_start|>tool\n25<|im_end|>\n<|im_start|>assistant\n"
+NO_SYSTEM = "{{ raise_exception('no system') if messages[0].role == 'system' }}"
+STRICT = (  # Gemma's rule
+    "{% for m in messages %}{{ raise_exception('roles') if (m.role == 'user') != (loop.index0 % 2 == 0) }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("before", ["", NO_SYSTEM, NO_SYSTEM + STRICT])
+def test_a_template_without_tools_gets_them_in_the_system_message(tmp_path, before):
+    protocol = HermesProtocol(chat_model(tmp_path, "qwen3", before + ROLES + HEADER))
+    assert (protocol.tools_in, protocol.call_format) == ("system", "hermes")
+    prompt = protocol.decode(protocol.prompt_ids(TASK))
+    role = "user" if before else "system"
+    assert prompt.startswith(f"<|im_start|>{role}\n# Tools") and prompt.count("# Tools") == 1
+    assert json.dumps(SCHEMAS["code_interpreter"]) in prompt and FORMS["hermes"] in prompt
+    assert prompt.endswith(f"{TASK.question}<|im_end|>\n<|im_start|>assistant\n")
     assert protocol.parse(call_text(protocol)) == CALL
+    text = protocol.decode(protocol.observation_ids(CALL, [RESULT], 1000)[0])
+    response = "<|im_start|>user\n<tool_response>\n25\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"\n{response}"
+    two = Action(ActionKind.CALL, CALL.calls, error="no second call")
+    text = protocol.decode(protocol.observation_ids(two, [RESULT], 1000)[0])
+    assert text.count("<|im_start|>user") == 1 and text.count("<tool_response>") == 2
+    closed = protocol.decode(protocol.prompt_ids(TASK, PromptMode.CLOSED_BOOK))
+    assert "# Tools" not in closed
+    own = Task("1", "?", (), "s", prompt=(("system", "Be brief."), ("user", "Who?")))
+    asked = HermesProtocol(protocol.tokenizer.name_or_path, instruction="dataset").prompt_ids(own)
+    assert "Be brief.\n\n# Tools" in protocol.decode(asked)
+
+
+def test_an_instruction_may_name_the_tools(tmp_path, folders):
+    told = "{question}\nCall code_interpreter in <tool_call> tags."
+    protocol = HermesProtocol(folders["qwen3"], tools_in="none", instruction=told)
+    text = protocol.decode(protocol.prompt_ids(TASK))
+    assert "# Tools" not in text and "Call code_interpreter in" in text
+    dataset = HermesProtocol(folders["qwen3"], tools_in="none", instruction="dataset")
+    named = Task("1", "?", (), "s", prompt=(("user", "Use code_interpreter."),))
+    assert dataset.prompt_ids(named)
+    with pytest.raises(ValueError, match="the prompt of task 2 does not name code_interpreter"):
+        dataset.prompt_ids(Task("2", "?", (), "s", prompt=(("user", "Use it."),)))
+
+
+def test_without_tools_every_turn_is_an_answer(folders):
+    protocol = HermesProtocol(folders["qwen3"], tools=[])
+    assert protocol.tools == () and "# Tools" not in protocol.decode(protocol.prompt_ids(TASK))
+    said = f"<think> \\boxed{{1}} </think> {call_text(protocol, end=False)} \\boxed{{2}}<|im_end|>"
+    assert protocol.parse(said) == Action(ActionKind.ANSWER, answer="2")
+    assert protocol.parse("<think> a<|im_end|>").kind is ActionKind.INVALID

@@ -70,7 +70,7 @@ def test_both_experiments_are_valid_and_the_model_calls_the_tool(project, tmp_pa
     options = dict(rollouts["protocol"]["init_args"])
     if name == "calculator_my":
         protocol = HermesProtocol(
-            **(options | {"tokenizer": chat_model(tmp_path / "model", "qwen3"), "show_tools": True})
+            **(options | {"tokenizer": chat_model(tmp_path / "model", "qwen3"), "tools_in": "template"})
         )
         turn += f"\n</tool_call>{protocol.chat.end}"
         assert "such as 2 * (3 + 4)" in protocol.decode(protocol.prompt_ids(TASK)).lower()
