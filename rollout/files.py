@@ -39,7 +39,7 @@ def no_room_message(path: Path, intact: str) -> str:
     free = shutil.disk_usage(path.parent if path.parent.exists() else Path.cwd()).free
     return (
         f"no room to write {path}: {free / 2**20:.0f} MiB free on that file system. {intact} "
-        "Free some space (or set another output folder) and run the same command with RESUME=last."
+        "Free some space (or set another output folder), then run the same command again."
     )
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 COMMAND_VARIABLE = "COMPACT_AGENTS_COMMAND"  # in a stage's process: the command that made it
+CONTINUE_VARIABLE = "COMPACT_AGENTS_CONTINUE"  # in a stage's process: the command that continues it
 IN_QUOTES = ("CKPT", "INDEX", "TO", "LIKE", "ALGORITHM", "HARDWARE", "SBATCH")  # in the Makefile: "$(CKPT)"
 EXPORTED = ("Q",)  # read from the environment: no shell of make's reads them
 
@@ -39,6 +40,11 @@ def same_run(target: str, *names: str) -> str:
     given = {name: value for name, equals, value in (word.partition("=") for word in words) if equals}
     kept = {name: given[name] for name in ("EXP", *names, "ARGS") if name in given}
     return " ".join(["make", target, *(_quoted(f"{name}={value}") for name, value in kept.items())])
+
+
+def continue_command() -> str:
+    """The command that continues this process's run (``CONTINUE_VARIABLE``). In words where no launcher named one."""
+    return os.environ.get(CONTINUE_VARIABLE, "the same command again")
 
 
 def _assignment(name: str, value: str) -> str:

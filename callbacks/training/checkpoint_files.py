@@ -96,7 +96,7 @@ def settle_checkpoints(stage: Path) -> list[str]:
     if bad:
         raise DigestError(
             f"no checkpoint can be used: {'; '.join(bad.values())}",
-            "Give a renamed checkpoint its name back, or start the stage from the beginning with FRESH=1",
+            "Give a renamed checkpoint its name back, or start the stage from the beginning",
         )
     return []
 

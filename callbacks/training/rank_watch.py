@@ -27,6 +27,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from callbacks.trainer import stage_dir
 from retrieval.ranges import PositiveFloat
+from rollout.make_command import continue_command
 
 EXIT_CODE = 75  # sysexits' "try again": the run can be resumed
 REPORT = "ranks.txt"
@@ -37,10 +38,7 @@ LIBRARIES = ("site-packages" + os.sep, sysconfig.get_paths()["stdlib"] + os.sep,
 COLLECTIVES = (os.path.join("torch", "distributed", ""), os.path.join("deepspeed", "comm", ""))
 # May take long on one rank; of rollouts ahead of the training the main thread only waits for the thread that does them.
 ROLLING_OUT = tuple(ROOT + name for name in ("rollout/", "retrieval/", "data_modules/loading/rollouts_ahead.py"))
-CONTINUE = (
-    "The last checkpoint, if there is one, is complete: the same command with RESUME=last goes on from it, on any "
-    "number of ranks."
-)
+CONTINUE = "The last checkpoint, if there is one, is complete. To continue from it, on any number of ranks: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +286,7 @@ class _Watch:
         parent."""
         reporters = [rank for rank, silent in silent_s.items() if silent < 5 * self.interval_s]
         if self.me.rank == min(reporters, default=self.me.rank):
-            self._print(f"{message}\n{CONTINUE}")
+            self._print(f"{message}\n{CONTINUE}{continue_command()}")
         else:
             time.sleep(2 * self.interval_s)  # torchrun ends all when the first goes: the reporter first
         for stream in (sys.stdout, sys.stderr):

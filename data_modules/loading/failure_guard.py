@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from data_modules.loading.ranks import gather_over_ranks
+from rollout.make_command import continue_command
 from rollout.trajectory import InfrastructureError, Trajectory
 
 
@@ -55,6 +56,6 @@ class FailureGuard:
             raise TooManyFailuresError(
                 f"{what}: {failed} of {total} trajectories failed by infrastructure, more than the allowed "
                 f"{self.max_share:.0%}{times} (options max_infrastructure_failures, failure_patience).{last} See that "
-                "the retriever and the engine are up and fast enough, then run the same command again with "
-                "RESUME=last: the work goes on after what was last finished."
+                "the retriever and the engine are up and fast enough, then continue after the last checkpoint: "
+                f"{continue_command()}"
             )

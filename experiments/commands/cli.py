@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"'{command.name}' takes no overrides, found {overrides[0]}")
     if outputs is not None:
         project = dataclasses.replace(project, outputs=outputs)
-        overrides += [f"{OUTPUTS}={outputs}"] if command.overrides else []  # for the processes that this one starts
+        overrides.append(f"{OUTPUTS}={outputs}")  # for the processes that this one starts, and for hints
     context = RunContext(
         project=project,
         target=args.name if command.experiment else "",

@@ -39,8 +39,9 @@ def list_experiments(args: argparse.Namespace, context: RunContext) -> None:
     if args.like is None and args.algorithm is None and args.hardware is None:
         print(NEWCOMERS)
         print_table([("family", "number", "hardware", "algorithms"), *families(every)])
-        print("\nOne by one: make experiments LIKE=sod, ALGORITHM=GRPO or HARDWARE=cpu")
-        print("Run one:    make train EXP=NAME      What it would do: make dry-run EXP=NAME")
+        print("\nOne by one:        make experiments LIKE=sod (or ALGORITHM=GRPO, HARDWARE=cpu)")
+        print("Run one:           make train EXP=kd_tiny")
+        print("What it would do:  make dry-run EXP=kd_tiny")
         return
     found = [entry for entry in every if fits(entry, args)]
     if not found:
@@ -52,7 +53,7 @@ def list_experiments(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(f"none of the {len(every)} experiments fits{hint}")
     rows = [(entry.name, entry.algorithm, entry.reproduces or entry.summary) for entry in found]
     print_table([("experiment", "algorithm", "reproduces, or what it is"), *rows])
-    print(f"\n{len(found)} of {len(every)} experiments. Run one: make train EXP=NAME")
+    print(f"\n{len(found)} of {len(every)} experiments. Run the first: make train EXP={found[0].name}")
 
 
 def fits(entry: Summary, args: argparse.Namespace) -> bool:

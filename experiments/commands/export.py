@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,14 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
             this experiment.
     """
     stage = make_graph(context).target()
+    given = {"CKPT": args.checkpoint, "TRUST": 1 if args.trust else None, "DTYPE": args.dtype}
+    variables = tuple(f"{name}={value}" for name, value in given.items() if value)
+    context = dataclasses.replace(context, verb="export", variables=variables)
     path = find_weights(stage, context, args.checkpoint, args.trust)
     target = Path(args.to) if args.to else context.project.root / "exports" / context.target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder with TO")
+        other = context.command(TO=f"{target}-2")
+        raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder: {other}")
     if is_model_folder(path) and args.dtype is None:
         runner.require_unaltered(path)
         shutil.copytree(path, target, dirs_exist_ok=True)
@@ -71,7 +76,7 @@ def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trus
         return find_model(context, checkpoint, trust)
     if store.result() is None and store.checkpoint is not None:
         raise ExperimentError(
-            f"'{stage.name}' is not done; its last checkpoint can be exported: {context.command('export', CKPT='last')}"
+            f"'{stage.name}' is not done; its last checkpoint can be exported: {context.command(CKPT='last')}"
         )
     path = runner.folder_of(context, stage) / "model"
     if not path.is_dir():

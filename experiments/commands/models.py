@@ -54,9 +54,10 @@ def find_model(context: RunContext, checkpoint: str | None, trust: bool = False)
         raise ExperimentError(f"{checkpoint} is neither a .ckpt nor a Hugging Face folder (no config.json in it)")
     ours = path.resolve().is_relative_to(context.project.outputs.resolve())
     if (path / SHARDS).is_dir() and not ours and not trust:
+        trusted = context.command(CKPT=checkpoint, TRUST=1)
         raise ExperimentError(
             f"{checkpoint} is a DeepSpeed checkpoint from elsewhere: its files are pickles, which can run code when "
-            "they are read. If you trust who wrote them: TRUST=1"
+            f"they are read. If you trust who wrote them: {trusted}"
         )
     return path
 
@@ -115,9 +116,11 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(f"'{target.name}' is of kind task: there is no model to evaluate")
     if checkpoint is None and target.kind == "test":
         runner.require_needs([target])  # says how its model is had
+    given = {"CKPT": checkpoint, "TRUST": 1 if args.trust else None}
+    variables = tuple(f"{name}={value}" for name, value in given.items() if value)
+    context = replace(context, verb="evaluate", variables=variables)
     path = find_model(context, checkpoint, args.trust)
     runner.require_unaltered(path)
-    context = replace(context, verb="evaluate", variables=(f"CKPT={checkpoint}",) if checkpoint else ())
     stage = evaluation_stage(target, path, graph)
     for upstream in target.upstream:
         runner.folder_of(context, upstream)  # the world, the index: made by train

@@ -19,7 +19,6 @@ from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
 from retrieval.types import one_line
-from rollout.make_command import make_command
 
 BOOKKEEPING = ("config.yaml", "stage.json", "log", "traceback.txt")
 
@@ -57,8 +56,10 @@ def ui(args: argparse.Namespace, context: RunContext) -> None:
     store = default_tracking_uri(context.project.outputs)
     database = Path(store.removeprefix(SQLITE))
     if store.startswith(SQLITE) and not database.is_file():
-        raise ExperimentError(f"there are no runs yet ({database} does not exist): make train first")
-    require_free_port(args.port, make_command("ui", {"PORT": 5001}))
+        raise ExperimentError(
+            f"there are no runs yet ({database} does not exist): run {context.elsewhere('smoke')} first (3 minutes)"
+        )
+    require_free_port(args.port, context.elsewhere("ui", PORT=5001))
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     print(f"MLflow starts over {store}; its address follows", flush=True)
     words = (
@@ -168,7 +169,8 @@ def clean(args: argparse.Namespace, context: RunContext) -> None:
         print(f"  removed {context.project.relative(folder)} ({what})", flush=True)
         shutil.rmtree(folder)
         removed += 1
-    words = f"; {kept} kept, which FORCE=1 would remove, too" if kept else ""
+    more = context.elsewhere("clean", **({"ALL": 1} if args.all else {}), FORCE=1)
+    words = f"; {kept} kept, to remove them, too: {more}" if kept else ""
     print(f"{removed} stage folders removed{words}")
 
 

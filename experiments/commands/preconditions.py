@@ -43,11 +43,18 @@ def preconditions(args: argparse.Namespace, context: RunContext) -> None:
         ExperimentError: nothing can be measured.
         StageFailed: a gate failed that is not allowed to.
     """
-    require_gates(make_graph(context), replace(context, verb="preconditions"), args.allow, args.questions)
+    context = replace(context, verb="preconditions", variables=(f"QUESTIONS={args.questions}",))
+    require_gates(make_graph(context), context, args.allow, args.questions)
 
 
-def require_gates(graph: Graph, context: RunContext, allow: str, questions: int = QUESTIONS) -> list[Gate]:
-    """Measure, print and return the gates of the graph's target. Raises as ``preconditions``."""
+def require_gates(
+    graph: Graph, context: RunContext, allow: str, questions: int = QUESTIONS, shown: RunContext | None = None
+) -> list[Gate]:
+    """Measure, print and return the gates of the graph's target. Raises as ``preconditions``.
+
+    Args:
+        shown: whose command the message about failed gates has; default: ``context``.
+    """
     target = graph.target()
     measured(target, questions)  # refuses what has no gates before anything is made
     runner.make(graph, replace(context, compare=False), without_target=True)
@@ -61,9 +68,10 @@ def require_gates(graph: Graph, context: RunContext, allow: str, questions: int 
         )
     print(gates_table(gates, f"{target.name}: what its mechanism has to work on ({questions} training questions)"))
     failed = [gate for gate in gates if not gate.passed]
+    more = context.command("preconditions", QUESTIONS=2 * questions)
     for gate in failed:
         advice = (
-            "nothing to measure it on among these trajectories; try more QUESTIONS"
+            f"nothing to measure it on among these trajectories; try more questions: {more}"
             if gate.found is None
             else gate.advice
         )
@@ -71,7 +79,7 @@ def require_gates(graph: Graph, context: RunContext, allow: str, questions: int 
     if refused := [gate.name for gate in failed if gate.name not in allowed]:
         raise StageFailed(
             f"{len(refused)} of {len(gates)} gates failed: {', '.join(refused)}. Change what they say, or go on "
-            f"nevertheless with ALLOW={','.join(refused)}",
+            f"nevertheless: {(shown or context).command(ALLOW=','.join(gate.name for gate in failed))}",
             1,
         )
     return gates

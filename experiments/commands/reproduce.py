@@ -39,7 +39,13 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
         ExperimentError: seeds that are no numbers.
         StageFailed: a stage did not end well, or a gate failed; the next call continues from there.
     """
+    variables = [f"SEEDS={args.seeds}"]
+    if args.ablation_seeds:
+        variables.append(f"ABLATION_SEEDS={args.ablation_seeds}")
+    if args.allow:
+        variables.append(f"ALLOW={args.allow}")
     context = dataclasses.replace(context, compare=True)
+    shown = dataclasses.replace(context, verb="reproduce", variables=tuple(variables))
     seeds = numbers("--seeds", args.seeds, "0,1,2")
     ablation_seeds = numbers("--ablation-seeds", args.ablation_seeds, "0,1,2") if args.ablation_seeds else seeds
     rows: list[dict[str, Any]] = []
@@ -48,7 +54,7 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
     gates = {}
     for seed in seeds if about.get("preconditions") else ():
         seeded = dataclasses.replace(context, seed=seed)
-        gates[seed] = require_gates(make_graph(seeded), seeded, args.allow)
+        gates[seed] = require_gates(make_graph(seeded), seeded, args.allow, shown=shown)
     for seed in seeds:
         seeded = dataclasses.replace(context, seed=seed)
         rows += make_rows(seeded, sampled)
@@ -60,19 +66,13 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
     from experiments.reports.preconditions import gates_of_seeds
     from experiments.reports.report import write_results  # late: it imports torch, which would sit here for hours
 
-    variables = [f"SEEDS={args.seeds}"]
-    if args.ablation_seeds:
-        variables.append(f"ABLATION_SEEDS={args.ablation_seeds}")
-    if args.allow:
-        variables.append(f"ALLOW={args.allow}")
-    command = dataclasses.replace(context, verb="reproduce", variables=tuple(variables)).command()
     results = context.project.root / "docs" / "results"
     notes = results / f"{context.target}_notes.md"  # what a person has to say about the results
     text = notes.read_text() if notes.is_file() else ""
     if gates:
         text += f"\n{gates_of_seeds(gates)}"
     chosen = {"columns": about.get("columns"), "score": about.get("score")}
-    for path in write_results(context.target, rows, results, command, **chosen, notes=text):
+    for path in write_results(context.target, rows, results, shown.command(), **chosen, notes=text):
         print(f"  written {context.project.relative(path)}")
 
 

@@ -110,11 +110,14 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
     print_table(table(columns, chip), args.markdown)
     for line in advice(columns, chip):
         print(f"\n{line}")
+    sharded = dataclasses.replace(context, arguments=(*context.arguments, "--trainer.strategy=zero3"))
     print(
         "\nGB per GPU, counted and not measured (experiments/registry/sizing.py says how near it\n"
         "comes). The roofline is what the chip could do at its peak. Hours are an estimate: a run\n"
         f"reaches {sizing.EFFICIENCY:g} of the roofline, trajectories are half as long as they may be; tools and\n"
-        'evaluation come on top. Other GPUs: GPU=h200; other settings: ARGS="--trainer.strategy=zero3".'
+        "evaluation come on top.\n"
+        f"Other GPUs:      {context.command('size', GPU='h100' if args.gpu == 'h200' else 'h200')}\n"
+        f"Other settings:  {sharded.command('size', GPU=args.gpu)}"
     )
 
 

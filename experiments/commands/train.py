@@ -51,8 +51,9 @@ def train(args: argparse.Namespace, context: RunContext) -> None:
     graph = make_graph(context)
     target = graph.target()
     ranks = nodes.require_launchable(args, os.environ, target.config)
-    if args.launch is not None:
-        context = dataclasses.replace(context, variables=(f"LAUNCH={args.launch}",))
+    given = {"LAUNCH": args.launch, "ALLOW": args.allow}
+    variables = tuple(f"{name}={value}" for name, value in given.items() if value)
+    context = dataclasses.replace(context, variables=variables)
     if args.launch == "slurm":
         slurm.submit(graph, context, args, ranks)
         return

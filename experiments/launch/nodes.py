@@ -54,12 +54,12 @@ def require_launchable(args: argparse.Namespace, environment: Mapping[str, str],
     if found := [name for name in RANK_VARIABLES if name in environment]:
         raise ExperimentError(
             f"this process is one of several ranks already ({found[0]} is set). The project starts the ranks of each "
-            "stage itself: run make train once per node, with LAUNCH=torchrun"
+            "stage itself, with LAUNCH=torchrun; whole commands: make help-launch"
         )
     ranks = ranks_of(config)
     if args.launch is None:
         if given := [name for option, name in LAUNCHER_OPTIONS.items() if getattr(args, option) is not None]:
-            raise ExperimentError(f"{given[0]} was given, but nothing to launch by: LAUNCH=torchrun or LAUNCH=slurm")
+            raise ExperimentError(f"{given[0]} was given, but nothing to launch by; whole commands: make help-launch")
         return ranks
     for option, value, key, found in (
         ("NNODES", args.nodes, "num_nodes", ranks.nodes), ("NPROC", args.processes, "devices", ranks.processes),
@@ -94,7 +94,7 @@ def this_node(args: argparse.Namespace, environment: Mapping[str, str], count: i
     if address is None:
         raise ExperimentError(
             f"LAUNCH=torchrun with {count} nodes needs the address of node 0: MASTER_ADDR=host (and, on the others, "
-            "NODE_RANK=1, 2, ...), the same MASTER_PORT everywhere"
+            "NODE_RANK=1, 2, ...), the same MASTER_PORT everywhere; whole commands: make help-launch"
         )
     return Node(count, rank, address, port, timeout)
 

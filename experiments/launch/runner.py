@@ -118,7 +118,8 @@ def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: S
             what = "being made by another process"
         print(f"  {stage.name:<{width}}  {stage.kind:<4}  {stage.key}  {what}")
     if left_out := [s.name for s in to_make(graph.compared(graph.target())) if s not in plan]:
-        print(f"  left out, though compared with: {', '.join(left_out)} (COMPARE=1 makes them, too)")
+        also = context.for_stage(graph.target()).on_all_nodes(COMPARE=1)
+        print(f"  left out, though compared with: {', '.join(left_out)}; to make them, too: {also}")
     sys.stdout.flush()
 
 
@@ -202,16 +203,21 @@ def require_inputs(stage: Stage, context: RunContext) -> None:
     for path in sorted(path for path in named if os.path.exists(path)):
         if not path.is_relative_to(stage.folder.absolute()):
             maker = next((other for folder, other in made.items() if path.is_relative_to(folder)), None)
-            require_unaltered(path, f" (again: {context.for_stage(maker).command(FRESH=1)})" if maker else "")
+            require_unaltered(path, f" (again: {_afresh(maker, context)})" if maker else "")
 
 
-def _settle(stage: Stage) -> None:
+def _afresh(stage: Stage, context: RunContext) -> str:
+    """The command that makes a stage from the beginning."""
+    return context.for_stage(stage).on_all_nodes(FRESH=1)
+
+
+def _settle(stage: Stage, context: RunContext) -> None:
     """Say which checkpoints were damaged. Raises ExperimentError where none can be used."""
     try:
         for line in settle_checkpoints(stage.folder):
             print(f"  {line}", flush=True)
     except DigestError as error:
-        raise ExperimentError(f"{stage.name}: {error}") from None
+        raise ExperimentError(f"{stage.name}: {error}: {_afresh(stage, context)}") from None
 
 
 def make_stage(
@@ -239,10 +245,11 @@ def make_stage(
             return
         require_inputs(stage, context)
         if stage.kind == "fit" and not fresh:
-            _settle(stage)
+            _settle(stage, context)
         resume = not fresh and stage.kind == "fit" and store.checkpoint
         if resume:
-            print(f"  continuing from {context.project.relative(resume)} (FRESH=1 starts again)", flush=True)
+            print(f"  continuing from {context.project.relative(resume)}", flush=True)
+            print(f"  from the beginning instead: {_afresh(stage, context)}", flush=True)
         metadata = {
             "name": stage.name,
             "key": stage.key,
@@ -257,7 +264,7 @@ def make_stage(
         metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name, serve)
         for other in closure([stage]) if keep else closure(stage.upstream):
             earlier = StageFolder(other.folder).metadata().get("retrievers") or {}
-            again = context.for_stage(other).command(FRESH=1)
+            again = _afresh(other, context)
             retriever_identity.require_same(other.name, earlier, metadata["retrievers"], again)
         if earlier := store.prepare(stage, metadata, keep=keep):
             print(f"  earlier weights stay in {context.project.relative(earlier)} until the stage is done", flush=True)
@@ -324,6 +331,6 @@ def folder_of(context: RunContext, stage: Stage) -> Path:
         seed = stage.config["seed_everything"]
         raise ExperimentError(
             f"'{stage.name}' with this configuration (key {stage.key}, seed {seed}) has not been made yet; "
-            f"{runs_there(stage)}: run {context.for_stage(stage).command()} first"
+            f"{runs_there(stage)}: run {context.for_stage(stage).on_all_nodes()} first"
         )
     return stage.folder

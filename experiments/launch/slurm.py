@@ -37,11 +37,13 @@ def submit(graph: Graph, context: RunContext, args: argparse.Namespace, ranks: R
         StageFailed: sbatch has refused the job.
     """
     target = graph.target()
+    if args.sbatch:
+        context = dataclasses.replace(context, variables=(*context.variables, f"SBATCH={args.sbatch}"))
     plan = graph.plan(compare=context.compare)
     todo = runner.to_make(plan, fresh=target if context.fresh else None)
     runner.print_plan(graph, todo, context)
     if not todo:
-        print("  nothing to make, no job submitted (FRESH=1 makes the experiment's own stage anew)")
+        print(f"  nothing to make, no job submitted; from the beginning: {context.command(FRESH=1)}")
         return
     runner.require_needs(todo)
     runner.require_valid(context, ForkServer(), elsewhere=True)
@@ -83,12 +85,11 @@ def job_file(target: Stage, context: RunContext, ranks: Ranks, log: Path, extra:
     if wrong := [option for option in options if not option.startswith("-")]:
         raise ExperimentError(f"SBATCH: '{wrong[0]}' is no option; write them as --partition=gpu --time=24:00:00")
     words = [sys.executable, "-m", "experiments", "train", *context.flags(), "--launch", "torchrun"]
-    sbatch = (f"SBATCH={extra}",) if extra else ()
     values = {
         "ROOT": str(context.project.root),
         "OUTPUTS": str(context.project.outputs),
         "EXPERIMENTS": ":".join(str(folder) for folder in context.project.experiment_dirs[:-1]),
-        "AGAIN": dataclasses.replace(context, variables=(*context.variables, *sbatch)).resume_command(),
+        "AGAIN": context.resume_command(),
         "FRESH": "--fresh" if context.fresh else "",
         "TASK": f'exec {shlex.join(words)} $FRESH --node-rank "$SLURM_NODEID"',
     }

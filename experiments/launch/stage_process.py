@@ -16,7 +16,7 @@ from experiments.stages.context import STOPPED, RunContext, StageFailed
 from experiments.stages.graph import Stage
 from experiments.stages.stage import INTERRUPTED, REFUSED, set_environment
 from experiments.stages.store import StageFolder
-from rollout.make_command import COMMAND_VARIABLE
+from rollout.make_command import COMMAND_VARIABLE, CONTINUE_VARIABLE
 
 
 def run_stage(
@@ -35,7 +35,8 @@ def run_stage(
     ranks, node, store = ranks_of(stage.config), context.node, StageFolder(stage.folder)
     require_launcher(stage.name, stage.config, node.count if node else None)
     with context.stop.working_in(stage.folder), shared_retrievers(stage.config, ranks.processes) as shared:
-        environment = set_environment(dict(os.environ)) | {COMMAND_VARIABLE: context.command()}
+        commands = {COMMAND_VARIABLE: context.command(), CONTINUE_VARIABLE: context.resume_command()}
+        environment = set_environment(dict(os.environ)) | commands
         environment |= shared.environment
         command = ["-m", "experiments", "stage", str(stage.folder)]
         if ranks.several:

@@ -61,7 +61,8 @@ def require_counted(where: str, config: Mapping[str, Any]) -> None:
         devices = (config.get("trainer") or {}).get("devices")
         raise ExperimentError(
             f"{where}: trainer.devices is {devices!r}, but a launcher must know how many processes each node gets: "
-            "NPROC=8, or --trainer.devices 8 (of a stage under it: --stages.NAME.trainer.devices 8)"
+            "NPROC=8, or --trainer.devices 8 (of a stage under it: --stages.NAME.trainer.devices 8); whole commands: "
+            "make help-launch"
         )
 
 
@@ -76,7 +77,8 @@ def require_launcher(name: str, config: Mapping[str, Any], launched: int | None)
         here = "nothing starts the ranks of the others" if launched is None else f"{launched} are launched"
         raise ExperimentError(
             f"'{name}': trainer.num_nodes is {nodes}, but {here}. Give LAUNCH=torchrun NNODES={nodes} MASTER_ADDR=host "
-            f"NODE_RANK=0, 1, ... on every node, or LAUNCH=slurm; or leave --trainer.num_nodes away"
+            f"NODE_RANK=0, 1, ... on every node, or LAUNCH=slurm; or leave --trainer.num_nodes away; whole commands: "
+            "make help-launch"
         )
 
 

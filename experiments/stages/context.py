@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from experiments.registry import overrides
+from experiments.registry.hardware import ranks_of
 from experiments.registry.project import Project
 from experiments.stages.graph import Stage, closure
 from experiments.stages.stop import StopSignal
@@ -79,33 +81,40 @@ class RunContext:
             given["COMPARE"] = 1
         return make_command(verb or self.verb, given | variables, self.arguments)
 
-    def elsewhere(self, verb: str) -> str:
+    def elsewhere(self, verb: str, **variables: object) -> str:
         """The make command of a target that takes no experiment, over the same outputs."""
-        return make_command(verb, {}, [word for word in self.arguments if word.startswith("--paths.outputs=")])
+        return make_command(verb, variables, [word for word in self.arguments if word.startswith("--paths.outputs=")])
+
+    def on_all_nodes(self, **variables: object) -> str:
+        """The make command that does this. On several nodes with the address of node 0, which may have stood in the
+        environment, and with what the others add."""
+        if self.node is None or self.node.count == 1:
+            return self.command(**variables)
+        port = {} if self.node.port == DEFAULT_PORT else {"MASTER_PORT": self.node.port}
+        count = self.node.count - 1
+        others = "NODE_RANK=1 on the other node" if count == 1 else f"NODE_RANK=1 to {count} on the other nodes"
+        return f"{self.command(MASTER_ADDR=self.node.address, **port, **variables)} (and with {others})"
 
     def for_stage(self, stage: Stage) -> RunContext:
         """The context of a command for ``stage``, with the overrides that reach it or the stages it depends on."""
         given, names = overrides.parse(self.arguments), {other.name for other in closure([stage])} - {stage.name}
         own = given.for_stage(stage.name, is_target=stage.name == self.target)
+        kept = ("LAUNCH=", "ALLOW=") if stage.name == self.target else ("LAUNCH=",)
+        variables = tuple(word for word in self.variables if word.startswith(kept))
+        node = self.node and replace(self.node, count=ranks_of(stage.config).nodes)
         words = [f"--{path}={value}" for path, value in own]
         words += [f"--stages.{n}.{path}={value}" for n in given.stages if n in names for path, value in given.stages[n]]
-        return replace(self, target=stage.name, arguments=tuple(words), variables=(), compare=False, verb="train")
+        changed: dict[str, Any] = {"arguments": tuple(words), "variables": variables, "node": node}
+        return replace(self, target=stage.name, compare=False, verb="train", **changed)
 
     def resume_command(self, resume: bool = True) -> str:
         """The make command that goes on after a failure; only training has anything to continue from, and only where
-        something was saved (``resume``). On several nodes with the address of node 0, which may have stood in the
-        environment, and with what the others add."""
+        something was saved (``resume``)."""
         if self.verb != "train":
             return self.command()
         if job := os.environ.get(RESUBMIT_VARIABLE):
             return job
-        last = {"RESUME": "last"} if resume else {}
-        if self.node is None or self.node.count == 1:
-            return self.command(**last)
-        port = {} if self.node.port == DEFAULT_PORT else {"MASTER_PORT": self.node.port}
-        count = self.node.count - 1
-        others = "NODE_RANK=1 on the other node" if count == 1 else f"NODE_RANK=1 to {count} on the other nodes"
-        return f"{self.command(MASTER_ADDR=self.node.address, **port, **last)} (and with {others})"
+        return self.on_all_nodes(**({"RESUME": "last"} if resume else {}))
 
     def flags(self) -> list[str]:
         """The same as arguments of ``python -m experiments``."""

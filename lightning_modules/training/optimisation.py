@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_modules import ranks
 from lightning_modules.metrics import StepMetrics
+from rollout.make_command import continue_command
 
 if TYPE_CHECKING:
     import lightning as L
@@ -139,7 +140,8 @@ def _explain(iteration: int, found: list[str], suspects: list[str], batch: list[
         advice = f"not finite are the parameters {_first(damaged)}: start from an undamaged model"
     return (
         f"iteration {iteration}: {', '.join(found)}; expected finite numbers, so the optimiser step was left out. "
-        f"Trajectories {_first(suspects or batch)}; {advice}, or continue from an earlier checkpoint (RESUME=last)"
+        f"Trajectories {_first(suspects or batch)}; {advice}, or continue from an earlier checkpoint: "
+        f"{continue_command()}"
     )
 
 

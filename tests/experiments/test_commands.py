@@ -251,9 +251,13 @@ def test_only_models_are_taken_for_models(workshop, tmp_path):
         find_model(context, str(tmp_path))
     shards = tmp_path / "sharded.ckpt"
     (shards / "checkpoint").mkdir(parents=True)
-    with pytest.raises(ExperimentError, match="pickles, which can run code .* TRUST=1"):
+    context = replace(context, verb="evaluate")
+    with pytest.raises(
+        ExperimentError, match="pickles, which can run code .*: make evaluate EXP=x CKPT=.*sharded.ckpt TRUST=1$"
+    ):
         find_model(context, str(shards))
     assert find_model(context, str(shards), trust=True) == shards
+    context = replace(context, verb="train")
     ours = context.project.outputs / "toy" / "last.ckpt"
     (ours / "checkpoint").mkdir(parents=True)
     assert find_model(context, str(ours)) == ours
@@ -356,6 +360,21 @@ def test_a_run_that_is_missing_is_told_beside_those_that_are_there(workshop):
     below = RunContext(workshop.project, "b", ("--task.text=t", "--stages.a.task.text=u v", "--paths.x=1"), 3)
     hint = below.for_stage(workshop.graph("b", *below.arguments, seed=3).target().upstream[0]).command()
     assert hint == """make train EXP=a SEED=3 ARGS="--paths.x=1 '--task.text=u v'\""""
+
+
+def test_a_stage_is_made_from_the_beginning_with_the_launcher_and_the_gates_of_its_run(workshop):
+    workshop.task("a", "text: x")
+    workshop.task("b", "source: '${stage:a}'")
+    words = ("--trainer.num_nodes=2",)
+    node = Node(count=2, rank=0, address="host0", port=29400, timeout_s=600)
+    context = RunContext(workshop.project, "b", words, None, variables=("LAUNCH=torchrun", "ALLOW=g"), node=node)
+    target = workshop.graph("b", *words).target()
+    said = context.for_stage(target).on_all_nodes(FRESH=1)
+    assert said == (
+        "make train EXP=b LAUNCH=torchrun ALLOW=g MASTER_ADDR=host0 FRESH=1 ARGS=--trainer.num_nodes=2 "
+        "(and with NODE_RANK=1 on the other node)"
+    )
+    assert context.for_stage(target.upstream[0]).on_all_nodes(FRESH=1) == "make train EXP=a LAUNCH=torchrun FRESH=1"
 
 
 def test_status_counts_the_runs_with_other_settings_and_seeds(workshop, run_here):

@@ -117,7 +117,8 @@ def test_gates_of_all_seeds_are_measured_before_anything_trains(workshop, model_
     project, context = make_done(workshop, model_dir, more=", preconditions: true")
     done = []
 
-    def gates(graph, context, allow):
+    def gates(graph, context, allow, shown):
+        assert shown.command() == "make reproduce EXP=arpo SEEDS=0,1 ALLOW=reads"
         done.append((context.seed, allow))
         return [Gate("reads", "reads", 0.5 + context.seed, 0.7, None, "-")]
 

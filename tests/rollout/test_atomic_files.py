@@ -11,7 +11,7 @@ def test_a_write_that_finds_no_room_leaves_the_old_file_and_nothing_else(tmp_pat
     path = tmp_path / "evaluation.json"
     write_atomically(path, "old")
     file_limit(1000)
-    with pytest.raises(DiskFullError, match="evaluation.json.*previous version is intact.*RESUME=last"):
+    with pytest.raises(DiskFullError, match="evaluation.json.*previous version is intact.*the same command again"):
         write_atomically(path, "x" * 5000)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["evaluation.json"]

@@ -69,11 +69,14 @@ def test_what_it_is_compared_with_is_made_on_demand(chain, run_here, monkeypatch
     workshop.task("b", "text: B, source: '${stage:a}'", "compare: [a, other, third]")
     alone = run_here("train", "b")
     assert alone.returncode == 0, alone.stderr
-    assert "  left out, though compared with: other, third (COMPARE=1 makes them, too)\n" in alone.stdout
+    assert (
+        "  left out, though compared with: other, third; to make them, too: make train EXP=b COMPARE=1\n"
+        in alone.stdout
+    )
     assert sorted(runs(journal)) == ["a", "b"] and [s.name for s in shown[-1]] == ["a", "b"]
     assert run_here("train", "other").returncode == 0
     again = run_here("train", "b")
-    assert "compared with: third (COMPARE=1" in again.stdout
+    assert "compared with: third; to make" in again.stdout
     assert [s.name for s in shown[-1]] == ["a", "other", "b"], "what is done is shown in any case"
     whole = run_here("train", "b", "--compare")
     assert whole.returncode == 0 and "left out" not in whole.stdout and sorted(runs(journal))[-1] == "third"
@@ -328,10 +331,14 @@ def test_clean_keeps_what_can_be_resumed_or_is_done_unless_forced(chain, run_her
     stores["a"].finish({"seconds": 1})
     (stores["b"].path / "part-0").touch()
     said = run_here("clean").stdout
-    assert "0 stage folders removed; 1 kept, which FORCE=1 would remove, too" in said
+    assert "0 stage folders removed; 1 kept, to remove them, too: make clean FORCE=1\n" in said
     assert f"  kept    {stores['b'].path} (can be resumed)" in said
     said = run_here("clean", "--all").stdout
-    assert "2 kept" in said and f"{stores['a'].path} (done)" in said and stores["a"].path.exists()
+    assert (
+        "2 kept, to remove them, too: make clean ALL=1 FORCE=1\n" in said
+        and f"{stores['a'].path} (done)" in said
+        and stores["a"].path.exists()
+    )
     assert "1 stage folders removed\n" in run_here("clean", "--force").stdout and stores["a"].path.exists()
     assert run_here("clean", "--all", "--force").returncode == 0 and not stores["a"].path.exists()
 

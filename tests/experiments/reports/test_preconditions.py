@@ -139,11 +139,17 @@ def test_a_failed_gate_stops_unless_it_is_allowed_by_name(context, monkeypatch, 
     monkeypatch.setattr(preconditions, "measure", lambda *_: gates)
     monkeypatch.setattr(preconditions.runner, "make", lambda *_, **__: None)
     graph = make_graph(context)
-    with pytest.raises(StageFailed, match=r"2 of 2 gates failed: a, b.*ALLOW=a,b"):
+    with pytest.raises(StageFailed, match=r"2 of 2 gates failed: a, b.*: make train EXP=\S+ ALLOW=a,b$"):
         require_gates(graph, context, "")
-    assert "train it longer" in capsys.readouterr().out
-    with pytest.raises(StageFailed, match="1 of 2 gates failed: b"):
+    said = capsys.readouterr().out
+    assert (
+        "train it longer" in said and "try more questions: make preconditions EXP=" in said and "QUESTIONS=128" in said
+    )
+    with pytest.raises(StageFailed, match=r"1 of 2 gates failed: b\..*ALLOW=a,b$"):
         require_gates(graph, context, "a")
+    shown = dataclasses.replace(context, verb="reproduce", variables=("SEEDS=0,1",))
+    with pytest.raises(StageFailed, match=r"nevertheless: make reproduce EXP=\S+ SEEDS=0,1 ALLOW=a,b$"):
+        require_gates(graph, context, "", shown=shown)
     require_gates(graph, context, "a, b")
     with pytest.raises(ExperimentError, match="no gate c; there are a, b"):
         require_gates(graph, context, "c")
