@@ -6,7 +6,8 @@ A key is a SHA-256 over
   the number of ranks, which changes no result: a stage goes on, from its checkpoint, on as many as there are,
 * with every reference to another stage replaced by that stage's key,
 * and every path of an existing file or folder replaced by the hash of its contents (where it lies does not matter), in
-  options that name models and data (``INPUTS``) or that take a text by their class's annotations,
+  options that name models and data (``INPUTS``) or that take a text by their class's annotations; a folder not in those
+  options of our own classes that are no folder's name (``FOLDERS``): a prefix ``/usr/lib`` is a text,
 * and the arguments left for the parser.
 
 Code is not part of the key; result.json records the commit, and a reused stage says with which it was made.
@@ -64,7 +65,10 @@ MODELS = ("policy", "teacher", "reference", "critic", "model", "tokenizer")  # o
 QUESTION_FILES = ("train_files", "val_files", "test_files", "files")  # or traces
 DATA = (*QUESTION_FILES, "trajectories", "corpus")  # that name files or folders
 INPUTS = (*MODELS, *DATA, "index", "vectors", "lucene", "passages_of")
-TEXTS = (str, Path, os.PathLike, Any)
+FOLDERS = (*INPUTS, "folder")  # options of our own classes that may name a folder; the others' texts name files at most
+OURS = ("callbacks", "data_modules", "lightning_modules", "retrieval", "rollout")  # packages
+PATHS = (Path, os.PathLike)
+TEXTS = (str, *PATHS, Any)
 KERNEL = ("/proc", "/sys")  # whose files have no end, or wait for events
 MOST = 50_000  # files and folders of an input; ALFWorld's games are about 30,000
 FILE_SUFFIXES = (*TABLES, ".yaml", ".txt", ".ckpt", ".safetensors", ".index", ".faiss", ".pt")
@@ -103,9 +107,11 @@ def is_input(text: str, root: Path) -> bool:
     return found and not root.is_relative_to(path) and not any(map(path.is_relative_to, KERNEL))
 
 
-def takes_text(class_path: str, option: str) -> bool:
-    """Whether a class takes a text for an option, as far as its annotations say. The types of a configuration are
-    checked after its key is known; a folder for a learning rate must not be read before."""
+def takes_path(class_path: str, option: str, is_folder: bool) -> bool:
+    """Whether a class takes a path for an option, as far as annotations and ``FOLDERS`` say. The types of a
+    configuration are checked after its key is known; a folder for a learning rate must not be read before."""
+    ours = class_path.partition(".")[0] in OURS
+    wanted = PATHS if ours and is_folder and option not in FOLDERS else TEXTS
     module, _, name = class_path.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
@@ -115,12 +121,12 @@ def takes_text(class_path: str, option: str) -> bool:
         try:
             parameters = inspect.signature(function).parameters
             if option in parameters:
-                return _has_text(get_type_hints(function).get(option, Any))
+                return _has(get_type_hints(function).get(option, Any), wanted)
         except (NameError, TypeError, ValueError):  # names of a TYPE_CHECKING block; a builtin without signature
-            return True
+            return wanted is TEXTS
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return False
-    return True
+    return wanted is TEXTS
 
 
 def constructors(target: Any) -> list[Any]:
@@ -130,9 +136,9 @@ def constructors(target: Any) -> list[Any]:
     return [vars(c)["__init__"] for c in inspect.getmro(target) if "__init__" in vars(c)]
 
 
-def _has_text(hint: Any) -> bool:
+def _has(hint: Any, wanted: Sequence[Any]) -> bool:
     hint = getattr(hint, "__value__", hint)  # of an alias with a name
-    return hint in TEXTS or any(map(_has_text, get_args(hint)))
+    return hint in wanted or any(_has(part, wanted) for part in get_args(hint))
 
 
 def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: Callable[[Path], str]) -> str:
@@ -142,11 +148,11 @@ def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: C
         ExperimentError: a folder that is too large for an input, or a file that cannot be read.
     """
 
-    def walk(value: Any, name: str, takes: Callable[[], bool]) -> Any:
+    def walk(value: Any, name: str, takes: Callable[[bool], bool]) -> Any:
         if isinstance(value, dict) and isinstance(path := value.get("class_path"), str):
             given = value.get("init_args")
             if isinstance(given, dict):
-                given = {str(k): walk(v, str(k), partial(takes_text, path, str(k))) for k, v in given.items()}
+                given = {str(k): walk(v, str(k), partial(takes_path, path, str(k))) for k, v in given.items()}
             return {str(k): given if k == "init_args" else walk(v, str(k), takes) for k, v in value.items()}
         if isinstance(value, dict):
             return {str(k): walk(v, str(k), takes) for k, v in value.items()}
@@ -154,7 +160,7 @@ def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: C
             return [walk(v, name, takes) for v in value]
         if isinstance(value, str):
             benchmark, path = split_reference(value)
-            if is_input(path, root) and (name in INPUTS or takes()):
+            if is_input(path, root) and (name in INPUTS or takes((root / path).is_dir())):
                 try:
                     return (f"{benchmark}:" if benchmark else "") + "sha256:" + hash_path(root / path)
                 except (OSError, ValueError) as error:

@@ -1,11 +1,14 @@
 """The stage graph and the content keys: stable where nothing changed, different where anything did."""
 
+import ast
 import os
+import re
 
 import pytest
 
 from experiments.registry.errors import ExperimentError
-from experiments.registry.keys import PathHasher
+from experiments.registry.keys import FOLDERS, OURS, PathHasher
+from experiments.registry.project import ROOT
 from experiments.stages.graph import closure, missing_files
 
 FIT = """
@@ -137,6 +140,50 @@ def test_a_folder_is_read_only_where_an_option_takes_a_path(workshop, tmp_path, 
         workshop.write("x", NUMBERS.format(given=f"{option}: {value}") + "data: {class_path: d.A}\n")
         workshop.graph("x").target()
         assert read == ([folder] if is_read else []), (option, value)
+
+
+@pytest.mark.parametrize(
+    ("class_path", "option", "is_read"),
+    [
+        ("retrieval.index.BuildIndex", "encoder: {{query_prefix: {path}}}", "never"),
+        ("retrieval.index.BuildIndex", "encoder: {{model: {path}}}", "always"),
+        ("retrieval.index.BuildIndex", "java_heap: {path}", "as a file"),
+        ("rollout.protocols.hermes.HermesProtocol", "instruction: {path}", "as a file"),
+        ("rollout.tools.web.web_search.BrightDataSearch", "zone: {path}", "as a file"),
+        ("data_modules.worlds.household.published.ListHousehold", "folder: {path}", "always"),
+    ],
+)
+def test_a_folder_in_a_text_of_ours_is_no_input(workshop, tmp_path, monkeypatch, class_path, option, is_read):
+    """``query_prefix: /usr/lib`` is a prefix; 50,000 files of a folder were read for it."""
+    read = []
+    monkeypatch.setattr(PathHasher, "__call__", lambda _, path: read.append(path) or "hash")
+    (tmp_path / "text.txt").write_text("text")
+    for path in (tmp_path, tmp_path / "text.txt"):
+        read.clear()
+        given = option.format(path=path)
+        workshop.write("x", f"experiment: {{kind: task}}\ntask: {{class_path: {class_path}, init_args: {{{given}}}}}\n")
+        workshop.graph("x").target()
+        expected = is_read == "always" or (is_read == "as a file" and path.is_file())
+        assert read == ([path] if expected else []), path
+
+
+def test_options_of_ours_that_name_a_folder_are_known():
+    """By the text about the option. One that is not known keeps its key when the folder's files change."""
+    watching = {"MLflowLogger.save_dir", "MLflowLogger.artifact_location", "SearchCache.path", "ShardsToo.module"}
+    named = set()
+    for path in (path for room in OURS for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            about = ast.get_docstring(node) or ""
+            for function in (f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"):
+                for option in (*function.args.args, *function.args.kwonlyargs):
+                    text = re.search(rf"^ +{option.arg}: (.*(?:\n {{8,}}.*)*)", about, re.MULTILINE)
+                    hint = ast.unparse(option.annotation) if option.annotation else "Any"
+                    if text and "folder" in text[1].lower() and re.search(r"\b(str|Any)\b", hint):
+                        named.add((node.name, option.arg))
+    assert ("BuildIndex", "passages_of") in named and len(named) > 20
+    assert {f"{name}.{option}" for name, option in named if option not in FOLDERS} <= watching
 
 
 def test_a_folder_too_large_for_an_input_is_refused_in_a_line(workshop, tmp_path, monkeypatch):
