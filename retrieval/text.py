@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from typing import Any, TypeVar
 
@@ -30,6 +31,33 @@ def whole(value: Value) -> Value:
         names = [field.name for field in dataclasses.fields(value) if field.init]
         changed = dataclasses.replace(value, **{name: whole(getattr(value, name)) for name in names})
     return changed
+
+
+def plain_json(facts: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return facts as plain JSON: tuples and arrays become lists, numbers of numpy and torch become Python's; texts as
+    of ``whole``.
+
+    Raises TypeError or ValueError that names ``what`` for anything that JSON does not have, NaN and infinity included.
+    """
+    if not isinstance(facts, dict):
+        raise TypeError(f"{what} is {type(facts).__name__}; expected a dict")
+    return _plain(whole(facts), what)
+
+
+def _plain(value: Any, what: str) -> Any:
+    if isinstance(value, dict):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{what} has the key {wrong[0]!r}; expected texts as keys")
+        return {key: _plain(inner, f"{what}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, f"{what}[{i}]") for i, inner in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{what} is {value}; expected a finite number")
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if callable(listed := getattr(value, "tolist", None)):
+        return _plain(listed(), what)
+    raise TypeError(f"{what} is {type(value).__name__}; expected plain JSON: texts, numbers, lists, dicts")
 
 
 class HalfPair(ValueError):

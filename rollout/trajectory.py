@@ -25,7 +25,7 @@ from enum import StrEnum
 from numbers import Number
 from typing import Any, Protocol, cast
 
-from retrieval.text import whole
+from retrieval.text import plain_json, whole
 from retrieval.types import one_line
 from rollout.versions import Runs, runs_of
 
@@ -124,7 +124,8 @@ class ToolResult:
     U+FFFD.
 
     Raises:
-        TypeError, ValueError: on construction, if the text is not a ``str`` or the outcome is unknown.
+        TypeError, ValueError: on construction, if a text is not a ``str``, the outcome is unknown, a score is not a
+            finite number, or ``info`` is not plain JSON (``plain_json``): it could not be saved.
     """
 
     text: str
@@ -137,8 +138,12 @@ class ToolResult:
         if not isinstance(self.text, str):
             raise TypeError(f"the text of a ToolResult is {type(self.text).__name__}; expected str")
         object.__setattr__(self, "outcome", CallOutcome(self.outcome))
-        for name in ("text", "documents", "detail", "info"):
+        if not isinstance(self.detail, str | None):
+            raise TypeError(f"the detail of a ToolResult is {type(self.detail).__name__}; expected str or None")
+        object.__setattr__(self, "documents", tuple(map(_checked, self.documents)))
+        for name in ("text", "documents", "detail"):
             object.__setattr__(self, name, whole(getattr(self, name)))
+        object.__setattr__(self, "info", plain_json(self.info, "info"))
 
     @classmethod
     def of(cls, returned: Any) -> ToolResult:
@@ -148,6 +153,17 @@ class ToolResult:
         if not isinstance(returned, str):
             raise TypeError(f"the result is {type(returned).__name__}; expected a text or a ToolResult")
         return cls(returned, CallOutcome.OK if returned.strip() else CallOutcome.EMPTY)
+
+
+def _checked(document: Any) -> Document:
+    if not isinstance(document, Document):
+        raise TypeError(f"a document of a ToolResult is {type(document).__name__}; expected Document")
+    for name in ("id", "title", "text"):
+        if not isinstance(value := getattr(document, name), str):
+            raise TypeError(f"the {name} of a document is {type(value).__name__}; expected str")
+    if not math.isfinite(document.score):
+        raise ValueError(f"the score of a document is {document.score}; expected a finite number")
+    return document if type(document.score) is float else dataclasses.replace(document, score=float(document.score))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from retrieval.text import whole
+from retrieval.text import plain_json, whole
 from rollout.trajectory import Action, Task, ToolRequest, ToolResult
 
 SHOWN_PROBLEMS = 5  # of the tasks that an environment refuses
@@ -26,7 +27,7 @@ class FirstObservation:
         if not isinstance(self.text, str):
             raise TypeError(f"the text of a FirstObservation is {type(self.text).__name__}; expected str")
         object.__setattr__(self, "text", whole(self.text))
-        object.__setattr__(self, "info", whole(self.info))
+        object.__setattr__(self, "info", plain_json(self.info, "info"))
         object.__setattr__(self, "measures", dict(self.measures))
 
 
@@ -44,6 +45,11 @@ class StepResult:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "results", tuple(map(ToolResult.of, self.results)))
+        object.__setattr__(self, "latencies_s", tuple(map(float, self.latencies_s)))
+        if not all(map(math.isfinite, self.latencies_s)):
+            raise ValueError(
+                f"the latencies of a StepResult are {self.latencies_s}; expected finite numbers of seconds"
+            )
         object.__setattr__(self, "measures", dict(self.measures))
 
 

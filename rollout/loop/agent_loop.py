@@ -125,7 +125,7 @@ class AgentLoop:
         self, state: RunningTrajectory, request: Request, start: TrajectoryPrefix | None, at: int
     ) -> StopReason:
         try:
-            environment = self.environment(state.task, tools_enabled=request.mode is PromptMode.AGENT)
+            environment = self._make_environment(state.task, request.mode)
             try:
                 await self._open(state, environment, request, start, at)
                 return await self._play(state, environment, request)
@@ -137,6 +137,15 @@ class AgentLoop:
             logger.warning("trajectory %s/%d failed by infrastructure: %s", state.group, state.index, error)
             self.failures.append(str(error))
             return StopReason.INFRASTRUCTURE
+
+    def _make_environment(self, task: Task, mode: PromptMode) -> Environment:
+        """Call the factory. Whatever it raises costs the trajectory, as an exception of an environment does."""
+        try:
+            with own_faults():
+                return self.environment(task, tools_enabled=mode is PromptMode.AGENT)
+        except OwnFault as fault:
+            name = getattr(self.environment, "__name__", type(self.environment).__name__)  # a class, or a factory
+            raise InfrastructureError(f"{name} raised {fault} when it made an environment") from fault.__cause__
 
     async def _open(
         self,

@@ -12,16 +12,18 @@ from rollout.engines.base import EngineGone, SamplingParams
 from rollout.environments.base import FirstObservation, StepResult
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
-from rollout.protocols.base import PromptMode
+from rollout.protocols.base import FIRST_OBSERVATION, PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.samplers.base import NO_HOOKS, Hooks
 from rollout.skills.bank import Selection
 from rollout.skills.injection import Injection, Skills
+from rollout.storage import load_trajectories, save_trajectories
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
 from rollout.trajectory import (
     ActionKind,
     CallOutcome,
+    Document,
     Fork,
     InfrastructureError,
     Reward,
@@ -333,6 +335,76 @@ def test_an_environment_that_fails_by_itself_costs_its_trajectory(protocol, meth
     trajectory = run(loop)
     assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
     assert loop.failures[-1].startswith(message) and "\n" not in loop.failures[-1]
+
+
+def test_a_factory_that_raises_costs_its_trajectory(protocol):
+    class Own:
+        def __init__(self, task, *, tools_enabled=True):
+            raise KeyError("no\nworld")
+
+    loop = make_loop(protocol, search_then_answer)
+    loop.environment = Own
+    trajectory = run(loop)
+    assert trajectory.stop_reason is StopReason.INFRASTRUCTURE and trajectory.prompt_ids == ()
+    assert loop.failures[-1] == "Own raised KeyError: 'no\\nworld' when it made an environment"
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ({"at": (1, np.float32(0.5)), "seen": np.array([[1], [2]])}, {"at": [1, 0.5], "seen": [[1], [2]]}),
+        ({"loss": torch.tensor(0.5), "n": np.int64(3), "ok": np.bool_(True)}, {"loss": 0.5, "n": 3, "ok": True}),
+        ({"seen": {1, 2}}, "info['seen'] is set; expected plain JSON"),
+        ({"a": [{"b": object()}]}, "info['a'][0]['b'] is object; expected plain JSON"),
+        ({"a": {1: 2}}, "info['a'] has the key 1; expected texts as keys"),
+        ({"a": math.nan}, "info['a'] is nan; expected a finite number"),
+        ({"a": np.array([1.0, math.inf])}, "info['a'][1] is inf; expected a finite number"),
+    ],
+)
+@pytest.mark.parametrize("place", ["reset", "step"])
+def test_facts_of_an_environment_are_plain_json_when_they_come(protocol, tmp_path, place, given, stored):
+    """They could not be saved with the trajectories, at the end of the iteration."""
+
+    class Own(Corridor):
+        async def reset(self):
+            return FirstObservation("a corridor", info=given if place == "reset" else {})
+
+        async def step(self, action):
+            result = ToolResult("a door", CallOutcome.OK, info=given if place == "step" else {})
+            return StepResult(
+                (result,) * len(action.calls), (np.float32(0.5),) * len(action.calls), done=True, reward=1.0
+            )
+
+    loop = make_loop(protocol, search_then_answer)
+    loop.environment = Own
+    trajectory = run(loop)
+    if isinstance(stored, str):
+        assert trajectory.stop_reason is StopReason.INFRASTRUCTURE and stored in loop.failures[-1]
+        assert loop.failures[-1].startswith(f"Own.{place} raised ")
+        return
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_DONE, list(loop.failures)
+    save_trajectories(tmp_path / "t.parquet", [trajectory])
+    [read] = load_trajectories(tmp_path / "t.parquet")
+    assert read == trajectory
+    found = read.task.metadata[FIRST_OBSERVATION] if place == "reset" else read.calls[0].result.info
+    assert found == stored
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"documents": ["a text"]}, "a document of a ToolResult is str; expected Document"),
+        ({"documents": [Document(7, "", "", 1.0)]}, "the id of a document is int; expected str"),
+        ({"documents": [Document("7", "", "", math.nan)]}, "the score of a document is nan"),
+        ({"detail": ValueError("no")}, "the detail of a ToolResult is ValueError"),
+        ({"info": None}, "info is NoneType; expected a dict"),
+    ],
+)
+def test_a_result_that_could_not_be_saved_is_refused_when_it_is_made(changed, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ToolResult("x", CallOutcome.OK, **changed)
+    found = ToolResult("x", CallOutcome.OK, [Document("7", "", "", np.float32(0.5))])
+    assert found.documents == (Document("7", "", "", 0.5),) and type(found.documents[0].score) is float
 
 
 @pytest.mark.parametrize("limit", [{"limits": ToolLimits(max_calls=1, retries=0)}, {"max_calls": 1}])
