@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from retrieval.text import whole
+from retrieval.types import one_line
 
 # Two halves of surrogate pairs stand in for a quoted tag: text from outside can hold any character, and no half.
 _HALVES = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
@@ -29,13 +31,27 @@ def load_tokenizer(folder: str) -> Any:
     return tokenizer
 
 
+@contextmanager
+def template_errors(tokenizer: Any) -> Iterator[None]:
+    """Turn what a chat template raises into a ValueError that names the tokenizer's folder. Many templates refuse some
+    messages: a system's, two of the user's in a row."""
+    from jinja2 import TemplateError  # with transformers, which takes seconds to import
+
+    try:
+        yield
+    except TemplateError as error:
+        name = getattr(tokenizer, "name_or_path", "")
+        raise ValueError(f"the chat template of {name!r} cannot write the messages: {one_line(error)}") from error
+
+
 def encode(tokenizer: Any, text: str, plain: bool = False) -> list[int]:
     """The ids of ``tokenizer(text, add_special_tokens=False, split_special_tokens=plain)``, straight from its backend,
-    which is faster for short texts.
+    which is faster for short texts. Halves of surrogate pairs, which a chat template can write, become U+FFFD.
 
     Args:
         plain: control tokens written in the text become ordinary text.
     """
+    text = whole(text)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # one without a fast form
         return tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"]
@@ -102,7 +118,7 @@ class Quotes:
             if piece in self._tags:
                 ids.append(self._tags[piece])
             elif piece:
-                ids += self._plain(_STAND_IN.sub(lambda found: self._meant.get(found[0], "\ufffd"), piece))
+                ids += self._plain(_STAND_IN.sub(lambda found: self._meant.get(found[0]) or whole(found[0]), piece))
         return ids
 
     def _plain(self, text: str) -> list[int]:

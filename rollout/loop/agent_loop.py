@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.engines.base import Engine, EngineGone, Generation, SamplingParams
 from rollout.environments.base import Environment, EnvironmentFactory, FirstObservation, StepResult
-from rollout.loop.budgets import Budgets, FirstPrompts
+from rollout.loop.budgets import Budgets, FirstPrompts, written
 from rollout.loop.turn_generation import TurnGenerator
 from rollout.protocols.base import FIRST_OBSERVATION, OWN_QUESTION, ChatProtocol, PromptMode, WindowedProtocol
 from rollout.running_trajectory import RunningTrajectory
@@ -175,7 +175,7 @@ class AgentLoop:
     def _prompt_ids(self, task: Task, mode: PromptMode) -> list[int]:
         """The trajectories of a prompt begin one after the other, and read the same: it is written once for them."""
         if self._latest_prompt is None or self._latest_prompt[0] is not task or self._latest_prompt[1] is not mode:
-            self._latest_prompt = (task, mode, self.protocol.prompt_ids(task, mode))
+            self._latest_prompt = (task, mode, written(self.protocol, task, mode))
         return list(self._latest_prompt[2])
 
     async def _play(self, state: RunningTrajectory, environment: Environment, request: Request) -> StopReason:

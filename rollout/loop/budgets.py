@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rollout.protocols.base import ChatProtocol, PromptMode, WindowedProtocol
 from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
+from rollout.tokenizer import template_errors
 from rollout.trajectory import Task
 
 
@@ -80,4 +81,14 @@ class FirstPrompts:
 
     def prompt_ids(self, task: Task) -> list[int]:
         """[P] ids. Raises ValueError where the protocol refuses the task, or the skills do not fit."""
-        return self.protocol.prompt_ids(self.advised(task), PromptMode.AGENT)
+        return written(self.protocol, self.advised(task), PromptMode.AGENT)
+
+
+def written(protocol: ChatProtocol, task: Task, mode: PromptMode) -> list[int]:
+    """[P] ids of a prompt, at least one. Raises ValueError where the protocol or its chat template refuses the task, or
+    writes nothing."""
+    with template_errors(protocol.tokenizer):
+        ids = protocol.prompt_ids(task, mode)
+    if not ids:
+        raise ValueError(f"task {task.id}: its prompt has no token; expected a chat template that writes the messages")
+    return ids

@@ -8,7 +8,13 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from rollout.loop.budgets import Budgets, FirstPrompts
+from rollout.protocols.arpo_tags import ARPOProtocol
+from rollout.protocols.hermes import HermesProtocol
+from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.tokenizer import Quotes, _any_of, decode, encode, load_tokenizer
+from rollout.trajectory import Task
+from tests.rollout.chat_models import chat_model, template
 
 TEXTS = [
     "", " ", "  leading", "trailing \n", "\r\n\ttab", "a\x00b", "plain words, 1234 and it's over",
@@ -64,3 +70,39 @@ def test_thousands_of_added_tokens_cost_a_run_of_brackets_nothing(model_dir):
     began = time.thread_time()
     assert quotes.quote(text) == text
     assert time.thread_time() - began < 1.0, "0.02 s; 10 s where each tag is tried"
+
+
+@pytest.mark.parametrize("protocol", [SearchR1Protocol, ARPOProtocol, HermesProtocol])
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r'{{ "\ud83d\ude00" }}', "\U0001f600"),  # Jinja reads the halves of a pair one by one
+        (r'{{ "\ud83d" }}', "\ufffd"),
+        (r'{{ "a\x00b" }}', "a\x00b"),
+        (r'{{ "\ue000\ufdd0\u2028" }}', "\ue000\ufdd0\u2028"),
+    ],
+)
+def test_odd_characters_of_a_chat_template_reach_the_model_as_they_are(tmp_path, protocol, written, read):
+    """Hermes had a TypeError of tokenizers, and the others U+FFFD, for a whole pair."""
+    made = protocol(chat_model(tmp_path, "qwen3", text=written + template("qwen3")))
+    ids = FirstPrompts(made, Budgets()).prompt_ids(Task("t", "who?", ("1",), "x"))
+    assert made.decode(ids).startswith(f"{read}<|im_start|>")
+
+
+@pytest.mark.parametrize("protocol", [SearchR1Protocol, ARPOProtocol])
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (
+            "{{ raise_exception('System role not\\nsupported') }}",
+            "cannot write the messages: System role not supported$",
+        ),
+        ("{{ messages[9].content }}", "cannot write the messages: list object has no element 9$"),
+        ("{{ ", "cannot write the messages: unexpected"),
+        ("{{ '' }}", "^task t: its prompt has no token; expected a chat template that writes the messages$"),
+    ],
+)
+def test_a_chat_template_that_writes_no_prompt_is_an_error_of_one_line(tmp_path, protocol, written, message):
+    made = protocol(chat_model(tmp_path, "qwen3", text=written))
+    with pytest.raises(ValueError, match=message):
+        FirstPrompts(made, Budgets()).prompt_ids(Task("t", "who?", ("1",), "x"))

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from retrieval.ranges import PositiveInt
+from retrieval.text import whole
 from rollout.tools.base import Bounded, Startable
 from rollout.tools.python.base import Run, Runner, RunStatus, dedented
 from rollout.tools.python.released import NO_OUTPUT, cut_in_the_middle, last_line_printed
@@ -86,6 +87,7 @@ class PythonTool:
         if not isinstance(code, str):
             message = f"python expects a program text as its code; found {type(code).__name__}"
             return ToolResult(message, CallOutcome.ERROR, detail=message)
+        code = whole(code)  # JSON can write half of a surrogate pair, which no program can hold
         program = last_line_printed(code) if self.print_last_line else program_text(code)
         if not program.strip():
             return ToolResult(EMPTY_PROGRAM, CallOutcome.REFUSED, detail="empty program")

@@ -42,6 +42,7 @@ PROGRAMS = {
     "an expression over lines": ("sum(\n    i for i in range(5)\n)", "10"),
     "functions": ("def f(n):\n    if n < 2:\n        return n\n    return f(n - 1) + f(n - 2)\n\nf(15)", "610"),
     "main": ("def main():\n    print('ran')\n\nif __name__ == '__main__':\n    main()", "ran"),
+    "half of a surrogate pair": ("len('\ud83d'), ascii('\ud83d')", "(1, \"'\\\\ufffd'\")"),
     "unicode": ("'žluťoučký kůň 🐎 数学'", "žluťoučký kůň 🐎 数学"),
     "big numbers": ("len(str(7 ** 20_000))", "16902"),
     "exact": ("from fractions import Fraction\nFraction(1, 3) + Fraction(1, 6)", "1/2"),
@@ -101,6 +102,9 @@ ERRORS = {
     "x = (1": "  File \"<program>\", line 1\n    x = (1\n        ^\nSyntaxError: '(' was never closed",
     "import sys\nsys.exit('no answer')": "no answer",
     "exit('no answer')": "no answer",
+    "print(1)\0": "SyntaxError: source code string cannot contain null bytes",
+    "\0": "SyntaxError: source code string cannot contain null bytes",
+    "x = '\0'\nx": "SyntaxError: source code string cannot contain null bytes",
     "import sys\nsys.exit(3)": "The program ended with exit code 3 and printed nothing.",
     "class A:\n    def __repr__(self): 1 / 0\nA()": TRACEBACK + '  File "<program>", line 3, in <module>\n'
     '    A()\n  File "<program>", line 2, in __repr__\n    def __repr__(self): 1 / 0\n'
