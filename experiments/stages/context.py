@@ -70,7 +70,7 @@ class RunContext:
         """Whether this is node 0 (or the only one), which makes the stages; the others join in."""
         return self.node is None or self.node.rank == 0
 
-    def command(self, verb: str | None = None, **variables: object) -> str:
+    def command(self, verb: str | None = None, /, **variables: object) -> str:
         """The make command that does this, or another make target for the same run."""
         given: dict[str, object] = {"EXP": self.target}
         if verb is None:
