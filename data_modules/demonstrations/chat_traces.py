@@ -82,7 +82,8 @@ class ChatTraces(TraceStage[Conversation]):
     ) -> None:
         super().__init__(files, max_tokens, limit)
         self.tokenizer = tokenizer
-        self.tools, self.tools_in, self.thinking = tools, tools_in, thinking
+        self.tools, self.thinking = tools, thinking
+        self.tools_in: ToolsIn = tools_in
         self.call_format = call_format
         self.too_long, self.data_source = too_long, data_source
         loaded = load_tokenizer(tokenizer)

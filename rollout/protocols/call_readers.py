@@ -140,8 +140,8 @@ class VLLMCalls:
             raise ValueError(f"call_format is {name!r}; expected auto or one of {', '.join(names())}")
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        messages = [{"role": "user", "content": "question"}]
-        self._request = ChatCompletionRequest(messages=messages, tools=[dict(schema) for schema in schemas])
+        asked = {"messages": [{"role": "user", "content": "question"}], "tools": [dict(schema) for schema in schemas]}
+        self._request = ChatCompletionRequest.model_validate(asked)
         try:
             self._parser = partial(_parser_class(name), tokenizer, self._request.tools)
             self._parser()

@@ -252,7 +252,8 @@ class ChatBoundaries:
         for self._result_after_plain in ("user", "tool"):
             answer = {"role": self._result_after_plain, "content": "result"}
             try:
-                ends.append(self._behind_turn(self.render([_USER, before, answer, self._plain, answer]))[0])
+                end, after = self._behind_turn(self.render([_USER, before, answer, self._plain, answer]))
+                ends.append(end if "result" in after else "")
             except ValueError:
                 ends.append("")
         if ends[0] != ends[1]:

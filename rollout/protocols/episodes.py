@@ -202,7 +202,7 @@ class EpisodeProtocol(TextProtocol):
         def write(limit: int | None) -> list[int]:
             kept = shown if limit is None else shortened(shown, limit)
             content = self._filled(self.texts.after, {"observation": kept, "actions": self._actions(facts)})
-            return self.chat.ids_after([{"role": "user", "content": content}], called=False, ended=action.ended)
+            return self.chat.ids_after([{"role": "user", "content": content}], ended=action.ended)
 
         return fitting(write, len(shown), budget)
 

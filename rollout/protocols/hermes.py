@@ -20,7 +20,7 @@ from rollout.protocols.base import PromptMode
 from rollout.protocols.boxed import boxed, unwrapped
 from rollout.protocols.call_readers import VERL, CallReader, reader_without_calls
 from rollout.protocols.call_text import with_tools, without_system
-from rollout.protocols.chat_boundaries import ChatBoundaries
+from rollout.protocols.chat_boundaries import ChatBoundaries, Message
 from rollout.protocols.round_trip import choose_reader
 from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
 from rollout.protocols.tool_calls import MalformedCall, UnclosedThinking
@@ -169,10 +169,10 @@ class HermesProtocol(TextProtocol):
         messages = [{"role": "tool", "content": text if limit is None else shortened(text, limit)} for text in texts]
         return self.chat.ids_after(messages, called=names, ended=action.ended)
 
-    def with_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_tools(self, messages: Sequence[Message]) -> list[Message]:
         """The messages of a prompt with the tools in the system message, where they belong there."""
         if not self._schemas:
-            return messages
+            return list(messages)
         told = with_tools(messages, self._schemas)
         return told if self._takes_system else without_system(told)
 
