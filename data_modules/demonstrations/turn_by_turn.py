@@ -9,7 +9,7 @@ from typing import Any
 
 from data_modules.datasets.files import DatasetError, expand
 from data_modules.evaluation_data import as_list
-from rollout.protocols.base import ChatProtocol, WindowedProtocol
+from rollout.protocols.base import ChatProtocol, WindowedProtocol, sampled_turns
 from rollout.storage import load_trajectories, save_trajectories
 from rollout.trajectory import Trajectory, Turn
 
@@ -54,7 +54,9 @@ class TurnByTurn:
         for k, turn in enumerate(trajectory.turns):
             calls = [call for call in trajectory.calls if call.turn < k]
             try:
-                prompt = self.protocol.turn_prompt(trajectory.task, trajectory.turns[:k], calls)
+                before = trajectory.turns[:k]
+                sampled = sampled_turns(trajectory.response_ids, before)
+                prompt = self.protocol.turn_prompt(trajectory.task, before, calls, sampled=sampled)
             except ValueError as error:
                 raise DatasetError(f"{where}: {error}") from error
             end = len(ids) + turn.end - turn.start

@@ -157,7 +157,8 @@ def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | No
     """What an on-policy training does; None of another, whose data is not looked at, and without ``iterations``."""
     if not data.get("prompts_per_step") or not data.get("iterations"):
         return None
-    windowed = (rollouts.get("protocol", {}).get("init_args") or {}).get("window") is not None
+    protocol = rollouts.get("protocol", {}).get("init_args") or {}
+    windowed = protocol.get("window") is not None or protocol.get("history") == "template"
     rows = max(1.0, rollouts.get("max_turns", 4) / 2) if windowed else 1.0
     turn = min(int(rollouts.get("max_turn_tokens", 500)), training.max_length)
     whole = min(int(rollouts.get("max_response_tokens", 4096)), training.max_length)

@@ -19,7 +19,7 @@ from lightning_modules.annotations.turns import turn_numbers
 from lightning_modules.batch import RowTensors
 from lightning_modules.models.policy import DType, load_frozen_lm
 from retrieval.ranges import NonNegativeFloat, UnitInterval
-from rollout.protocols.base import WindowedProtocol
+from rollout.protocols.base import WindowedProtocol, sampled_turns
 from rollout.protocols.text import control_tokens
 from rollout.skills.injection import Injection, Skills
 from rollout.skills.render import token_counter
@@ -189,8 +189,9 @@ class SkillTeacher(Annotation):
             turns = trajectory.episode.turns[: trajectory.row]
             calls = [call for call in trajectory.episode.calls if call.turn < trajectory.row]
             limit = algorithm.data.rollouts.budgets.max_prompt_tokens
-            read = protocol.turn_prompt(trajectory.task, turns, calls, limit)
-            plain, with_skills = read.ids, protocol.turn_prompt(task, turns, calls, shown=read.shown).ids
+            said = sampled_turns(trajectory.episode.response_ids, turns)
+            read = protocol.turn_prompt(trajectory.task, turns, calls, limit, sampled=said)
+            plain, with_skills = read.ids, protocol.turn_prompt(task, turns, calls, shown=read.shown, sampled=said).ids
         if tuple(plain) != trajectory.prompt_ids:
             raise ValueError(
                 f"task {trajectory.task.id} was read by the policy otherwise than the protocol renders it, so that the "

@@ -20,7 +20,14 @@ from rollout.engines.base import Engine, EngineGone, Generation, SamplingParams
 from rollout.environments.base import Environment, EnvironmentFactory, FirstObservation, StepResult
 from rollout.loop.budgets import Budgets, FirstPrompts, written
 from rollout.loop.turn_generation import TurnGenerator
-from rollout.protocols.base import FIRST_OBSERVATION, OWN_QUESTION, ChatProtocol, PromptMode, WindowedProtocol
+from rollout.protocols.base import (
+    FIRST_OBSERVATION,
+    OWN_QUESTION,
+    ChatProtocol,
+    PromptMode,
+    WindowedProtocol,
+    sampled_turns,
+)
 from rollout.running_trajectory import RunningTrajectory
 from rollout.samplers.base import NO_HOOKS, Hooks
 from rollout.skills.injection import Skills
@@ -225,7 +232,8 @@ class AgentLoop:
         """Where every turn has a prompt of its own, write that of the next. False: it does not fit."""
         if self._windowed is not None:
             limit = self.budgets.max_prompt_tokens
-            prompt = self._windowed.turn_prompt(state.task, state.turns, state.calls, limit)
+            sampled = sampled_turns(state.response_ids, state.turns)
+            prompt = self._windowed.turn_prompt(state.task, state.turns, state.calls, limit, sampled=sampled)
             state.turn_prompt, state.prompt_cut = list(prompt.ids), prompt.cut
             return bool(prompt.ids)
         return True

@@ -69,6 +69,7 @@ class WindowedProtocol(Protocol):
         calls: Sequence[ToolCall],
         limit: int | None = None,
         shown: int | None = None,
+        sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
         """The prompt of the turn that follows ``turns`` (and the ``calls`` made in them).
 
@@ -78,5 +79,11 @@ class WindowedProtocol(Protocol):
         Args:
             limit: most ids; history is left out for it.
             shown: so many past steps, whatever the window.
+            sampled: the token ids of each of the ``turns``, for protocols that show what the model has said.
         """
         ...
+
+
+def sampled_turns(response_ids: Sequence[int], turns: Sequence[Turn]) -> list[Sequence[int]]:
+    """The sampled token ids of each turn."""
+    return [response_ids[turn.start : turn.end] for turn in turns]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout.protocols.call_readers import thinking_tags
@@ -72,7 +72,7 @@ class ChatBoundaries:
         self.arguments_as_text = False  # some templates want JSON text for the arguments of a call
         self.text_calls = False
         self._plain = {"role": "assistant", "content": _TURN}
-        self._result_after_plain = "tool"  # role of what answers a turn without a call
+        self.answer_role = "tool"  # of the message that answers a turn without a call
         if text_calls is None:
             text_calls = not (self._writes_calls() and self._writes_results())
         self.text_calls = text_calls
@@ -142,7 +142,7 @@ class ChatBoundaries:
     ) -> str:
         """What the template writes behind the end of an assistant's turn. ``turns``: the conversation before it."""
         turn = self._calling(called) if called else self._plain
-        if not called and self._result_after_plain == "user":
+        if not called and self.answer_role == "user":
             messages = [message | {"role": "user"} for message in messages]
         rendered = self.render([*(turns or [_USER]), turn, *messages])
         return self._behind_turn(rendered)[1]
@@ -151,7 +151,7 @@ class ChatBoundaries:
         """The turn in which the template writes these calls, as a model would sample it: behind the header, without
         its end. Raises ValueError where it refuses them."""
         header = self.ids(self.render([_USER], tools=tools))
-        whole = self.ids(self.render([_USER, self._message(calls)], tools=tools, open_turn=False))
+        whole = self.ids(self.render([_USER, self.message(calls)], tools=tools, open_turn=False))
         shared = len(os.path.commonprefix([header, whole]))  # a template may open thinking that it drops from history
         opened = self.opened if shared == len(header) else ""
         return opened + self._end.split(decode(self.tokenizer, whole[shared:]), maxsplit=1)[0]
@@ -198,12 +198,16 @@ class ChatBoundaries:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {"name": function["name"], "arguments": arguments}
 
-    def _message(self, calls: Sequence[ToolRequest]) -> Message:
-        written = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+    def message(self, calls: Sequence[ToolRequest], quote: Callable[[str], str] = str) -> Message:
+        """The assistant's message with these calls; ``quote`` is applied to the texts among their arguments."""
+        written = [
+            {"type": "function", "function": {"name": call.name, "arguments": _mapped(call.arguments, quote)}}
+            for call in calls
+        ]
         return {"role": "assistant", "content": "", "tool_calls": written}
 
     def _calling(self, names: Sequence[str]) -> Message:
-        return self._message([ToolRequest(name, {"argument": _TURN}) for name in names])
+        return self.message([ToolRequest(name, {"argument": _TURN}) for name in names])
 
     def _tool_name(self) -> str:
         return self.tools[0]["function"]["name"] if self.tools else "tool"
@@ -249,15 +253,15 @@ class ChatBoundaries:
             return
         ends = []
         before = self._plain | {"content": "before"}
-        for self._result_after_plain in ("user", "tool"):
-            answer = {"role": self._result_after_plain, "content": "result"}
+        for self.answer_role in ("user", "tool"):
+            answer = {"role": self.answer_role, "content": "result"}
             try:
                 end, after = self._behind_turn(self.render([_USER, before, answer, self._plain, answer]))
                 ends.append(end if "result" in after else "")
             except ValueError:
                 ends.append("")
-        if ends[0] != ends[1]:
-            self._result_after_plain = "user"
+        if ends[0] != ends[1] or not ends[0]:
+            self.answer_role = "user"
 
     def _checked(self) -> dict[bool, str]:
         """The template's ends of a turn, by whether it called. Raises ValueError where cutting would not be exact."""
@@ -278,7 +282,7 @@ class ChatBoundaries:
                 ) from error
             turn = self._calling(called) if called else self._plain
             before = json.loads(json.dumps(turn).replace(_TURN, "before"))
-            answer = results[0] | ({} if called else {"role": self._result_after_plain})
+            answer = results[0] | ({} if called else {"role": self.answer_role})
             earlier = [{"role": "user", "content": "other"}, before, answer]
             if text != self.text_after(results, called=called, turns=earlier):
                 raise ValueError(f"{self.where} writes after a turn what depends on the turns before")
@@ -289,3 +293,12 @@ class ChatBoundaries:
                 raise ValueError(f"{self.where} does not show what a tool returned, or not as it is")
             ends[bool(called)] = self._behind_turn(self.render([_USER, turn, answer]))[0]
         return ends
+
+
+def _mapped(value: Any, quote: Callable[[str], str]) -> Any:
+    """A JSON value with ``quote`` applied to its texts."""
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, dict):
+        return {quote(key): _mapped(inner, quote) for key, inner in value.items()}
+    return [_mapped(inner, quote) for inner in value] if isinstance(value, list) else value

@@ -101,6 +101,7 @@ class EpisodeProtocol(TextProtocol):
         calls: Sequence[ToolCall],
         limit: int | None = None,
         shown: int | None = None,
+        sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
         """See ``WindowedProtocol``."""
         steps = self._steps(task, turns, calls)

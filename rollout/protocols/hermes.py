@@ -16,16 +16,16 @@ from functools import cached_property
 from typing import Any, Literal
 
 from retrieval.ranges import PositiveInt
-from rollout.protocols.base import PromptMode
+from rollout.protocols.base import PromptMode, TurnPrompt
 from rollout.protocols.boxed import boxed, unwrapped
-from rollout.protocols.call_readers import VERL, CallReader, reader_without_calls
+from rollout.protocols.call_readers import HARMONY, VERL, CallReader, reader_without_calls
 from rollout.protocols.call_text import with_tools, without_system
 from rollout.protocols.chat_boundaries import ChatBoundaries, Message
 from rollout.protocols.round_trip import choose_reader
 from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
 from rollout.protocols.tool_calls import MalformedCall, UnclosedThinking
 from rollout.tools.schemas import read_schemas, tool_names
-from rollout.trajectory import Action, ActionKind, Task, ToolResult
+from rollout.trajectory import Action, ActionKind, Task, ToolCall, ToolResult, Turn
 
 ToolsIn = Literal["auto", "template", "system", "none", "trained"]
 
@@ -76,6 +76,9 @@ class HermesProtocol(TextProtocol):
             reads back what the template writes. ``verl``: hermes as released with verl: calls that cannot be
             read are none, so that a turn of only such calls ends the trajectory; calls inside thinking count; of
             calls beyond the limit the model is told nothing.
+        history: what the model reads of its earlier turns. ``sampled``: its own tokens, thinking included, in one
+            conversation. ``template``: a new prompt for every turn, in which the template writes the earlier turns as
+            a chat server would (Qwen3 drops thinking before the latest question, QwQ all of it).
         newline: keep the line break that the template writes behind an end of turn; false: as released with verl,
             whose loop forgets it (verl #6501).
 
@@ -96,6 +99,7 @@ class HermesProtocol(TextProtocol):
         thinking: bool | None = None,
         max_parallel_calls: PositiveInt | None = 1,
         call_format: str = "auto",
+        history: Literal["sampled", "template"] = "sampled",
         newline: bool = True,
     ) -> None:
         super().__init__(tokenizer, eos_ends=False)
@@ -118,6 +122,13 @@ class HermesProtocol(TextProtocol):
                 "expected 1 or null"
             )
         self.max_parallel_calls = (max_parallel_calls or MAX_CALLS) if several else 1
+        if history == "template" and self.call_format == HARMONY:
+            raise ValueError("history is template, but a harmony template takes thinking apart; expected sampled")
+        self.history = history
+
+    @property
+    def windowed(self) -> bool:
+        return self.history == "template"
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
         """[P] ids of the template with tools and the header of the assistant's turn; CLOSED_BOOK: without tools.
@@ -133,6 +144,54 @@ class HermesProtocol(TextProtocol):
         messages = self._advised(task, self._messages(task))
         shown = self.with_tools(messages) if mode is PromptMode.AGENT else messages
         return self.chat.ids(self.chat.render(shown, tools=mode is PromptMode.AGENT))
+
+    def turn_prompt(
+        self,
+        task: Task,
+        turns: Sequence[Turn],
+        calls: Sequence[ToolCall],
+        limit: int | None = None,
+        shown: int | None = None,
+        sampled: Sequence[Sequence[int]] = (),
+    ) -> TurnPrompt:
+        """See ``WindowedProtocol``. All turns stay; where the prompt is too long, results lose their middle."""
+        if not turns:
+            return TurnPrompt(tuple(self.prompt_ids(task)), 0, False)
+        prompt = self.with_tools(self._advised(task, self._messages(task)))
+        texts = {
+            k: self._texts(turn.action, [call.result for call in calls if call.turn == k])
+            for k, turn in enumerate(turns)
+        }
+
+        def write(characters: int | None) -> list[int]:
+            messages = self.chat.hide(prompt)
+            for k, turn in enumerate(turns):
+                results = texts[k] if characters is None else [shortened(text, characters) for text in texts[k]]
+                messages += [self._said(turn.action, self.decode(sampled[k])), *self._results(turn.action, results)]
+            return self.chat.quotes.ids(self.chat.render(messages))
+
+        longest = max((len(text) for found in texts.values() for text in found), default=0)
+        ids, cut = fitting(write, longest, limit) if limit is not None else (write(None), False)
+        return TurnPrompt(tuple(ids), len(turns) if ids else 0, cut)
+
+    def _said(self, action: Action, text: str) -> Message:
+        """An earlier turn as a message. Its tags are text, but for those of its thinking."""
+        turn, _ = self.chat.without_end(text)
+        turn = self.chat.opened + turn
+        try:
+            said, _ = self.reader.read(turn)
+        except ValueError:
+            said = turn
+        thinking = self.chat.quotes.quote_special(turn[: len(turn) - len(said)])
+        if action.kind is not ActionKind.CALL or self.chat.text_calls:
+            return {"role": "assistant", "content": thinking + self.chat.quotes.quote(said)}
+        before = said.partition(self.reader.beginning)[0].rstrip() if self.reader.beginning else ""
+        message = self.chat.message(action.calls, self.chat.quotes.quote)
+        return message | {"content": thinking + self.chat.quotes.quote(before)}
+
+    def _results(self, action: Action, texts: Sequence[str]) -> list[Message]:
+        role = "tool" if action.kind is ActionKind.CALL else self.chat.answer_role
+        return [{"role": role, "content": self.chat.quotes.quote(text)} for text in texts]
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The action of one turn; see the class."""
@@ -158,12 +217,18 @@ class HermesProtocol(TextProtocol):
         did not get to it, a tool message for each result and one for ``action.error``, the header of the next turn.
         Where the budget is too small, the middle of the longest texts is left out; ``([], True)`` if not even the
         template's own tokens fit."""
+        names = tuple(call.name for call in action.calls)
+        texts = self._texts(action, results)
+        longest = max(map(len, texts), default=0)
+        return fitting(lambda limit: self._observation(action, names, texts, limit), longest, budget)
+
+    def _texts(self, action: Action, results: Sequence[ToolResult]) -> list[str]:
+        """What is read after a turn, message by message."""
         texts = [result.text.strip() for result in results] + ([action.error] if action.error else [])
         names = tuple(call.name for call in action.calls)
         if len(texts) > len(names) > 0 and not self.chat.takes_results(names, len(texts)):
             texts[-2:] = ["\n\n".join(texts[-2:])]  # a template that wants a call for every result
-        longest = max(map(len, texts), default=0)
-        return fitting(lambda limit: self._observation(action, names, texts, limit), longest, budget)
+        return texts
 
     def _observation(self, action: Action, names: Sequence[str], texts: Sequence[str], limit: int | None) -> list[int]:
         messages = [{"role": "tool", "content": text if limit is None else shortened(text, limit)} for text in texts]

@@ -85,7 +85,8 @@ def choose_reader(chat: ChatBoundaries, call_format: str, schemas: Sequence[dict
                 lost = [case for case, turn in turns.items() if not survives(reader, turn, CASES[case])]
                 if not lost:
                     return _reader(chat, name, schemas, turns), TWO in turns
-                nearest = max(nearest, (len(turns) - len(lost), f"; {name} loses {', '.join(lost)}"))
+                if len(turns) - len(lost) > nearest[0]:
+                    nearest = (len(turns) - len(lost), f"; {name} loses {', '.join(lost)}")
     if len(tried) > MANY:
         tried = [*tried[:MANY], f"{len(tried) - MANY} parsers of vLLM's"]
     raise ValueError(

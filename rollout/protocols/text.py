@@ -27,7 +27,7 @@ class TextProtocol:
 
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt; without a chat template
-            the prompt is the bare text.
+            (a base model) the prompt is BOS, where the tokenizer has one, and the bare text.
         eos_ends: what a turn means that ends with EOS without an action. False: it is invalid, and the model reads the
             correction. True: the trajectory ends there.
 
@@ -96,7 +96,8 @@ class TextProtocol:
 
     def _chat(self, messages: list[dict[str, str]]) -> str:
         if not self.tokenizer.chat_template:
-            return "\n".join(message["content"] for message in messages)
+            begin = self.tokenizer.bos_token or ""  # a base model has read texts from there
+            return begin + "\n".join(message["content"] for message in messages)
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
     def _ids(self, text: str) -> list[int]:

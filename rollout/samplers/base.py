@@ -108,6 +108,6 @@ def check_forks(sampler: object, protocol: str) -> None:
         name = getattr(sampler, "__name__", type(sampler).__name__)
         raise ValueError(
             f"{name} forks trajectories at what they have read (or does not say forks = False), but "
-            f"{protocol} writes a new prompt for every turn; take window: null (one conversation), or leave the "
-            "sampler out"
+            f"{protocol} writes a new prompt for every turn; take one conversation (window: null, history: sampled), "
+            "or leave the sampler out"
         )

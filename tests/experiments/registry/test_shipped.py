@@ -362,7 +362,7 @@ def test_a_sampler_that_forks_is_refused_where_every_turn_has_a_prompt_of_its_ow
         ]
     )
     check(Graph(PROJECT, "sdar_tiny", sampler).target(), ROOT)
-    with pytest.raises(ExperimentError, match="'sdar_turns_tiny': BranchingSampler forks .* take window: null"):
+    with pytest.raises(ExperimentError, match="'sdar_turns_tiny': BranchingSampler forks .* take one conversation"):
         check(Graph(PROJECT, "sdar_turns_tiny", sampler).target(), ROOT)
 
 

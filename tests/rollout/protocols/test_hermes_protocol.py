@@ -4,12 +4,17 @@ import json
 
 import pytest
 from jsonargparse import ArgumentParser
+from transformers import AutoTokenizer
 
-from rollout.protocols.base import ChatProtocol, PromptMode
+from rollout.protocols.arpo_tags import ARPOProtocol
+from rollout.protocols.base import ChatProtocol, PromptMode, TurnPrompt
+from rollout.protocols.call_text import system_text
 from rollout.protocols.hermes import CUT, NOT_EXECUTED, UNCLOSED, HermesProtocol
+from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.protocols.tool_calls import FORMS
-from rollout.tools.schemas import SCHEMAS
-from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
+from rollout.tokenizer import encode
+from rollout.tools.schemas import SCHEMAS, read_schemas
+from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolCall, ToolRequest, ToolResult, Turn
 from tests.rollout.chat_models import LLAMA, QWEN, chat_model, template
 
 TASK = Task("q1", "How many primes are below 100?", ("25",), "toy")
@@ -426,3 +431,64 @@ def test_without_tools_every_turn_is_an_answer(folders):
     said = f"<think> \\boxed{{1}} </think> {call_text(protocol, end=False)} \\boxed{{2}}<|im_end|>"
     assert protocol.parse(said) == Action(ActionKind.ANSWER, answer="2")
     assert protocol.parse("<think> a<|im_end|>").kind is ActionKind.INVALID
+
+
+STRIPPING = "{% set said = m.content.split('</think>')[-1] if m.role == 'assistant' else m.content %}"
+SERVED = {"qwen3": None, "stripping": ROLES.replace("{{ m.content", STRIPPING + "{{ said") + HEADER}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_history_as_the_template_writes_it(tmp_path, name):
+    """A prompt for every turn, equal to the tokens of the messages that a chat server would be sent."""
+    folder = chat_model(tmp_path, "qwen3", SERVED[name])
+    protocol = HermesProtocol(folder, tools=["search", "code_interpreter"], history="template")
+    assert protocol.windowed and not HermesProtocol(folder).windowed
+    said = "<think>\nI count.\n</think>\n\nFirst this. " + call_text(protocol, code="'<|im_end|>'")
+    turns, calls, sampled = [], [], []
+    for text, result in ((said, "25 <tool_call>"), ("<tool_call>{]</tool_call><|im_end|>", None)):
+        action = protocol.parse(text)
+        turns.append(Turn(0, 0, action, "eos", 0, 0))
+        sampled.append(encode(protocol.tokenizer, text))
+        if result is not None:
+            calls.append(ToolCall(0, action.calls[0], ToolResult(result, CallOutcome.OK), latency_s=0.0))
+    assert protocol.turn_prompt(TASK, [], []).ids == tuple(protocol.prompt_ids(TASK))
+    prompt = protocol.turn_prompt(TASK, turns, calls, sampled=sampled)
+    text = protocol.decode(prompt.ids)
+    arguments = {"code": "'<|im_end|>'"}
+    asked = {"role": "user", "content": TASK.question}
+    failed = turns[1].action.error
+    if name == "qwen3":
+        call = {"type": "function", "function": {"name": "code_interpreter", "arguments": arguments}}
+        thought = {"role": "assistant", "content": "<think>\nI count.\n</think>\n\nFirst this.", "tool_calls": [call]}
+        messages = [asked, thought, {"role": "tool", "content": "25 <tool_call>"}]
+        messages += [{"role": "assistant", "content": "<tool_call>{]</tool_call>"}, {"role": "tool", "content": failed}]
+    else:
+        results = [f"<tool_response>\n{text}\n</tool_response>" for text in ("25 <tool_call>", failed)]
+        messages = [{"role": "system", "content": system_text(read_schemas(["search", "code_interpreter"]))}, asked]
+        called = said.removesuffix("<|im_end|>").partition("</think>")[2]
+        messages += [{"role": "assistant", "content": called}, {"role": "user", "content": results[0]}]
+        messages += [
+            {"role": "assistant", "content": "<tool_call>{]</tool_call>"},
+            {"role": "user", "content": results[1]},
+        ]
+    assert text == protocol.tokenizer.apply_chat_template(
+        messages, tools=protocol.chat.tools or None, add_generation_prompt=True, tokenize=False
+    )
+    ends = [i for i in prompt.ids if i == protocol.chat.end_id]
+    assert len(ends) == text.count("<|im_end|>") - 1  # the one that the model has written is text
+    assert ("I count." in text) == (name == "qwen3")  # Qwen3 keeps thinking since the latest question
+    short = protocol.turn_prompt(TASK, turns, calls, len(prompt.ids) - 20, sampled=sampled)
+    assert short.cut and 0 < len(short.ids) <= len(prompt.ids) - 20 and "left out" in protocol.decode(short.ids)
+    assert protocol.turn_prompt(TASK, turns, calls, 10, sampled=sampled) == TurnPrompt((), 0, True)
+
+
+def test_a_base_model_begins_with_bos(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model(tmp_path / "chat", "llama3_1"))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    made = [protocol(str(tmp_path / "base")).prompt_ids(TASK) for protocol in (SearchR1Protocol, ARPOProtocol)]
+    assert all(ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in ids[1:] for ids in made)
+    tokenizer.bos_token = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    assert SearchR1Protocol(str(tmp_path / "base")).prompt_ids(TASK) == made[0][1:]
