@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -338,6 +339,10 @@ FORMS = {
 }
 CASES = {template: family for family in FAMILIES.values() for template in family.templates}
 CONTROL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<seed:\w+>|</?s>")
+ANY_TAG = re.compile(
+    rf"{CONTROL.pattern}|<\|[^|<>\s]+>|<[^|<>\s]+\|>|</?[a-z_:]+>|<SPECIAL_\d+>|\]~!?b[\[\]]|\[e~\[|\]<\]minimax\[>\["
+)
+PLAIN_TAG = re.compile(r"</?[a-z_:]{2,}>")
 QUESTION = {"role": "user", "content": "question"}
 PARAMETERS = {"type": "object", "properties": {"query": {"type": "string", "description": "What to look for."}}}
 TOOL = {"type": "function", "function": {"name": "search", "description": "Searches.", "parameters": PARAMETERS}}
@@ -346,6 +351,27 @@ TOOL = {"type": "function", "function": {"name": "search", "description": "Searc
 def template(name: str) -> str:
     folder, _, file = name.partition("/")
     return FORMS[file] if folder == "form" else (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def others() -> list[str]:
+    """The published templates of no family above."""
+    found = [path.relative_to(PUBLISHED).with_suffix("").as_posix() for path in sorted(PUBLISHED.glob("*/*.jinja"))]
+    return [name for name in found if name not in CASES]
+
+
+def derived(text: str, folder: Path) -> Family:
+    """A family for a template alone: the tokens that it writes; EOS is the last of those behind the text of a turn."""
+    turns = [QUESTION, {"role": "assistant", "content": "said"}]
+    family, rendered = Family((), ("<s>", "</s>"), "</s>", (), "<s>"), ""
+    with suppress(Exception):  # templates raise what they like
+        tokenizer = load_tokenizer(chat_folder(folder, text, family))
+        rendered = tokenizer.apply_chat_template(turns, tools=[TOOL], tokenize=False)
+    tokens = sorted({*ANY_TAG.findall(text + rendered), *family.special}, key=len, reverse=True)
+    one = "|".join(map(re.escape, tokens))
+    end = re.match(rf"\s*(?:{one})*({one})", rendered.rpartition("said")[2])
+    eos = end[1] if end else family.eos
+    added = tuple(token for token in tokens if PLAIN_TAG.fullmatch(token) and token != eos)
+    return replace(family, eos=eos, added=added, special=tuple(token for token in tokens if token not in added))
 
 
 @cache
