@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from data_modules.worlds.tokenizer import train_tokenizer
+from rollout.protocols.hermes import HermesProtocol
 from rollout.protocols.text import eos_token_ids
 from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import ActionKind, ToolRequest
 from tests.rollout.chat_models import TEXTS
 
 PUBLISHED = Path(__file__).parents[3] / ".templates"
@@ -344,8 +346,87 @@ ANY_TAG = re.compile(
 )
 PLAIN_TAG = re.compile(r"</?[a-z_:]{2,}>")
 QUESTION = {"role": "user", "content": "question"}
-PARAMETERS = {"type": "object", "properties": {"query": {"type": "string", "description": "What to look for."}}}
-TOOL = {"type": "function", "function": {"name": "search", "description": "Searches.", "parameters": PARAMETERS}}
+PARAMETERS = {
+    "query": {"type": "string", "description": "What to look for."},
+    "count": {"type": "integer"},
+    "exact": {"type": "boolean"},
+    "where": {"type": "object"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Searches.",
+        "parameters": {"type": "object", "properties": PARAMETERS, "required": []},
+    },
+}
+CALLS = (
+    {"query": "the capital of France"},
+    {"query": "x < 3 and \"y\" > 'z'\n\nprint(1)\n", "count": 2, "exact": True},
+    {"where": {"city": "Zürich", "near": {"lake": 1}}, "tags": ["a", "b c"]},
+    {"query": "12"},
+)
+# How the protocol reads the published templates of the families: where the tools are shown and the call format.
+# All others are refused.
+READ = {
+    "template hermes": (
+        "trl/qwen2_5",
+        "llama/Qwen-Qwen2.5-7B-Instruct",
+        "trl/qwen3",
+        "llama/Qwen-Qwen3-0.6B",
+        "trl/qwen3_instruct_2507",
+        "llama/Qwen-QwQ-32B",
+        "llama/ibm-granite-granite-4.0",
+        "llama/ibm-granite-granite-4.1",
+        "llama/NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+    ),
+    "template qwen3_coder": (
+        "llama/Qwen3.5-4B",
+        "trl/qwen3_5_think",
+        "trl/qwen3_5_nothink",
+        "trl/qwen3_6",
+        "llama/Qwen3-Coder",
+        "trl/nemotron_3_nano",
+        "trl/nemotron_3_super",
+        "trl/nemotron_3_ultra",
+    ),
+    "template llama3": (
+        "trl/llama3_1",
+        "llama/meta-llama-Llama-3.1-8B-Instruct",
+        "trl/llama3_2",
+        "llama/meta-llama-Llama-3.2-3B-Instruct",
+        "llama/meta-llama-Llama-3.3-70B-Instruct",
+    ),
+    "template mistral": (
+        "llama/mistralai-Mistral-Nemo-Instruct-2407",
+        "llama/mistralai-Ministral-3-14B-Reasoning-2512",
+        "llama/unsloth-mistral-Devstral-Small-2507",
+    ),
+    "template glm45": ("trl/glm4moe", "llama/GLM-4.6", "llama/GLM-4.7-Flash"),
+    "template harmony": ("trl/gptoss", "llama/openai-gpt-oss-120b"),
+    "template deepseek_v32": ("llama/deepseek-ai-DeepSeek-V3.2",),
+    "template kimi_k2": ("llama/moonshotai-Kimi-K2",),
+    "template minimax_m2": ("llama/MiniMax-M2",),
+    "template olmo3": ("form/olmo3",),
+    "system hermes": (
+        "form/smollm2",
+        "llama/HuggingFaceTB-SmolLM3-3B",
+        "trl/gemma3",
+        "trl/phi3_5",
+        "llama/microsoft-Phi-3.5-mini-instruct",
+        "form/phi4",
+        "form/phi4_mini",
+        "llama/ibm-granite-granite-3.3-2B-Instruct",
+        "trl/deepseek_r1_distill",
+        "llama/deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+        "llama/deepseek-ai-DeepSeek-V3.1",
+        "trl/lfm2",
+        "trl/lfm2_v2",
+        "llama/LFM2-8B-A1B",
+    ),
+}
+EXPECTED = {name: read for read, names in READ.items() for name in names}
 
 
 def template(name: str) -> str:
@@ -411,3 +492,25 @@ def test_a_template_renders_and_its_control_tokens_are_one_id_each(name, tmp_pat
         assert len(tokenizer(token, add_special_tokens=False)["input_ids"]) == 1, token
     ends = {tokenizer.convert_tokens_to_ids(token) for token in (family.eos, *family.ends)}
     assert set(eos_token_ids(folder, tokenizer)) == ends
+
+
+@pytest.mark.parametrize("name", [*CASES, *others()])
+def test_calls_survive_or_the_template_is_refused_in_one_line(name, tmp_path):
+    text = template(name)
+    folder = chat_folder(tmp_path, text, CASES.get(name) or derived(text, tmp_path))
+    try:
+        protocol = HermesProtocol(folder, tools=[TOOL], max_parallel_calls=None)
+    except ValueError as refusal:
+        assert folder in str(refusal) and "\n" not in str(refusal)
+        assert name not in EXPECTED, refusal
+        return
+    found = f"{protocol.tools_in} {protocol.call_format}"
+    assert found == EXPECTED.get(name, found if name not in CASES else "refused")
+    calls = [ToolRequest("search", arguments) for arguments in CALLS]
+    turns = [[call] for call in calls] + ([calls[:2]] if protocol.max_parallel_calls > 1 else [])
+    for turn in turns:
+        written = protocol.chat.written_call(turn, [TOOL])
+        if not written.startswith(protocol.chat.opened):  # the template drops the thinking of earlier turns
+            written = protocol.chat.opened + protocol.chat.thinking_tags[1] + written
+        action = protocol.parse(written.removeprefix(protocol.chat.opened) + protocol.chat.call_end)
+        assert (action.kind, list(action.calls)) == (ActionKind.CALL, turn), written
