@@ -183,8 +183,9 @@ class EvaluationData(L.LightningDataModule):
             if self.files[split] and split not in self._tasks:
                 assert self.rollouts is not None, "files need rollouts, see __init__"
                 writer = self.rollouts.first_prompts(advise=self.eval_skills, test=split == "test")
-                self._tasks[split] = self.questions.load(
-                    self.files[split], self.limits[split], writer, self.max_eval_prompt_tokens, part=split
+                tasks, where = self.questions.read(self.files[split]), ", ".join(self.files[split])
+                self._tasks[split] = self.questions.select(
+                    tasks, where, self.limits[split], writer, self.max_eval_prompt_tokens, part=split
                 )
                 self.check_tasks(self._tasks[split], advised=self.eval_skills)
                 for mode in self._probes(split):

@@ -147,8 +147,9 @@ class RolloutDataModule(TrainingData):
 
     def setup(self, stage: str) -> None:
         if stage == "fit" and self._loader is None:
-            self._questions = self.questions.load(
-                self.train_files, self.max_train, self.rollouts.first_prompts(), self.max_prompt_tokens, self.abilities
+            tasks, where = self.questions.read(self.train_files), ", ".join(self.train_files)
+            self._questions = self.questions.select(
+                tasks, where, self.max_train, self.rollouts.first_prompts(), self.max_prompt_tokens, self.abilities
             )
             self._check_sizes()
             self.check_tasks(self._questions)

@@ -114,7 +114,8 @@ class GenerateTrajectories:
             TooManyFailuresError: see max_infrastructure_failures; finished chunks stay.
         """
         output_dir = Path(output_dir)
-        tasks = self.questions.load(self.files, self.limit, self.rollouts.first_prompts())
+        tasks = self.questions.read(self.files)
+        tasks = self.questions.select(tasks, ", ".join(self.files), self.limit, self.rollouts.first_prompts())
         check_tasks(self.rollouts, tasks)
         starts = range(0, len(tasks), self.chunk_questions)
         chunks = [tasks[i : i + self.chunk_questions] for i in starts]

@@ -66,28 +66,15 @@ class QuestionLoading:
                 "(HermesProtocol: instruction, ARPOProtocol: system), or leave prompts at 'as_given'"
             )
 
-    def load(
-        self,
-        files: Sequence[str],
-        limit: int | None,
-        writer: FirstPrompts | None = None,
-        max_tokens: int | None = None,
-        abilities: Sequence[str] | None = None,
-        part: Part = "train",
-    ) -> list[Task]:
-        """Return the questions of ``files`` that ``select`` keeps, in order.
-
-        Raises:
-            DatasetError: see ``load_tasks`` and ``select``.
-            ValueError: the protocol refuses a question (see its ``prompt_ids``).
-        """
+    def read(self, files: Sequence[str]) -> list[Task]:
+        """Return all questions of ``files``, in order, for ``select``. Raises DatasetError, see ``load_tasks``."""
         names = tuple(files)
         tasks = self._read.get(names)
         if tasks is None:
             tasks = load_tasks(files, self.faulty_rows, self.answers, self.columns)
         if self.splits is not None:  # the parts share their files: read them, and log their faults, once
             self._read[names] = tasks
-        return self.select(tasks, ", ".join(files), limit, writer, max_tokens, abilities, part)
+        return tasks
 
     def select(
         self,

@@ -169,18 +169,20 @@ def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
 
 def check_data_options(module: Any, parsed: Any, where: str) -> None:
     """What the module cannot learn from is refused here, where ``fit`` would do so before its first rollout: a group
-    too small for what is compared, tokens that are sampled from another distribution than the one that is trained."""
+    too small for what is compared, tokens that are sampled from another distribution than the one that is trained, a
+    teacher, reference or critic without an embedding for a token that the policy may sample."""
     samples, rounds = (parsed.config.get(f"data.init_args.{key}") for key in ("samples_per_prompt", "dynamic_sampling"))
     if rounds is not None and samples == 1:
         raise ExperimentError(
             f"{where}: data.dynamic_sampling is {rounds}, but data.samples_per_prompt is 1: the rewards of a group of "
             "one never differ; sample more per prompt or leave dynamic_sampling out"
         )
-    for method, option in (("check_samples", "samples_per_prompt"), ("check_sampling", "train_sampling")):
+    options = {"check_rows": (), "check_samples": ("samples_per_prompt",), "check_sampling": ("train_sampling",)}
+    for method, names in options.items():
         if not hasattr(module, method):
             continue
         try:
-            getattr(module, method)(parsed.config.get(f"data.init_args.{option}"))
+            getattr(module, method)(*(parsed.config.get(f"data.init_args.{name}") for name in names))
         except ValueError as error:
             raise ExperimentError(f"{where}: {error}") from None
 

@@ -61,8 +61,6 @@ class Algorithm(Protocol):
 
     def load_frozen(self, folder: str, dtype: DType) -> PreTrainedModel: ...
 
-    def check_rows(self) -> None: ...
-
     def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor: ...
 
     def policy_weights(self) -> Iterable[tuple[str, Tensor]]: ...
@@ -199,7 +197,6 @@ def check_annotations(algorithm: Algorithm) -> None:
         if type(annotation).credit is not Annotation.credit:
             lost.append(name)
         annotation.check(algorithm)
-    algorithm.check_rows()
 
 
 def credit(rollout: RolloutBatch, advantages: Tensor) -> Tensor:

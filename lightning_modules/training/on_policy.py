@@ -167,9 +167,6 @@ class OnPolicyModule(PolicyModule):
         self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._seen: TokenStats  # of the current batch, by the last forward pass of the update over each token
         self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors, TokenWeights] | None = None
-        for folder in (reference, critic):
-            if folder is not None:
-                require_rows(policy, folder)
 
     # ------------------------------------------------------------------ what an algorithm says
     @abstractmethod
@@ -258,8 +255,8 @@ class OnPolicyModule(PolicyModule):
         return super().read_by() | ({} if self.critic_path is None else {"critic": self.critic_path})
 
     def check_rows(self) -> None:
-        """Refuse models that lack an embedding for a token id that the policy may sample. Models that are not on this
-        machine yet are checked when they are (``check_data``)."""
+        """Refuse models that lack an embedding for a token id that the policy may sample. Asked by the dry run,
+        too, as far as the models are on this machine."""
         for folder in self.read_by().values():
             require_rows(self.policy_path, folder)
 

@@ -25,6 +25,10 @@ from tests.rollout.scripted import ToyRetriever
 from tests.rollout.scripted_engine import ScriptedEngine
 
 
+def loaded(loading, file, limit=None, *rest):
+    return loading.select(loading.read([file]), file, limit, *rest)
+
+
 @pytest.fixture(scope="session")
 def shows_prompts(model_dir):
     return SearchR1Protocol(str(model_dir), template="dataset")
@@ -60,7 +64,7 @@ def system(shows_prompts):
 
 
 def test_length_is_that_of_the_prompt_as_the_protocol_writes_it(shows_prompts, files, caplog):
-    tasks = QuestionLoading(shows_prompts).load([files[0]], None)
+    tasks = loaded(QuestionLoading(shows_prompts), files[0])
     lengths = [len(shows_prompts.prompt_ids(task)) for task in tasks]
     assert lengths[0] < lengths[1]
     writer = FirstPrompts(shows_prompts, Budgets())
@@ -88,8 +92,8 @@ def test_what_stands_around_the_question_is_counted(model_dir):
 
 def test_at_most_so_many_are_taken_of_those_that_are_short_enough(shows_prompts, files):
     loading, writer = QuestionLoading(shows_prompts), FirstPrompts(shows_prompts, Budgets())
-    limit = max(len(shows_prompts.prompt_ids(t)) for t in loading.load([files[0]], None)[::2])
-    assert [t.id for t in loading.load([files[0]], 2, writer, limit)] == ["train-math-one_0", "train-math-two_0"]
+    limit = max(len(shows_prompts.prompt_ids(t)) for t in loaded(loading, files[0])[::2])
+    assert [t.id for t in loaded(loading, files[0], 2, writer, limit)] == ["train-math-one_0", "train-math-two_0"]
 
 
 def test_prompts_of_the_tasks_reach_the_engine_in_training_and_test(system, files, tmp_path):
@@ -144,7 +148,7 @@ def test_prompts_that_leave_no_room_are_left_out_by_default(long_system, model_d
 
 def prompts_of(model_dir, file):
     protocol = SearchR1Protocol(str(model_dir), template="dataset")
-    return [protocol.prompt_ids(task) for task in QuestionLoading(protocol).load([file], None)]
+    return [protocol.prompt_ids(task) for task in loaded(QuestionLoading(protocol), file)]
 
 
 def test_skills_and_whole_turns_count_where_prompts_have_them(long_system, model_dir, files):
@@ -152,17 +156,17 @@ def test_skills_and_whole_turns_count_where_prompts_have_them(long_system, model
     skills = Skills("search", Full(), max_tokens=100_000)
     advised = long_system(skills=skills).first_prompts()
     plain = long_system(skills=skills).first_prompts(advise=False)
-    task = QuestionLoading(None).load([files[0]], 1)[0]
+    task = loaded(QuestionLoading(None), files[0], 1)[0]
     grown = len(advised.prompt_ids(task))
     assert len(plain.prompt_ids(task)) == short < grown
     for max_length, fits in ((grown, False), (grown + 1, True)):
         system = long_system(skills=skills, max_length=max_length)
         data = RolloutDataModule(system, [files[0]], prompts_per_step=1, max_train=1)
         if fits:
-            data.questions.load([files[0]], None, system.first_prompts())
+            loaded(data.questions, files[0], None, system.first_prompts())
         else:
             with pytest.raises(DatasetError, match=f"the shortest of 4 prompts has {grown} tokens"):
-                data.questions.load([files[0]], None, system.first_prompts())
+                loaded(data.questions, files[0], None, system.first_prompts())
     windowed = FirstPrompts(EpisodeProtocol(str(model_dir), "short"), Budgets(max_length=300, max_turn_tokens=100))
     assert windowed.longest == 200 and FirstPrompts(plain.protocol, windowed.budgets).longest == 299
 

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks.evaluation.step_divergence import StepDivergence
 from data_modules.supervised_data_module import SupervisedDataModule
+from experiments.registry.errors import ExperimentError
+from experiments.stages.validate import check_data_options
 from lightning_modules.algorithms.cold_start_kd import ColdStartKD
 from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.grpo import GRPO
@@ -63,9 +66,27 @@ SAMPLING = {
 @pytest.mark.parametrize("name", SAMPLING)
 def test_who_reads_what_a_student_samples_needs_its_rows(name, model_dir, padded):
     message = rf"the model at '{padded}' has 360 embedding rows, but the policy at '.*' has token ids up to 399; take"
+    module = SAMPLING[name](str(model_dir), padded)
     with pytest.raises(ValueError, match=message):
-        SAMPLING[name](str(model_dir), padded)
-    SAMPLING[name](padded, str(model_dir))  # more rows than the student
+        module.check_rows()
+    with pytest.raises(ExperimentError, match=f"^the dry run: {message}"):
+        check_data_options(module, SimpleNamespace(config={}), "the dry run")
+    SAMPLING[name](padded, str(model_dir)).check_rows()  # more rows than the student
+
+
+class WithCritic(PPO):
+    """An algorithm of one's own whose critic does not start from the policy."""
+
+    def __init__(self, policy, critic):
+        super().__init__(policy)
+        self.critic_path = critic
+
+
+def test_a_critic_with_a_folder_of_its_own_needs_the_student_s_rows(model_dir, padded, monkeypatch):
+    WithCritic(padded, str(model_dir)).check_rows()
+    monkeypatch.setattr("lightning_modules.training.policy_module.load_causal_lm", None)
+    with pytest.raises(ValueError, match=f"the model at '{padded}' has 360 embedding rows"):
+        fit(WithCritic(str(model_dir), padded), [make_group(random.Random(0), "q", [1, 0])])
 
 
 def test_a_judge_of_a_test_is_checked_before_a_model_loads(model_dir, padded, monkeypatch):

@@ -9,6 +9,7 @@ from tests.processes import run_ranks
 
 pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
 CONVERSATIONS = ["kd", "dgpo", "grpo", "aepo", "sod", "opsd"]
+IDLE = ["kd_idle", "dgpo_idle", "grpo_idle"]  # the second rank has no sampled token
 EPISODES = ["episode_grpo", "gigpo", "sdar", "sdar_jsd", "skill_sd", "rlsd", "idle_rank"]
 WORKER = Path(__file__).with_name("two_ranks_worker.py")
 
@@ -40,7 +41,7 @@ def test_parameters_and_optimizer_in_host_memory(one, model_dir, teacher_dir, tm
         assert worst < 1e-5, (name, worst)
 
 
-@pytest.mark.parametrize("algorithm", [*CONVERSATIONS, *EPISODES])
+@pytest.mark.parametrize("algorithm", [*CONVERSATIONS, *IDLE, *EPISODES])
 def test_two_ranks_equal_one_process(both, algorithm, model_dir):
     strategy, one, two = both[0], both[1][algorithm], both[2][algorithm]
     assert two["sharded"] == (strategy == "zero3") and not one["sharded"]
@@ -53,7 +54,7 @@ def test_two_ranks_equal_one_process(both, algorithm, model_dir):
     assert worst < 1e-5, f"weights differ by {worst} after moving by {moved}"
 
 
-@pytest.mark.parametrize("algorithm", [*CONVERSATIONS, *EPISODES])
+@pytest.mark.parametrize("algorithm", [*CONVERSATIONS, *IDLE, *EPISODES])
 def test_two_ranks_log_the_same_figures(both, algorithm):
     one, two = (side[algorithm]["figures"] for side in both[1:])
     comparable = [k for k in one if "grad_norm" not in k]  # DeepSpeed only knows the joint norm

@@ -114,6 +114,17 @@ def groups():
     return [*first, *second, last.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None)]
 
 
+def idle(rows):
+    """The first four of ``rows``, and for the second rank four prompts of which nothing was sampled."""
+
+    def shares():
+        rng = random.Random(6)
+        nothing = [make_trajectory(rng, 0, 0.0, [], StopReason.LENGTH) for _ in range(4)]
+        return [*rows()[:4], *(t.replace(group="long", index=i) for i, t in enumerate(nothing))]
+
+    return shares
+
+
 TOLD = {name: Task(name, f"Who wrote {name}?", (f"the potter of {name}",), "test") for name in ("q1", "q2")}
 
 
@@ -145,6 +156,9 @@ def trainings(model: str, teacher: str):
     grpo = GRPOWithSGD(model, aggregation="sequence_mean", advantage="global", **grouped)
     yield Training("grpo", groups, grpo, alone)
     yield Training("aepo", groups, AEPOWithSGD(model, attribution="hard", **grouped), alone)
+    yield Training("kd_idle", idle(batch), KDWithSGD(model, teacher, schedule="constant", **common), alone)
+    yield Training("dgpo_idle", idle(batch), DGPOWithSGD(model, teacher, kl_coef=0.1, **on_policy), alone)
+    yield Training("grpo_idle", idle(groups), GRPOWithSGD(model, **grouped), alone)
     robust = {"reference_step": "batch_median", "adv_clamp": 1.0}  # of both ranks' rows
     yield Training("sod", groups, SODWithSGD(model, teacher, epochs=2, **robust, **on_policy), alone)
     yield Training("opsd", told(model), OPSDWithSGD(model, **on_policy), lambda rows: Questions(model, rows))
