@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import TRUST, find_model, is_model_folder
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
+from experiments.registry.files import Config, data_arguments, short
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
@@ -34,12 +37,14 @@ WHICH = "last or best (the experiment's own, done or not), a .ckpt (file or Deep
 )
 def export(args: argparse.Namespace, context: RunContext) -> None:
     """Copy the exported model of a finished experiment, or merge a checkpoint; beside it a model card
-    (``README.md``) and ``provenance.yaml``.
+    (``README.md``) and ``provenance.yaml``. The last line printed is a command that serves the model.
 
     Raises:
         ExperimentError: nothing to export, a target that is in the way, or what was named is no (whole) checkpoint of
             this experiment.
     """
+    from callbacks.model_export.serving import serve_command
+
     stage = make_graph(context).target()
     given = {"CKPT": args.checkpoint, "TRUST": 1 if args.trust else None, "DTYPE": args.dtype}
     variables = tuple(f"{name}={value}" for name, value in given.items() if value)
@@ -60,8 +65,16 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
     origin = {"experiment": context.target, "weights": str(path.resolve()), "folder": str(folder or "")}
     origin |= {"dtype": args.dtype} | result
     write_atomically(target / "provenance.yaml", yaml.safe_dump(origin, sort_keys=False))
-    write_atomically(target / "README.md", card_of(path, folder, stage, result, args.dtype))
+    config = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
+    called = context.project.relative(target)
+    flags = flags_of(config, target, called)
+    card = card_of(path, folder, config, result, args.dtype, serve_command(called, flags))
+    write_atomically(target / "README.md", card)
+    program = context.project.relative(Path(sys.executable).with_name("vllm"))
+    if "cpu" in importlib.metadata.version("vllm"):  # by default it compiles, and needs 92 % of the host's memory free
+        flags += ["--enforce-eager", "--gpu-memory-utilization", "0.5"]
     print(f"exported {context.project.relative(path.absolute())} to {target}: transformers and vLLM load it as it is")
+    print(f"  to serve it: {serve_command(called, flags, program)}")
 
 
 def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trust: bool) -> Path:
@@ -95,14 +108,35 @@ def merge(path: Path, target: Path, source: str, dtype: str | None) -> None:
         raise ExperimentError(str(error)) from None
 
 
-def card_of(path: Path, folder: Path | None, stage: Stage, result: dict[str, Any], dtype: str | None) -> str:
+def flags_of(config: Config, target: Path, called: str) -> list[str]:
+    """The flags with which ``vllm serve`` speaks the format of the configuration's rollouts; [] without rollouts."""
+    from callbacks.model_export.serving import serve_flags, template_flags
+    from experiments.stages.validate import instantiate
+
+    given = ((data_arguments(config).get("rollouts") or {}).get("init_args") or {}).get("protocol")
+    if not given:
+        return []
+    arguments = dict(given.get("init_args") or {})
+    if not Path(str(arguments.get("tokenizer"))).is_dir():  # made elsewhere
+        arguments["tokenizer"] = str(target)
+    try:
+        protocol = instantiate({**given, "init_args": arguments}, "protocol")
+        return serve_flags(protocol) + template_flags(protocol, target, called)
+    except (ExperimentError, ValueError, TypeError, OSError, argparse.ArgumentError) as error:
+        print(f"  note: no flags for its tool calls, since its protocol cannot be made: {short(error)}")
+        return []
+
+
+def card_of(
+    path: Path, folder: Path | None, config: Config, result: dict[str, Any], dtype: str | None, serve: str
+) -> str:
     """The model card. Scores are those of the stage's own model: another checkpoint of it was not tested."""
     from experiments.reports.model_card import model_card
 
-    config = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
     if folder is None or not is_model_folder(path) or not result:
-        return model_card(config, result, None, f"These weights ({path.resolve().name}) were not tested.")
-    return model_card(config, result, folder, f"Tested before the weights were rounded to {dtype}." if dtype else "")
+        return model_card(config, result, None, serve, f"These weights ({path.resolve().name}) were not tested.")
+    note = f"Tested before the weights were rounded to {dtype}." if dtype else ""
+    return model_card(config, result, folder, serve, note)
 
 
 def stage_folder_of(path: Path) -> Path | None:

