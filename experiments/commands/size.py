@@ -40,6 +40,7 @@ INDEX_NOTE = (
 MICRO_BATCH = 4096  # tokens; smaller ones no longer fill a GPU
 MORE = 1.25  # times as many sequences at once are worth another setting
 FAR = 0.2  # by so much a share of memory is too large
+GPUS = "1,8,16"
 RANK = 16  # of the adapters that are advised where sharding does not help
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -75,7 +76,7 @@ class Sized:
 @command(
     "size",
     "GPU memory by component and the roofline's speeds; loads nothing",
-    option("--gpus", default="1,8,16", help="comma-separated"),
+    option("--gpus", default=GPUS, help="comma-separated"),
     option("--gpu", default="h100", help=", ".join(CHIPS)),
     option("--markdown", action="store_true", help="a table for a page"),
 )
@@ -87,7 +88,7 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
     """
     if args.gpu not in CHIPS:
         raise ExperimentError(f"no GPU '{args.gpu}' is known{nearest(args.gpu, CHIPS)}; there are: {', '.join(CHIPS)}")
-    counts = numbers("--gpus", args.gpus, "1,8,16", least=1)
+    counts = numbers("--gpus", args.gpus, GPUS, least=1)
     stage = make_graph(context).target()
     if builds_index(stage):
         title, rows = index_size.table(stage, context.project.root)
@@ -110,14 +111,15 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
     print_table(table(columns, chip), args.markdown)
     for line in advice(columns, chip):
         print(f"\n{line}")
+    counted = {} if args.gpus == GPUS else {"GPUS": args.gpus}
     sharded = dataclasses.replace(context, arguments=(*context.arguments, "--trainer.strategy=zero3"))
     print(
         "\nGB per GPU, counted and not measured (experiments/registry/sizing.py says how near it\n"
         "comes). The roofline is what the chip could do at its peak. Hours are an estimate: a run\n"
         f"reaches {sizing.EFFICIENCY:g} of the roofline, trajectories are half as long as they may be; tools and\n"
         "evaluation come on top.\n"
-        f"Other GPUs:      {context.command('size', GPU='h100' if args.gpu == 'h200' else 'h200')}\n"
-        f"Other settings:  {sharded.command('size', GPU=args.gpu)}"
+        f"Other GPUs:      {context.command('size', **counted, GPU='h100' if args.gpu == 'h200' else 'h200')}\n"
+        f"Other settings:  {sharded.command('size', **counted, GPU=args.gpu)}"
     )
 
 

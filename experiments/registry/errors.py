@@ -12,14 +12,14 @@ class ExperimentError(ValueError):
     was expected and what to do."""
 
 
-def nearest(found: str, valid: Iterable[str], *, show: int = 12) -> str:
+def nearest(found: object, valid: Iterable[str], *, show: int = 12) -> str:
     """``"; did you mean 'x'?"``, or the valid names when nothing is close.
 
     >>> nearest("dgpo_tniy", ["dgpo_tiny", "sft_tiny"])
     "; did you mean 'dgpo_tiny'?"
     """
     names = sorted(set(valid))
-    close = difflib.get_close_matches(found, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(found), names, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"
     if not names:
