@@ -22,6 +22,7 @@ from huggingface_hub import ModelCard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from callbacks.model_export.exporter import write_folder
+from callbacks.model_export.serving import TEMPLATE
 from experiments.commands.command import make_graph
 from experiments.commands.export import export
 from experiments.registry.project import Project
@@ -46,7 +47,7 @@ data:
       init_args:
         protocol:
           class_path: rollout.protocols.hermes.HermesProtocol
-          init_args: {{tokenizer: "{folder}", thinking: false}}
+          init_args: {{tokenizer: "{folder}", thinking: false, tools_in: system}}
 """
 SMALL = ["--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
 STARTS_S = 900  # three imports of vLLM, beside other tests
@@ -56,7 +57,7 @@ STARTS_S = 900  # three imports of vLLM, beside other tests
 def trained(tmp_path_factory) -> tuple[str, Qwen3ForCausalLM, list[int]]:
     """A tokenizer's folder, a model that answers one prompt by one call, and this prompt."""
     folder = chat_model(tmp_path_factory.mktemp("tokenizer"), "qwen3")
-    protocol = HermesProtocol(folder, thinking=False)
+    protocol = HermesProtocol(folder, thinking=False, tools_in="system")
     prompt = protocol.prompt_ids(Task(id="0", question=QUESTION, golden_answers=(), data_source="test"))
     call = protocol.tokenizer(CALL, add_special_tokens=False)["input_ids"]
     with torch.random.fork_rng():
@@ -134,6 +135,8 @@ def test_the_served_export_gives_the_trained_call_to_the_openai_client(workshop,
     [recorded] = [line for line in card.splitlines() if line.startswith("vllm serve export ")]
     [printed] = re.findall("to serve it: (.*)", capsys.readouterr().out)
     assert recorded.removeprefix("vllm ") in printed
+    for flag in ("--tool-call-parser hermes", "--default-chat-template-kwargs", f"--chat-template export/{TEMPLATE}"):
+        assert flag in recorded
     with served(printed, tmp_path) as client:
         ask: Any = client.chat.completions.create
         answer = ask(
