@@ -118,7 +118,7 @@ class ChatTraces(TraceStage[Conversation]):
                 metadata={"rewritten": rewritten},
                 prompt=tuple((message["role"], message["content"]) for message in prompt),
             ),
-            prompt_ids=tuple(protocol.chat.ids(protocol.chat.render(protocol.with_tools(prompt)))),
+            prompt_ids=tuple(protocol.chat.ids(protocol.chat.render(prompt))),
             response_ids=tuple(ids),
             loss_mask=tuple(mask),
             logprobs=(0.0,) * len(ids),

@@ -1,28 +1,44 @@
 """Readers of one sampled turn: thinking, tool calls and answer, by the name of a call format.
 
-The formats of `tool_calls` are read here. All others are vLLM's tool parsers, by the names of its
-``--tool-call-parser``; importing them takes seconds, so they are imported only where one is needed.
+The formats of `tool_calls` and `tagged_calls` are read here. All others are vLLM's tool parsers, by the names of its
+``--tool-call-parser``. Importing them takes seconds, so they are imported only where one is needed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rollout.protocols.tool_calls import FORMS, OPEN, READERS, MalformedCall, after_thinking, harmony_messages
+from rollout.protocols.tagged_calls import (
+    KIMI,
+    MISTRAL,
+    glm45_calls,
+    kimi_k2_calls,
+    mistral_calls,
+    parameters,
+    qwen3_coder_calls,
+)
+from rollout.protocols.tool_calls import FORMS, OPEN, READERS, MalformedCall, after_thinking, harmony_messages, request
 from rollout.trajectory import ToolRequest
 
+Calls = tuple[ToolRequest, ...]
+
 HERMES, VERL, HARMONY = "hermes", "verl", "harmony"
-NATIVE = (*READERS, HARMONY)
-SERVED_AS = {HERMES: "hermes", VERL: "hermes", "llama3": "llama3_json", HARMONY: "openai"}  # vLLM's names
-BEGINNINGS = {"llama3": '{"name"'}  # of a call; hermes and verl: ``OPEN``
-# The order in which ``auto`` tries vLLM's parsers. Several read one format: these are the names that vLLM recommends.
-# All others follow in vLLM's order.
-FIRST = ("qwen3_coder", "glm45", "mistral", "gemma4", "granite", "deepseek_v31", "deepseek_v3", "kimi_k2", "minimax_m2")
+PLAIN: dict[str, Callable[[str], Calls]] = {**READERS, "mistral": mistral_calls, "kimi_k2": kimi_k2_calls}
+TYPED = {"qwen3_coder": qwen3_coder_calls, "glm45": glm45_calls}  # read by the schemas of the tools
+NATIVE = (*PLAIN, *TYPED, HARMONY)
+BEGINNINGS = {"llama3": '{"name"', "mistral": MISTRAL, "kimi_k2": KIMI}  # of a call; all others: ``OPEN``
+SERVED_AS = {VERL: HERMES, "llama3": "llama3_json", HARMONY: "openai"}  # vLLM's names, where they are others
+# Of vLLM's parsers. The first four take seconds for a long call (they emit it character by character, or their patterns
+# are quadratic); hf and openai need more than a text; the others are second names of formats that are read here.
+LEFT_OUT = {"granite", "plamo3", "inkling", "dots", "hf", "openai", "glm47", "qwen3_xml", "qwen3_json", "llama4_json"}
+MOST_TAGS = (
+    1000  # in a turn that a parser of vLLM's reads: at 0.07 ms a tag a collapsed policy would hold up all others
+)
 Tags = tuple[str, str]
 # Thinking, by its tags, and vLLM's ``--reasoning-parser`` for them.
 THINKING: dict[Tags, str | None] = {
@@ -49,13 +65,13 @@ class CallReader:
     """
 
     name: str
-    calls: Any
+    calls: Callable[[str], Calls]
     form: str
     thinking: Tags = ("<think>", "</think>")
     beginning: str = OPEN
     tool_parser: str | None = None
 
-    def read(self, turn: str) -> tuple[str, tuple[ToolRequest, ...]]:
+    def read(self, turn: str) -> tuple[str, Calls]:
         """The text of the turn without its thinking, and the calls in it.
 
         Args:
@@ -94,9 +110,7 @@ def thinking_tags(template: str, vocabulary: Mapping[str, int]) -> Tags:
 
 def names() -> tuple[str, ...]:
     """All formats, in the order in which ``auto`` tries them."""
-    others = tuple(_registry())
-    first = tuple(name for name in FIRST if name in others)
-    return (*NATIVE, *first, *(name for name in others if name not in (*NATIVE, *first)))
+    return (*NATIVE, *(n for n in _vllm().ToolParserManager.list_registered() if n not in (*NATIVE, *LEFT_OUT)))
 
 
 def call_reader(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]], thinking: Tags) -> CallReader:
@@ -110,9 +124,9 @@ def call_reader(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]], th
         ValueError: an unknown name, or a parser of vLLM's that does not take this tokenizer.
     """
     if name in NATIVE:
-        reader = READERS.get(name, READERS[HERMES])
-        form = FORMS.get(name, FORMS[HERMES])
-        return CallReader(name, reader, form, thinking, BEGINNINGS.get(name, OPEN), SERVED_AS[name])
+        calls = partial(TYPED[name], schemas=parameters(schemas)) if name in TYPED else PLAIN.get(name, _none)
+        form, beginning = FORMS.get(name, FORMS[HERMES]), BEGINNINGS.get(name, OPEN)
+        return CallReader(name, calls, form, thinking, beginning, SERVED_AS.get(name, name))
     calls = VLLMCalls(name, tokenizer, schemas)
     return CallReader(name, calls, f"the calls of vLLM's parser {name}", thinking, "", name)
 
@@ -120,7 +134,11 @@ def call_reader(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]], th
 def reader_without_calls(tokenizer: Any, thinking: Tags) -> CallReader:
     """The reader of turns in which nothing can be called."""
     harmony = "<|channel|>" in tokenizer.chat_template and "<|message|>" in tokenizer.chat_template
-    return CallReader(HARMONY if harmony else HERMES, lambda text: (), "", thinking, "")
+    return CallReader(HARMONY if harmony else HERMES, _none, "", thinking, "")
+
+
+def _none(text: str) -> Calls:
+    return ()
 
 
 class VLLMCalls:
@@ -135,48 +153,49 @@ class VLLMCalls:
     one_each = False  # every call has its own beginning
 
     def __init__(self, name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> None:
-        registered = _registry()
-        if name not in registered:
+        parsers = _vllm()
+        if name in LEFT_OUT or name not in parsers.ToolParserManager.list_registered():
             raise ValueError(f"call_format is {name!r}; expected auto or one of {', '.join(names())}")
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         asked = {"messages": [{"role": "user", "content": "question"}], "tools": [dict(schema) for schema in schemas]}
         self._request = ChatCompletionRequest.model_validate(asked)
         try:
-            self._parser = partial(_parser_class(name), tokenizer, self._request.tools)
+            self._parser = partial(parsers.ToolParserManager.get_tool_parser(name), tokenizer, self._request.tools)
             self._parser()
         except Exception as error:  # parsers raise what they like: a token that is missing, a package
             raise ValueError(f"vLLM's parser {name} does not take this tokenizer: {error}") from error
 
-    def __call__(self, text: str) -> tuple[ToolRequest, ...]:
+    def __call__(self, text: str) -> Calls:
         if self.one_each:
             begun = text.count(self.beginning)
         else:
             begun = int(self.beginning in text if self.anywhere else text.lstrip().startswith(self.beginning))
         if not begun:
             return ()
+        if text.count("<") > MOST_TAGS or text.count(self.beginning) > MOST_TAGS:
+            raise MalformedCall(f"more than {MOST_TAGS} tags in one turn")
+        parser = self._parser()
+        if hasattr(parser, "_parser_engine"):  # else it reads all arguments again at every "<"
+            parser._parser_engine._stream_arg_deltas = False
         try:
-            found = self._parser().extract_tool_calls(text, self._request).tool_calls
-            calls = tuple(ToolRequest(call.function.name, json.loads(call.function.arguments)) for call in found)
+            found = parser.extract_tool_calls(text, self._request).tool_calls
+            calls = tuple(
+                request({"name": call.function.name, "arguments": call.function.arguments}, ("arguments",))
+                for call in found
+            )
+        except MalformedCall:
+            raise
         except Exception as error:  # of a parser: the call is what it cannot read
             raise MalformedCall(f"{type(error).__name__}: {error}") from error
         if len(calls) < begun:
             raise MalformedCall(f"{begun} begun, {len(calls)} complete")
-        if wrong := [call.name for call in calls if not isinstance(call.arguments, dict)]:
-            raise MalformedCall(f"the arguments of {wrong[0]} are no object")
         return calls
-
-
-def _registry() -> Sequence[str]:
-    return tuple(_vllm().ToolParserManager.list_registered())
-
-
-def _parser_class(name: str) -> Any:
-    return _vllm().ToolParserManager.get_tool_parser(name)
 
 
 def _vllm() -> Any:
     """vLLM's module of tool parsers. Its parsers log every call that they cannot read; the model is told instead."""
+    environment = dict(os.environ)  # the import sets variables for vLLM's own processes
     try:
         import vllm.tool_parsers as parsers
     except ImportError as error:
@@ -184,6 +203,10 @@ def _vllm() -> Any:
             f"vLLM's tool parsers cannot be imported ({error}); expected the vllm that make setup installs, or a "
             f"call_format of {', '.join(NATIVE)}"
         ) from error
+    finally:
+        os.environ.update(environment)
+        for variable in set(os.environ) - set(environment):
+            del os.environ[variable]
     for name in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     return parsers

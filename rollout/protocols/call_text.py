@@ -1,69 +1,76 @@
 """Tools, calls and results in ordinary messages, for chat templates that know none of them (SmolLM2, Gemma 3).
 
-The form is Hermes', which `tool_calls.hermes_calls` reads back.
+The form is Hermes', which `tool_calls.hermes_calls` reads back. A Jinja text in front of the model's own template
+writes it, so that a server that gets this template (an export holds it) writes the same prompts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
-from rollout.protocols.tool_calls import CLOSE, FORMS, OPEN
+from rollout.protocols.tool_calls import FORMS
 
-Message = dict[str, Any]
-
-RESULT = "<tool_response>\n{text}\n</tool_response>"
 SYSTEM = (
-    "# Tools\n\nYou can call tools. These are their schemas, one a line:\n<tools>\n{schemas}\n</tools>\n\nTo call a "
-    "tool, write its name and its arguments as JSON between two tags, and end your turn:\n{form}\nThe result follows "
-    "between <tool_response> and </tool_response>."
+    "# Tools\n\nYou can call tools. These are their schemas, one a line:\n<tools>\n",
+    "</tools>\n\nTo call a tool, write its name and its arguments as JSON between two tags, and end your turn:\n"
+    f"{FORMS['hermes']}\nThe result follows between <tool_response> and </tool_response>.",
+)
+_WRITE = """\
+{%- set plain = namespace(messages=[], system='') -%}
+{%- for message in messages -%}
+    {%- if loop.first and message.role == 'system' and tools -%}
+        {%- set plain.system = message.content + '\\n\\n' -%}
+    {%- elif message.role == 'tool' -%}
+        {%- set text = '<tool_response>\\n' + message.content + '\\n</tool_response>' -%}
+        {%- if not loop.first and loop.previtem.role == 'tool' -%}
+            {%- set text = plain.messages[-1].content + '\\n' + text -%}
+            {%- set plain.messages = plain.messages[:-1] -%}
+        {%- endif -%}
+        {%- set plain.messages = plain.messages + [{'role': 'user', 'content': text}] -%}
+    {%- elif message.tool_calls -%}
+        {%- set said = namespace(text=message.content or '') -%}
+        {%- for called in message.tool_calls -%}
+            {%- set call = called.function or called -%}
+            {%- set arguments = call.arguments if call.arguments is string else call.arguments | tojson -%}
+            {%- set said.text = said.text + ('\\n' if said.text else '') + '<tool_call>\\n{"name": ' -%}
+            {%- set said.text = said.text + (call.name | tojson) + ', "arguments": ' + arguments -%}
+            {%- set said.text = said.text + '}\\n</tool_call>' -%}
+        {%- endfor -%}
+        {%- set plain.messages = plain.messages + [{'role': 'assistant', 'content': said.text}] -%}
+    {%- else -%}
+        {%- set plain.messages = plain.messages + [message] -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if tools -%}
+    {%- set plain.system = plain.system + SYSTEM_BEFORE -%}
+    {%- for tool in tools -%}{%- set plain.system = plain.system + (tool | tojson) + '\\n' -%}{%- endfor -%}
+    {%- set plain.system = plain.system + SYSTEM_AFTER -%}
+    SYSTEM_PLACE
+{%- endif -%}
+{%- set messages = plain.messages -%}
+"""
+_OWN_MESSAGE = "{%- set plain.messages = [{'role': 'system', 'content': plain.system}] + plain.messages -%}"
+_FIRST_USER = (  # of the user's, in a template without a system role
+    "{%- set plain.messages = [{'role': 'user', 'content': plain.system + '\\n\\n' + plain.messages[0].content}] + "
+    "plain.messages[1:] -%}"
 )
 
 
-def system_text(schemas: Sequence[Message]) -> str:
-    """What a system message says of the tools and of the form of a call."""
-    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
-    return SYSTEM.format(schemas=lines, form=FORMS["hermes"])
+def with_tool_text(tokenizer: Any) -> str:
+    """The tokenizer's chat template with tools in the system message (in the first user's, where it refuses one), calls
+    in the assistant's text and results in user messages."""
+    place = _OWN_MESSAGE if _takes_system(tokenizer) else _FIRST_USER
+    before, after = map(json.dumps, SYSTEM)
+    written = _WRITE.replace("SYSTEM_BEFORE", before).replace("SYSTEM_AFTER", after).replace("SYSTEM_PLACE", place)
+    return written + tokenizer.chat_template
 
 
-def with_tools(messages: Sequence[Message], schemas: Sequence[Message]) -> list[Message]:
-    """The messages with the tools at the end of the system message, which is made where there is none."""
-    text = system_text(schemas)
-    if messages and messages[0]["role"] == "system":
-        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
+def _takes_system(tokenizer: Any) -> bool:
+    from jinja2 import TemplateError
 
-
-def without_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the system message at the beginning of the first user's, for templates that refuse it."""
-    if not messages or messages[0]["role"] != "system":
-        return list(messages)
-    system, first, *rest = messages
-    return [first | {"content": f"{system['content']}\n\n{first['content']}"}, *rest]
-
-
-def as_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages without calls and tool messages: calls in the content, results of one turn in one user message."""
-    written: list[Message] = []
-    for before, message in zip([None, *messages], messages, strict=False):
-        if message["role"] == "tool":
-            text = RESULT.format(text=message["content"])
-            if before is not None and before["role"] == "tool":
-                written[-1] = {"role": "user", "content": f"{written[-1]['content']}\n{text}"}
-            else:
-                written.append({"role": "user", "content": text})
-        elif message.get("tool_calls"):
-            calls = [_call(call.get("function", call)) for call in message["tool_calls"]]
-            said = [message["content"]] if message.get("content") else []
-            kept = {key: value for key, value in message.items() if key != "tool_calls"}
-            written.append(kept | {"content": "\n".join([*said, *calls])})
-        else:
-            written.append(message)
-    return written
-
-
-def _call(function: Message) -> str:
-    arguments = function["arguments"]
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}\n{CLOSE}'
+    messages = [{"role": "system", "content": "the system text"}, {"role": "user", "content": "question"}]
+    try:
+        return "the system text" in tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, TypeError, ValueError):
+        return False

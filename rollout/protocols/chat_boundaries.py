@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout.protocols.call_readers import thinking_tags
-from rollout.protocols.call_text import as_text
 from rollout.protocols.text import check_thinking, control_tokens
 from rollout.tokenizer import Quotes, decode, encode
 from rollout.trajectory import ToolRequest
@@ -35,8 +34,6 @@ class ChatBoundaries:
         tools: schemas that the template is given; empty: none.
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
         newline: false: without the line break that the template writes behind an end of turn (verl #6501).
-        text_calls: calls and results are written into ordinary messages (`call_text`), for a template that knows
-            neither. By default this depends on whether the template writes both.
 
     Raises:
         ValueError: no chat template; one that cannot render tool messages, does not end the assistant's turn with one
@@ -51,7 +48,6 @@ class ChatBoundaries:
         tools: Sequence[Message] = (),
         thinking: bool | None = None,
         newline: bool = True,
-        text_calls: bool | None = None,
     ) -> None:
         self.tokenizer, self.tools, self.newline = tokenizer, list(tools), newline
         self.options = {} if thinking is None else {"enable_thinking": thinking}
@@ -70,12 +66,9 @@ class ChatBoundaries:
         self._end = re.compile("|".join(map(re.escape, self.ends)) or "(?!)")
         self.thinking_tags = thinking_tags(tokenizer.chat_template, tokenizer.get_vocab())
         self.arguments_as_text = False  # some templates want JSON text for the arguments of a call
-        self.text_calls = False
         self._plain = {"role": "assistant", "content": _TURN}
         self.answer_role = "tool"  # of the message that answers a turn without a call
-        if text_calls is None:
-            text_calls = not (self._writes_calls() and self._writes_results())
-        self.text_calls = text_calls
+        self.writes_calls = self._writes_calls() and self._writes_results()
         self._choose_answer()
         ends = self._checked()
         self.end, self.call_end = ends[False], ends.get(True, ends[False])  # the template's own, by the kind of turn
@@ -173,8 +166,6 @@ class ChatBoundaries:
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as this template takes them."""
-        if self.text_calls:
-            return as_text(messages)
         adapted: list[Message] = []
         names: list[tuple[str, str]] = []  # of the latest calls: id and name
         for message in messages:
@@ -249,8 +240,6 @@ class ChatBoundaries:
     def _choose_answer(self) -> None:
         """Whether a tool message may answer a turn without a call; else a user's does. Where the end of a turn is the
         beginning of the next one (GLM), a model that calls nothing has begun the user's."""
-        if self.text_calls:
-            return
         ends = []
         before = self._plain | {"content": "before"}
         for self.answer_role in ("user", "tool"):
@@ -268,7 +257,7 @@ class ChatBoundaries:
         quote = f"[{next(iter(self._special))}]"
         ends: dict[bool, str] = {}
         for called in ((), (self._tool_name(),)):
-            if called and self.text_calls:
+            if called and not self.writes_calls:
                 break
             count = 2 if self.takes_results(called, 2) else 1
             results = [{"role": "tool", "content": content} for content in ("one", "two.")[:count]]

@@ -12,14 +12,13 @@ has none for Qwen2.5; and it brings openai, openai-harmony, tiktoken and prime-p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 from retrieval.ranges import PositiveInt
 from rollout.protocols.base import PromptMode, TurnPrompt
 from rollout.protocols.boxed import boxed, unwrapped
 from rollout.protocols.call_readers import HARMONY, VERL, CallReader, reader_without_calls
-from rollout.protocols.call_text import with_tools, without_system
+from rollout.protocols.call_text import with_tool_text
 from rollout.protocols.chat_boundaries import ChatBoundaries, Message
 from rollout.protocols.round_trip import choose_reader
 from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
@@ -108,7 +107,6 @@ class HermesProtocol(TextProtocol):
         schemas = read_schemas(tools)
         self.tools = tool_names(schemas)
         self.tools_in, self.chat = self._chat_with(schemas, tools_in, thinking, newline)
-        self._schemas = schemas if self.tools_in == "system" else ()  # that the system message lists
         shown = self.tools if self.tools_in in ("template", "system") else ()
         built_in = {"none": "{question}", "boxed": boxed_instruction(shown)}
         self.instruction = DATASET if instruction == DATASET else read_template(instruction, built_in)
@@ -127,6 +125,17 @@ class HermesProtocol(TextProtocol):
         self.history = history
 
     @property
+    def serve_tool_parser(self) -> str | None:
+        """vLLM's ``--tool-call-parser`` for a model trained with this protocol."""
+        return self.reader.tool_parser if self.tools else None
+
+    @property
+    def serve_reasoning_parser(self) -> str | None:
+        """vLLM's ``--reasoning-parser``; None where the chat template knows no thinking."""
+        thinks = self.call_format == HARMONY or self.chat.thinking_tags[0] in self.tokenizer.chat_template
+        return self.reader.reasoning_parser if thinks else None
+
+    @property
     def windowed(self) -> bool:
         return self.history == "template"
 
@@ -142,8 +151,7 @@ class HermesProtocol(TextProtocol):
                 "has no place for; expected agent or closed_book (take search_r1 or arpo_tags for ARCap's probes)"
             )
         messages = self._advised(task, self._messages(task))
-        shown = self.with_tools(messages) if mode is PromptMode.AGENT else messages
-        return self.chat.ids(self.chat.render(shown, tools=mode is PromptMode.AGENT))
+        return self.chat.ids(self.chat.render(messages, tools=mode is PromptMode.AGENT))
 
     def turn_prompt(
         self,
@@ -157,7 +165,7 @@ class HermesProtocol(TextProtocol):
         """See ``WindowedProtocol``. All turns stay; where the prompt is too long, results lose their middle."""
         if not turns:
             return TurnPrompt(tuple(self.prompt_ids(task)), 0, False)
-        prompt = self.with_tools(self._advised(task, self._messages(task)))
+        prompt = self._advised(task, self._messages(task))
         texts = {
             k: self._texts(turn.action, [call.result for call in calls if call.turn == k])
             for k, turn in enumerate(turns)
@@ -183,7 +191,7 @@ class HermesProtocol(TextProtocol):
         except ValueError:
             said = turn
         thinking = self.chat.quotes.quote_special(turn[: len(turn) - len(said)])
-        if action.kind is not ActionKind.CALL or self.chat.text_calls:
+        if action.kind is not ActionKind.CALL:
             return {"role": "assistant", "content": thinking + self.chat.quotes.quote(said)}
         before = said.partition(self.reader.beginning)[0].rstrip() if self.reader.beginning else ""
         message = self.chat.message(action.calls, self.chat.quotes.quote)
@@ -234,48 +242,34 @@ class HermesProtocol(TextProtocol):
         messages = [{"role": "tool", "content": text if limit is None else shortened(text, limit)} for text in texts]
         return self.chat.ids_after(messages, called=names, ended=action.ended)
 
-    def with_tools(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages of a prompt with the tools in the system message, where they belong there."""
-        if not self._schemas:
-            return list(messages)
-        told = with_tools(messages, self._schemas)
-        return told if self._takes_system else without_system(told)
-
-    @cached_property
-    def _takes_system(self) -> bool:
-        messages = [{"role": "system", "content": "the system text"}, {"role": "user", "content": "question"}]
-        try:
-            return "the system text" in self.chat.render(messages)
-        except ValueError:
-            return False
-
     def _chat_with(
         self, schemas: Sequence[dict[str, Any]], tools_in: ToolsIn, thinking: bool | None, newline: bool
     ) -> tuple[ToolsIn, ChatBoundaries]:
         """Where the tools are shown, and the chat for it."""
 
-        def chat(place: ToolsIn) -> ChatBoundaries:
-            shown = schemas if place == "template" else ()
-            as_text = {"template": False, "system": True}.get(place)
-            return ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline, as_text)
+        def chat(shown: Sequence[dict[str, Any]]) -> ChatBoundaries:
+            return ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline)
 
         if not schemas:
-            return "none", chat("none")
-        if tools_in not in ("auto", "template"):
-            return tools_in, chat(tools_in)
-        native = ChatBoundaries(self.tokenizer, self.stop_token_ids, schemas, thinking, newline)
-        missing = [name for name in self.tools if name not in native.header]
-        if not missing and not native.text_calls:
-            return "template", native
-        if tools_in == "auto":
-            return "system", chat("system")
-        what = (
-            f"does not show the tools it is given ({', '.join(missing)})" if missing else "writes no calls or results"
-        )
-        raise ValueError(
-            f"tools_in is template, but {native.where} {what}; expected tools_in: system, or a tokenizer whose "
-            "template has tools"
-        )
+            return "none", chat(())
+        if tools_in == "system":
+            self.tokenizer.chat_template = with_tool_text(self.tokenizer)
+            return tools_in, chat(schemas)
+        own = chat(schemas if tools_in in ("auto", "template") else ())
+        if tools_in in ("auto", "template"):
+            missing = [name for name in self.tools if name not in own.header]
+            if not missing and own.writes_calls:
+                return "template", own
+            if tools_in == "template":
+                what = f"does not show the tools it is given ({', '.join(missing)})" if missing else "writes no calls"
+                raise ValueError(
+                    f"tools_in is template, but {own.where} {what}; expected tools_in: system, or a tokenizer whose "
+                    "template has tools"
+                )
+            return self._chat_with(schemas, "system", thinking, newline)
+        if not own.writes_calls:
+            self.tokenizer.chat_template = with_tool_text(self.tokenizer)
+        return tools_in, chat(())
 
     def _check_named(self, text: str, where: str) -> None:
         """Raises ValueError for a prompt that nowhere names a tool."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollout.protocols.call_readers import HERMES, NATIVE, VERL, CallReader, VLLMCalls, call_reader, names
+from rollout.protocols.call_readers import NATIVE, VERL, CallReader, VLLMCalls, call_reader, names
 from rollout.protocols.chat_boundaries import ChatBoundaries
 from rollout.protocols.tool_calls import after_thinking
 from rollout.trajectory import ToolRequest
@@ -72,7 +72,7 @@ def choose_reader(chat: ChatBoundaries, call_format: str, schemas: Sequence[dict
     nearest: tuple[int, str] = (0, "")
     for group in _groups(chat, call_format):
         tried += group
-        for as_text in (False,) if chat.text_calls else (False, True):
+        for as_text in (False, True):
             chat.arguments_as_text = as_text
             turns = written_cases(chat)
             for name in group if turns else ():
@@ -97,14 +97,7 @@ def choose_reader(chat: ChatBoundaries, call_format: str, schemas: Sequence[dict
 
 def _groups(chat: ChatBoundaries, call_format: str) -> Iterator[list[str]]:
     """Names to try. vLLM's come last, because importing them takes seconds."""
-    if chat.text_calls:
-        if call_format not in ("auto", HERMES, VERL):
-            raise ValueError(
-                f"call_format is {call_format}, but {chat.where} writes no calls and tools_in: system writes hermes'; "
-                "expected auto, hermes or verl"
-            )
-        yield [HERMES if call_format == "auto" else call_format]
-    elif call_format != "auto":
+    if call_format != "auto":
         yield [call_format]
     else:
         native = [name for name in NATIVE if name != VERL]

@@ -72,11 +72,11 @@ def hermes_calls(text: str) -> tuple[ToolRequest, ...]:
     calls: list[ToolRequest] = []
     position = 0
     while (start := text.find(OPEN, position)) >= 0:
-        value, end = _decode(text, start + len(OPEN))
+        value, end = decode_json(text, start + len(OPEN))
         closing = _CLOSING.match(text, end)
         if closing is None:
             raise MalformedCall(f"no {CLOSE} after the JSON object")
-        calls.append(_request(value, ("arguments",)))
+        calls.append(request(value, ("arguments",)))
         position = closing.end()
     if not calls and CLOSE in text:
         raise MalformedCall(f"{CLOSE} without {OPEN}")
@@ -91,7 +91,7 @@ def verl_calls(text: str) -> tuple[ToolRequest, ...]:
     calls: list[ToolRequest] = []
     for block in between(text, OPEN, CLOSE):
         try:
-            value, end = _decode(block, 0)
+            value, end = decode_json(block, 0)
         except MalformedCall:
             continue
         name = value.get("name") if isinstance(value, dict) else None
@@ -113,8 +113,8 @@ def llama3_calls(text: str) -> tuple[ToolRequest, ...]:
     calls: list[ToolRequest] = []
     position: int | None = first.end()
     while position is not None:
-        value, end = _decode(text, position)
-        calls.append(_request(value, ("parameters", "arguments")))
+        value, end = decode_json(text, position)
+        calls.append(request(value, ("parameters", "arguments")))
         following = _LLAMA3_NEXT.match(text, end)
         position = None if following is None else following.end()
     return tuple(calls)
@@ -131,7 +131,7 @@ def harmony_messages(text: str) -> tuple[str, tuple[ToolRequest, ...]]:
         header, found, body = message.partition("<|message|>")
         recipient = _RECIPIENT.search(header)
         if found and recipient:
-            arguments, end = _decode(body, 0)
+            arguments, end = decode_json(body, 0)
             if not isinstance(arguments, dict) or body[end:].strip():
                 raise MalformedCall("the message to a function must be one JSON object")
             calls.append(ToolRequest(recipient[1], arguments))
@@ -150,6 +150,10 @@ READERS: dict[str, Callable[[str], tuple[ToolRequest, ...]]] = {
 FORMS = {  # verl needs none: it finds no call malformed
     "hermes": f'{OPEN}\n{{"name": "...", "arguments": {{...}}}}\n{CLOSE}',
     "llama3": '{"name": "...", "parameters": {...}}',
+    "qwen3_coder": f"{OPEN}\n<function=NAME>\n<parameter=KEY>\n...\n</parameter>\n</function>\n{CLOSE}",
+    "glm45": f"{OPEN}NAME\n<arg_key>KEY</arg_key>\n<arg_value>...</arg_value>\n{CLOSE}",
+    "mistral": "[TOOL_CALLS]NAME[ARGS]{...}",
+    "kimi_k2": "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>",
     "harmony": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>",
 }
 
@@ -161,8 +165,8 @@ def _no_number(name: str) -> NoReturn:
 _JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
-def _decode(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at ``start`` (white space skipped), and where it ends."""
+def decode_json(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at ``start`` (white space skipped), and where it ends. Raises MalformedCall."""
     begin = _SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches the empty text too
     try:
         value, end = _JSON.raw_decode(text, begin)
@@ -177,7 +181,8 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
     return value, end
 
 
-def _request(value: Any, keys: tuple[str, ...]) -> ToolRequest:
+def request(value: Any, keys: tuple[str, ...]) -> ToolRequest:
+    """The call of a JSON object with a name and, under the first of the ``keys``, arguments. Raises MalformedCall."""
     if not isinstance(value, dict):
         raise MalformedCall(f"expected a JSON object, found {_kind(value)}")
     name = value.get("name")
@@ -188,7 +193,7 @@ def _request(value: Any, keys: tuple[str, ...]) -> ToolRequest:
         raise MalformedCall(f'"{keys[0]}" is missing')
     arguments = value[key]
     if isinstance(arguments, str):
-        arguments, end = _decode(arguments, 0)
+        arguments, end = decode_json(arguments, 0)
         if value[key][end:].strip():
             raise MalformedCall(f'"{key}" must be a JSON object, found text')
     if not isinstance(arguments, dict):

@@ -21,6 +21,7 @@ from rollout.protocols.episodes import ACTION, EpisodeProtocol
 from rollout.protocols.hermes import HermesProtocol
 from rollout.protocols.search_episodes import SearchEpisodeProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.protocols.tagged_calls import glm45_calls, kimi_k2_calls, mistral_calls, qwen3_coder_calls
 from rollout.protocols.tool_calls import after_thinking, harmony_messages
 from rollout.rewards.answers import choice_letter, released_program, strict_box, submitted_program, without_quotes
 from rollout.rewards.arpo import as_released, format_error, released_boxed
@@ -58,6 +59,7 @@ def hostile(*tags: str):
 
 
 JSON = ("<tool_call>", "</tool_call>", '["', "<think>", '{"name": "a", "arguments": {}}', "</think>", '"\\', "[")
+XML = ("<tool_call>", "</tool_call>", "<function=a>", "</function>", "<parameter=b>", "</parameter>", "a", "\n", "<")
 ARPO = (
     "<answer>",
     "</answer>",
@@ -118,6 +120,8 @@ def test_protocols_read_a_turn_in_linear_time(parsers, name, tags):
 
 READERS = {
     after_thinking: JSON,
+    mistral_calls: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "a", '{"a": ', "{}", "[", " "),
+    kimi_k2_calls: ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "a:0", '{"a": ', " "),
     harmony_messages: ("<|message|>", "<|end|>", "<|channel|>final", "to=functions.a", '{"a": ', "to="),
     boxed: ARPO,
     unwrapped: ARPO,
@@ -142,6 +146,8 @@ READERS = {
     _ITEM.fullmatch: ("1. ", "1. a", ": ", " Apply this ", "x."),
 }
 OTHERS = {
+    "qwen3_coder": (lambda text: qwen3_coder_calls(text, {}), XML),
+    "glm45": (lambda text: glm45_calls(text, {}), (*XML, "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>")),
     "answer_parts": (lambda t: [score(t, GOLDS) for score in (exact_match, f1, sub_exact_match)], ("the ", "a", "é ")),
     "released_f1": (lambda text: released_f1(text, GOLDS), ("the ", "a", "é ", ".")),
     "as_released": (lambda text: as_released(text, GOLDS), ARPO),

@@ -8,12 +8,12 @@ from transformers import AutoTokenizer
 
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.base import ChatProtocol, PromptMode, TurnPrompt
-from rollout.protocols.call_text import system_text
+from rollout.protocols.call_text import SYSTEM
 from rollout.protocols.hermes import CUT, NOT_EXECUTED, UNCLOSED, HermesProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.protocols.tool_calls import FORMS
 from rollout.tokenizer import encode
-from rollout.tools.schemas import SCHEMAS, read_schemas
+from rollout.tools.schemas import SCHEMAS
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolCall, ToolRequest, ToolResult, Turn
 from tests.rollout.chat_models import LLAMA, QWEN, chat_model, template
 
@@ -463,17 +463,18 @@ def test_history_as_the_template_writes_it(tmp_path, name):
         messages = [asked, thought, {"role": "tool", "content": "25 <tool_call>"}]
         messages += [{"role": "assistant", "content": "<tool_call>{]</tool_call>"}, {"role": "tool", "content": failed}]
     else:
+        schemas = "".join(json.dumps(SCHEMAS[tool]) + "\n" for tool in protocol.tools)
         results = [f"<tool_response>\n{text}\n</tool_response>" for text in ("25 <tool_call>", failed)]
-        messages = [{"role": "system", "content": system_text(read_schemas(["search", "code_interpreter"]))}, asked]
-        called = said.removesuffix("<|im_end|>").partition("</think>")[2]
+        messages = [{"role": "system", "content": schemas.join(SYSTEM)}, asked]
+        called = f"\n\nFirst this.\n{call_text(protocol, end=False, code=arguments['code'])}"
         messages += [{"role": "assistant", "content": called}, {"role": "user", "content": results[0]}]
         messages += [
             {"role": "assistant", "content": "<tool_call>{]</tool_call>"},
             {"role": "user", "content": results[1]},
         ]
-    assert text == protocol.tokenizer.apply_chat_template(
-        messages, tools=protocol.chat.tools or None, add_generation_prompt=True, tokenize=False
-    )
+    plain = AutoTokenizer.from_pretrained(folder)
+    tools = protocol.chat.tools if name == "qwen3" else None
+    assert text == plain.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     ends = [i for i in prompt.ids if i == protocol.chat.end_id]
     assert len(ends) == text.count("<|im_end|>") - 1  # the one that the model has written is text
     assert ("I count." in text) == (name == "qwen3")  # Qwen3 keeps thinking since the latest question
