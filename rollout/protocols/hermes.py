@@ -250,26 +250,33 @@ class HermesProtocol(TextProtocol):
         def chat(shown: Sequence[dict[str, Any]]) -> ChatBoundaries:
             return ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline)
 
-        if not schemas:
+        if not schemas or not self.tokenizer.chat_template:  # which the chat refuses
             return "none", chat(())
-        if tools_in == "system":
-            self.tokenizer.chat_template = with_tool_text(self.tokenizer)
-            return tools_in, chat(schemas)
-        own = chat(schemas if tools_in in ("auto", "template") else ())
         if tools_in in ("auto", "template"):
-            missing = [name for name in self.tools if name not in own.header]
-            if not missing and own.writes_calls:
+            missing = [name for name in self.tools if name not in self._header(schemas)]
+            own = None if missing else chat(schemas)
+            if own is not None and own.writes_calls:
                 return "template", own
             if tools_in == "template":
                 what = f"does not show the tools it is given ({', '.join(missing)})" if missing else "writes no calls"
                 raise ValueError(
-                    f"tools_in is template, but {own.where} {what}; expected tools_in: system, or a tokenizer whose "
-                    "template has tools"
+                    f"tools_in is template, but the chat template of {self.tokenizer.name_or_path!r} {what}; expected "
+                    "tools_in: system, or a tokenizer whose template has tools"
                 )
-            return self._chat_with(schemas, "system", thinking, newline)
-        if not own.writes_calls:
+            tools_in = "system"
+        if tools_in == "system" or not chat(()).writes_calls:
             self.tokenizer.chat_template = with_tool_text(self.tokenizer)
-        return tools_in, chat(())
+        return tools_in, chat(schemas if tools_in == "system" else ())
+
+    def _header(self, schemas: Sequence[dict[str, Any]]) -> str:
+        """What the template shows of the tools; "" where it refuses them."""
+        from jinja2 import TemplateError
+
+        question = [{"role": "user", "content": "question"}]
+        try:
+            return self.tokenizer.apply_chat_template(question, tools=list(schemas), tokenize=False)
+        except (TemplateError, TypeError, ValueError):
+            return ""
 
     def _check_named(self, text: str, where: str) -> None:
         """Raises ValueError for a prompt that nowhere names a tool."""

@@ -1,7 +1,7 @@
 """Parsers of the tool calls in one turn, by format.
 
 hermes   <tool_call>\\n{"name": "search", "arguments": {"query": "..."}}\\n</tool_call>
-llama3   {"name": "search", "parameters": {"query": "..."}}, perhaps after <|python_tag|>
+llama3   {"name": "search", "parameters": {"query": "..."}}, perhaps after <|python_tag|> (Llama 4: <|python_end|>)
 harmony  <|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "..."}
 verl     hermes, as verl's parser reads it
 """
@@ -20,7 +20,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 _SPACE = re.compile(r"\s*")
 _CLOSING = re.compile(r"\s*(?:</tool_call>|\Z)")  # the tag, or the end of the turn
-_LLAMA3_FIRST = re.compile(r'(?:<\|python_tag\|>\s*|^[ \t]*(?=\{\s*"name"))', re.MULTILINE)
+_LLAMA3_FIRST = re.compile(r'(?:<\|python_tag\|>\s*|(?:^[ \t]*|<\|python_end\|>\s*)(?=\{\s*"name"))', re.MULTILINE)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _LLAMA3_NEXT = re.compile(r"[\s;]*(?=\{)")
 
