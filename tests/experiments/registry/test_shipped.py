@@ -1,5 +1,7 @@
 """Every experiment file in the repository composes, and Lightning's parser takes it, class by class, type by type."""
 
+import copy
+
 import pytest
 import yaml
 
@@ -10,7 +12,7 @@ from experiments.registry.overrides import parse
 from experiments.registry.project import ROOT, Project
 from experiments.registry.sizing import CHIPS
 from experiments.stages.graph import Graph, closure, require_files
-from experiments.stages.validate import check, check_classes, cli, condense
+from experiments.stages.validate import check, check_classes, cli
 
 PROJECT = Project()
 NAMES = registry.names(PROJECT)
@@ -375,13 +377,29 @@ def test_an_override_of_the_class_keeps_the_arguments_that_fit():
     assert parsed.init_args.clip_low == 0.1 and parsed.init_args.lr == stage.config["model"]["init_args"]["lr"]
 
 
-def test_condense_keeps_what_matters():
-    message = (
-        'Parser key "model":\n  Does not validate against any of the Union subtypes\n'
-        "  Subtypes: [<class 'A'>, <class 'NoneType'>]\n  Errors:\n    - Problem with given class_path 'x.A':\n"
-        "        Parser key \"lr\":\n          Expected a <class 'float'>. Got value: a\n"
-        "    - Expected a <class 'NoneType'>\n"
-        "  Given value type: <class 'dict'>\n  Given value: {'class_path': 'x.A'}"
-    )
-    expected = "'model.lr': Expected a float. Got value: a"
-    assert condense(message) == expected
+@pytest.mark.parametrize(
+    ("section", "option", "text", "message"),
+    [
+        (
+            "trainer",
+            "strategy",
+            "1e-3",
+            "'trainer.strategy': Expected a str; expected class_path and init_args",
+        ),
+        (
+            "data",
+            "iterations",
+            "0x10",
+            "'data.iterations': found '0x10'; expected a valid integer, unable to parse string",
+        ),
+        ("model", "policy", "1e-3", "'model.policy': Expected a str. Got value: 0.001"),
+    ],
+)
+def test_a_text_that_the_parser_takes_for_a_number_is_one_sentence(section, option, text, message):
+    """What is left to the parser: a file's ``1e-3`` is text by YAML 1.1, and a number for jsonargparse."""
+    config = copy.deepcopy(Graph(PROJECT, "dgpo_tiny").target().config)
+    config[section].get("init_args", config[section])[option] = text
+    check_classes(config, "x")
+    with pytest.raises(ExperimentError, match=f"^x: {message}") as caught:
+        cli(config, [], "x", instantiate=False)
+    assert "\n" not in str(caught.value)
