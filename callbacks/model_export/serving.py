@@ -9,52 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rollout.protocols.call_readers import HARMONY
-from rollout.protocols.call_text import RESULT, SYSTEM
-from rollout.protocols.tool_calls import CLOSE, FORMS, OPEN
 from rollout.tokenizer import load_tokenizer
 
 TEMPLATE = "rollout_template.jinja"
-
-# What `call_text` does to the messages, for a template of a server. No line writes anything.
-_TOOLS_IN_SYSTEM = """\
-{%- set ours = namespace(text="", lines=[], written=[], rest=messages) %}
-{%- for tool in tools %}
-{%- set ours.lines = ours.lines + [tool | tojson] %}
-{%- endfor %}
-{%- set ours.text = @before ~ (ours.lines | join("\\n")) ~ @after %}
-{%- if messages[0].role == "system" %}
-{%- set ours.text = messages[0].content ~ "\\n\\n" ~ ours.text %}
-{%- set ours.rest = messages[1:] %}
-{%- endif %}
-{%- if @takes_system %}
-{%- set ours.written = [{"role": "system", "content": ours.text}] %}
-{%- endif %}
-{%- for message in ours.rest %}
-{%- if message.role == "tool" %}
-{%- set said = @result ~ message.content ~ @result_end %}
-{%- if not loop.first and loop.previtem.role == "tool" %}
-{%- set said = ours.written[-1].content ~ "\\n" ~ said %}
-{%- set ours.written = ours.written[:-1] + [{"role": "user", "content": said}] %}
-{%- else %}
-{%- set ours.written = ours.written + [{"role": "user", "content": said}] %}
-{%- endif %}
-{%- elif message.tool_calls %}
-{%- set turn = namespace(parts=[message.content] if message.content else []) %}
-{%- for call in message.tool_calls %}
-{%- set called = call.function or call %}
-{%- set given = called.arguments if called.arguments is string else called.arguments | tojson %}
-{%- set call = '{"name": ' ~ (called.name | tojson) ~ ', "arguments": ' ~ given ~ "}" %}
-{%- set turn.parts = turn.parts + [@open ~ "\\n" ~ call ~ "\\n" ~ @close] %}
-{%- endfor %}
-{%- set ours.written = ours.written + [{"role": message.role, "content": turn.parts | join("\\n")}] %}
-{%- elif loop.first and not @takes_system %}
-{%- set ours.written = [{"role": message.role, "content": ours.text ~ "\\n\\n" ~ message.content}] %}
-{%- else %}
-{%- set ours.written = ours.written + [message] %}
-{%- endif %}
-{%- endfor %}
-{%- set messages = ours.written %}
-"""
+NO_TOOLS = "{%- set tools = none -%}"
 
 
 def serve_flags(protocol: Any) -> list[str]:
@@ -92,30 +50,12 @@ def template_flags(protocol: Any, folder: Path, called: str) -> list[str]:
     """
     tools = getattr(getattr(protocol, "chat", None), "tools", None) or None
     ours, exported = (_template(tokenizer, tools) for tokenizer in (protocol.tokenizer, load_tokenizer(str(folder))))
-    if ours is not None and getattr(protocol, "tools", ()):
-        ours = served_template(ours, getattr(protocol, "tools_in", "template"), protocol)
+    if ours and getattr(protocol, "tools_in", "") in ("none", "trained") and protocol.tools:
+        ours = NO_TOOLS + ours  # that a client's tools are not shown either
     if ours is None or ours == exported:
         return []
     (folder / TEMPLATE).write_text(ours, encoding="utf-8")
     return ["--chat-template", f"{called}/{TEMPLATE}"]
-
-
-def served_template(template: str, tools_in: str, protocol: Any) -> str:
-    """The chat template that shows a client's tools where the rollouts show theirs."""
-    if tools_in == "template" or (tools_in != "system" and "tools" not in template):
-        return template
-    begin = "{%- if tools %}\n"
-    if tools_in == "system":
-        before, after = SYSTEM.format(schemas="\0", form=FORMS["hermes"]).split("\0")
-        result, result_end = RESULT.format(text="\0").split("\0")
-        takes_system = protocol.with_tools([{"role": "user", "content": "question"}])[0]["role"] == "system"
-        texts = {"before": before, "after": after, "result_end": result_end, "result": result}
-        values = {name: json.dumps(text) for name, text in (texts | {"open": OPEN, "close": CLOSE}).items()}
-        adapt = _TOOLS_IN_SYSTEM
-        for name, value in (values | {"takes_system": str(takes_system).lower()}).items():
-            adapt = adapt.replace(f"@{name}", value)
-        begin += adapt
-    return f"{begin}{{%- set tools = none %}}\n{{%- endif %}}\n{template}"
 
 
 def _template(tokenizer: Any, tools: Sequence[Any] | None) -> str | None:

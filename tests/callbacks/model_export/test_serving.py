@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from callbacks.model_export.serving import TEMPLATE, serve_flags, template_flags
 from experiments.commands.export import flags_of
 from rollout.protocols.hermes import HermesProtocol
 from rollout.tools.schemas import SCHEMAS
-from rollout.trajectory import Task, ToolRequest
+from rollout.trajectory import Task
 from tests.rollout.chat_models import chat_model, template
 
 AUTO = ["--enable-auto-tool-choice", "--tool-call-parser"]
@@ -57,43 +58,20 @@ def test_without_tools_or_with_tags_there_is_no_parser(tmp_path):
 CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-NO_SYSTEM = "{%- if messages[0]['role'] == 'system' %}{{- raise_exception('no system message') }}{%- endif %}" + CHATML
 
 
-@pytest.mark.parametrize("text", [CHATML, NO_SYSTEM])
-def test_the_served_template_writes_the_tools_as_the_rollouts_do(tmp_path, text):
-    """For a template that knows no tools, also for a conversation that goes on behind a call."""
-    folder = chat_model(tmp_path, "qwen2_5", text)
-    protocol = HermesProtocol(folder, tools=["code_interpreter", "search"])
-    assert protocol.tools_in == "system"
+@pytest.mark.parametrize(("name", "tools_in"), [("chatml", "auto"), ("qwen2_5", "system"), ("qwen2_5", "trained")])
+def test_the_served_template_shows_a_clients_tools_where_the_rollouts_show_theirs(tmp_path, name, tools_in):
+    folder = chat_model(tmp_path, "qwen2_5", CHATML if name == "chatml" else None)
+    protocol = HermesProtocol(folder, tools_in=tools_in)
     assert template_flags(protocol, tmp_path, "a") == ["--chat-template", f"a/{TEMPLATE}"]
-    ours = (tmp_path / TEMPLATE).read_text()
-    schemas = [SCHEMAS["code_interpreter"], SCHEMAS["search"]]
-
-    def served(messages):
-        return protocol.tokenizer.apply_chat_template(
-            messages, tools=schemas, chat_template=ours, tokenize=False, add_generation_prompt=True
-        )
-
-    user = {"role": "user", "content": "How many primes are below 100?"}
-    prompt = protocol.prompt_ids(Task(id="0", question=user["content"], golden_answers=(), data_source="test"))
-    assert protocol.tokenizer(served([user]), add_special_tokens=False)["input_ids"] == prompt
-    calls = [ToolRequest("search", {"query": 'primes "é" <b>'}), ToolRequest("code_interpreter", {"code": "1\n2"})]
-    rest = [protocol.chat.message(calls) | {"content": "I look."}]
-    rest += [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}, user]
-    for first in ([], [{"role": "system", "content": "Be brief."}]):
-        conversation = [*first, user, *rest]
-        assert served(conversation) == protocol.chat.render(protocol.with_tools(conversation))
-
-
-def test_the_served_template_shows_no_tools_where_the_rollouts_showed_none(tmp_path):
-    protocol = HermesProtocol(chat_model(tmp_path, "qwen2_5"), tools_in="trained")
-    template_flags(protocol, tmp_path, "a")
-    user, schemas = [{"role": "user", "content": "question"}], [SCHEMAS["code_interpreter"]]
-    served = protocol.tokenizer.apply_chat_template(
-        user, tools=schemas, chat_template=(tmp_path / TEMPLATE).read_text(), tokenize=False, add_generation_prompt=True
-    )
-    assert served == protocol.chat.render(user)
+    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "question"}], tools=[SCHEMAS["code_interpreter"]], add_generation_prompt=True,
+        chat_template=(tmp_path / TEMPLATE).read_text(), tokenize=False,
+    )  # fmt: skip
+    prompt = protocol.prompt_ids(Task(id="0", question="question", golden_answers=(), data_source="test"))
+    assert protocol.tokenizer(text, add_special_tokens=False)["input_ids"] == prompt
+    assert ("code_interpreter" in text) is (tools_in != "trained")
 
 
 def test_the_template_is_named_where_the_exported_tokenizer_has_another(tmp_path):
