@@ -1,8 +1,9 @@
-"""Tool calling in a model's own chat format (Hermes, Llama 3): template, call syntax, exact tokens between turns.
+"""Tool calling in a model's own chat format: template, call syntax, exact tokens between turns.
 
-Source: the Hermes format of Qwen2.5 and Qwen3 (docs/papers/sod.md 4.2), and the JSON calls of Llama 3. Mended here: the
-line break after an end of turn is kept (verl #6501); a call that cannot be read is answered with the reason (verl drops
-it, and the trajectory ends); calls beyond the limit are answered, not ignored; thinking is no place for calls.
+Source: the Hermes format of Qwen2.5 and Qwen3 (docs/papers/sod.md 4.2), the JSON calls of Llama 3, and the other formats
+of docs/chat_formats.md. Mended here: the line break after an end of turn is kept (verl #6501); a call that cannot be
+read is answered with the reason (verl drops it, and the trajectory ends); calls beyond the limit are answered, not
+ignored; thinking is no place for calls.
 
 Why not PyPI's ``renderers`` 0.1.12, which does the same with hand-written templates: it finds them by the exact
 published name, so a fine-tune, a folder or a tokenizer made here gets a generic one that cannot bridge tool turns; it
@@ -125,17 +126,6 @@ class HermesProtocol(TextProtocol):
         self.history = history
 
     @property
-    def serve_tool_parser(self) -> str | None:
-        """vLLM's ``--tool-call-parser`` for a model trained with this protocol."""
-        return self.reader.tool_parser if self.tools else None
-
-    @property
-    def serve_reasoning_parser(self) -> str | None:
-        """vLLM's ``--reasoning-parser``; None where the chat template knows no thinking."""
-        thinks = self.call_format == HARMONY or self.chat.thinking_tags[0] in self.tokenizer.chat_template
-        return self.reader.reasoning_parser if thinks else None
-
-    @property
     def windowed(self) -> bool:
         return self.history == "template"
 
@@ -253,8 +243,12 @@ class HermesProtocol(TextProtocol):
         if not schemas or not self.tokenizer.chat_template:  # which the chat refuses
             return "none", chat(())
         if tools_in in ("auto", "template"):
-            missing = [name for name in self.tools if name not in self._header(schemas)]
-            own = None if missing else chat(schemas)
+            told, untold = self._header(schemas), self._header(())
+            missing = [name for name in self.tools if told.count(name) <= untold.count(name)]
+            try:
+                own = None if missing else chat(schemas)
+            except ValueError as error:
+                raise ValueError(f"{error} (or tools_in: system, which writes calls and results as text)") from error
             if own is not None and own.writes_calls:
                 return "template", own
             if tools_in == "template":
@@ -274,7 +268,7 @@ class HermesProtocol(TextProtocol):
 
         question = [{"role": "user", "content": "question"}]
         try:
-            return self.tokenizer.apply_chat_template(question, tools=list(schemas), tokenize=False)
+            return self.tokenizer.apply_chat_template(question, tools=list(schemas) or None, tokenize=False)
         except (TemplateError, TypeError, ValueError):
             return ""
 

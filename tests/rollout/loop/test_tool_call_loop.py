@@ -72,6 +72,31 @@ def check(trajectory, engine):
     assert sum(now > before for before, now in zip(mask, mask[1:], strict=False)) == len(trajectory.turns)
 
 
+def test_history_of_the_template_gives_every_turn_its_own_prompt(tmp_path):
+    """The engine is asked with just the prompt that the turn keeps; only sampled tokens are in the response."""
+    protocol = HermesProtocol(chat_model(tmp_path, "qwen3"), history="template")
+    engine = ScriptedEngine(
+        [f"<think>\nI add.\n</think>\n\n{call(protocol, '20+5')}<|im_end|>", "\\boxed{25}<|im_end|>"],
+        protocol.tokenizer,
+    )
+    environment = QuestionAnswering({"code_interpreter": Adder()}, ToolLimits(retries=0))
+    loop = AgentLoop(
+        engine, protocol, environment, Budgets(max_turn_tokens=400, max_response_tokens=4000, max_length=4000)
+    )
+    request = Request(0, SamplingParams(max_new_tokens=400))
+
+    async def run():
+        await engine.start()
+        return await loop.run(TASK, group="g", index=0, request=request)
+
+    trajectory = asyncio.run(run())
+    assert (trajectory.answer, trajectory.stop_reason) == ("25", StopReason.ANSWER)
+    assert [turn.prompt_ids for turn in trajectory.turns] == [asked.token_ids for asked in engine.requests]
+    assert all(trajectory.loss_mask) and len(trajectory.turns) == 2
+    prompt = protocol.decode(trajectory.turns[1].prompt_ids)
+    assert "<tool_response>\n25\n</tool_response>" in prompt and prompt.count("I add.") == 1
+
+
 def rendered(protocol, trajectory, said):
     """What the template makes of question, ``said`` and results; turns as texts."""
     messages = [{"role": "user", "content": TASK.question}]
