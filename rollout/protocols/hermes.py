@@ -1,9 +1,9 @@
 """Tool calling in a model's own chat format: template, call syntax, exact tokens between turns.
 
-Source: the Hermes format of Qwen2.5 and Qwen3 (docs/papers/sod.md 4.2), the JSON calls of Llama 3, and the other formats
-of docs/chat_formats.md. Mended here: the line break after an end of turn is kept (verl #6501); a call that cannot be
-read is answered with the reason (verl drops it, and the trajectory ends); calls beyond the limit are answered, not
-ignored; thinking is no place for calls.
+Source: the Hermes format of Qwen2.5 and Qwen3 (docs/papers/sod.md 4.2), the JSON calls of Llama 3, and the formats
+listed in docs/chat_formats.md. Mended here: the line break after an end of turn is kept (verl #6501); a call that
+cannot be read is answered with the reason (verl drops it, and the trajectory ends); calls beyond the limit are
+answered, not ignored; thinking is no place for calls.
 
 Why not PyPI's ``renderers`` 0.1.12, which does the same with hand-written templates: it finds them by the exact
 published name, so a fine-tune, a folder or a tokenizer made here gets a generic one that cannot bridge tool turns; it
