@@ -109,7 +109,7 @@ def thinking_tags(template: str, vocabulary: Mapping[str, int]) -> Tags:
 
 
 def names() -> tuple[str, ...]:
-    """All formats, in the order in which ``auto`` tries them."""
+    """All formats, in the order of ``auto``."""
     return (*NATIVE, *(n for n in _vllm().ToolParserManager.list_registered() if n not in (*NATIVE, *LEFT_OUT)))
 
 
@@ -132,7 +132,7 @@ def call_reader(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]], th
 
 
 def reader_without_calls(tokenizer: Any, thinking: Tags) -> CallReader:
-    """The reader of turns in which nothing can be called."""
+    """The reader of turns without tools."""
     harmony = "<|channel|>" in tokenizer.chat_template and "<|message|>" in tokenizer.chat_template
     return CallReader(HARMONY if harmony else HERMES, _none, "", thinking, "")
 
@@ -144,8 +144,8 @@ def _none(text: str) -> Calls:
 class VLLMCalls:
     """The calls of a finished turn by one of vLLM's tool parsers.
 
-    A parser returns no calls where it cannot read them, as if there were none. Whether a call was begun is therefore
-    decided by ``beginning``, the text with which the template begins a call (the round trip sets it).
+    A parser returns no calls where it cannot read them. Therefore a call counts as begun where the turn holds
+    ``beginning``, the first text of a call that the template writes (the round trip sets it).
     """
 
     beginning = ""

@@ -133,7 +133,8 @@ class ChatBoundaries:
     def text_after(
         self, messages: Sequence[Message], *, called: Sequence[str] = (), turns: Sequence[Message] = ()
     ) -> str:
-        """What the template writes behind the end of an assistant's turn. ``turns``: the conversation before it."""
+        """Return the text that the template writes behind the end of an assistant's turn. ``turns``: the conversation
+        before that turn."""
         turn = self._calling(called) if called else self._plain
         if not called and self.answer_role == "user":
             messages = [message | {"role": "user"} for message in messages]
@@ -141,8 +142,8 @@ class ChatBoundaries:
         return self._behind_turn(rendered)[1]
 
     def written_call(self, calls: Sequence[ToolRequest], tools: Sequence[Message]) -> str:
-        """The turn in which the template writes these calls, as a model would sample it: behind the header, without
-        its end. Raises ValueError where it refuses them."""
+        """Return the turn that the template writes for these calls, as a model would sample it: behind the header and
+        without its end. Raises ValueError where the template refuses the calls."""
         header = self.ids(self.render([_USER], tools=tools))
         whole = self.ids(self.render([_USER, self.message(calls)], tools=tools, open_turn=False))
         shared = len(os.path.commonprefix([header, whole]))  # a template may open thinking that it drops from history

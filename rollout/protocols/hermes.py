@@ -3,7 +3,7 @@
 Source: the Hermes format of Qwen2.5 and Qwen3 (docs/papers/sod.md 4.2), the JSON calls of Llama 3, and the formats
 listed in docs/chat_formats.md. Mended here: the line break after an end of turn is kept (verl #6501); a call that
 cannot be read is answered with the reason (verl drops it, and the trajectory ends); calls beyond the limit are
-answered, not ignored; thinking is no place for calls.
+answered, not ignored; calls inside thinking are not executed.
 
 Why not PyPI's ``renderers`` 0.1.12, which does the same with hand-written templates: it finds them by the exact
 published name, so a fine-tune, a folder or a tokenizer made here gets a generic one that cannot bridge tool turns; it
@@ -29,7 +29,7 @@ from rollout.trajectory import Action, ActionKind, Task, ToolCall, ToolResult, T
 
 ToolsIn = Literal["auto", "template", "system", "none", "trained"]
 
-MAX_CALLS = 1000  # in one turn, where no limit is asked for
+MAX_CALLS = 1000  # in one turn, without a limit
 PURPOSES = {"search": " to look something up", "code_interpreter": " to compute or to check something"}
 CUT = "Your last turn was cut off before it ended, so it was not read. Write less in one turn."
 UNCLOSED = "The thinking of your last turn was never closed with {closing}, so nothing in it was read."
@@ -52,7 +52,7 @@ def boxed_instruction(tools: Sequence[str]) -> str:
 class HermesProtocol(TextProtocol):
     """Prompts, tool calls and tool results in the chat format of one model.
 
-    A turn ends with an end-of-turn token, which stays in it. What follows the thinking at its beginning is read: with
+    A turn ends with an end-of-turn token, which stays in it. The text behind its thinking is read: with
     tool calls the turn is a CALL, without one an ANSWER, the content of its last ``\\boxed{}`` (None where nothing is
     boxed; the trajectory ends then, too). A turn that was cut, whose thinking is not closed, or with a call that cannot
     be read is INVALID: the reason comes back as a tool's result, and the trajectory goes on.
@@ -77,8 +77,8 @@ class HermesProtocol(TextProtocol):
             read are none, so that a turn of only such calls ends the trajectory; calls inside thinking count; of
             calls beyond the limit the model is told nothing.
         history: what the model reads of its earlier turns. ``sampled``: its own tokens, thinking included, in one
-            conversation. ``template``: a new prompt for every turn, in which the template writes the earlier turns as
-            a chat server would (Qwen3 drops thinking before the latest question, QwQ all of it).
+            conversation. ``template``: a new prompt for every turn. The template writes the earlier turns as a chat
+            server would (Qwen3 drops thinking before the latest question, QwQ drops all of it).
         newline: keep the line break that the template writes behind an end of turn; false: as released with verl,
             whose loop forgets it (verl #6501).
 
@@ -221,7 +221,7 @@ class HermesProtocol(TextProtocol):
         return fitting(lambda limit: self._observation(action, names, texts, limit), longest, budget)
 
     def _texts(self, action: Action, results: Sequence[ToolResult]) -> list[str]:
-        """What is read after a turn, message by message."""
+        """The texts that follow a turn, one a message."""
         texts = [result.text.strip() for result in results] + ([action.error] if action.error else [])
         names = tuple(call.name for call in action.calls)
         if len(texts) > len(names) > 0 and not self.chat.takes_results(names, len(texts)):
@@ -235,7 +235,7 @@ class HermesProtocol(TextProtocol):
     def _chat_with(
         self, schemas: Sequence[dict[str, Any]], tools_in: ToolsIn, thinking: bool | None, newline: bool
     ) -> tuple[ToolsIn, ChatBoundaries]:
-        """Where the tools are shown, and the chat for it."""
+        """Choose where the tools are shown, and make the chat for it."""
 
         def chat(shown: Sequence[dict[str, Any]]) -> ChatBoundaries:
             return ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline)
@@ -263,7 +263,7 @@ class HermesProtocol(TextProtocol):
         return tools_in, chat(schemas if tools_in == "system" else ())
 
     def _header(self, schemas: Sequence[dict[str, Any]]) -> str:
-        """What the template shows of the tools; "" where it refuses them."""
+        """Render a question with these tools; "" where the template refuses them."""
         from jinja2 import TemplateError
 
         question = [{"role": "user", "content": "question"}]

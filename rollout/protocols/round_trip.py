@@ -146,5 +146,5 @@ def survives(reader: CallReader, turn: str, calls: Calls) -> bool:
 
 
 def _exact(calls: Calls) -> str:
-    """JSON, in which 1, 1.0 and true differ."""
+    """JSON, because it keeps 1, 1.0 and true apart."""
     return json.dumps([(call.name, call.arguments) for call in calls], sort_keys=True)

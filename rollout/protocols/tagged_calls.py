@@ -6,7 +6,7 @@ mistral      [TOOL_CALLS]search[ARGS]{"query": "..."}, or a JSON list behind [TO
 kimi_k2      <|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "..."}<|tool_call_end|>
 
 vLLM has parsers for these too, which it runs as if the text were streamed. A call of 4,000 characters of code takes its
-qwen3_coder 1.4 s and its mistral 0.6 s, in which no other trajectory goes on.
+qwen3_coder 1.4 s and its mistral 0.6 s, and all other trajectories wait.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def kimi_k2_calls(text: str) -> tuple[ToolRequest, ...]:
 
 
 def typed(value: str, schema: Mapping[str, Any] | None) -> Any:
-    """The text of an argument as a value of the type that its schema names; the text where it is none, or where the
-    schema names no type.
+    """Convert the text of an argument to the type that its schema names. A text that does not fit, or a schema without
+    a type, leaves the text as it is.
 
     >>> typed("3", {"type": "integer"}), typed("True", {"type": "boolean"}), typed("3", {"type": "string"})
     (3, True, '3')

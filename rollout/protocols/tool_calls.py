@@ -34,13 +34,13 @@ class UnclosedThinking(ValueError):
 
 
 def after_thinking(text: str, opening: str = "<think>", closing: str = "</think>", call: str = OPEN) -> str:
-    """Return the text behind the thinking, which stands at the beginning of a turn. A tag anywhere else is text.
+    """Return the text behind the thinking. Thinking begins a turn; a tag anywhere else is text.
 
     A turn may close what it did not open, where the model leaves the opening tag out; not once a call has begun.
 
     Args:
         text: one turn, with what the prompt has opened.
-        call: the text with which a call begins.
+        call: the first text of a call.
 
     Raises:
         UnclosedThinking: the turn begins with thinking that it does not close.
@@ -61,7 +61,7 @@ def after_thinking(text: str, opening: str = "<think>", closing: str = "</think>
 
 
 def hermes_calls(text: str) -> tuple[ToolRequest, ...]:
-    """The calls between tags, in order; none where there is no tag.
+    """Return the calls between tags, in order.
 
     The last call may lack its closing tag, where the model ended its turn right after the object, and arguments may
     be an object written as text: as the parsers of vLLM and of OpenAI's interface have it.
@@ -103,9 +103,9 @@ def verl_calls(text: str) -> tuple[ToolRequest, ...]:
 
 def llama3_calls(text: str) -> tuple[ToolRequest, ...]:
     """The calls from ``<|python_tag|>``, or from the first line that begins an object with a "name"; several are parted
-    by white space or semicolons. None where there is neither. ("arguments" is read as "parameters".)
+    by white space or semicolons. ("arguments" is read as "parameters".)
 
-    Raises MalformedCall for what is no JSON object {"name": text, "parameters": object}.
+    Raises MalformedCall for anything but a JSON object {"name": text, "parameters": object}.
     """
     first = _LLAMA3_FIRST.search(text)
     if first is None:
@@ -170,7 +170,7 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
     begin = _SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches the empty text too
     try:
         value, end = _JSON.raw_decode(text, begin)
-        if "\\u" in text[begin:end]:  # half of a surrogate pair is no text, and could not be saved
+        if "\\u" in text[begin:end]:  # half of a surrogate pair could not be saved
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise MalformedCall(f"not valid JSON: {error.msg} at character {error.pos - begin}") from error
