@@ -67,11 +67,11 @@ def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedToke
 
     Tokens are coloured by role (prompt, model, observation); a coloured underline shows the sign and size of the
     first signal. Hovering (or focusing) a token shows its id, mask, sampler log-prob (the weights that sampled it,
-    where several have) and signals at the foot. With signals every turn has a line above it with its metrics
-    (``turn_metrics``).
+    where several have) and signals at the foot. Every turn has a line above it, with its metrics (``turn_metrics``)
+    where there are signals. The prompt is folded, up to the header of the assistant's turn.
 
-    A turn with its own prompt follows such a line, signals or not: the prompt, folded, as text and ids; the sampled
-    tokens; and the environment's next observation.
+    For a turn with its own prompt the page shows this prompt, folded, as text and ids; the sampled tokens; and the
+    environment's next observation.
     """
     underlined = next((next(iter(item.signals)) for item in items if item.signals), None)
     return _template().render(title=title, underlined=underlined, items=[_shown(item, tokenizer) for item in items])
@@ -103,11 +103,19 @@ def _conversation(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[di
         for token, text in zip(ids, token_texts(tokenizer, ids), strict=True)
     ]
     response = _response(item, tokenizer, slice(None))
-    if item.signals:
-        for turn, line in zip(item.trajectory.turns, _turn_lines(item), strict=True):
-            if turn.start < len(response):
-                response[turn.start]["above"] = line
-    return [{"prompt_title": "prompt", "prompt_length": len(ids), "prompt": prompt, "response": response}]
+    for turn, line in zip(item.trajectory.turns, _turn_lines(item), strict=True):
+        if turn.start < len(response):
+            response[turn.start]["above"] = line
+    begun = _header(tokenizer, ids)
+    shown = prompt[begun:] + response
+    return [{"prompt_title": "prompt", "prompt_length": len(ids), "prompt": prompt[:begun], "response": shown}]
+
+
+def _header(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
+    """Where the header of the assistant's turn begins, from the last control token on; the end of a prompt that has
+    none behind its beginning. Templates may open (Qwen3.5) or close the thinking there."""
+    control = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((i for i in range(len(ids) - 1, 0, -1) if ids[i] in control), len(ids))
 
 
 def _turns(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

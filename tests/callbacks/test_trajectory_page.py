@@ -26,7 +26,7 @@ class Page(HTMLParser):
         super().__init__()
         self.tokens, self.headings, self.details, self.fetched, self.open = [], [], {}, [], []
         self.cells, self.turns, self.folded, self.ids, self.seen = [], [], [], [], []
-        self._term, self._token = "", False
+        self._term, self._token, self.folded_tokens = "", False, 0
         self.feed(text)
         assert self.open == [], f"not closed: {self.open}"
 
@@ -44,6 +44,8 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+        if tag == "details":
+            self.folded_tokens = len(self.tokens)
 
     def handle_data(self, data):
         if not self.open:
@@ -153,13 +155,33 @@ def test_turns_have_the_figures_of_their_tokens_above_them(tokenizer):
         "opd_weights": [1.0 if i < one.end else 0.363 if i >= two.start else 0.0 for i in place],
         "kl": [(-1) ** i * (0.5 if i < one.end else 1.5) if trajectory.loss_mask[i] else 0.0 for i in place],
     }
-    html = render_page("t", [PageItem(trajectory, "best", signals), PageItem(trajectory, "no figures")], tokenizer)
-    page = Page(html)
-    prompt = len(trajectory.prompt_ids)
-    assert page.turns == [
-        (f"turn 1 of 2 · {one.end} tokens · divergence 0.5 · opd_weights 1", prompt),
-        (f"turn 2 of 2 · {two.end - two.start} tokens · divergence 1.5 · opd_weights 0.363", prompt + two.start),
-    ]
+    lines = [f"turn 1 of 2 · {one.end} tokens", f"turn 2 of 2 · {two.end - two.start} tokens"]
+    starts = [len(trajectory.prompt_ids) + turn.start for turn in (one, two)]
+    page = Page(render_page("t", [PageItem(trajectory, "no figures")], tokenizer))
+    assert page.turns == list(zip(lines, starts, strict=True))
+    page = Page(render_page("t", [PageItem(trajectory, "best", signals)], tokenizer))
+    figures = ["divergence 0.5 · opd_weights 1", "divergence 1.5 · opd_weights 0.363"]
+    assert page.turns == [(f"{line} · {f}", start) for line, f, start in zip(lines, figures, starts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "header"),
+    [
+        ("<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n"),
+        ("<|endoftext|>Question: Where?", ""),
+        ("Question: Where?", ""),
+        ("", ""),
+    ],
+)
+def test_what_the_prompt_opens_of_a_turn_stands_before_its_tokens(tokenizer, prompt, header):
+    """A turn of Qwen3.5's closes the thinking that its prompt has opened."""
+    trajectory = written(tokenizer, TEXT).replace(prompt_ids=tuple(tokenizer(prompt).input_ids))
+    page = Page(render_page("t", [PageItem(trajectory, "best")], tokenizer))
+    folded = [text for role, _, text in page.tokens[: page.folded_tokens] if role == "p"]
+    assert "".join(folded) + header == prompt
+    shown = page.tokens[page.folded_tokens :]
+    assert "".join(text for role, _, text in shown if role == "p") == header
+    assert "".join(text for _, _, text in shown) == header + TEXT.replace("|", "")
 
 
 def turn_by_turn(tokenizer, reward=0.5):

@@ -140,7 +140,8 @@ def test_a_trained_model_calls_a_tool_and_answers(engine, name, tmp_path):
     first, last = trajectory.turns
     assert (first.action.kind, first.action.calls) == (ActionKind.CALL, (CALL,))
     assert (last.action.kind, last.action.answer) == (ActionKind.ANSWER, "Grey Harbor")
-    assert (trajectory.stop_reason, trajectory.reward.total) == (StopReason.ANSWER, 1.0)
+    assert trajectory.stop_reason is StopReason.ANSWER and trajectory.reward is not None
+    assert trajectory.reward.total == 1.0
     [call] = trajectory.calls
     assert call.executed and [document.title for document in call.result.documents] == ["Mira Voss", "Mira Vass"]
 
