@@ -139,7 +139,7 @@ class ChatBoundaries:
         if not called and self.answer_role == "user":
             messages = [message | {"role": "user"} for message in messages]
         rendered = self.render([*(turns or [_USER]), turn, *messages])
-        return self._behind_turn(rendered)[1]
+        return self._behind_turn(rendered, bool(called))[1]
 
     def written_call(self, calls: Sequence[ToolRequest], tools: Sequence[Message]) -> str:
         """Return the turn that the template writes for these calls, as a model would sample it: behind the header and
@@ -221,13 +221,12 @@ class ChatBoundaries:
         except ValueError:
             return False
 
-    def _behind_turn(self, rendered: str) -> tuple[str, str]:
+    def _behind_turn(self, rendered: str, called: bool = False) -> tuple[str, str]:
         """The token that ends the placeholder's turn, and what follows it. Raises ValueError without one."""
         _, found, rest = rendered.rpartition(_TURN)
         end = self._end.search(rest)
-        between = rest[: end.start()] if end else rest
-        other = self._any_special.search(between)
-        if found and other and not between[: other.start()].strip() and self._stops_when_last():
+        other = None if called else self._any_special.search(rest[: end.start()] if end else rest)
+        if found and other and not rest[: other.start()].strip() and self._stops_when_last():
             end = other  # harmony: <|return|> where the turn is the last, <|end|> once others follow
         if not found or end is None:
             raise ValueError(f"{self.where} shows no end of the assistant's turn that is a stop token")
@@ -281,7 +280,7 @@ class ChatBoundaries:
             shown = self.tokenizer.decode(self.ids_after([{"role": "tool", "content": quote}], called=called))
             if "one" not in text or quote not in shown:
                 raise ValueError(f"{self.where} does not show what a tool returned, or not as it is")
-            ends[bool(called)] = self._behind_turn(self.render([_USER, turn, answer]))[0]
+            ends[bool(called)] = self._behind_turn(self.render([_USER, turn, answer]), bool(called))[0]
         return ends
 
 
