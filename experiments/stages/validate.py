@@ -34,6 +34,8 @@ from retrieval import protocols
 WITHOUT_METRICS = ("callbacks.", "data_modules.", "experiments.", "lightning", "retrieval.", "rollout.", "torch.")
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 CLI_KEYS = ("seed_everything", "trainer", "model", "data")
+# Arguments of earlier versions, and what to write instead.
+RENAMED = {"show_tools": "; now tools_in: leave it out for show_tools: true, tools_in: trained for show_tools: false"}
 
 
 @startup.no_collection()
@@ -343,7 +345,9 @@ def check_arguments(
     for key, value in given.items():
         at = f"{path}.{key}"
         if valid is not None and key not in valid:
-            raise ExperimentError(f"{where}: unknown key '{at}': {name} has no such argument{nearest(key, valid)}")
+            raise ExperimentError(
+                f"{where}: unknown key '{at}': {name} has no such argument{RENAMED.get(key) or nearest(key, valid)}"
+            )
         parameter, hint = parameter_of(target, key)
         hint = (narrower or {}).get(key, hint)
         if value is None:

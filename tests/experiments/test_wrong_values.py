@@ -100,6 +100,13 @@ def test_a_fault_names_the_innermost_part():
             "dtype' is 'float7'; expected one of 'float32', 'bfloat16'",
         ),
         (["--data.rollouts.sampler=rollout.samplers.branching.BranchingSampler"], "initial_rollouts' is missing"),
+        (
+            [
+                "--data.rollouts.protocol=rollout.protocols.hermes.HermesProtocol",
+                "--data.rollouts.protocol.show_tools=false",
+            ],
+            "unknown key '.*show_tools': .*; now tools_in: .* tools_in: trained for show_tools: false",
+        ),
         (["--data.eval_sampling=3"], "eval_sampling' is 3; expected"),
         (["--data.eval_sampling={1: 2}"], "unknown key '.*1': SamplingParams has no such argument; valid: "),
         (["--data.probes=gold_direct"], "probes' is 'gold_direct'; expected a list of one of 'gold_direct'"),

@@ -1,9 +1,8 @@
 """Chat templates as published, out of two packages (`make templates`): none of them is in the repository.
 
 A family is its template and the control tokens of its tokenizer, special or not as the model has them; the words are
-those of a tokenizer that is trained here. Tokens and ends of a turn are those of the models' ``tokenizer_config.json``
-and ``generation_config.json``, named in the comments. A family without a published template in the packages has one
-that is written here in its form ("form only").
+those of a tokenizer that is trained here. A family without a published template in the packages has one that is
+written here in its form ("form only"). docs/chat_formats.md shows the outcome by family.
 """
 
 from __future__ import annotations
@@ -70,7 +69,9 @@ def llama(*templates: str) -> Family:
 
 
 def mistral(template: str, names: str) -> Family:
-    brackets = tuple(f"[{slash}{name}]" for name in names.split() for slash in ("", "/"))
+    """Mistral's pairs are those of ``PAIRED``; mistral-common's ``SpecialTokens`` closes no others."""
+    pairs = tuple(f"[/{name}]" for name in names.split() if name in PAIRED)
+    brackets = (*(f"[{name}]" for name in names.split()), *pairs)
     return Family((template,), ("<s>", "</s>", "<unk>", "<pad>", *brackets), "</s>", (), "<s>")
 
 
@@ -81,11 +82,30 @@ def deepseek(*templates: str, added: tuple[str, ...] = ()) -> Family:
     return Family(templates, (bos, eos), eos, (*piped(tools, "｜"), *paired("think"), *added), bos)
 
 
-def granite(template: str, special: str = "", added: tuple[str, ...] = ()) -> Family:
-    names = f"end_of_text start_of_role end_of_role {special}"
-    return Family((template,), piped(names), "<|end_of_text|>", added, "<|end_of_text|>")
+def granite(template: str, names: str = "", special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Family:
+    piped_names = f"end_of_text start_of_role end_of_role start_of_plugin end_of_plugin {names}"
+    return Family((template,), (*piped(piped_names), *special), "<|end_of_text|>", added, "<|end_of_text|>")
 
 
+def granite_4(template: str) -> Family:
+    special = ("<think_on>", "<think_off>", *paired("schema tools documents"))
+    return granite(template, "unused_1", special, paired("think tool_call tool_response"))
+
+
+def glm(template: str) -> Family:
+    special = ("[gMASK]", "<sop>", *piped("endoftext system user assistant observation"))
+    return Family((template,), special, "<|endoftext|>", GLM_TAGS, ends=piped("endoftext user observation"))
+
+
+def lfm2(*templates: str) -> Family:
+    special = piped(
+        "startoftext endoftext im_start im_end tool_list_start tool_list_end tool_call_start tool_call_end "
+        "tool_response_start tool_response_end"
+    )
+    return Family(templates, special, "<|im_end|>", paired("think"), "<|startoftext|>")
+
+
+PAIRED = "INST AVAILABLE_TOOLS TOOL_RESULTS SYSTEM_PROMPT THINK".split()
 GEMMA_TAGS = "tool tool_call tool_response channel turn".split()
 GEMMA_4 = [f"<{a}{name}{b}>" for name in GEMMA_TAGS for a, b in (("|", ""), ("", "|"))]
 GLM_TAGS = paired("think tool_call tool_response arg_key arg_value")
@@ -95,6 +115,12 @@ COMMAND = "START_OF_TURN_TOKEN END_OF_TURN_TOKEN USER_TOKEN CHATBOT_TOKEN SYSTEM
 COMMAND_TAGS = "START_THINKING END_THINKING START_ACTION END_ACTION START_TOOL_RESULT END_TOOL_RESULT START_RESPONSE"
 APERTUS = "system developer user assistant"
 
+# Each comment names a model: its tokenizer_config.json says the tokens, its generation_config.json the ends of a turn.
+# Compared in November 2026 with published copies of these files, or with code and notes that quote them:
+# tokens and ends: Qwen2.5, Qwen3, Llama 3.1, Llama 4, Phi-4; ends alone: GLM-4.5, Gemma 3, Gemma 4, gpt-oss, OLMo 3,
+# Phi-4-mini; tokens alone: SmolLM2, SmolLM3, Mistral (mistral-common), Granite 3.3, Granite 4.0, GLM-4.5 but its tags.
+# Not compared: whether the tags of GLM-4.5, Phi-4-mini and SmolLM3 are special, and all families that are not named.
+# Special tags change no outcome (`test_tags_may_be_special`).
 FAMILIES = {
     # Qwen/Qwen2.5-7B-Instruct: only <tool_call> is a token; eos <|im_end|>, <|endoftext|>
     "Qwen2.5": qwen("trl/qwen2_5", "llama/Qwen-Qwen2.5-7B-Instruct", added="tool_call"),
@@ -184,16 +210,12 @@ FAMILIES = {
     ),
     # ibm-granite/granite-3.3-2b-instruct: thinking is text; ibm-granite/granite-4.0-h-tiny: tags are tokens
     "Granite 3.3": granite("llama/ibm-granite-granite-3.3-2B-Instruct", "tool_call start_of_cite end_of_cite"),
-    "Granite 4.0": granite("llama/ibm-granite-granite-4.0", "tool_call", paired("think tool_call tool_response")),
-    "Granite 4.1": granite("llama/ibm-granite-granite-4.1", "tool_call", paired("think tool_call tool_response")),
+    "Granite 4.0": granite_4("llama/ibm-granite-granite-4.0"),
+    "Granite 4.1": granite_4("llama/ibm-granite-granite-4.1"),
     # zai-org/GLM-4.5: eos <|endoftext|>, <|user|>, <|observation|>
-    "GLM-4": Family(
-        ("trl/glm4moe", "llama/GLM-4.6", "llama/GLM-4.7-Flash"),
-        ("[gMASK]", "<sop>", *piped("endoftext system user assistant observation")),
-        "<|endoftext|>",
-        GLM_TAGS,
-        ends=piped("endoftext user observation"),
-    ),
+    "GLM-4.5": glm("trl/glm4moe"),
+    "GLM-4.6": glm("llama/GLM-4.6"),
+    "GLM-4.7": glm("llama/GLM-4.7-Flash"),
     # openai/gpt-oss-20b: eos <|return|>, <|endoftext|>, <|call|>
     "gpt-oss": Family(
         ("trl/gptoss", "llama/openai-gpt-oss-120b"),
@@ -224,16 +246,8 @@ FAMILIES = {
         "<BOS_TOKEN>",
     ),
     # LiquidAI/LFM2-1.2B: the tool tokens are special
-    "LFM2": Family(
-        ("trl/lfm2", "trl/lfm2_v2", "trl/lfm2_2_5", "trl/lfm2_2_5_v2", "llama/LFM2-8B-A1B", "llama/LFM2.5-8B-A1B"),
-        piped(
-            "startoftext endoftext im_start im_end tool_list_start tool_list_end tool_call_start tool_call_end "
-            "tool_response_start tool_response_end"
-        ),
-        "<|im_end|>",
-        paired("think"),
-        "<|startoftext|>",
-    ),
+    "LFM2": lfm2("trl/lfm2", "trl/lfm2_v2", "llama/LFM2-8B-A1B"),
+    "LFM2.5": lfm2("trl/lfm2_2_5", "trl/lfm2_2_5_v2", "llama/LFM2.5-8B-A1B"),
     # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16: eos </s>, <|im_end|>
     "Nemotron 3": Family(
         ("trl/nemotron_3_nano", "trl/nemotron_3_super", "trl/nemotron_3_ultra"),
@@ -518,3 +532,11 @@ def test_calls_survive_or_the_template_is_refused_in_one_line(name, tmp_path):
             written = protocol.chat.opened + protocol.chat.thinking_tags[1] + written
         action = protocol.parse(written.removeprefix(protocol.chat.opened) + protocol.chat.call_end)
         assert (action.kind, list(action.calls)) == (ActionKind.CALL, turn), written
+
+
+@pytest.mark.parametrize("name", [name for name, family in CASES.items() if family.added and name in EXPECTED])
+def test_tags_may_be_special(name, tmp_path):
+    family = CASES[name]
+    folder = chat_folder(tmp_path, template(name), replace(family, special=family.special + family.added, added=()))
+    protocol = HermesProtocol(folder, tools=[TOOL], max_parallel_calls=None)
+    assert f"{protocol.tools_in} {protocol.call_format}" == EXPECTED[name]
