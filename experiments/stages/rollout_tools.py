@@ -30,7 +30,8 @@ def check_rollouts(parsed: Any, where: str) -> None:
         try:
             if called and environment is not None:
                 check_tools(environment, called, protocol.__name__)
-            if sampler and rollouts.get("protocol.init_args.window") is not None:
+            given = rollouts.get("protocol.init_args") or {}
+            if sampler and (given.get("window") is not None or given.get("history") == "template"):
                 check_forks(import_class(sampler, where), protocol.__name__)
             if rollouts.get("colocate") == "sleep":
                 engine = import_class(rollouts.engine.class_path, where)

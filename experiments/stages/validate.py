@@ -129,7 +129,13 @@ def instantiate(config: Config, name: str) -> Any:
     startup.resolve_types_as_python()
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(import_class(config["class_path"], name), name, required=True)
-    return parser.instantiate_classes(parser.parse_object({name: config}))[name]
+    parsed = parser.parse_object({name: config})
+    try:
+        return parser.instantiate_classes(parsed)[name]
+    except ValueError as error:
+        if not str(error).startswith(OF_A_UNION):
+            raise
+        raise ValueError(_constructor_message(error)) from error
 
 
 def check_module(parsed: Any, where: str) -> Any:

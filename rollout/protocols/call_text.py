@@ -49,6 +49,7 @@ _WRITE = """\
     SYSTEM_PLACE
 {%- endif -%}
 {%- set messages = plain.messages -%}
+{%- set tools = none -%}
 """
 _OWN_MESSAGE = "{%- set plain.messages = [{'role': 'system', 'content': plain.system}] + plain.messages -%}"
 _FIRST_USER = (  # of the user's, in a template without a system role

@@ -104,3 +104,9 @@ def test_the_form_of_a_corpus_and_its_malformed_rows_are_told(words, tmp_path, c
     assert main([*words, "--paths.skip_malformed=true"]) == 0
     said = capsys.readouterr().out
     assert told in said and "left out (skip_malformed):" in said and "c.jsonl, line 2: not JSON" in said
+
+
+def test_a_refused_option_of_the_protocol_is_one_line(words, capsys):
+    assert main([*words, "--data.rollouts.protocol.call_format", "qwen3_coder"]) == 2
+    line = next(line for line in capsys.readouterr().err.splitlines() if "cannot be written" in line)
+    assert "cannot be written: the chat template of" in line and "tried qwen3_coder" in line

@@ -1,11 +1,15 @@
 """A stage checks itself before it loads anything, with the checks of a chain."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from jsonargparse import dict_to_namespace
 
+from experiments.registry.errors import ExperimentError
 from experiments.stages import stage as stages
+from experiments.stages.rollout_tools import check_rollouts
 from experiments.stages.store import StageFolder
 
 TOYS = "tests.experiments.toy_modules"
@@ -58,3 +62,17 @@ def test_a_stage_knows_the_folders_that_it_reads(workshop):
     assert (found.name, found.kind, found.key, found.folder) == (stage.name, stage.kind, stage.key, stage.folder)
     assert [other.folder for other in found.upstream] == [other.folder for other in stage.upstream]
     assert found.arguments == ("--task.text=x",) and json.dumps(found.config) == json.dumps(stage.config)
+
+
+@pytest.mark.parametrize("option", [{"window": 2}, {"history": "template"}])
+def test_a_sampler_that_forks_is_refused_where_every_turn_has_its_own_prompt(option):
+    rollouts = {
+        "protocol": {"class_path": "rollout.protocols.hermes.HermesProtocol", "init_args": option},
+        "environment": {"class_path": "rollout.environments.question_answering.QuestionAnswering", "init_args": {}},
+        "sampler": {"class_path": "rollout.samplers.branching.BranchingSampler"},
+    }
+    config = dict_to_namespace({"data": {"init_args": {"rollouts": {"init_args": rollouts}}}})
+    with pytest.raises(
+        ExperimentError, match="forks trajectories .* HermesProtocol writes a new prompt for every turn"
+    ):
+        check_rollouts(SimpleNamespace(config=config), "x")

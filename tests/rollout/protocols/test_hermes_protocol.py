@@ -305,6 +305,7 @@ def test_the_instruction_speaks_of_the_tools_that_are_shown(folders, tools, plac
     text = protocol.decode(protocol.prompt_ids(TASK))
     asked = text[text.index(TASK.question) :]
     assert says in asked and ("compute" in asked) == (shown and "code_interpreter" in tools)
+    assert text.count("# Tools") == shown  # by the template or by our text, never by both
     assert ("tool" in asked) == shown
 
 

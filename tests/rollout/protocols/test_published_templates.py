@@ -444,6 +444,7 @@ READ = {
         "llama/LFM2-8B-A1B",
     ),
 }
+NEEDS_TOOLS = (*READ["template harmony"], "llama/NousResearch-Hermes-3-Llama-3.1-8B-tool_use")
 EXPECTED = {name: read for read, names in READ.items() for name in names}
 
 
@@ -532,6 +533,16 @@ def test_calls_survive_or_the_template_is_refused_in_one_line(name, tmp_path):
             written = protocol.chat.opened + protocol.chat.thinking_tags[1] + written
         action = protocol.parse(written.removeprefix(protocol.chat.opened) + protocol.chat.call_end)
         assert (action.kind, list(action.calls)) == (ActionKind.CALL, turn), written
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_template_takes_the_tools_in_the_system_message_and_shows_them_once(name, tmp_path):
+    try:
+        protocol = HermesProtocol(chat_folder(tmp_path, template(name), CASES[name]), tools=[TOOL], tools_in="system")
+    except ValueError:
+        assert name in NEEDS_TOOLS
+        return
+    assert protocol.call_format == "hermes" and protocol.chat.header.count("What to look for.") == 1
 
 
 @pytest.mark.parametrize("name", [name for name, family in CASES.items() if family.added and name in EXPECTED])
