@@ -167,4 +167,6 @@ def _each(text: str, opening: str, read: Any) -> tuple[ToolRequest, ...]:
     while (start := text.find(opening, position)) >= 0:
         call, position = read(start + len(opening))
         calls.append(call)
+    if not calls and opening == OPEN and CLOSE in text:  # else the turn would be an answer, and the last
+        raise MalformedCall(f"{CLOSE} without {OPEN}")
     return tuple(calls)

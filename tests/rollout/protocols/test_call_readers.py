@@ -49,11 +49,13 @@ UNREADABLE = {
         ("<tool_call>\n<function=probe>\n<parameter=text>\na", "no </parameter>"),
         ("<tool_call>\n<function=probe>\nhello</function></tool_call>", "no </function>"),
         (qwen(text="a") + "<tool_call>{}", "no <function=NAME>"),
+        (qwen(text="a").removeprefix("<tool_call>"), "</tool_call> without <tool_call>"),
     ],
     "glm45": [
         ("<tool_call></tool_call>", "no name"),
         ("<tool_call>probe<arg_key>text</arg_key><arg_value>a", "no </arg_value>"),
         ("<tool_call>probe<arg_key>text</arg_key>a</tool_call>", "no </tool_call> after"),
+        (glm(text="a").removeprefix("<tool_call>"), "</tool_call> without <tool_call>"),
     ],
     "mistral": [
         ("[TOOL_CALLS]", "no name"),
