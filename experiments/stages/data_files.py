@@ -18,7 +18,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.files import data_arguments
 from experiments.registry.keys import QUESTION_FILES
 from experiments.stages.graph import Stage, closure
-from experiments.stages.validate import import_class, instantiate, plays_episodes
+from experiments.stages.validate import constructor_message, import_class, instantiate, plays_episodes
 
 if TYPE_CHECKING:
     from data_modules.datasets.splits import Part
@@ -86,7 +86,7 @@ def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False, c
     """Read the data files of the stages.
 
     Args:
-        absent: a file that is not there is a fault, and so is a protocol that cannot write prompts.
+        absent: a file that is not there is a fault, and so is a tokenizer that is not, or a bank of skills.
         count: count the tokens of prompts, which takes a second for a thousand.
     """
     made = [s.folder.absolute() for s in closure(stages)]
@@ -164,7 +164,7 @@ class PromptWriters:
         """Return the writer for a part of the data, or None where the stage has no rollouts.
 
         Args:
-            required: if false, return None where a tokenizer is not a folder here, or a part cannot be made yet.
+            required: if false, return None where a tokenizer is not a folder here, or the skills cannot be made yet.
 
         Raises:
             ValueError: the protocol or the skills cannot be made.
@@ -185,8 +185,9 @@ class PromptWriters:
         if part == "test":
             budgets = TestLimits(**(self._options.get("test_limits") or {})).applied(budgets)
         advise = part == "train" or self._arguments.get("eval_skills", True)
+        protocol = self._part("protocol")
         try:
-            return FirstPrompts(self._part("protocol"), budgets, self._part("skills") if advise else None)
+            return FirstPrompts(protocol, budgets, self._part("skills") if advise else None)
         except ValueError:
             if required:
                 raise
@@ -198,7 +199,8 @@ class PromptWriters:
             try:
                 self._made[name] = None if config is None else instantiate(config, name)
             except (ValueError, TypeError, OSError, ArgumentError) as error:
-                raise ValueError(f"the prompts of '{self._name}' cannot be written: {error}") from error
+                said = constructor_message(error)
+                raise ValueError(f"the prompts of '{self._name}' cannot be written: {said}") from error
         return self._made[name]
 
 

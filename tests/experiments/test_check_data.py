@@ -1,12 +1,14 @@
 """`make check-data`: counts, prompts, lengths, and every fault of every file in one go."""
 
 import json
+import shutil
 
 import polars as pl
 import pytest
 
 from experiments.commands.cli import main
 from tests.end_to_end.test_own_data import write_own
+from tests.rollout.chat_models import template
 
 
 @pytest.fixture
@@ -92,6 +94,17 @@ def test_a_question_that_quotes_a_control_token_and_a_missing_corpus_are_told(wo
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "quotes '<|im_end|>', a control token" in said and "c.jsonl: no such file" in said
+
+
+@pytest.mark.parametrize("command", ["check-data", "dry-run"])
+def test_a_template_whose_calls_are_not_read_back_is_told_in_one_line(words, tmp_path, model_dir, capsys, command):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template("qwen3").replace("tool_call>", "call_of_a_tool>"))
+    options = [f"--paths.model={folder}", "--values.rollouts.init_args.protocol.init_args.call_format=hermes"]
+    assert main([command, "my_grpo", *words[3:], *options]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "not read back" in line]
+    told = f"the prompts of 'my_grpo' cannot be written: the chat template of '{folder}' writes tool calls that are not"
+    assert line.strip().startswith(told)
 
 
 def test_the_form_of_a_corpus_and_its_malformed_rows_are_told(words, tmp_path, capsys):
