@@ -18,7 +18,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.files import data_arguments
 from experiments.registry.keys import QUESTION_FILES
 from experiments.stages.graph import Stage, closure
-from experiments.stages.validate import constructor_message, import_class, instantiate, plays_episodes
+from experiments.stages.validate import import_class, instantiate, plays_episodes
 
 if TYPE_CHECKING:
     from data_modules.datasets.splits import Part
@@ -199,8 +199,7 @@ class PromptWriters:
             try:
                 self._made[name] = None if config is None else instantiate(config, name)
             except (ValueError, TypeError, OSError, ArgumentError) as error:
-                said = constructor_message(error)
-                raise ValueError(f"the prompts of '{self._name}' cannot be written: {said}") from error
+                raise ValueError(f"the prompts of '{self._name}' cannot be written: {error}") from error
         return self._made[name]
 
 
