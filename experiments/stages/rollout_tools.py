@@ -4,11 +4,13 @@ built."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
-from experiments.stages.validate import import_class
+from experiments.stages.validate import constructor_message, import_class, instantiate
 
 
 def check_rollouts(parsed: Any, where: str) -> None:
@@ -38,6 +40,21 @@ def check_rollouts(parsed: Any, where: str) -> None:
                 check_sleep(engine, rollouts.get("in_flight", "finish"), options.get("staleness") or 0)
         except ValueError as error:
             raise ExperimentError(f"{where}: {error}") from None
+        check_protocol(protocol, rollouts.protocol.as_dict(), where)
+
+
+def check_protocol(protocol: type, block: Config, where: str) -> None:
+    """Construct a protocol that reads tool calls where its tokenizer is a folder on this machine: its constructor
+    renders calls with the chat template and reads them back. Raises ExperimentError with what the constructor says."""
+    from rollout.protocols.hermes import HermesProtocol
+
+    folder = Path(str((block.get("init_args") or {}).get("tokenizer", "")))
+    if not issubclass(protocol, HermesProtocol) or not (folder / "tokenizer_config.json").is_file():
+        return
+    try:
+        instantiate(block, "protocol")
+    except ValueError as error:
+        raise ExperimentError(f"{where}: {constructor_message(error)}") from None
 
 
 def called_tools(protocol: type, option: Any) -> tuple[str, ...]:

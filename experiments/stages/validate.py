@@ -135,7 +135,7 @@ def instantiate(config: Config, name: str) -> Any:
     except ValueError as error:
         if not str(error).startswith(OF_A_UNION):
             raise
-        raise ValueError(_constructor_message(error)) from error
+        raise ValueError(constructor_message(error)) from error
 
 
 def check_module(parsed: Any, where: str) -> Any:
@@ -152,7 +152,7 @@ def check_module(parsed: Any, where: str) -> Any:
     try:
         return parsed.parser.instantiate_classes(Namespace(model=parsed.config.model)).model
     except (ValueError, TypeError, OSError) as error:
-        raise ExperimentError(f"{where}: model: {_constructor_message(error)}") from error
+        raise ExperimentError(f"{where}: model: {constructor_message(error)}") from error
 
 
 def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
@@ -171,7 +171,7 @@ def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
         try:
             instantiate(block, "callback")
         except (ValueError, TypeError, OSError) as error:
-            why = f"{block['class_path']}: {_constructor_message(error)}"
+            why = f"{block['class_path']}: {constructor_message(error)}"
             raise ExperimentError(f"experiment '{stage.name}': {why}") from error
 
 
@@ -446,10 +446,10 @@ def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bo
     except ValueError as error:
         if not str(error).startswith(OF_A_UNION):
             raise
-        raise ExperimentError(f"{where}: {_constructor_message(error)}") from error
+        raise ExperimentError(f"{where}: {constructor_message(error)}") from error
 
 
-def _constructor_message(error: Exception) -> str:
+def constructor_message(error: Exception) -> str:
     """What the constructor of a class said, without the parser's words around it: that the argument fits no type."""
     inner: BaseException | None = error
     while inner is not None and str(inner).startswith(OF_A_UNION):

@@ -27,12 +27,12 @@ from rollout.trajectory import ToolRequest
 
 Calls = tuple[ToolRequest, ...]
 
-HERMES, VERL, HARMONY = "hermes", "verl", "harmony"
+HERMES, VERL, LLAMA3, HARMONY = "hermes", "verl", "llama3", "harmony"
 PLAIN: dict[str, Callable[[str], Calls]] = {**READERS, "mistral": mistral_calls, "kimi_k2": kimi_k2_calls}
 TYPED = {"qwen3_coder": qwen3_coder_calls, "glm45": glm45_calls}  # read by the schemas of the tools
 NATIVE = (*PLAIN, *TYPED, HARMONY)
-BEGINNINGS = {"llama3": '{"name"', "mistral": MISTRAL, "kimi_k2": KIMI}  # of a call; all others: ``OPEN``
-SERVED_AS = {VERL: HERMES, "llama3": "llama3_json", HARMONY: "openai"}  # vLLM's names, where they are others
+BEGINNINGS = {LLAMA3: '{"name"', "mistral": MISTRAL, "kimi_k2": KIMI}  # of a call; all others: ``OPEN``
+SERVED_AS = {VERL: HERMES, LLAMA3: "llama3_json", HARMONY: "openai"}  # vLLM's names, where they are others
 # Of vLLM's parsers. The first four take seconds for a long call (they emit it character by character, or their patterns
 # are quadratic); hf and openai need more than a text; the others are second names of formats that are read here.
 LEFT_OUT = {"granite", "plamo3", "inkling", "dots", "hf", "openai", "glm47", "qwen3_xml", "qwen3_json", "llama4_json"}

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollout.protocols.call_readers import NATIVE, VERL, CallReader, VLLMCalls, call_reader, names
+from rollout.protocols.call_readers import LLAMA3, NATIVE, VERL, CallReader, VLLMCalls, call_reader, names
 from rollout.protocols.chat_boundaries import ChatBoundaries
 from rollout.protocols.tool_calls import after_thinking
 from rollout.trajectory import ToolRequest
@@ -82,6 +82,8 @@ def choose_reader(chat: ChatBoundaries, call_format: str, schemas: Sequence[dict
                     if call_format != "auto":
                         raise
                     continue
+                if name == LLAMA3 and not turns[SINGLE].lstrip().startswith(("{", "<|python_")):
+                    continue  # tags of another format around the JSON that it finds
                 lost = [case for case, turn in turns.items() if not survives(reader, turn, CASES[case])]
                 if not lost:
                     return _reader(chat, name, schemas, turns), TWO in turns

@@ -10,6 +10,7 @@ from experiments.registry.overrides import parse
 from experiments.registry.project import ROOT, Project
 from experiments.stages.graph import Graph
 from experiments.stages.validate import check
+from tests.rollout.chat_models import chat_model, template
 
 CHAINS = {
     "my_grpo": ["my_index"],
@@ -80,6 +81,15 @@ def test_where_tools_are_shown_is_said_once_for_a_chain(plan, tmp_path):
     )
     found = re.findall(r'"tools_in": "(\w+)"', json.dumps([stage.config for stage in stages]))
     assert len(found) >= len(stages) - 3 and set(found) == {"system"}
+
+
+def test_a_chat_template_whose_calls_are_not_read_is_refused(plan, tmp_path):
+    """Before a model loads; a folder without a tokenizer is the run's business."""
+    chat_model(tmp_path / "model", "qwen3", template("qwen3").replace("<tool_call>", "<call>"))
+    with pytest.raises(ExperimentError, match=r"my_grpo.*/model' writes tool calls that are not read back; tried herm"):
+        plan("my_grpo", "--paths.tools", "python")
+    plan("my_grpo", "--paths.tools", "python", "--paths.tools_in", "system")
+    plan("my_grpo", "--paths.tools", "none")
 
 
 def test_a_generation_config_that_transformers_does_not_load_is_refused(plan, tmp_path):
