@@ -248,7 +248,7 @@ class HermesProtocol(TextProtocol):
             try:
                 own = None if missing else chat(schemas)
             except ValueError as error:
-                raise ValueError(f"{error} (or tools_in: system, which writes calls and results as text)") from error
+                raise ValueError(f"{error}{self._hint(schemas)}") from error
             if own is not None and own.writes_calls:
                 return "template", own
             if tools_in == "template":
@@ -261,6 +261,15 @@ class HermesProtocol(TextProtocol):
         if tools_in == "system" or not chat(()).writes_calls:
             self.tokenizer.chat_template = with_tool_text(self.tokenizer)
         return tools_in, chat(schemas if tools_in == "system" else ())
+
+    def _hint(self, schemas: Sequence[dict[str, Any]]) -> str:
+        """The way out of a template that cannot be used as it is, if there is one."""
+        self.tokenizer.chat_template = with_tool_text(self.tokenizer)
+        try:
+            ChatBoundaries(self.tokenizer, self.stop_token_ids, schemas)
+        except ValueError:
+            return ""
+        return "; tools_in: system would write calls and results as text"
 
     def _header(self, schemas: Sequence[dict[str, Any]]) -> str:
         """Render a question with these tools; "" where the template refuses them."""
