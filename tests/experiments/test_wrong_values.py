@@ -108,7 +108,7 @@ def test_a_fault_names_the_innermost_part():
             "unknown key '.*show_tools': .*; now tools_in: .* tools_in: trained for show_tools: false",
         ),
         (["--data.eval_sampling=3"], "eval_sampling' is 3; expected"),
-        (["--data.eval_sampling={1: 2}"], "unknown key '.*1': SamplingParams has no such argument; valid: "),
+        (["--data.eval_sampling={1: 2}"], "unknown key '.*1': Decoding has no such argument; valid: "),
         (["--data.probes=gold_direct"], "probes' is 'gold_direct'; expected a list of one of 'gold_direct'"),
         (["--data.train_files=[3]"], r"'data.train_files\[0\]' is 3; expected text"),
         (["--data.train_files+=3"], r"'data.train_files\[1\]' is 3; expected text"),
