@@ -41,7 +41,7 @@ def test_without_a_filter_a_line_for_each_family(capsys):
     assert shown[:5] == NEWCOMERS.splitlines() and shown[0].startswith("New here?") and max(map(len, shown[:5])) <= 80
     named = re.findall("EXP=([^ ]+)", NEWCOMERS)
     assert len(named) == 3 and set(named) <= set(names(Project())), "they are experiments"
-    rows = [line.split() for line in shown[5:] if line and not line.startswith(("family", "One", "Run"))]
+    rows = [line.split() for line in shown[5:] if line and not line.startswith(("family", "One", "Run", "What"))]
     assert {"tiny/dgpo", "dgpo", "sod", "sdar", "arpo", "quick/smoke"} <= {row[0] for row in rows}
     assert next(row for row in rows if row[0] == "tiny")[-2:] == ["SFT,", "expert"], "of every kind of stage"
     assert sum(int(row[1]) for row in rows) == len(names(Project()))
