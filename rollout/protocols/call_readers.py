@@ -36,9 +36,8 @@ SERVED_AS = {VERL: HERMES, LLAMA3: "llama3_json", HARMONY: "openai"}  # vLLM's n
 # Of vLLM's parsers. The first four take seconds for a long call (they emit it character by character, or their patterns
 # are quadratic); hf and openai need more than a text; the others are second names of formats that are read here.
 LEFT_OUT = {"granite", "plamo3", "inkling", "dots", "hf", "openai", "glm47", "qwen3_xml", "qwen3_json", "llama4_json"}
-MOST_TAGS = (
-    1000  # in a turn that a parser of vLLM's reads: at 0.07 ms a tag a collapsed policy would hold up all others
-)
+# Tags in a turn that one of vLLM's parsers reads. A tag takes up to 0.07 ms, in which all other trajectories wait.
+MOST_TAGS = 1000
 Tags = tuple[str, str]
 # Thinking, by its tags, and vLLM's ``--reasoning-parser`` for them.
 THINKING: dict[Tags, str | None] = {
