@@ -1,6 +1,7 @@
 """Every experiment file in the repository composes, and Lightning's parser takes it, class by class, type by type."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import yaml
@@ -38,20 +39,23 @@ def test_composes_and_validates(name, stages):
     yaml.safe_dump(stage.config)  # what config.yaml will hold
 
 
-def shape(value: object) -> str:
-    """A configuration without its numbers and paths: of two with the same shape the parser takes both or neither."""
+def parts(value: object, name: str = "") -> Iterator[str]:
+    """Every object of a configuration: its class, and the names and types of its options. Of two configurations with
+    the same objects the parser takes both or neither; names, types and fixed lists are checked for each."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{shape(value[key])}" for key in sorted(value) if key not in NAMING) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(sorted({shape(item) for item in value})) + "]"
-    if isinstance(value, str):
-        return value if "/" not in value and " " not in value else "str"
-    return type(value).__name__
+        given = {k: v for k, v in (value.get("init_args", value) or {}).items() if k not in NAMING}
+        types = {k: "" if isinstance(v, dict | list) else type(v).__name__ for k, v in sorted(given.items())}
+        yield f"{value.get('class_path', name)}: {types}"
+        for key, inner in given.items():
+            yield from parts(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from parts(inner, name)
 
 
 @pytest.mark.slow
 def test_every_experiment_validates(stages):
-    """The parser takes a second for each, so it is given every shape of a trainer, a model and data once."""
+    """The parser takes a second for each, so it is given every object once."""
     parsed: set[str] = set()
     for name in NAMES:
         stage = stages.stage(name)
@@ -59,13 +63,13 @@ def test_every_experiment_validates(stages):
         assert all(about[key] for key in ("summary", "algorithm", "models", "data", "hardware")), name
         mentioned = [other for key in ("compare", "ablations", "ablations_once") for other in about.get(key) or []]
         assert set(mentioned) <= set(NAMES), name
-        shapes = {f"{section}: {shape(value)}" for section, value in stage.config.items() if section not in NAMING}
-        if shapes <= parsed:
+        found = set(parts(stage.config))
+        if found <= parsed:
             require_files([stage], PROJECT.root)
             check_classes(stage.config, name)
         else:
             check(stage, PROJECT.root)
-        parsed |= shapes
+        parsed |= found
 
 
 @pytest.mark.slow
