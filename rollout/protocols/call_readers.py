@@ -98,7 +98,7 @@ def reasoning_parser(tool_parser: str | None, thinking: Tags) -> str | None:
     if thinking[0] != "<think>":
         return THINKING[thinking]
     by_tools = {"hermes": "qwen3", "qwen3_coder": "qwen3", "glm45": "glm45", "minimax_m2": "minimax_m2"}
-    return by_tools.get(tool_parser or "", "deepseek_r1")
+    return by_tools.get(tool_parser or "", THINKING[thinking])
 
 
 def thinking_tags(template: str, vocabulary: Mapping[str, int]) -> Tags:
@@ -178,15 +178,10 @@ class VLLMCalls:
         if hasattr(parser, "_parser_engine"):  # else it reads all arguments again at every "<"
             parser._parser_engine._stream_arg_deltas = False
         try:
-            found = parser.extract_tool_calls(text, self._request).tool_calls
-            calls = tuple(
-                request({"name": call.function.name, "arguments": call.function.arguments}, ("arguments",))
-                for call in found
-            )
-        except MalformedCall:
-            raise
+            found = [call.function for call in parser.extract_tool_calls(text, self._request).tool_calls]
         except Exception as error:  # of a parser: the call is what it cannot read
             raise MalformedCall(f"{type(error).__name__}: {error}") from error
+        calls = tuple(request({"name": call.name, "arguments": call.arguments}, ("arguments",)) for call in found)
         if len(calls) < begun:
             raise MalformedCall(f"{begun} begun, {len(calls)} complete")
         return calls
