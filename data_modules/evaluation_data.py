@@ -30,11 +30,11 @@ Split = Literal["val", "test"]
 NEED_GOLD = (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK)
 
 
-def check_tasks(rollouts: RolloutSystem, tasks: Sequence[Task], *, advised: bool = True) -> None:
-    """Refuse tasks that the environment, if it can tell, says it cannot play, or, if they are to be ``advised``, that
+def check_tasks(rollouts: RolloutSystem, tasks: Sequence[Task], *, inject_skills: bool = True) -> None:
+    """Refuse tasks that the environment, if it can tell, says it cannot play, or, with ``inject_skills``, that
     the rollout system's skills know nothing of. Raises DatasetError with what they say."""
     try:
-        if advised and rollouts.skills is not None:
+        if inject_skills and rollouts.skills is not None:
             rollouts.skills.check_tasks(tasks)
         if callable(check := getattr(rollouts.environment, "check", None)):
             check(tasks)
@@ -182,12 +182,12 @@ class EvaluationData(L.LightningDataModule):
         for split in ("val", "test") if stage == "fit" else splits.get(stage, ()):
             if self.files[split] and split not in self._tasks:
                 assert self.rollouts is not None, "files need rollouts, see __init__"
-                writer = self.rollouts.first_prompts(advise=self.eval_skills, test=split == "test")
+                writer = self.rollouts.first_prompts(inject_skills=self.eval_skills, test=split == "test")
                 tasks, where = self.questions.read(self.files[split]), ", ".join(self.files[split])
                 self._tasks[split] = self.questions.select(
                     tasks, where, self.limits[split], writer, self.max_eval_prompt_tokens, part=split
                 )
-                self.check_tasks(self._tasks[split], advised=self.eval_skills)
+                self.check_tasks(self._tasks[split], inject_skills=self.eval_skills)
                 for mode in self._probes(split):
                     self._probe_tasks(split, mode)
         if stage == "fit":
@@ -231,10 +231,10 @@ class EvaluationData(L.LightningDataModule):
                 + ", ".join(str(paths) for paths in files) + "; give the same files, or splits: null"
             )  # fmt: skip
 
-    def check_tasks(self, tasks: Sequence[Task], *, advised: bool = True) -> None:
+    def check_tasks(self, tasks: Sequence[Task], *, inject_skills: bool = True) -> None:
         """Refuse tasks that cannot be rolled out, before a model loads (see the function). Raises DatasetError."""
         if self.rollouts is not None:
-            check_tasks(self.rollouts, tasks, advised=advised)
+            check_tasks(self.rollouts, tasks, inject_skills=inject_skills)
 
     def close(self) -> None:
         """Stop the rollout system. Idempotent."""
@@ -278,7 +278,7 @@ class EvaluationData(L.LightningDataModule):
         what: str,
         sampler: Sampler | None = None,
         *,
-        advise: bool | None = None,
+        inject_skills: bool | None = None,
     ) -> list[Trajectory]:
         """For callbacks: these tasks of this rank, once each, as the split is sampled, with a seed of their own; those
         that infrastructure spoiled are left out. A collective: every rank calls it, be it with no task.
@@ -288,13 +288,13 @@ class EvaluationData(L.LightningDataModule):
             tasks: of this rank.
             what: is done, for the message of too many failures; the seed follows from it.
             sampler: by default each task is rolled out by itself, whatever the training's sampler does.
-            advise: put the system's skills, if it has any, into the prompts; by default as the evaluation does.
+            inject_skills: put the system's skills, if it has any, into the prompts; by default as the evaluation does.
 
         Raises:
             TooManyFailuresError: see ``max_infrastructure_failures``.
         """
-        advise = self.eval_skills if advise is None else advise
-        sampled = self._rollout(split, tasks, what, sampler, advise=advise, test=split == "test")
+        inject_skills = self.eval_skills if inject_skills is None else inject_skills
+        sampled = self._rollout(split, tasks, what, sampler, inject_skills=inject_skills, test=split == "test")
         return [t for t in sampled if not t.failed_by_infrastructure]
 
     def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
@@ -308,7 +308,7 @@ class EvaluationData(L.LightningDataModule):
             mode.value,
             mode=mode,
             on_progress=getattr(getattr(self.trainer, "progress_bar_callback", None), "rolled_out", None),
-            advise=self.eval_skills,
+            inject_skills=self.eval_skills,
             test=agent,
         )
         return [t.replace(index=i % attempts) for i, t in enumerate(trajectories)]

@@ -140,7 +140,7 @@ class RolloutSystem:
         check_tools(environment, protocol.tools, type(protocol).__name__)
         self.engine, self.protocol, self.environment, self.reward = engine, protocol, environment, reward
         self.sampler: Sampler = sampler or IndependentSampler()
-        if getattr(protocol, "windowed", False):
+        if getattr(protocol, "per_turn_prompts", False):
             check_forks(self.sampler, type(protocol).__name__)
         self.concurrency, self.in_flight = concurrency, in_flight
         self.waited_s = 0.0  # seconds that updates have waited for trajectories in flight, so far
@@ -154,7 +154,7 @@ class RolloutSystem:
                 f"rollouts.skills has place {skills.place} and every_turn {skills.every_turn}, which are a teacher's "
                 "(model.skills); in the student's prompt skills stand in the user's turn, the same in every turn"
             )
-        if getattr(protocol, "windowed", False):
+        if getattr(protocol, "per_turn_prompts", False):
             warn_of_early_ends(self.budgets)
         self.skills = skills
         self.agent_loop = AgentLoop(engine, protocol, environment, self.budgets, entropy_tokens, top_logprobs, skills)
@@ -181,10 +181,10 @@ class RolloutSystem:
         """Whether a task without a gold answer cannot be scored: the environment does not score itself."""
         return not scores_itself(self.environment)
 
-    def first_prompts(self, *, advise: bool = True, test: bool = False) -> FirstPrompts:
-        """Return the writer of the first prompts of rollouts; ``advise`` and ``test`` as in ``rollout``."""
+    def first_prompts(self, *, inject_skills: bool = True, test: bool = False) -> FirstPrompts:
+        """Return the writer of the first prompts of rollouts; ``inject_skills`` and ``test`` as in ``rollout``."""
         loop = self._test_loop if test else self.agent_loop
-        return loop.first_prompts if advise else dataclasses.replace(loop.first_prompts, skills=None)
+        return loop.first_prompts if inject_skills else dataclasses.replace(loop.first_prompts, skills=None)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ class RolloutSystem:
         mode: PromptMode = PromptMode.AGENT,
         on_progress: Callable[[int, int], None] | None = None,
         sampler: Sampler | None = None,
-        advise: bool = True,
+        inject_skills: bool = True,
         test: bool = False,
     ) -> list[Trajectory]:
         """``n`` trajectories per task, ordered by task, then index, in whatever order they finished.
@@ -227,12 +227,12 @@ class RolloutSystem:
         Args:
             on_progress: called in this thread with (finished, expected) after each trajectory.
             sampler: instead of the system's own (evaluations take independent trajectories).
-            advise: put the system's skills, if it has any, into the prompts.
+            inject_skills: put the system's skills, if it has any, into the prompts.
             test: with the limits of evaluations (``test_limits``).
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
         finished: list[Trajectory] = []
-        how = {"mode": mode, "sampler": sampler, "advise": advise, "test": test}
+        how = {"mode": mode, "sampler": sampler, "inject_skills": inject_skills, "test": test}
         stream = self.stream(tasks, n=n, sampling=sampling, seed=seed, **how)
         with closing(stream):
             for trajectory in stream:
@@ -250,7 +250,7 @@ class RolloutSystem:
         seed: int,
         mode: PromptMode = PromptMode.AGENT,
         sampler: Sampler | None = None,
-        advise: bool = True,
+        inject_skills: bool = True,
         test: bool = False,
     ) -> Generator[Trajectory, None, None]:
         """As ``rollout``, but each trajectory as soon as it is finished. Closing the iterator (or an exception in the
@@ -261,7 +261,7 @@ class RolloutSystem:
         finished: queue.SimpleQueue[Trajectory | None] = queue.SimpleQueue()
         if sampler is None:
             sampler = self.sampler if mode is PromptMode.AGENT else IndependentSampler()
-        request = Request(seed, sampling, mode, advise=advise)
+        request = Request(seed, sampling, mode, inject_skills=inject_skills)
         loop = self._test_loop if test else self.agent_loop
         work = self._roll_out(tasks, n, request, sampler, finished.put, loop=loop)
         task = self._submit(_launch(work, on_done=lambda: finished.put(None))).result()

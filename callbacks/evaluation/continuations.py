@@ -98,7 +98,7 @@ def check_continues(data: Any, callback: str) -> None:
     rollouts = getattr(data, "rollouts", None)
     if rollouts is None:
         raise ValueError(f"{callback} goes on with other trajectories, which takes a rollout system; found none")
-    if getattr(rollouts.protocol, "windowed", False):
+    if getattr(rollouts.protocol, "per_turn_prompts", False):
         check_forks(ContinuationSampler, type(rollouts.protocol).__name__)
 
 

@@ -73,7 +73,7 @@ class SkilledSuccess(EvaluationHooks):
             for task in self._tasks.values()
         ]
         # its own skills, if it has any, would take the place of these
-        sampled = data.sample(split, advised, METRIC, advise=False)
+        sampled = data.sample(split, advised, METRIC, inject_skills=False)
         judged = [row_of(t, AGENT).accuracy for t in sampled]
         metrics = {METRIC: bootstrap_interval([a for a in gather_lists(judged) if a is not None])}
         add_metrics(trainer, pl_module, split, metrics, METRIC)

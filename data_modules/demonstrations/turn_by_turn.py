@@ -9,7 +9,7 @@ from typing import Any
 
 from data_modules.datasets.files import DatasetError, expand
 from data_modules.evaluation_data import as_list
-from rollout.protocols.base import ChatProtocol, WindowedProtocol, sampled_turns
+from rollout.protocols.base import ChatProtocol, PerTurnPrompts, sampled_turns
 from rollout.storage import load_trajectories, save_trajectories
 from rollout.trajectory import Trajectory, Turn
 
@@ -28,7 +28,7 @@ class TurnByTurn:
     """
 
     def __init__(self, trajectories: Sequence[str], protocol: ChatProtocol) -> None:
-        if not isinstance(protocol, WindowedProtocol) or not protocol.windowed:
+        if not isinstance(protocol, PerTurnPrompts) or not protocol.per_turn_prompts:
             raise ValueError(f"{type(protocol).__name__} writes no prompt for every turn; give it a window")
         self.files, self.protocol = as_list("trajectories", trajectories), protocol
 

@@ -184,10 +184,10 @@ class PromptWriters:
         budgets = Budgets(**{name: given[name] for name in BUDGETS if name in given})
         if part == "test":
             budgets = TestLimits(**(self._options.get("test_limits") or {})).applied(budgets)
-        advise = part == "train" or self._arguments.get("eval_skills", True)
+        inject_skills = part == "train" or self._arguments.get("eval_skills", True)
         protocol = self._part("protocol")
         try:
-            return FirstPrompts(protocol, budgets, self._part("skills") if advise else None)
+            return FirstPrompts(protocol, budgets, self._part("skills") if inject_skills else None)
         except ValueError:
             if required:
                 raise

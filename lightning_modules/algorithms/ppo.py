@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_modules import ranks
 from lightning_modules.annotations import base
-from lightning_modules.annotations.base import Annotation, windowed
+from lightning_modules.annotations.base import Annotation, per_turn_prompts
 from lightning_modules.annotations.signal_weights import SignalWeight, check_rows, weigh
 from lightning_modules.batch import RowTensors, TokenBatch
 from lightning_modules.maths import losses
@@ -126,7 +126,7 @@ class PPO(OnPolicyModule):
     def check_data(self, data: Any) -> None:
         """Refuse steps that cannot be compared."""
         super().check_data(data)
-        check_rows(self.kl_weights, windowed(data))
+        check_rows(self.kl_weights, per_turn_prompts(data))
 
     def token_rewards(self, trajectories: Sequence[Trajectory], batch: TokenBatch, kl_BT: Tensor | None) -> Tensor:
         """r [B, T]: the outcome on the last token, minus ``kl_coef`` times the KL where it counts."""

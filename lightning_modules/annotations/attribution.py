@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, windowed
+from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, per_turn_prompts
 from lightning_modules.maths.advantages import whiten
 from lightning_modules.maths.group_advantages import Member, shared_token_advantages
 from retrieval.ranges import FiniteFloat
@@ -30,7 +30,7 @@ class HardAttribution(Annotation):
     reads_policy_scores = False
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        self._check_rows(windowed(data))
+        self._check_rows(per_turn_prompts(data))
 
     def _check_rows(self, by_turn: bool) -> None:
         if by_turn:

@@ -94,9 +94,9 @@ class Configured:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
-def windowed(data: Any) -> bool:
+def per_turn_prompts(data: Any) -> bool:
     """Whether the data module's protocol gives every turn a prompt of its own, which makes it a row by itself."""
-    return getattr(getattr(getattr(data, "rollouts", None), "protocol", None), "windowed", False)
+    return getattr(getattr(getattr(data, "rollouts", None), "protocol", None), "per_turn_prompts", False)
 
 
 def one_of(name: str, value: Any, choices: Any) -> Any:

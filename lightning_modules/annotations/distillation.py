@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Algorithm, Annotation, Configured, RolloutBatch, windowed
+from lightning_modules.annotations.base import Algorithm, Annotation, Configured, RolloutBatch, per_turn_prompts
 from lightning_modules.annotations.signal_weights import SignalWeight, StepWeights, WeightedSignal, check_rows, weigh
 from lightning_modules.batch import RowTensors, TokenBatch, aligned, with_prompts
 from lightning_modules.maths.stepwise import last_step
@@ -100,7 +100,7 @@ class Distillation(Annotation):
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         """Refuse steps that cannot be compared, and a server of the teacher that is not there, or does not read what
         the student does."""
-        check_rows(self.weights, windowed(data))
+        check_rows(self.weights, per_turn_prompts(data))
         if self.server is not None:
             budgets = getattr(getattr(data, "rollouts", None), "budgets", None)
             with ranks.stop_together():

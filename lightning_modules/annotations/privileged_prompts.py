@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_modules.annotations.base import Algorithm, one_of, windowed
+from lightning_modules.annotations.base import Algorithm, one_of, per_turn_prompts
 from lightning_modules.annotations.distillation import TeacherPrompts, check_lengths
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PrivilegedPrompts(TeacherPrompts):
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         """Refuse turns with prompts of their own, and questions about which there is nothing to tell the teacher, or
         whose prompt with it cannot be rendered (a hint that quotes a control token)."""
-        if windowed(data):
+        if per_turn_prompts(data):
             raise ValueError(
                 "every turn has a prompt of its own, which OPSD does not render; take window: null, or SDAR with "
                 "signal: reverse_kl and gate: none, which tells the teacher skills"

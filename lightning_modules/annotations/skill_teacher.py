@@ -19,7 +19,7 @@ from lightning_modules.annotations.turns import turn_numbers
 from lightning_modules.batch import RowTensors
 from lightning_modules.models.policy import DType, load_frozen_lm
 from retrieval.ranges import NonNegativeFloat, UnitInterval
-from rollout.protocols.base import WindowedProtocol, sampled_turns
+from rollout.protocols.base import PerTurnPrompts, sampled_turns
 from rollout.protocols.text import control_tokens
 from rollout.skills.injection import Injection, Skills
 from rollout.skills.render import token_counter
@@ -185,7 +185,7 @@ class SkillTeacher(Annotation):
             plain = protocol.prompt_ids(trajectory.task)
             with_skills = protocol.prompt_ids(task)
         else:
-            assert isinstance(protocol, WindowedProtocol)  # rows come from prompts that it has written
+            assert isinstance(protocol, PerTurnPrompts)  # rows come from prompts that it has written
             turns = trajectory.episode.turns[: trajectory.row]
             calls = [call for call in trajectory.episode.calls if call.turn < trajectory.row]
             limit = algorithm.data.rollouts.budgets.max_prompt_tokens

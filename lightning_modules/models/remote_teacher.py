@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_modules.batch import TokenBatch, micro_batches
 from lightning_modules.models.policy import embedding_rows
 from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from rollout.services.equal_servers import EqualServers
 from rollout.services.http_client import ApiKey
+from rollout.services.round_robin import RoundRobinClient
 from rollout.trajectory import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class RemoteTeacher:
         concurrency: requests in flight at once, of each rank.
         timeout_s: seconds for one attempt.
         patience_s: seconds after its first failure for which a request is sent again while no server answers or all
-            are busy (see ``EqualServers.post``), as when a server is started anew. Ranks that have their log-probs
+            are busy (see ``RoundRobinClient.post``), as when a server is started anew. Ranks that have their log-probs
             wait for the others: keep it below the timeout of the process group (Lightning: 1800).
         backoff_s: seconds before the first retry; the pauses double up to a minute.
 
@@ -71,7 +71,7 @@ class RemoteTeacher:
         self.urls = [url.rstrip("/").removesuffix("/completions") + "/completions" for url in urls]
         key = ApiKey(api_key_variable, f"the teacher {model}")
         options = (timeout_s, 0, backoff_s, concurrency)  # patience instead of retries
-        self._servers = EqualServers("RemoteTeacher", f"the teacher {model}", self.urls, key, *options)
+        self._servers = RoundRobinClient("RemoteTeacher", f"the teacher {model}", self.urls, key, *options)
 
     def __repr__(self) -> str:
         return f"RemoteTeacher({self.model} at {', '.join(self.urls)})"

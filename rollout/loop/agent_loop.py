@@ -24,8 +24,8 @@ from rollout.protocols.base import (
     FIRST_OBSERVATION,
     OWN_QUESTION,
     ChatProtocol,
+    PerTurnPrompts,
     PromptMode,
-    WindowedProtocol,
     sampled_turns,
 )
 from rollout.running_trajectory import RunningTrajectory
@@ -68,7 +68,7 @@ class Request:
     sampling: SamplingParams
     mode: PromptMode = PromptMode.AGENT
     hooks: Hooks = NO_HOOKS
-    advise: bool = True  # with the loop's skills, if it has any
+    inject_skills: bool = True  # with the loop's skills, if it has any
 
 
 class AgentLoop:
@@ -91,7 +91,7 @@ class AgentLoop:
         self.skills = skills
         self.engine, self.protocol, self.environment, self.budgets = engine, protocol, environment, budgets
         self._turns = TurnGenerator(engine, protocol, entropy_tokens, top_logprobs)
-        self._windowed = protocol if isinstance(protocol, WindowedProtocol) and protocol.windowed else None
+        self._per_turn = protocol if isinstance(protocol, PerTurnPrompts) and protocol.per_turn_prompts else None
         self._latest_prompt: tuple[Task, PromptMode, list[int]] | None = None
         self.failures: deque[str] = deque(maxlen=20)  # the latest reasons of failures by infrastructure
 
@@ -168,8 +168,8 @@ class AgentLoop:
             state.task = dataclasses.replace(state.task, question=first.text, prompt=(), metadata=facts)
             state.environment_reward, state.measures = 0.0, dict(first.measures)
         if start is None:
-            if request.advise and request.mode is PromptMode.AGENT:
-                state.task = self.first_prompts.advised(state.task)
+            if request.inject_skills and request.mode is PromptMode.AGENT:
+                state.task = self.first_prompts.with_skills(state.task)
             state.prompt_ids = self._prompt_ids(state.task, request.mode)
             return
         state.task = dataclasses.replace(state.task, skills=start.task.skills)  # they stand in the prompt it takes over
@@ -230,10 +230,10 @@ class AgentLoop:
 
     def _write_prompt(self, state: RunningTrajectory) -> bool:
         """Where every turn has a prompt of its own, write that of the next. False: it does not fit."""
-        if self._windowed is not None:
+        if self._per_turn is not None:
             limit = self.budgets.max_prompt_tokens
             sampled = sampled_turns(state.response_ids, state.turns)
-            prompt = self._windowed.turn_prompt(state.task, state.turns, state.calls, limit, sampled=sampled)
+            prompt = self._per_turn.turn_prompt(state.task, state.turns, state.calls, limit, sampled=sampled)
             state.turn_prompt, state.prompt_cut = list(prompt.ids), prompt.cut
             return bool(prompt.ids)
         return True

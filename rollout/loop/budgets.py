@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from rollout.protocols.base import ChatProtocol, PromptMode, WindowedProtocol
+from rollout.protocols.base import ChatProtocol, PerTurnPrompts, PromptMode
 from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
 from rollout.tokenizer import template_errors
@@ -68,11 +68,11 @@ class FirstPrompts:
     @property
     def longest(self) -> int | None:
         """Tokens of the longest prompt that leaves a token (with a window: a whole turn) to sample, or None."""
-        if isinstance(self.protocol, WindowedProtocol) and self.protocol.windowed:
+        if isinstance(self.protocol, PerTurnPrompts) and self.protocol.per_turn_prompts:
             return self.budgets.max_prompt_tokens
         return None if self.budgets.max_length is None else self.budgets.max_length - 1
 
-    def advised(self, task: Task) -> Task:
+    def with_skills(self, task: Task) -> Task:
         """The task with the advice of the skills. Raises ValueError, see ``Skills.inject``."""
         if self.skills is None:
             return task
@@ -81,7 +81,7 @@ class FirstPrompts:
 
     def prompt_ids(self, task: Task) -> list[int]:
         """[P] ids. Raises ValueError where the protocol refuses the task, or the skills do not fit."""
-        return written(self.protocol, self.advised(task), PromptMode.AGENT)
+        return written(self.protocol, self.with_skills(task), PromptMode.AGENT)
 
 
 def written(protocol: ChatProtocol, task: Task, mode: PromptMode) -> list[int]:

@@ -89,7 +89,8 @@ class ARPOProtocol(TextProtocol):
         Raises ValueError if the question is empty, a gold mode meets a task without gold passages, the system text is
         ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token.
         """
-        return self._ids(self._chat(self._advised(task, self._messages(task))) + self._gold(task, mode, OPEN, CLOSE))
+        messages = self._with_skills(task, self._messages(task))
+        return self._ids(self._chat(messages) + self._gold(task, mode, OPEN, CLOSE))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends there),

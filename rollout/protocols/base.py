@@ -57,10 +57,10 @@ class TurnPrompt:
 
 
 @runtime_checkable
-class WindowedProtocol(Protocol):
+class PerTurnPrompts(Protocol):
     """A protocol that can write a prompt of its own for every turn. ``observation_ids`` is then never called."""
 
-    windowed: bool  # whether it does
+    per_turn_prompts: bool  # whether it does
 
     def turn_prompt(
         self,

@@ -82,7 +82,7 @@ class EpisodeProtocol(TextProtocol):
         self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, thinking=thinking)
 
     @property
-    def windowed(self) -> bool:
+    def per_turn_prompts(self) -> bool:
         return self.window is not None
 
     # ------------------------------------------------------------------ prompts
@@ -103,7 +103,7 @@ class EpisodeProtocol(TextProtocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """See ``WindowedProtocol``."""
+        """See ``PerTurnPrompts``."""
         steps = self._steps(task, turns, calls)
         wanted = min(self.window or 0, len(steps)) if shown is None else shown
         for past in range(wanted, -1, -1):
@@ -113,7 +113,7 @@ class EpisodeProtocol(TextProtocol):
         return TurnPrompt((), 0, True)
 
     def _prompt(self, task: Task, text: str) -> list[int]:
-        return self.chat.prompt_ids(self._advised(task, [{"role": "user", "content": text}]))
+        return self.chat.prompt_ids(self._with_skills(task, [{"role": "user", "content": text}]))
 
     def _first(self, task: Task) -> str:
         facts = task.metadata.get(FIRST_OBSERVATION, {})

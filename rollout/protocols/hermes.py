@@ -126,7 +126,7 @@ class HermesProtocol(TextProtocol):
         self.history = history
 
     @property
-    def windowed(self) -> bool:
+    def per_turn_prompts(self) -> bool:
         return self.history == "template"
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
@@ -140,7 +140,7 @@ class HermesProtocol(TextProtocol):
                 f"mode {mode} shows gold passages as the beginning of the assistant's turn, which a chat of tool calls "
                 "has no place for; expected agent or closed_book (take search_r1 or arpo_tags for ARCap's probes)"
             )
-        messages = self._advised(task, self._messages(task))
+        messages = self._with_skills(task, self._messages(task))
         return self.chat.ids(self.chat.render(messages, tools=mode is PromptMode.AGENT))
 
     def turn_prompt(
@@ -152,10 +152,10 @@ class HermesProtocol(TextProtocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """See ``WindowedProtocol``. All turns stay; where the prompt is too long, results lose their middle."""
+        """See ``PerTurnPrompts``. All turns stay; where the prompt is too long, results lose their middle."""
         if not turns:
             return TurnPrompt(tuple(self.prompt_ids(task)), 0, False)
-        prompt = self._advised(task, self._messages(task))
+        prompt = self._with_skills(task, self._messages(task))
         texts = {
             k: self._texts(turn.action, [call.result for call in calls if call.turn == k])
             for k, turn in enumerate(turns)

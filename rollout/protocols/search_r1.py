@@ -83,7 +83,8 @@ class SearchR1Protocol(TextProtocol):
         ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token: the chat
         template's own must become ids, a quoted one must not.
         """
-        return self._ids(self._chat(self._advised(task, self._messages(task))) + self._gold(task, mode, OPEN, CLOSE))
+        messages = self._with_skills(task, self._messages(task))
+        return self._ids(self._chat(messages) + self._gold(task, mode, OPEN, CLOSE))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The first complete action in the text of one turn.

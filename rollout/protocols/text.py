@@ -61,7 +61,7 @@ class TextProtocol:
             self._refuse_control_tokens(task, "the prompt", content)
         return [{"role": role, "content": content} for role, content in task.prompt]
 
-    def _advised(self, task: Task, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    def _with_skills(self, task: Task, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
         """The messages with the task's skills at the beginning of the last one, the user's; a proper turn of the chat,
         where the released code of SDAR puts them before its first control token (docs/papers/sdar.md 2.2)."""
         if not task.skills:

@@ -8,16 +8,16 @@ from typing import Any
 
 from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from retrieval.text import whole
-from rollout.services.equal_servers import EqualServers
 from rollout.services.http_client import Answer, ApiKey
+from rollout.services.round_robin import RoundRobinClient
 from rollout.trajectory import InfrastructureError
 
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "top_p", "max_tokens"})
 
 
 class ChatClient:
-    """Asks one of several equal servers (vLLM, or any other ``/chat/completions``); see ``EqualServers`` for what is
-    tried again. An answer of another shape is not: it would come again.
+    """Asks one of several equal servers (vLLM, or any other ``/chat/completions``). ``RoundRobinClient`` says which
+    failures are retried. An answer of another shape is not: it would come again.
 
     Use it from one event loop at a time; a new loop gets new connections.
 
@@ -51,7 +51,7 @@ class ChatClient:
         self.urls = [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
         self.model, self.extra = model, dict(extra or {})
         key = ApiKey(api_key_variable, f"the chat endpoint of {model}")
-        self._servers = EqualServers("ChatClient", model, self.urls, key, timeout, retries, backoff, concurrency)
+        self._servers = RoundRobinClient("ChatClient", model, self.urls, key, timeout, retries, backoff, concurrency)
 
     async def complete(
         self, messages: Sequence[dict[str, str]], *, temperature: float, max_tokens: int, top_p: float = 1.0

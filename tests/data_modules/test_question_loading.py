@@ -155,7 +155,7 @@ def test_skills_and_whole_turns_count_where_prompts_have_them(long_system, model
     short = min(len(p) for p in prompts_of(model_dir, files[0]))
     skills = Skills("search", Full(), max_tokens=100_000)
     advised = long_system(skills=skills).first_prompts()
-    plain = long_system(skills=skills).first_prompts(advise=False)
+    plain = long_system(skills=skills).first_prompts(inject_skills=False)
     task = loaded(QuestionLoading(None), files[0], 1)[0]
     grown = len(advised.prompt_ids(task))
     assert len(plain.prompt_ids(task)) == short < grown

@@ -24,7 +24,7 @@ from retrieval import protocols
 from rollout.system import RolloutSystem
 
 ROOMS = ("callbacks", "data_modules", "lightning_modules", "retrieval", "rollout")
-NOT_IMPORTED = ("rollout.tools.python.inside", "rollout.engines.vllm_backend")  # sandboxes' and vLLM's processes
+NOT_IMPORTED = ("rollout.tools.python.sandbox_runtime", "rollout.engines.vllm_backend")  # other processes' code
 # Classes that take numbers from other classes, never from a configuration.
 INTERNAL = ("Budgets", "Correction", "Hooks", "PromptGroup", "Request", "Slots")
 

@@ -27,7 +27,7 @@ class TokenRequest:
 
 @_strict
 @dataclass(frozen=True, slots=True)
-class SeesRequest:
+class PathVisibilityRequest:
     """Body of ``POST /weights/sees``."""
 
     path: StrictStr
@@ -58,4 +58,4 @@ class TransferRequest:
 
 
 REQUEST, GENERATION = TypeAdapter(TokenRequest), TypeAdapter(Generation)
-SEES, LOAD, TRANSFER = TypeAdapter(SeesRequest), TypeAdapter(LoadRequest), TypeAdapter(TransferRequest)
+SEES, LOAD, TRANSFER = TypeAdapter(PathVisibilityRequest), TypeAdapter(LoadRequest), TypeAdapter(TransferRequest)

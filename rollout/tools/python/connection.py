@@ -16,14 +16,14 @@ from typing import Any
 
 from rollout.trajectory import InfrastructureError
 
-SERVER = Path(__file__).parent / "inside" / "server.py"
+SERVER = Path(__file__).parent / "sandbox_runtime" / "server.py"
 HEADER = struct.Struct("<II")
 START_S = 60.0  # until the server answers; packages are loaded in it
 GRACE_S = 20.0  # over a program's deadline until the server itself is taken for dead
 
 
 class SandboxServer:
-    """A running ``inside/server.py``: programs in, how they ended out. For one event loop."""
+    """A running ``sandbox_runtime/server.py``: programs in, how they ended out. For one event loop."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.process, self.reader, self.writer = process, reader, writer

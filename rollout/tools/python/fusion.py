@@ -11,7 +11,7 @@ from rollout.services.http_client import ApiKey, LoopSession, post_json
 from rollout.tools.python.base import Run, RunStatus, middle_cut, readable, refused
 from rollout.trajectory import InfrastructureError
 
-DRIVER = Path(__file__).parent / "inside" / "program.py"
+DRIVER = Path(__file__).parent / "sandbox_runtime" / "program.py"
 _NO_KEY = ApiKey(None, "SandboxFusion")
 
 

@@ -89,7 +89,7 @@ def test_skills_stand_in_the_demonstrations_prompts(world):
     tasks = load_tasks(world / "demonstrations.parquet", answers=False)[:6]
     try:
         told = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=50), seed=0)
-        plain = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=50), seed=0, advise=False)
+        plain = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=50), seed=0, inject_skills=False)
     finally:
         rollouts.close()
     for a, b in zip(told, plain, strict=True):

@@ -593,4 +593,4 @@ def test_skills_stand_in_the_prompt_and_in_the_task_and_a_branch_has_them_too(pr
     assert f"{parent.task.skills}\n\n" in protocol.decode(parent.prompt_ids)
     child = run(loop, index=1, start=parent, at=parent.turns[1].start)
     assert child.task.skills == parent.task.skills and child.prompt_ids == parent.prompt_ids
-    assert run(loop, mode=PromptMode.CLOSED_BOOK).task.skills == "", "probes are not advised"
+    assert run(loop, mode=PromptMode.CLOSED_BOOK).task.skills == "", "closed-book prompts get no skills"

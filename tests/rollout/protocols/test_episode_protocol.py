@@ -10,7 +10,7 @@ from data_modules.worlds.tokenizer import CHAT_TEMPLATE
 from rollout.engines.base import SamplingParams
 from rollout.environments.base import FirstObservation, StepResult
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
-from rollout.protocols.base import PromptMode, WindowedProtocol
+from rollout.protocols.base import PerTurnPrompts, PromptMode
 from rollout.protocols.episode_texts import EpisodeTexts, PastStep, fill, household_history, read_texts
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.protocols.search_episodes import CORRECTION, SearchEpisodeProtocol
@@ -75,7 +75,7 @@ def act(context, seed):
 @pytest.mark.parametrize("name", [*QWEN, *LLAMA])
 def test_first_prompt_is_the_templates(tmp_path_factory, name):
     made = EpisodeProtocol(chat_model(tmp_path_factory.mktemp(name), name), "household")
-    assert isinstance(made, WindowedProtocol) and made.windowed
+    assert isinstance(made, PerTurnPrompts) and made.per_turn_prompts
     text = made.decode(made.prompt_ids(OPENED))
     content = text[text.index("You are an expert agent") :]
     assert ROOM in content and "'look'" in content and "help" not in content.split("[", 1)[1].split("]")[0]

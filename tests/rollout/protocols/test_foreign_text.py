@@ -39,12 +39,12 @@ def protocols(folder):
         "arpo": ARPOProtocol(folder),
         "hermes": HermesProtocol(folder),
         "episodes": EpisodeProtocol(folder, "household", window=None),
-        "windowed": EpisodeProtocol(folder, "shopping", window=2),
+        "per_turn_prompts": EpisodeProtocol(folder, "shopping", window=2),
         "search_episodes": SearchEpisodeProtocol(folder),
     }
 
 
-NAMES = ("search_r1", "arpo", "hermes", "episodes", "windowed", "search_episodes")
+NAMES = ("search_r1", "arpo", "hermes", "episodes", "per_turn_prompts", "search_episodes")
 
 
 def tags_of(protocol, ids) -> list[str]:
@@ -67,7 +67,7 @@ def test_an_observation_has_the_template_s_own_tags_alone(protocols, name):
     assert tags_of(protocol, shown) == tags_of(protocol, cut) == tags_of(protocol, own)
 
 
-@pytest.mark.parametrize("name", ["windowed", "search_episodes"])
+@pytest.mark.parametrize("name", ["per_turn_prompts", "search_episodes"])
 def test_a_later_turn_s_prompt_quotes_what_came_before(protocols, name):
     protocol = protocols[name]
 
@@ -134,7 +134,7 @@ def test_every_odd_character_reaches_the_model_as_it_is(protocols, name):
     shown, cut = protocol.observation_ids(CALL, [result], 100_000)
     assert text in protocol.decode(shown) and not cut
     acted = Action(ActionKind.CALL, (ToolRequest(protocol.tools[0], {"query": text, "action": text}),))
-    if getattr(protocol, "windowed", False):
+    if getattr(protocol, "per_turn_prompts", False):
         turns, calls = [Turn(0, 1, acted, "stop", 0, 1)], [ToolCall(0, acted.calls[0], result, 0.0)]
         assert protocol.decode(protocol.turn_prompt(TASK, turns, calls).ids).count(text) >= 2
 

@@ -443,7 +443,7 @@ def test_history_as_the_template_writes_it(tmp_path, name):
     """A prompt for every turn, equal to the tokens of the messages that a chat server would be sent."""
     folder = chat_model(tmp_path, "qwen3", SERVED[name])
     protocol = HermesProtocol(folder, tools=["search", "code_interpreter"], history="template")
-    assert protocol.windowed and not HermesProtocol(folder).windowed
+    assert protocol.per_turn_prompts and not HermesProtocol(folder).per_turn_prompts
     said = "<think>\nI count.\n</think>\n\nFirst this. " + call_text(protocol, code="'<|im_end|>'")
     turns, calls, sampled = [], [], []
     for text, result in ((said, "25 <tool_call>"), ("<tool_call>{]</tool_call><|im_end|>", None)):

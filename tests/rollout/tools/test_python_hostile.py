@@ -197,7 +197,7 @@ def test_the_numbers_of_system_calls_are_the_kernels():
         pytest.skip("the kernel's headers are not installed")
     real = {n: int(v) for n, v in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())}
     code = "import json, sys; sys.path.insert(0, sys.argv[1]); import seccomp; print(json.dumps(seccomp.allowed()))"
-    folder = ROOT / "rollout/tools/python/inside"
+    folder = ROOT / "rollout/tools/python/sandbox_runtime"
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
     allowed = json.loads(done.stdout)
     assert {name: real[name] for name in allowed} == allowed

@@ -28,7 +28,7 @@ class _Busy(InfrastructureError):
         self.pause_s = pause_s  # that the server asks for
 
 
-class EqualServers:
+class RoundRobinClient:
     """Asks one of several equal addresses, the next one each time.
 
     Connection errors, missed deadlines, status 429 and 5xx are tried again at the next URL after a pause of
