@@ -128,7 +128,7 @@ def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFold
     config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
     parsed = cli(config, arguments, _where(config), instantiate=True)
     trainer, model, data = parsed.trainer, parsed.model, parsed.datamodule
-    watch_from_the_start(trainer)
+    watch_from_the_start(trainer)  # a fit stops the watch; `setup` starts it once more for the test
     log_configuration(trainer, store)
     if config["experiment"]["kind"] == "fit":
         gc.freeze()  # libraries and models stay: the collector need not walk them whenever trajectories pile up

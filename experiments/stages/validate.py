@@ -35,7 +35,10 @@ WITHOUT_METRICS = ("callbacks.", "data_modules.", "experiments.", "lightning", "
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 # Arguments of earlier versions, and what to write instead.
-RENAMED = {"show_tools": "; now tools_in: leave it out for show_tools: true, tools_in: trained for show_tools: false"}
+RENAMED = {
+    "show_tools": "; now tools_in: leave it out for show_tools: true, tools_in: trained for show_tools: false",
+    "dead_after_s": "; leave it out: the process group's timeout ends a run that has lost a host",
+}
 
 
 @startup.no_collection()

@@ -119,9 +119,9 @@ class Share(Walk):
 
 
 class EarlyWatch(RankWatch):
-    """Writes, each time that it is to begin, whether the data have been set up: the line ``fit False`` or so."""
+    """Writes, each time it is started, what the trainer does at that time: None before a fit or test."""
 
     def start(self, trainer: L.Trainer) -> None:
         with (Path(trainer.default_root_dir) / "watched").open("a") as stream:
-            stream.write(f"{trainer.state.fn.value} {trainer.datamodule.ready}\n")
+            stream.write(f"{trainer.state.fn}\n")
         super().start(trainer)

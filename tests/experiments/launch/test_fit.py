@@ -94,7 +94,7 @@ def test_a_run_stopped_and_killed_ends_with_the_weights_of_an_uninterrupted_one(
 
 
 def test_ranks_are_watched_before_their_data_are_set_up(fitted):
-    assert (fitted[1].path / "watched").read_text().startswith("fit False\n")
+    assert (fitted[1].path / "watched").read_text().startswith("None\n")
 
 
 def test_strategies_go_by_their_names():
