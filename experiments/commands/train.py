@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ from experiments.commands.models import to_meet
 from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
-from experiments.registry.listing import released_differences
-from experiments.registry.released import SUFFIX, untwinned
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage, closure
 from experiments.stages.store import StageFolder
@@ -123,12 +120,6 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
             print(f"  data: {line}")
         for note in notes:
             print(f"  note: {note}")
-        if differing := released_differences(target.name, context.project):
-            plain = untwinned(target.name)
-            print(f"  {plain} -> {plain}{SUFFIX}:")
-            width = max(len(key) for key, _, _ in differing)
-            for key, here, there in differing:
-                print(f"    {key:<{width}}  {json.dumps(here)} -> {json.dumps(there)}")
         print(f"the configuration of {target.name} is valid")
 
 

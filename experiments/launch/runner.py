@@ -25,8 +25,8 @@ from experiments.launch.nodes import run_other_node, watch_nodes
 from experiments.launch.secret import share_secret
 from experiments.launch.stage_process import run_stage
 from experiments.registry.errors import ExperimentError
+from experiments.registry.files import differences
 from experiments.registry.hardware import ranks_of, require_launcher
-from experiments.registry.released import differences
 from experiments.stages.context import STOPPED, Chain, RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage, closure, require_files, strings
 from experiments.stages.stage import REFUSED, SUMMARY

@@ -19,10 +19,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.registry import released
 from experiments.registry.columns import columns_of, score_of
+from experiments.registry.definitions import find
 from experiments.registry.errors import ExperimentError, require_keys
-from experiments.registry.files import Config, definitions, find, merge, short
+from experiments.registry.files import Config, merge, short
 
 FREE_BLOCKS = ("paths", "values")  # only there to be referred to
 SECTIONS = ("experiment", "seed_everything", "trainer", "model", "data", "task", *FREE_BLOCKS)
@@ -79,16 +79,18 @@ def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = 
     for parent in parents:
         config = merge(config, compose(parent, directories, (*_chain, name)))
     config = merge(config, own)
-    if "/" in name:
-        return config
-    for_twin = _chain[-1:] == (name + released.SUFFIX,)
-    return released.settled(name, config, definitions(directories), for_twin)
+    pending = [key for key in config.get("experiment") or {} if key.endswith("+")]
+    if pending and "/" not in name and not _chain:
+        raise ExperimentError(f"{where}: experiment.{pending[0]} has nothing to append to; leave out the +")
+    return config
 
 
 def check_keys(config: Config, where: str) -> None:
     """Raises ExperimentError for a key at the top, or under ``experiment:``, that means nothing, or such a column."""
     require_keys(config, SECTIONS, where)
     about = config.get("experiment") or {}
+    if isinstance(about, dict):
+        about = {key.removesuffix("+"): value for key, value in about.items()}
     require_keys(about, EXPERIMENT_KEYS, where, "experiment.")
     check_columns(about.get("columns"), where)
     check_score(about, where)

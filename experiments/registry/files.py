@@ -1,17 +1,10 @@
-"""Experiment files: reading one, merging two, and finding an experiment by its name. Imports without torch.
-
-An experiments folder holds a file per experiment (its name is the experiment's) and tables (files with ``matrix:``,
-see ``matrix.py``), in itself and in the folders below it. What lies below a folder ``bases`` is only there to be
-inherited, by its path from the experiments folder: ``inherits: [tiny/bases/dgpo]``.
-"""
+"""Reads YAML and JSON files, merges and compares configurations. Imports without torch."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +14,6 @@ from omegaconf._yaml import get_yaml_loader
 from experiments.registry.errors import ExperimentError, nearest
 
 Config = dict[str, Any]
-BASES = "bases"
 
 
 # As OmegaConf reads its files (1e-3 is a number, a key twice an error), without a node object for every value.
@@ -39,11 +31,12 @@ def load_yaml(path: Path) -> Config:
     except FileNotFoundError:
         siblings = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         raise ExperimentError(f"no configuration file {path}{nearest(path.name, siblings)}") from None
-    return _read_yaml(str(path), stat.st_mtime_ns, stat.st_size)
+    return read_yaml(str(path), stat.st_mtime_ns, stat.st_size)
 
 
 @cache
-def _read_yaml(path: str, modified: int, size: int) -> Config:
+def read_yaml(path: str, modified: int, size: int) -> Config:
+    """The file as it was when it had this time of change and this size; see ``load_yaml``."""
     try:
         plain = parse_yaml(Path(path).read_bytes())
     except yaml.YAMLError as error:
@@ -86,11 +79,15 @@ def merge(base: Config, over: Config) -> Config:
     """``over`` on top of ``base``; neither is changed, and the result shares parts with both: do not change it.
 
     Mappings merge key by key, everything else (lists too) is replaced. A mapping that names another ``class_path``
-    replaces the old one whole: arguments of one class mean nothing to another.
+    replaces the old one whole: arguments of one class mean nothing to another. A key that ends in ``+`` appends its
+    list or text to that of ``base``; where ``base`` has none, the key stays as it is, for a merge to come.
     """
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
+        if key.endswith("+") and isinstance(value, list | str) and isinstance(out.get(key[:-1]), type(value)):
+            out[key[:-1]] = out[key[:-1]] + value
+            continue
         if isinstance(old, dict) and isinstance(value, dict) and not _other_class(old, value):
             out[key] = merge(old, value)
         else:
@@ -113,103 +110,19 @@ def init_args_of(value: Any, class_path: str) -> Iterator[Config]:
             yield from init_args_of(inner, class_path)
 
 
-# -- by name --------------------------------------------------------------------------------------------------------
+def differences(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
+    """Lists where two resolved configurations differ: (dotted key, value, other value), None for a missing key. Leaves
+    out the ``experiment`` block."""
+    here, there = (dict(_leaves({k: v for k, v in c.items() if k != "experiment"})) for c in (config, other))
+    keys = list(dict.fromkeys([*here, *there]))
+    return [(key, here.get(key), there.get(key)) for key in keys if here.get(key) != there.get(key)]
 
 
-@dataclass(frozen=True, slots=True)
-class Definition:
-    """Configuration of an experiment, a base or a cell of a table as written, and its file."""
-
-    config: Config
-    path: Path
-
-
-def definitions(directories: tuple[Path, ...]) -> dict[str, Definition]:
-    """All experiments by name, in the order of their names; of two folders with the same name the first one counts.
-
-    Files that cannot be read are left out (see ``faults``): they stop only those who ask for what is in them.
-
-    Raises:
-        ExperimentError: two files in one folder define the same name.
-    """
-    found: dict[str, Definition] = {}
-    for directory in directories:
-        here, _ = _of_folder(str(directory), tuple(_scan(str(directory))))
-        found |= {name: definition for name, definition in here.items() if name not in found}
-    return dict(sorted(found.items()))
-
-
-def faults(directories: tuple[Path, ...]) -> list[str]:
-    """What is wrong with the files and tables that cannot be read, a message each."""
-    return [fault for folder in map(str, directories) for fault in _of_folder(folder, tuple(_scan(folder)))[1]]
-
-
-def unreadable(directories: tuple[Path, ...]) -> str:
-    """The end of a message about a name that is not there: it may be in a file that cannot be read."""
-    return "".join(f"; not read: {fault}" for fault in faults(directories))
-
-
-def find(name: str, directories: tuple[Path, ...]) -> Definition:
-    """An experiment by its name, or a base by its path without ``.yaml``.
-
-    Raises:
-        ExperimentError: there is none; the nearest name is given.
-    """
-    if "/" not in name:
-        experiments = definitions(directories)
-        if name in experiments:
-            return experiments[name]
-        raise ExperimentError(f"no experiment '{name}'{nearest(name, experiments)}{unreadable(directories)}")
-    for directory in directories:
-        path = directory / f"{name}.yaml"
-        if path.is_file():
-            return Definition(load_yaml(path), path)
-    known = [str(p.relative_to(d).with_suffix("")) for d in directories for p in d.rglob("*.yaml") if BASES in p.parts]
-    raise ExperimentError(f"no file '{name}.yaml' in {_listed(directories)}{nearest(name, known)}")
-
-
-def _listed(directories: tuple[Path, ...]) -> str:
-    return ", ".join(map(str, directories))
-
-
-def _scan(folder: str) -> Iterator[tuple[str, int, int]]:
-    """(path, time of change, size) of every experiment file in ``folder`` and the folders below it."""
-    if not os.path.isdir(folder):
-        return
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir():
-            if entry.name != BASES:
-                yield from _scan(entry.path)
-        elif entry.name.endswith(".yaml"):
-            stat = entry.stat()
-            yield entry.path, stat.st_mtime_ns, stat.st_size
-
-
-@lru_cache(maxsize=16)
-def _of_folder(folder: str, files: tuple[tuple[str, int, int], ...]) -> tuple[dict[str, Definition], list[str]]:
-    """Its experiments by name, and what is wrong with the files that hold none."""
-    from experiments.registry import released
-    from experiments.registry.matrix import expand
-
-    found: dict[str, Definition] = {}
-    wrong: list[str] = []
-    for file, modified, size in files:
-        path = Path(file)
-        try:
-            config = dict(_read_yaml(file, modified, size))
-            if "matrix" in config:
-                cells = expand(config, file)
-            else:
-                twins = config.pop("as_released", None)
-                cells = {path.stem: config}
-                if twins is not None:
-                    parents = released.parents_of_twins(twins, f"{file}: as_released", ("inherits",))
-                    cells = released.with_twins(cells, parents, cells)
-        except ExperimentError as error:
-            wrong.append(str(error))
-            continue
-        for name, cell in cells.items():
-            if name in found:
-                raise ExperimentError(f"{file}: there is an experiment '{name}' in {found[name].path} already")
-            found[name] = Definition(cell, path)
-    return found, wrong
+def _leaves(value: Any, at: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        steps = ((key, item, "" if key == "init_args" else f".{key}") for key, item in value.items())
+        return [leaf for _, item, step in steps for leaf in _leaves(item, at + step)]
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        named = (item.get("class_path", str(i)).rpartition(".")[2] for i, item in enumerate(value))
+        return [leaf for name, item in zip(named, value, strict=True) for leaf in _leaves(item, f"{at}.{name}")]
+    return [(at.lstrip("."), value)]

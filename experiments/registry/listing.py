@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields
-from typing import Any
 
-from experiments.registry.compose import check_experiment, compose, resolve
+from experiments.registry.compose import check_experiment, compose
+from experiments.registry.definitions import definitions, faults
 from experiments.registry.errors import ExperimentError
-from experiments.registry.files import Config, definitions, faults
+from experiments.registry.files import Config
 from experiments.registry.project import Project
-from experiments.registry.released import SUFFIX, differences, untwinned
 
 THIS = "@stage:@"  # stands for the folder of a stage until its key is known
 
@@ -51,19 +50,6 @@ def load(name: str, project: Project) -> Config:
     return config
 
 
-def released_differences(name: str, project: Project) -> list[tuple[str, Any, Any]]:
-    """Where an experiment and its twin as released differ, without overrides, as (key, here, as released); stages that
-    differ themselves count as the same. Empty: no twin."""
-    plain = untwinned(name)
-    if plain + SUFFIX not in definitions(project.experiment_dirs):
-        return []
-    both = [load(each, project) for each in (plain, plain + SUFFIX)]
-    for config in both:
-        config["experiment"]["name"] = plain  # what is named after it is no difference
-    here, there = (resolve(c, lambda stage: f"stage:{untwinned(stage)}", project.experiment_dirs) for c in both)
-    return differences(here, there)
-
-
 def summary(name: str, project: Project) -> Summary:
     """What the experiment's file says of itself."""
     block = load(name, project)["experiment"]
@@ -74,7 +60,7 @@ def summary(name: str, project: Project) -> Summary:
 def _family(name: str, project: Project) -> str:
     every = definitions(project.experiment_dirs)
     path = every[name].path
-    several = any(other.path == path for key, other in every.items() if untwinned(key) != untwinned(name))
+    several = any(other.path == path for key, other in every.items() if key != name)
     [root] = [folder for folder in project.experiment_dirs if path.is_relative_to(folder)][:1]
     folder = "" if path.parent == root else path.relative_to(root).parts[0]
     table = path.stem if several and path.stem != "tables" else ""

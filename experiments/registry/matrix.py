@@ -25,10 +25,8 @@
             sdar: [53.9, 84.4, 85.9]
 
 ``<axis>`` is replaced by a value's name, ``<axis.var>`` by one of its ``vars`` (alone in a string it keeps its type).
-``only`` limits a value to some cells; ``only`` and ``where`` take a value or a list of them. ``experiment:
-{ablations+: [...]}`` of ``cells`` adds to the list of the parts before. ``format`` is a Python format string, or one
-for each count of numbers (``{1: ..., 2: ...}``); a cell with several numbers is a list. ``as_released`` beside
-``matrix``: see ``released.py``.
+``only`` limits a value to some cells; ``only`` and ``where`` take a value or a list of them. ``format`` is a Python
+format string, or one for each count of numbers (``{1: ..., 2: ...}``); a cell with several numbers is a list.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments.registry import released
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import Config, merge
 
@@ -73,18 +70,8 @@ def expand(config: Config, path: str) -> dict[str, Config]:
     for axis, values in axes.items():
         for value, block in values.items():
             require_keys(block, (*SECTIONS, "vars", "only"), f"{path}: {axis} {value}")
-    shared = {key: value for key, value in config.items() if key not in ("matrix", "as_released")}
+    shared = {key: value for key, value in config.items() if key != "matrix"}
     found: dict[str, Config] = {}
-    twinned: list[str] = []
-    parents: list[str] = []
-    chosen: list[Any] = []  # a twin has what fits one of them
-    twins = config.get("as_released")
-    if twins is not None:
-        parents = released.parents_of_twins(twins, f"{path}: as_released", ("inherits", "only"))
-        only = twins.get("only") or {}
-        chosen = only if isinstance(only, list) else [only]
-        for where in chosen:
-            _check_where(where, axes, f"{path}: as_released.only")
     cells = list(_cells(axes, path))
     texts = _published(matrix.get("published") or [], axes, cells, path)
     extras = [_extra(extra, i, axes, cells, path) for i, extra in enumerate(matrix.get("cells") or [])]
@@ -99,9 +86,7 @@ def expand(config: Config, path: str) -> dict[str, Config]:
         found[name] = _joined(parts, cell, axes, path)
         if i in texts:
             found[name] = merge(found[name], {"experiment": {"reproduces": _filled(texts[i], cell, axes, path)}})
-        if any(_fits(cell, where) for where in chosen):
-            twinned.append(name)
-    return released.with_twins(found, parents, twinned) if twins is not None else found
+    return found
 
 
 def _joined(parts: list[Config], cell: Cell, axes: Mapping[str, Config], path: str) -> Config:
@@ -109,12 +94,7 @@ def _joined(parts: list[Config], cell: Cell, axes: Mapping[str, Config], path: s
     out: Config = {}
     for part in parts:
         own = {key: value for key, value in part.items() if key in SECTIONS and key != "inherits"}
-        own = _filled(own, cell, axes, path)
-        about = own.get("experiment") or {}
-        for key in [key for key in about if key.endswith("+")]:
-            before = (out.get("experiment") or {}).get(key[:-1]) or []
-            own["experiment"] = {k: v for k, v in about.items() if k != key} | {key[:-1]: [*before, *about[key]]}
-        out = merge(out, own)
+        out = merge(out, _filled(own, cell, axes, path))
         rest = set(part) - set(SECTIONS) - {"vars", "only", "where"}
         out |= {key: part[key] for key in rest}  # of the file itself: compose says that there is no such key
     parents = [parent for part in parts for parent in part.get("inherits") or []]

@@ -12,8 +12,8 @@ from typing import Any
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry import overrides as cli_overrides
 from experiments.registry.compose import Config, check_experiment, resolve
+from experiments.registry.definitions import unreadable
 from experiments.registry.errors import ExperimentError, nearest, require_keys
-from experiments.registry.files import unreadable
 from experiments.registry.keys import DATA, FILE_SUFFIXES, HASHES, MODELS, PathHasher, stage_key
 from experiments.registry.listing import load, names
 from experiments.registry.overrides import Overrides

@@ -7,7 +7,7 @@ import pytest
 from experiments.commands.cli import main
 from experiments.commands.experiments import NEWCOMERS, print_table
 from experiments.registry.compose import resolve
-from experiments.registry.files import definitions
+from experiments.registry.definitions import definitions
 from experiments.registry.listing import load, names, summary
 from experiments.registry.project import Project
 

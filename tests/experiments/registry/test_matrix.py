@@ -48,6 +48,21 @@ def test_every_cell_is_an_experiment(table):
     assert config["experiment"]["ablations"] == ["ppo_large", "dgpo_ablation_large"]
 
 
+def test_a_key_with_a_plus_appends_to_what_is_inherited(workshop):
+    workshop.write("plain", "experiment: {kind: task, label: A, ablations: [x]}\ntask: {class_path: a.B}")
+    workshop.write(
+        "table",
+        "inherits: [<method>]\nexperiment: {label+: ', again'}\n"
+        "matrix:\n  name: <method>_again\n  axes: {method: {plain: {experiment: {ablations+: [y]}}}}",
+    )
+    about = load("plain_again", workshop.project)["experiment"]
+    assert (about["label"], about["ablations"]) == ("A, again", ["x", "y"])
+    assert load("plain", workshop.project)["experiment"]["ablations"] == ["x"]
+    workshop.write("alone", "inherits: [plain]\nexperiment: {summary+: more}")
+    with pytest.raises(ExperimentError, match=r"experiment.summary\+ has nothing to append to"):
+        load("alone", workshop.project)
+
+
 def test_published_numbers_say_what_a_cell_reproduces(table):
     said = {name: load(name, table)["experiment"].get("reproduces") for name in names(table)}
     assert said == {

@@ -1,86 +1,55 @@
-"""Experiments a second time, as released."""
+"""The papers' experiments with the switches of their released code."""
 
 import pytest
 
 from experiments.registry.compose import resolve
-from experiments.registry.errors import ExperimentError
-from experiments.registry.listing import load, names, released_differences
+from experiments.registry.files import differences
+from experiments.registry.listing import load, names
 from experiments.registry.project import Project
-from experiments.registry.released import SUFFIX
 
-FILES = {
-    "bases/task.yaml": "experiment: {kind: task}\ntask: {class_path: a.Task, init_args: {n: '${values.n}', same: 1}}\n"
-    "values: {n: 1}\n",
-    "bases/as_released.yaml": "values: {n: 2}\n",
-    "below.yaml": "inherits: [bases/task]\nas_released: {inherits: [bases/as_released]}\n",
-    "other.yaml": "inherits: [bases/task]\n",
-    "top.yaml": "inherits: [bases/task]\nas_released: {inherits: [bases/as_released]}\n"
-    "experiment: {label: Top, reproduces: .5, compare: [below, other]}\n"
-    "task: {init_args: {files: ['${stage:below}/a', '${stage:other}/b']}}\n",
-    "own.yaml": "inherits: [top]\n",
-    "table.yaml": "matrix:\n  name: <method>_<size>\n  axes:\n    method: {x: {inherits: [bases/task]}, y: {inherits: "
-    "[bases/task]}}\n    size: {s: {}}\nas_released: {inherits: [bases/as_released], only: [{method: x, size: s}]}\n",
-}
-
-
-@pytest.fixture
-def project(tmp_path):
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return Project(experiment_dirs=(tmp_path,))
-
-
-def test_a_twin_has_the_switches_and_stands_on_twins(project):
-    twins = {"below_as_released", "top_as_released", "x_s_as_released"}
-    assert set(names(project)) == twins | {"below", "other", "own", "top", "x_s", "y_s"}
-    top, twin = load("top", project), load("top_as_released", project)
-    assert (top["values"]["n"], twin["values"]["n"]) == (1, 2)
-    assert twin["task"]["init_args"]["files"] == ["${stage:below_as_released}/a", "${stage:other}/b"]
-    assert twin["experiment"]["compare"] == ["below_as_released", "other"]
-    assert (top["experiment"]["label"], twin["experiment"]["label"]) == ("Top", "Top, as released")
-    assert top["experiment"]["family"] == twin["experiment"]["family"]
-    assert load("x_s_as_released", project)["values"]["n"] == 2
-
-
-def test_what_is_reproduced_stands_with_the_twin_alone(project):
-    found = [load(name, project)["experiment"].get("reproduces") for name in ("top", "top_as_released", "own")]
-    assert found == [None, 0.5, None]
-
-
-def test_differences_are_those_of_the_resolved_values(project):
-    expected = [("task.n", 1, 2)]
-    assert released_differences("top", project) == released_differences("top_as_released", project) == expected
-    assert released_differences("other", project) == []
-
-
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [("{inherits: bases/task}", "must be a list"), ("{inherits: [bases/task], only: {}}", "unknown key 'only'")],
-)
-def test_a_wrong_block_is_named(project, block, message):
-    (project.experiment_dirs[0] / "wrong.yaml").write_text(f"inherits: [bases/task]\nas_released: {block}\n")
-    with pytest.raises(ExperimentError, match=message):
-        load("wrong", project)
-
-
+SUFFIX = "_as_released"
 SHIPPED = [name for name in names(Project()) if name.endswith(SUFFIX)]
 
 
-def test_every_shipped_twin_differs():
-    assert SHIPPED
-    assert [name for name in SHIPPED if not released_differences(name, Project())] == []
+def plain_of(config, name, stages):
+    """Resolve ``config`` under the plain ``name`` and with plain stages; ``stages`` gets those that it stands on."""
+    config["experiment"]["name"] = name
+
+    def plain(stage):
+        stages.append(stage)
+        return stage.removesuffix(SUFFIX)
+
+    return resolve(config, plain)
+
+
+def released_differences(name):
+    """What the switches change: (key, value, released value)."""
+    return differences(*(plain_of(load(each, Project()), name, []) for each in (name, name + SUFFIX)))
+
+
+def test_every_experiment_as_released_differs_and_has_the_published_number():
+    """It stands on stages as released; a plain one with the number would be held against what it does not reproduce."""
+    assert len(SHIPPED) == 117
+    for name in SHIPPED:
+        plain, released = load(name.removesuffix(SUFFIX), Project()), load(name, Project())
+        about, twin = plain["experiment"], released["experiment"]
+        assert not about.get("reproduces") and twin["reproduces"], name
+        assert twin["summary"] == f"{about['summary']}, as released" and twin["family"] == about["family"], name
+        stages = [*(twin.get("compare") or ()), *(twin.get("ablations") or ())]
+        both = (plain_of(plain, "plain", []), plain_of(released, "plain", stages))
+        assert not [stage for stage in stages if stage + SUFFIX in SHIPPED], name
+        assert differences(*both), name
 
 
 def test_no_reward_for_calls_in_a_group_of_wrong_answers():
     """0.1 a tool round would be all that differs between them, and dividing by the group's spread makes it large."""
-    found = {key: both for key, *both in released_differences("sod_qwen3_0.6b", Project())}
+    found = {key: both for key, *both in released_differences("sod_qwen3_0.6b")}
     assert found["data.rollouts.reward.tool_shaping"] == ["none", "as_released"]
 
 
 def test_sdars_switches_are_those_of_its_skills_and_of_the_search_script():
     alfworld, search, plain = (
-        {key: [here, there] for key, here, there in released_differences(name, Project())}
+        {key: [here, there] for key, here, there in released_differences(name)}
         for name in ("sdar_qwen2.5_7b_alfworld", "sdar_qwen2.5_7b_search", "grpo_qwen2.5_7b_search")
     )
     assert alfworld == {
@@ -130,7 +99,7 @@ RELEASED_SOD = {
 @pytest.mark.parametrize("name", ["sod_qwen3_0.6b", "untrained_qwen3_1.7b", "sod_teacher_qwen3_4b"])
 def test_sods_twins_differ_in_the_released_switches_alone(name):
     """In the evaluation, too: it runs on the same rollouts."""
-    found = {key: twin for key, _, twin in released_differences(name, Project()) if key.startswith("data.")}
+    found = {key: twin for key, _, twin in released_differences(name) if key.startswith("data.")}
     assert found == {f"data.rollouts.{key}": value for key, value in RELEASED_SOD.items()} | {
         "data.lcb_examples": None, "data.prompts": "tool_reasoning_first_row",
     }  # fmt: skip
@@ -163,7 +132,7 @@ def test_sods_released_checkpoints_are_tested_as_released(model, hub, average, m
     [("dgpo_qwen2.5_0.5b", {"model.as_released"}), ("kd_qwen2.5_0.5b", set()), ("sft_qwen2.5_0.5b", set())],
 )
 def test_dgpos_twins_differ_in_the_released_switches_alone(name, training):
-    found = {key: twin for key, _, twin in released_differences(name, Project())}
+    found = {key: twin for key, _, twin in released_differences(name)}
     scorer = [found.pop(key) for key in sorted(found) if "reward." in key or "answers." in key]
     student, qa = "models/Qwen2.5-0.5B-Instruct", "rollout.rewards.qa.SearchR1Released"
     assert scorer == [f"{qa}Reward", student, f"{qa}Answers", student]
