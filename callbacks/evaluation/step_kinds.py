@@ -6,8 +6,7 @@ divergence alone (docs/papers/sod.md 1.2). The definitions below are ours.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,9 +18,6 @@ class Kind(StrEnum):
     ERRONEOUS = "erroneous"
     RECOVERING = "recovering"
     OTHER = "other"
-
-
-NAMED = (Kind.STABLE, Kind.ERRONEOUS, Kind.RECOVERING)  # those with curves and examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +67,3 @@ def sort_by_kind(
     for trajectory in trajectories:
         kinds[kind_of(trajectory, bounds)].append(trajectory)
     return kinds
-
-
-def medians(trajectories: Sequence[Sequence[StepRow]], measure: str) -> list[float]:
-    """Median over the trajectories that have step 1, 2, ..., for as long as there is one."""
-    longest = max(map(len, trajectories), default=0)
-    return [statistics.median(getattr(t[k], measure) for t in trajectories if len(t) > k) for k in range(longest)]
-
-
-def typical(trajectories: Sequence[Sequence[StepRow]]) -> Sequence[StepRow] | None:
-    """The trajectory nearest to its kind's median behaviour; None of none.
-
-    First by the number of steps (nearest to the median number), then by the mean distance, over the trajectory's
-    steps, of weight and divergence from the medians at that step, each as a share of the largest median; then by
-    question and attempt, so that the choice does not depend on any order.
-    """
-    if not trajectories:
-        return None
-    length = statistics.median(map(len, trajectories))
-    levels = {name: medians(trajectories, name) for name in ("weight", "divergence")}
-
-    def distance(trajectory: Sequence[StepRow]) -> float:
-        parts = [
-            abs(getattr(row, name) - level[k]) / (max(level) or 1.0)
-            for name, level in levels.items()
-            for k, row in enumerate(trajectory)
-        ]
-        return round(statistics.fmean(parts), 9)  # equal ones stay equal, whatever the rounding
-
-    return min(trajectories, key=lambda t: (abs(len(t) - length), distance(t), t[0].id, t[0].attempt))
-
-
-def examples(kinds: Mapping[Kind, Sequence[Sequence[StepRow]]]) -> dict[Kind, Sequence[StepRow]]:
-    """The typical trajectory of each named kind that has any."""
-    found = {kind: typical(kinds[kind]) for kind in NAMED}
-    return {kind: trajectory for kind, trajectory in found.items() if trajectory is not None}

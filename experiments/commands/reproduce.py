@@ -115,6 +115,5 @@ def result_row(stage: Stage) -> dict[str, Any]:
         "seed": stage.config["seed_everything"],
         "fixed_seed": bool(stage.config["experiment"].get("fixed_seed")),
         "folder": stage.folder,
-        "model": model_of(stage),
         **{key: result[key] for key in ("seconds", "command", "commit")},
     }

@@ -12,11 +12,10 @@ import polars as pl
 from callbacks.tracking.run_info import RUN_ID_FILE, default_tracking_uri
 from experiments.registry.columns import columns_of, score_of
 from experiments.reports.compare import HISTORY_SCHEMA, compare, history_frame, open_store, table_text
-from experiments.reports.curves import DPI, curves_figure, styles
-from experiments.reports.gate_report import write_gates
+from experiments.reports.curves import DPI, curves_figure
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
 from experiments.reports.results_page import metric_text, results_page
-from experiments.reports.step_report import write_steps
+from experiments.reports.signal_tables import gates_section, steps_section
 from experiments.reports.tested_on import differing, tested_on
 from rollout.files import write_atomically
 
@@ -66,10 +65,8 @@ def write_results(
     tracking_uri: str | None = None,
     notes: str = "",
 ) -> list[Path]:
-    """Write ``<experiment>.md`` (table, the score of every seed, paired bootstrap of ``experiment`` against every other
-    method, curves, command, time, and where steps were looked at or gates logged what ``write_steps`` and
-    ``write_gates`` say of them), ``<experiment>.json`` (``results_json``) and, when the runs have them,
-    ``<experiment>_curves.png``, ``_steps.png``, ``_gates.png``; return their paths.
+    """Write the results page ``<experiment>.md``, its data ``<experiment>.json`` (``results_json``) and, for runs that
+    logged metrics, ``<experiment>_curves.png``. Returns their paths.
 
     Args:
         experiment: the experiment that the others are compared with; also the name of the files.
@@ -96,21 +93,19 @@ def write_results(
     curves = out_dir / f"{experiment}_curves.png"
     uri = tracking_uri or default_tracking_uri(mine[0].folder.resolve().parent.parent)
     metrics = dict.fromkeys((*main.curves, *RESULT_CURVES, *(c.curve for c in chosen.values() if c.curve)))
-    colours = styles([mine[0].ungrouped, *(run.ungrouped for run in runs)])
-    looks = {run.method: colours[run.ungrouped] for run in (mine[0], *runs)}
-    history = _write_curves(curves, runs, uri, tuple(metrics), looks)
+    methods = list(dict.fromkeys(run.method for run in (mine[0], *runs)))
+    history = _write_curves(curves, runs, uri, tuple(metrics), methods)
     objects = results_json(runs, chosen, score or "em")
-    steps, pictures = write_steps(mine[0].method, runs, out_dir / f"{experiment}_steps.png")
-    gates, drawn = write_gates(runs, uri, out_dir / f"{experiment}_gates.png", looks) if len(history) else ("", [])
+    signals = steps_section(runs) + (gates_section(runs, uri) if len(history) else "")
     data, page = out_dir / f"{experiment}.json", out_dir / f"{experiment}.md"
     write_atomically(data, json.dumps(objects, indent=2, allow_nan=False) + "\n")
     text = results_page(experiment, mine[0].method, objects, chosen, main, command, notes, history)
-    write_atomically(page, text + steps + gates)
-    return [page, data, *([curves] if len(history) else []), *pictures, *drawn]
+    write_atomically(page, text + signals)
+    return [page, data, *([curves] if len(history) else [])]
 
 
 def _write_curves(
-    path: Path, runs: Sequence[Run], tracking_uri: str, metrics: Sequence[str], looks: Mapping[str, Any]
+    path: Path, runs: Sequence[Run], tracking_uri: str, metrics: Sequence[str], methods: Sequence[str]
 ) -> pl.DataFrame:
     """Draw the runs that were logged; return what was drawn, as ``compare.history_frame`` makes it: empty (and no file)
     when none was logged or none has any of the metrics. ``metrics[0]`` is what runs that learn by reinforcement log."""
@@ -123,8 +118,5 @@ def _write_curves(
     if len(learning):  # iterations of supervised learning are another measure of time
         history = history.filter(pl.col("run_id").is_in(learning.implode()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    groups: dict[str | None, dict[str, None]] = {}
-    for run in runs:
-        groups.setdefault(run.group, {})[run.method] = None
-    curves_figure(history, metrics, looks, [list(group) for group in groups.values()]).savefig(path, dpi=DPI)
+    curves_figure(history, metrics, methods).savefig(path, dpi=DPI)
     return history

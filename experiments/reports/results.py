@@ -38,7 +38,6 @@ class Run:
     command: str
     commit: str
     sampled: Path | None = None  # folder of the same model's test at temperature 1, if there is one
-    model: Path | None = None  # folder of the tested model, which holds its tokenizer; None: in the stage's
     fixed_seed: bool = False  # the same one for every seed of the methods that it is compared with
     group: str | None = None  # what the method's name ends with, if it is compared with those alone that share it
 
@@ -49,13 +48,13 @@ class Run:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
-        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled, model,
-        fixed_seed, group."""
-        folders = {name: Path(row[name]) if row.get(name) else None for name in ("sampled", "model")}
+        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled, fixed_seed,
+        group."""
         return cls(
             experiment=row["name"], method=row["label"], seed=row["seed"], folder=Path(row["folder"]),
             seconds=row["seconds"], command=row["command"], commit=row["commit"],
-            fixed_seed=row.get("fixed_seed", False), group=row.get("group"), **folders,
+            fixed_seed=row.get("fixed_seed", False), group=row.get("group"),
+            sampled=Path(row["sampled"]) if row.get("sampled") else None,
         )  # fmt: skip
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 
-from callbacks.evaluation.step_kinds import NAMED, Bounds, Kind, examples, kind_of, medians, sort_by_kind, typical
+from callbacks.evaluation.step_kinds import Bounds, Kind, kind_of, sort_by_kind
 from tests.callbacks.evaluation.step_helpers import CASE_A, CASE_B, CASE_C, make_steps, weights_of
 
 
@@ -106,25 +105,3 @@ def test_sorting_keeps_all_and_names_empty_kinds():
     assert {kind: len(found) for kind, found in kinds.items()} == {
         Kind.STABLE: 1, Kind.ERRONEOUS: 2, Kind.RECOVERING: 0, Kind.OTHER: 0,
     }  # fmt: skip
-    assert set(examples(kinds)) == {Kind.STABLE, Kind.ERRONEOUS} and set(examples(kinds)) < set(NAMED)
-
-
-def test_medians_are_over_those_that_have_the_step():
-    made = [steps(w, ["ok"] * len(w)) for w in ((1.0, 0.8), (1.0, 1.0, 0.5), (1.0, 1.2, 0.7, 0.9))]
-    assert medians(made, "weight") == pytest.approx([1.0, 1.0, 0.6, 0.9])
-    assert medians([], "weight") == []
-
-
-def test_typical_takes_the_length_first_and_then_the_nearest_curve():
-    ok = ["ok"] * 3
-    middle = steps((1.0, 0.9, 0.9), ok, name="middle")
-    made = [
-        steps((1.0, 0.95, 1.1), ok, name="high"), middle, steps((1.0, 0.8, 0.75), ok, name="low"),
-        steps((1.0, 0.9), ok[:2], name="short"), steps((1.0, 0.9, 0.9, 0.9), [*ok, "ok"], name="long"),
-    ]  # fmt: skip
-    for seed in range(5):  # whatever their order
-        random.Random(seed).shuffle(made)
-        assert typical(made) is middle
-    assert typical([]) is None
-    twins = [steps((1.0, 0.9), ok[:2], name="q2"), steps((1.0, 0.9), ok[:2], name="q1", attempt=1)]
-    assert typical(twins)[0].id == "q1"

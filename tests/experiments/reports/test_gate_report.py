@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from callbacks.tracking.mlflow_logger import MLflowLogger
-from experiments.reports.curves import styles
-from experiments.reports.gate_report import ACTIVE, GAP, at_end, gate_history, write_gates
 from experiments.reports.results import Run
-
-LOOKS = styles(["SDAR", "GRPO", "beta 0"])
+from experiments.reports.signal_tables import ACTIVE, GAP, at_end, gate_history, gates_section
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +40,13 @@ def test_seeds_are_averaged_and_both_ends_are_told(logged):
     assert at_end(history["SDAR"], f"{ACTIVE}/turn8") is None
 
 
-def test_section_and_picture(logged, tmp_path):
+def test_section(logged):
     runs, uri, _ = logged
-    text, [picture] = write_gates(runs, uri, tmp_path / "x_gates.png", LOOKS)
-    assert picture.read_bytes()[:4] == b"\x89PNG" and "](x_gates.png)" in text
+    text = gates_section(runs, uri)
     assert "| SDAR | -0.395 | -0.495 | 0.395 | 0.495 |" in text
     assert "| SDAR | 0.495 | - | - | 0.595 | - |" in text and "GRPO" not in text
     assert "| SDAR | - | - | - | -0.990 | - |" in text, "the gap by turn"
     assert "0.000 | - | - |" in text, "gates that are all one half endorse nothing and refuse nothing"
     assert text.count("| beta 0 |") == 2, "the gap it has"
-    assert (
-        write_gates(runs[2:3], uri, tmp_path / "none.png", LOOKS) == ("", []) and not (tmp_path / "none.png").exists()
-    )
-    text, pictures = write_gates(runs[2:], uri, tmp_path / "none.png", LOOKS)
-    assert "| beta 0 |" in text and pictures == [] and not (tmp_path / "none.png").exists()
+    assert gates_section(runs[2:3], uri) == ""
+    assert "| beta 0 |" in gates_section(runs[2:], uri)

@@ -1,0 +1,170 @@
+"""Sections "Steps" and "Gates" of a results page: the per-turn signals of distillation, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from callbacks.evaluation.step_kinds import Bounds, Kind, sort_by_kind
+from callbacks.evaluation.step_rows import (
+    SHOWN,
+    SHOWN_STEPS,
+    STEPS_PREFIX,
+    StepRow,
+    by_trajectory,
+    load_steps,
+    step_metrics,
+)
+from callbacks.tracking.run_info import RUN_ID_FILE
+from experiments.reports.compare import history_frame, open_store
+from experiments.reports.markdown import markdown_table
+from experiments.reports.preconditions import auc_of, place, weight_of, weight_ratio
+from experiments.reports.results import Run
+
+TITLES = {"divergence": "d", "weight": "w", "teacher_entropy": "teacher entropy"}
+ACTIVE, GAP = "train/gate_active", "train/gap"
+PLACES = {  # title of a column, and how lightning_modules.maths.gates.gate_metrics ends the metric's name
+    **{f"part {k}": f"part{k}" for k in range(1, 4)},
+    **{f"turn {k}": f"turn{k}" for k in range(1, 9)},
+    "later": "later",
+}
+TAIL = 10  # iterations at either end of a training that a value is the mean of
+BOUNDS = Bounds()
+STEPS_WORDS = (
+    "How far the teacher and each model are apart on the model's own trajectories of the test, by step (a step is "
+    "one turn of the model; all seeds together). d: mean |log p_student - log p_teacher| over the tokens of the "
+    "step, in nats; w: what step-wise distillation weighs the step by, 1 at the first; the entropy of the "
+    "teacher's distributions at the same tokens, in nats. Each over the trajectories that have the step. After an "
+    "error: over the steps that follow one whose call failed, timed out, was refused or could not be read.\n"
+)
+DRIFT_WORDS = (
+    "The same steps before anything went wrong in their trajectory (clean) and after (drifted), by the world's "
+    "verdict on a step, or where it has none by its outcome; what follows an error stays drifted, repaired or not. "
+    "AUC: the probability that the teacher's log-ratio to the model, mean over its tokens, is higher at a right "
+    "step than at a wrong one (0.5: it does not tell); a step without a verdict counts as its trajectory ended. w: "
+    "without first steps. The teacher is each method's own.\n"
+)
+KINDS_WORDS = (
+    f"Kinds of trajectories. A weight below {BOUNDS.low:g} is low. *Stable*: at least two steps, none erroneous, "
+    "no weight low. *Erroneous*: after some erroneous step the weights of all steps are low, to the end. "
+    "*Recovering*: an erroneous step, at it or later low weights, and after the last low one no error and a last "
+    f"weight of at least {BOUNDS.recovered:g}. *Other*: what is left, single steps among it.\n"
+)
+GATES_WORDS = (
+    "The self-teacher is the student itself after a prompt with skills. Gap: mean log p_teacher - log p_student "
+    "over the sampled tokens, in nats; endorsed: share of them with a gate above one half (for the gap gate: those "
+    'that the teacher finds likelier), "-" where every gate is the same, as without a gate (1) or at beta 0 (one '
+    f"half). Means over seeds and over the first and the last {TAIL} iterations; by third of a turn, and by number "
+    "of the turn, over the last.\n"
+)
+
+
+def steps_section(runs: Sequence[Run]) -> str:
+    """Tables of divergence, weight and teacher entropy by turn; "" if no run has recorded them.
+
+    Args:
+        runs: in the order of the page; all seeds of a method are pooled.
+    """
+    of: dict[str, list[list[StepRow]]] = {}
+    for run in runs:
+        if (rows := load_steps(run.folder)) is not None:
+            of.setdefault(run.method, []).extend(by_trajectory(rows))
+    if not of:
+        return ""
+    columns = [*map(str, range(1, SHOWN_STEPS + 1)), "after_error"]
+    head = ["method", "", *(f"step {k}" for k in columns[:-1]), "after an error"]
+    by_step: list[list[str]] = []
+    by_drift: list[list[str]] = []
+    by_kind: list[list[str]] = []
+    for method, trajectories in of.items():
+        found = step_metrics(trajectories, resamples=1)  # intervals are not shown
+        for name in SHOWN:
+            cells = [found.get(f"{STEPS_PREFIX}{name}/{at}") for at in columns]
+            by_step.append([method, TITLES[name], *(_text(cell and cell.mean) for cell in cells)])
+        counts = [found.get(f"{STEPS_PREFIX}weight/{at}") for at in columns]
+        by_step.append([method, "n", *(str(cell.n if cell else 0) for cell in counts)])
+        placed = place(trajectories)
+        drifted = sum(after_error for _, after_error in placed)
+        weights, aucs = ([f(placed, drifted=at) for at in (False, True)] for f in (weight_of, auc_of))
+        by_drift.append(
+            [method, *map(_text, [*weights, weight_ratio(placed), *aucs]), str(len(placed) - drifted), str(drifted)]
+        )
+        kinds = sort_by_kind(trajectories, BOUNDS)
+        shares = [f"{len(kinds[kind])} ({len(kinds[kind]) / max(len(trajectories), 1):.0%})" for kind in Kind]
+        by_kind.append([method, str(len(trajectories)), *shares])
+    ends = ("clean", "drifted")
+    return "\n".join(
+        [
+            "\n## Steps\n",
+            STEPS_WORDS,
+            markdown_table(head, by_step),
+            DRIFT_WORDS,
+            markdown_table(
+                ["method", *(f"w, {e}" for e in ends), "ratio", *(f"{x}, {e}" for x in ("AUC", "steps") for e in ends)],
+                by_drift,
+            ),
+            KINDS_WORDS,
+            markdown_table(["method", "trajectories", *(kind.value for kind in Kind)], by_kind),
+        ]
+    )
+
+
+def gates_section(runs: Sequence[Run], tracking_uri: str) -> str:
+    """Tables of the gap and of the share of tokens that a self-teacher endorsed; "" if no run has logged gates.
+
+    Args:
+        runs: in the order of the page; metrics are means over the seeds of a method.
+        tracking_uri: MLflow store with their metrics.
+    """
+    of = gate_history(runs, tracking_uri)
+    if not of:
+        return ""
+    gated = {method: history for method, history in of.items() if discriminates(history)}
+    ends = [
+        [
+            method,
+            *(_text(at_end(history, GAP, last=last)) for last in (False, True)),
+            *(_text(at_end(history, ACTIVE, last=last) if method in gated else None) for last in (False, True)),
+        ]
+        for method, history in of.items()
+    ]
+    head = ["method", "gap, first", "gap, last", "endorsed, first", "endorsed, last"]
+    tables = [markdown_table(head, ends)]
+    for title, metric, shown in (("endorsed", ACTIVE, gated), ("gap", GAP, of)):
+        rows = [
+            [method, *(_text(at_end(history, f"{metric}/{place}")) for place in PLACES.values())]
+            for method, history in shown.items()
+        ]
+        tables += [markdown_table([title, *PLACES], rows)] if rows else []
+    return "\n".join(["\n## Gates\n", GATES_WORDS, *tables])
+
+
+def gate_history(runs: Sequence[Run], tracking_uri: str) -> dict[str, pl.DataFrame]:
+    """Method -> a table of step, metric, value (mean over the method's seeds), for methods that have logged gates."""
+    files = {run: run.folder / RUN_ID_FILE for run in runs}
+    ids = {file.read_text().strip(): run.method for run, file in files.items() if file.exists()}
+    if not ids:
+        return {}
+    metrics = [name + end for name in (ACTIVE, GAP) for end in ("", *(f"/{place}" for place in PLACES.values()))]
+    history = history_frame(open_store(tracking_uri), ids, metrics)
+    means = history.group_by("run", "step", "metric").agg(pl.col("value").mean()).sort("step")
+    found = {method: means.filter(pl.col("run") == method) for method in dict.fromkeys(ids.values())}
+    return {method: own for method, own in found.items() if ACTIVE in own["metric"]}
+
+
+def at_end(history: pl.DataFrame, metric: str, *, last: bool = True) -> float | None:
+    """Mean of a metric over its first or last iterations; None where it was never logged."""
+    values = history.filter(pl.col("metric") == metric).sort("step")["value"]
+    kept = values.tail(TAIL) if last else values.head(TAIL)
+    return None if kept.is_empty() else float(kept.mean())  # type: ignore[arg-type]
+
+
+def discriminates(history: pl.DataFrame) -> bool:
+    """Whether gates differ between tokens: without a gate, or at beta 0, all are on the same side of one half."""
+    shares = history.filter(pl.col("metric") == ACTIVE)["value"]
+    return bool(((shares > 0) & (shares < 1)).any())
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
