@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from callbacks.evaluation.step_rows import StepRow
-from rollout.trajectory import (
-    Action,
-    ActionKind,
-    CallOutcome,
-    Reward,
-    StopReason,
-    Task,
-    ToolCall,
-    ToolRequest,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
 
 EPSILON, DELTA = 1e-6, 0.2
 
@@ -58,34 +44,3 @@ def make_steps(
         )
         for k in range(count)
     ]  # fmt: skip
-
-
-def write_trajectory(
-    tokenizer: Any, turns: Sequence[tuple[str, str]], outcomes: Sequence[str], *, name: str = "q1", index: int = 0
-) -> Trajectory:
-    """A trajectory of real text. ``turns``: (what the model writes, what it reads then; "" for nothing)."""
-    made, calls, ids, mask = [], [], [], []
-    for k, ((text, observation), outcome) in enumerate(zip(turns, outcomes, strict=True)):
-        start, sampled = len(ids), [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        observed = tokenizer.encode(observation, add_special_tokens=False)
-        kind = {"answer": ActionKind.ANSWER, "invalid": ActionKind.INVALID}.get(outcome, ActionKind.CALL)
-        ids += [*sampled, *observed]
-        mask += [1] * len(sampled) + [0] * len(observed)
-        made.append(Turn(start, start + len(sampled), Action(kind), "stop", 3, len(ids)))
-        if kind is ActionKind.CALL:
-            request = ToolRequest("code_interpreter", {"code": text})
-            calls.append(ToolCall(k, request, ToolResult(observation.strip(), CallOutcome(outcome)), 0.01))
-    return Trajectory(
-        task=Task(name, f"What is 6 * 7, asked as {name}?", ("42",), "hand"),
-        prompt_ids=tuple(tokenizer.encode("Question", add_special_tokens=False)),
-        response_ids=tuple(ids),
-        loss_mask=tuple(mask),
-        logprobs=tuple(-0.5 * m for m in mask),
-        turns=tuple(made),
-        calls=tuple(calls),
-        stop_reason=StopReason.ANSWER,
-        group=name,
-        index=index,
-        answer="42",
-        reward=Reward(1.0, {"acc": 1.0}),
-    )
