@@ -49,7 +49,7 @@ def in_child(measure: Callable[..., Any], *arguments: Any, **variables: str) -> 
 
 def save_tokenizer(folder: str | Path) -> Any:
     """A small tokenizer."""
-    from data_modules.worlds.tokenizer import train_tokenizer
+    from experiments.worlds.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([Path(__file__).read_text()], vocab_size=1000)
     tokenizer.save_pretrained(folder)

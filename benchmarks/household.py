@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from benchmarks import common
-from rollout.environments.household.expert import Expert
-from rollout.environments.household.games import TASK_TYPES, Game
-from rollout.environments.household.generate import SIZES, generate_game
-from rollout.environments.household.pddl import PddlGame, PddlPool, default_python
-from rollout.environments.household.simulator import Observation, Simulator
+from experiments.worlds.household.expert import Expert
+from experiments.worlds.household.games import TASK_TYPES, Game
+from experiments.worlds.household.generate import SIZES, generate_game
+from experiments.worlds.household.pddl import PddlGame, PddlPool, default_python
+from experiments.worlds.household.simulator import Observation, Simulator
 
 EPISODE = 40  # commands of an episode at random
 TEMPLATES = (

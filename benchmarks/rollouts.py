@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from common.seeds import derive_seed
 from rollout.engines.base import Engine, SamplingParams
 from rollout.engines.vllm_engine import VLLMEngine
 from rollout.engines.weights.files import WeightFiles
@@ -35,7 +36,6 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
-from rollout.seeds import derive_seed
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
 
 MEDIANS_S = (0.0, 0.05, 0.2)

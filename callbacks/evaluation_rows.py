@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 
-from rollout.files import replacing
+from common.files import replacing
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match, f1, normalize_answer
 from rollout.trajectory import ActionKind, CallOutcome, Document, StopReason, ToolCall, Trajectory

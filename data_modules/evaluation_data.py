@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 import lightning as L
 
+from common.ranges import NonNegativeInt, PositiveInt, UnitInterval
+from common.seeds import derive_seed
+from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError, spread
 from data_modules.datasets.question_file import FaultyRows
 from data_modules.datasets.splits import Splits
@@ -16,14 +19,11 @@ from data_modules.loading.decoding import GREEDY, Decoding
 from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.loaders import EvaluationLoader, run_seed
 from data_modules.loading.question_loading import Prompts, QuestionLoading
-from retrieval.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from rollout.protocols.base import PromptMode
 from rollout.samplers.base import Sampler
 from rollout.samplers.independent import IndependentSampler
-from rollout.seeds import derive_seed
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
-from rollout.validation import check_at_least_one
 
 Probe = Literal["gold_direct", "gold_think", "closed_book"]
 Split = Literal["val", "test"]

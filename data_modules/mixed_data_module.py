@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common.ranges import PositiveInt
+from common.seeds import derive_seed
 from data_modules.loading.decoding import UNCHANGED, Decoding
 from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.loaders import fingerprint
 from data_modules.loading.mixing import Mixing, Source
 from data_modules.loading.ranks import gather_over_ranks
 from data_modules.supervised_data_module import SupervisedDataModule, append_eos
-from retrieval.ranges import PositiveInt
-from rollout.seeds import derive_seed
 from rollout.storage import from_row, to_row
 from rollout.system import RolloutSystem
 from rollout.trajectory import Trajectory, turn_rows

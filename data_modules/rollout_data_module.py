@@ -6,6 +6,9 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from common.ranges import NonNegativeInt, PositiveInt
+from common.seeds import derive_seed
+from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.ground_truths import ABILITIES
 from data_modules.evaluation_data import Split, as_list
@@ -15,12 +18,9 @@ from data_modules.loading.loaders import TrainLoader, fingerprint, permutation
 from data_modules.loading.rollouts_ahead import RolledOut, RolloutsAhead, check_staleness
 from data_modules.loading.token_balance import balance
 from data_modules.training_data import TrainingData
-from retrieval.ranges import NonNegativeInt, PositiveInt
 from rollout.protocols.base import PromptMode
-from rollout.seeds import derive_seed
 from rollout.system import RolloutSystem, check_sleep
 from rollout.trajectory import Task, Trajectory
-from rollout.validation import check_at_least_one
 
 Groups = list[list[Trajectory]]
 

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from common.ranges import NonNegativeInt, PositiveInt
+from common.seeds import derive_seed
 from data_modules.datasets.files import DatasetError, expand, shown, spread
 from data_modules.evaluation_data import as_list
 from data_modules.loading.loaders import TrainLoader, fingerprint, permutation
 from data_modules.training_data import TrainingData
-from retrieval.ranges import NonNegativeInt, PositiveInt
-from rollout.seeds import derive_seed
 from rollout.storage import load_trajectories
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import StopReason, Trajectory, turn_rows

@@ -3,8 +3,8 @@
 import contextlib
 import sys
 
+from common.run_folder import use_run_folder
 from experiments.commands.cli import main
-from retrieval.run_folder import use_run_folder
 from rollout.engines.weights.files import SHARED_MEMORY, remove_leftovers
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from common.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.corpus import PassageStore
-from retrieval.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.types import Hit, IndexFolderError, RetrievalFailure
 
 _INSTALL = "install the project's packages (make setup)"

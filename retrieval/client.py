@@ -16,9 +16,9 @@ import aiohttp
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from retrieval.secret import authorization
-from retrieval.text import whole
+from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from common.secret import authorization
+from common.text import whole
 from retrieval.types import LOADING, Document, RetrievalError, split_contents
 
 LOADING_TIMEOUT_S = 1800.0  # seconds for a server to load
@@ -35,7 +35,7 @@ class RetrieverClient:
     shape) is tried again at the next URL after a pause of ``backoff * 2**attempt`` seconds, times a random factor
     between 0.5 and 1.5 so that many clients do not come back at once.  A request that the server rejects as wrong
     (status 4xx, but for 408 and 429) is not repeated.  A server that says that it is loading is waited for: this is no
-    attempt, and no part of ``timeout``. A server that wants a secret gets the environment's (``retrieval.secret``).
+    attempt, and no part of ``timeout``. A server that wants a secret gets the environment's (``common.secret``).
 
     Use it from one event loop at a time; a new loop gets new connections.
 

@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from retrieval.tables import Unreadable, open_table
-from retrieval.types import CorpusError, Document, FileError, IndexFolderError, one_line, split_contents
+from common.errors import FileError, one_line
+from common.tables import Unreadable, open_table
+from retrieval.types import CorpusError, Document, IndexFolderError, split_contents
 
 PART_SIZE = 500_000  # passages per part: Lucene's indexer gives one thread to each file
 _ROW_DIGITS = 10  # rows are zero-padded: Lucene breaks ties by id, so that ties come in corpus order

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from retrieval.types import Document, SearchBackend
 
 Key = TypeVar("Key", bound=Hashable)

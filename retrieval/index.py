@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from common.ranges import PositiveInt
 from retrieval.corpus import (
     PassageStore,
     StoreSummary,
@@ -47,7 +48,6 @@ from retrieval.corpus import (
     write_description,
     write_store,
 )
-from retrieval.ranges import PositiveInt
 from retrieval.types import IndexFolderError
 
 FORMAT = 1
@@ -196,7 +196,7 @@ class BuildIndex:
     (An HNSW graph built with ``threads`` > 1 depends on the order in which threads insert: keep 1 to reproduce it.)
 
     Args:
-        corpus: file of passages, see ``retrieval.tables`` for its kinds and ``retrieval.corpus`` for its forms.
+        corpus: file of passages, see ``common.tables`` for its kinds and ``retrieval.corpus`` for its forms.
         encoder: for the dense kinds; must be absent for bm25.
         hnsw: for dense_hnsw only; absent means the defaults.
         ivfpq: for dense_ivfpq only; absent means the defaults.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import orjson
 
+from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
+from common.restarts import Restarts
+from common.run_folder import run_folder
 from retrieval.client import RetrieverClient
-from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
-from retrieval.restarts import Restarts
 from retrieval.retriever import SearchSettings, check_indexes
-from retrieval.run_folder import run_folder
 from retrieval.server_process import ServerProcess
 from retrieval.types import Document, RetrievalError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from common.ranges import PositiveInt
 from retrieval.dense.encoder import devices_of
 from retrieval.hybrid import describe
-from retrieval.ranges import PositiveInt
 from retrieval.types import Document, IndexFolderError, SearchBackend
 
 

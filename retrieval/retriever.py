@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.corpus import PassageStore
 from retrieval.hybrid import reciprocal_rank_fusion
 from retrieval.index import IndexMetadata, check_index, how_read
-from retrieval.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.types import Document, Hit, IndexFolderError, Progress, Searcher
 
 

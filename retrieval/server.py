@@ -6,7 +6,7 @@ D = ``{id, title, text, contents}`` holds all that the documents of Search-R1's 
 absent, null or 0 means the server's default.  ``GET /health`` describes the indexes and counts the work done.
 
 Each error is one line, ``{"detail": ...}``; a request that is wrong or too large gets status 4xx. The work for a client
-that hangs up is dropped. Where other machines reach the server clients send a secret (``retrieval.secret``).
+that hangs up is dropped. Where other machines reach the server clients send a secret (``common.secret``).
 
 It listens at once. Until the retriever is loaded both answer 503 with ``{"status": "loading", "detail": "..."}``, which
 says how far it is; ``--announce``, the last line of ``--ready-fd`` and "retriever ready at" come when it is.
@@ -38,15 +38,16 @@ from aiohttp import web
 from jsonargparse import ArgumentParser
 from pydantic import BaseModel, Field, ValidationError
 
+from common.errors import one_line
+from common.http_server import BACKLOG, listen, read_body
+from common.ranges import NonNegativeInt
+from common.secret import add_secret_option, demand_secret, server_secret
+from common.validation import first_problem
 from retrieval.batching import Answer, Batcher, OwnerThread
-from retrieval.http_server import BACKLOG, listen, read_body
 from retrieval.hybrid import describe
 from retrieval.protocols import compare_by_calls, explain
-from retrieval.ranges import NonNegativeInt
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
-from retrieval.secret import add_secret_option, demand_secret, server_secret
-from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend, one_line
-from retrieval.validation import first_problem
+from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3

@@ -15,8 +15,9 @@ from typing import Any
 
 import orjson
 
-from retrieval.restarts import Restarts
-from retrieval.types import RetrieverStartError, one_line
+from common.errors import one_line
+from common.restarts import Restarts
+from retrieval.types import RetrieverStartError
 
 LOG_LINES = 15  # of its end, in the message of a failed start
 PAUSE_S = 2.0  # before another start when one has failed

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from common.errors import FileError
+
 Progress = Callable[[str], None]  # says how far a load is, see ``retrieval.batching.OwnerThread``
 LOADING = "loading"  # status of a server, in the JSON of its answer 503, until it can search
-
-
-def one_line(message: object) -> str:
-    return " ".join(str(message).split())
 
 
 class RetrievalFailure(Exception):
@@ -24,13 +22,6 @@ class RetrievalError(RetrievalFailure, RuntimeError):
 
 class RetrieverStartError(RetrievalFailure, RuntimeError):
     """A retriever process did not come up. The message holds the end of its log."""
-
-
-class FileError(ValueError):
-    """A file cannot be used as it is. In one line, whatever stands in the file and is shown."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
 
 
 class CorpusError(RetrievalFailure, FileError):

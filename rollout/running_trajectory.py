@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.versions import Runs, merged, recorded, runs_of
 from rollout.engines.base import Generation
 from rollout.trajectory import (
     Action,
@@ -21,7 +22,6 @@ from rollout.trajectory import (
     Turn,
     finite_number,
 )
-from rollout.versions import Runs, merged, recorded, runs_of
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 import polars as pl
 from pydantic import TypeAdapter
 
-from retrieval.types import FileError
-from rollout.files import replacing
+from common.errors import FileError
+from common.files import replacing
 from rollout.trajectory import ToolCall, Trajectory, Turn
 
 SCHEMA: dict[str, Any] = {

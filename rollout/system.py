@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt, TopLogprobs
+from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt, TopLogprobs
 from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.engines.weights.push import is_shared, push
 from rollout.environments.base import EnvironmentFactory, check_tools, scores_itself

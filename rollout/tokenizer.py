@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-from retrieval.text import whole
-from retrieval.types import one_line
+from common.errors import one_line
+from common.text import whole
 
 # Two halves of surrogate pairs stand in for a quoted tag: text from outside can hold any character, and no half.
 _HALVES = range(0xD800, 0xDC00), range(0xDC00, 0xE000)

@@ -25,9 +25,9 @@ from enum import StrEnum
 from numbers import Number
 from typing import Any, Protocol, cast
 
-from retrieval.text import plain_json, whole
-from retrieval.types import one_line
-from rollout.versions import Runs, runs_of
+from common.errors import one_line
+from common.text import plain_json, whole
+from common.versions import Runs, runs_of
 
 
 class StopReason(StrEnum):

@@ -15,7 +15,7 @@ from callbacks.evaluation.evaluation import ARCAP_PREFIX, add_metrics
 from callbacks.evaluation.statistics import Interval, bootstrap_interval
 from callbacks.evaluation.summary import by_source, per_question
 from callbacks.evaluation_rows import EvaluationRow
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from rollout.protocols.base import PromptMode
 
 # component -> (the prompts it is measured on, the value of one row)

@@ -18,7 +18,7 @@ from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.ranks import gather_lists
 from callbacks.trainer import data_module
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from rollout.environments.base import EnvironmentFactory
 from rollout.samplers.base import check_forks
 from rollout.samplers.continuation import ContinuationSampler

@@ -19,8 +19,8 @@ from callbacks.evaluation.summary import summarize
 from callbacks.evaluation_rows import AGENT, EvaluationRow, save_rows
 from callbacks.tracking.run_info import run_info
 from callbacks.trainer import stage_dir
-from retrieval.ranges import PositiveInt
-from rollout.files import write_atomically
+from common.files import write_atomically
+from common.ranges import PositiveInt
 from rollout.trajectory import Task, Trajectory
 
 ARCAP_PREFIX = "arcap/"

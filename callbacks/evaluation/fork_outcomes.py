@@ -14,7 +14,7 @@ from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT
 from callbacks.ranks import gather_lists
 from callbacks.trainer import data_module
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from rollout.trajectory import Trajectory
 from rollout.trajectory_metrics import turns_after_tools
 

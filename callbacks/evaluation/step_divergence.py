@@ -26,7 +26,7 @@ from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT
 from callbacks.ranks import gather_lists, gather_objects
 from callbacks.trainer import data_module, stage_dir
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from rollout.storage import save_trajectories
 from rollout.trajectory import Trajectory
 

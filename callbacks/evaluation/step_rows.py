@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 
 from callbacks.evaluation.statistics import Interval, bootstrap_function
-from rollout.files import replacing
+from common.files import replacing
 from rollout.trajectory import Trajectory
 from rollout.trajectory_metrics import ERRONEOUS, outcome_of
 

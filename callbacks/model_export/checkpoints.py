@@ -13,9 +13,9 @@ import torch
 
 from callbacks.model_export import adapters
 from callbacks.model_export.exporter import Adapter, read_weights, write_folder
-from retrieval.types import one_line
-from rollout.digests import check_digests
-from rollout.files import UNREADABLE
+from common.digests import check_digests
+from common.errors import one_line
+from common.files import UNREADABLE
 
 SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files
 POLICY = "policy."  # what the policy's names begin with in the module that was trained

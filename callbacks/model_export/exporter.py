@@ -17,9 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks.model_export import adapters
 from callbacks.trainer import is_better, policy_source, settle_parameters, stage_dir
-from rollout.digests import check_digests, write_digests
-from rollout.engines.weights.files import require_finite
-from rollout.files import (
+from common.digests import check_digests, write_digests
+from common.files import (
     DiskFullError,
     is_no_room,
     no_room_message,
@@ -28,6 +27,7 @@ from rollout.files import (
     remove,
     replace_folder,
 )
+from rollout.engines.weights.files import require_finite
 from rollout.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)

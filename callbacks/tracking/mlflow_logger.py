@@ -20,8 +20,8 @@ from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile
 from callbacks.tracking.mlflow_run import MLflowRun, is_refusal
 from callbacks.tracking.run_info import RunStopped
 from callbacks.tracking.run_parameters import parameters
-from retrieval.types import one_line
-from rollout.make_command import same_run
+from common.errors import one_line
+from common.make_command import same_run
 
 log = logging.getLogger(__name__)
 MODULE = "model."  # begins the names of the module's parameters

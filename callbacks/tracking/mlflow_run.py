@@ -15,8 +15,8 @@ from callbacks.tracking.metrics_file import Row
 from callbacks.tracking.mlflow_names import LONGEST, mlflow_name, storable
 from callbacks.tracking.run_info import RUN_ID_FILE, SQLITE, default_tracking_uri, run_info
 from callbacks.tracking.run_parameters import parameters, tags
-from retrieval.types import one_line
-from rollout.files import locked, write_atomically
+from common.errors import one_line
+from common.files import locked, write_atomically
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollout.make_command import COMMAND_VARIABLE
+from common.make_command import COMMAND_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SQLITE = "sqlite:///"

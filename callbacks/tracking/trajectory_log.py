@@ -17,8 +17,8 @@ from callbacks.tracking.mlflow_run import MLflowRun
 from callbacks.tracking.traces import TraceWriter
 from callbacks.tracking.trajectory_page import PageItem, render_page
 from callbacks.trainer import policy_source, stage_dir
-from retrieval.ranges import NonNegativeInt, PositiveInt
-from rollout.files import write_atomically
+from common.files import write_atomically
+from common.ranges import NonNegativeInt, PositiveInt
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import Trajectory
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from rollout.digests import DigestError, check_digests, list_path
-from rollout.files import link_atomically, remove, set_aside
+from common.digests import DigestError, check_digests, list_path
+from common.files import link_atomically, remove, set_aside
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"iteration-(\d{8,})\.ckpt")

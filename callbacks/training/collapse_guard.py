@@ -19,8 +19,8 @@ from callbacks.evaluation_rows import valid_action_counts
 from callbacks.trainer import stage_dir
 from callbacks.training.collapse_rules import Drop, Explosion, Fall, Rule, Slump
 from callbacks.training.throughput import is_trajectories
-from retrieval.ranges import OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
-from rollout.files import write_atomically
+from common.files import write_atomically
+from common.ranges import OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
 from rollout.storage import save_trajectories
 from rollout.trajectory import Trajectory
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 
-from rollout.progress import ProgressReports
+from common.progress import ProgressReports
 
 # The most telling first: a bar has room for two or three. Of each row the first metric that the module logs is shown,
 # under its label. An environment's tasks have no answer to compare: em says nothing where there is a success.
@@ -52,7 +52,7 @@ def fraction_done(trainer: L.Trainer) -> float:
 
 
 class Progress(ProgressBar):
-    """Reports how far training, validation and test are, for both kinds of modules (``rollout.progress``)."""
+    """Reports how far training, validation and test are, for both kinds of modules (``common.progress``)."""
 
     def __init__(self) -> None:
         super().__init__()

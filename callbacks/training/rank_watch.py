@@ -21,8 +21,8 @@ from typing import Any
 import lightning as L
 
 from callbacks.trainer import stage_dir
-from retrieval.ranges import PositiveFloat
-from rollout.make_command import continue_command
+from common.make_command import continue_command
+from common.ranges import PositiveFloat
 
 EXIT_CODE = 75  # sysexits' "try again": the run can be resumed
 REPORT = "ranks.txt"

@@ -30,9 +30,9 @@ from callbacks.training.checkpoint_files import (
     size_of,
 )
 from callbacks.training.stop_request import StopRequested, is_asked
-from retrieval.ranges import PositiveInt
-from rollout.digests import files_of, list_path, sha256, write_list
-from rollout.files import DiskFullError, is_no_room, link_atomically, no_room_message, remove
+from common.digests import files_of, list_path, sha256, write_list
+from common.files import DiskFullError, is_no_room, link_atomically, no_room_message, remove
+from common.ranges import PositiveInt
 
 logger = logging.getLogger(__name__)
 

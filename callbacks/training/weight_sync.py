@@ -11,7 +11,7 @@ import torch
 from callbacks.ranks import gather_objects
 from callbacks.trainer import settle_parameters
 from callbacks.training.optimizer_offload import offload_optimizer, reload_optimizer
-from retrieval.ranges import PositiveFloat, PositiveInt
+from common.ranges import PositiveFloat, PositiveInt
 from rollout.engines.base import Generation
 from rollout.system import RolloutSystem
 from rollout.trajectory import InfrastructureError

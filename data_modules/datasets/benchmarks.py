@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.text import strict_json
 from data_modules.datasets.benchmark_names import BENCHMARKS
 from data_modules.datasets.files import DatasetError, read_rows, refuse_rows, spread
 from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
 from data_modules.datasets.ground_truths import as_answers, read_letter
 from data_modules.datasets.livecodebench import read_problems
-from retrieval.text import strict_json
 from rollout.rewards.arpo import MATH_SOURCES
 from rollout.trajectory import Task
 

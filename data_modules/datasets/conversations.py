@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.tables import open_table
+from common.text import strict_json
 from data_modules.datasets.files import DatasetError, read_each, read_rows
-from retrieval.tables import open_table
-from retrieval.text import strict_json
 
 Message = dict[str, Any]
 

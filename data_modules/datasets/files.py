@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import polars as pl
 
-from retrieval.tables import Unreadable, open_table
-from retrieval.types import FileError
-from rollout.files import replacing
+from common.errors import FileError
+from common.files import replacing
+from common.tables import Unreadable, open_table
 
 SHOWN_ROWS = 5  # of those an error message is about
 SHOWN_FAULTS = 8  # kinds of them
@@ -158,7 +158,7 @@ def _said(kinds: dict[str, list[int]]) -> str:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a .parquet, .jsonl (an object per line; empty lines are skipped) or .json file (a list of objects),
-    compressed by gzip or not. See ``retrieval.tables``.
+    compressed by gzip or not. See ``common.tables``.
 
     Raises:
         DatasetError: no such file, another ending, a file that is not what its ending says, or one without rows.

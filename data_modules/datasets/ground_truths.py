@@ -10,7 +10,7 @@ from decimal import Decimal
 from types import NoneType
 from typing import Any
 
-from retrieval.text import HalfPair, strict_json
+from common.text import HalfPair, strict_json
 from rollout.rewards.code.solution_tests import check_tests
 
 TEST_FIELDS = ("inputs", "outputs", "fn_name", "test_code", "entry_point", "import_prefix")

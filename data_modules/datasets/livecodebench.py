@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.text import strict_json
 from data_modules.datasets.files import DatasetError, refuse_faults
 from data_modules.datasets.ground_truths import read_tests
-from retrieval.text import strict_json
 
 PUBLIC_OF_UNMARKED = 2  # tests that may be shown where the file does not say which are public
 LARGEST_DECODED = 2**30  # bytes of one row's tests

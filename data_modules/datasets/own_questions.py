@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.tables import Unreadable, open_table
 from data_modules.datasets.files import DatasetError, dataset_errors, require_file
 from data_modules.datasets.ground_truths import as_answers
-from retrieval.tables import Unreadable, open_table
 
 MAPPED = ("id", "question", "golden_answers", "data_source", "ability", "hint", "metadata", "prompt", "gold_passages")
 

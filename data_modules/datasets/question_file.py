@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import polars as pl
 
+from common.text import HalfPair, strict_json
 from data_modules.datasets.files import (
     DatasetError,
     read_parquet,
@@ -21,7 +22,6 @@ from data_modules.datasets.files import (
 from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
 from data_modules.datasets.ground_truths import TEST_FIELDS, GroundTruth, ability_of, as_answers, read_truth
 from data_modules.datasets.own_questions import OwnRows, read_own
-from retrieval.text import HalfPair, strict_json
 from rollout.protocols.boxed import BROKEN_BOX, mended
 from rollout.rewards.answers import choice_letter
 from rollout.rewards.code.solution_tests import check_tests

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from common.ranges import BelowOne, NonNegativeInt
+from common.seeds import derive_seed
 from data_modules.datasets.files import DatasetError
-from retrieval.ranges import BelowOne, NonNegativeInt
-from rollout.seeds import derive_seed
 from rollout.trajectory import Task
 
 Part = Literal["train", "val", "test"]

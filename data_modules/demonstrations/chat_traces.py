@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from common.ranges import PositiveInt
 from data_modules.datasets.conversations import Conversation, read_conversations
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.traces import MalformedTrace
 from data_modules.demonstrations.trace_stage import TraceStage
-from retrieval.ranges import PositiveInt
 from rollout.protocols.conversation_turns import AssistantTurn, conversation_turns, parts_left_out
 from rollout.protocols.hermes import HermesProtocol, ToolsIn
 from rollout.protocols.text import control_tokens

@@ -15,6 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from common.files import write_atomically
+from common.progress import ProgressReports
+from common.ranges import NonNegativeInt, PositiveInt, UnitInterval
+from common.seeds import derive_seed
+from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.question_file import FaultyRows
 from data_modules.datasets.splits import Splits
@@ -23,17 +28,12 @@ from data_modules.loading.decoding import UNCHANGED, Decoding
 from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.loaders import run_seed
 from data_modules.loading.question_loading import QuestionLoading
-from retrieval.ranges import NonNegativeInt, PositiveInt, UnitInterval
-from rollout.files import write_atomically
-from rollout.progress import ProgressReports
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match
 from rollout.samplers.independent import IndependentSampler
-from rollout.seeds import derive_seed
 from rollout.storage import save_trajectories
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
-from rollout.validation import check_at_least_one
 
 logger = logging.getLogger(__name__)
 

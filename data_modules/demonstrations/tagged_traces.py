@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from common.ranges import PositiveInt
 from data_modules.datasets.traces import MalformedTrace, Trace, cut, read_traces
 from data_modules.demonstrations.trace_stage import TraceStage
-from retrieval.ranges import PositiveInt
 from rollout.protocols.arpo_tags import ARGUMENT
 from rollout.protocols.boxed import boxed
 from rollout.protocols.text import control_tokens

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from common.progress import ProgressReports
+from common.ranges import PositiveInt
+from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError, spread
 from data_modules.datasets.traces import MalformedTrace
 from data_modules.evaluation_data import as_list
-from retrieval.ranges import PositiveInt
-from rollout.progress import ProgressReports
 from rollout.storage import save_trajectories
 from rollout.trajectory import Trajectory
-from rollout.validation import check_at_least_one
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from retrieval.ranges import Penalty, PositiveShare, Temperature, TopK
+from common.ranges import Penalty, PositiveShare, Temperature, TopK
 from rollout.engines.base import SamplingParams
 
 NO_LIMIT = 2**20  # tokens per turn; the rollout system's own budgets are the ones that hold

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.make_command import continue_command
 from data_modules.loading.ranks import gather_over_ranks
-from rollout.make_command import continue_command
 from rollout.trajectory import InfrastructureError, Trajectory
 
 

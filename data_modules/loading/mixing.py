@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from retrieval.ranges import NonNegativeFloat, PositiveInt, UnitInterval
+from common.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 
 Source = Literal["fixed", "fresh", "kept"]
 

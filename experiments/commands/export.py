@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from callbacks.training.checkpoint_files import FOLDER, find_checkpoint
+from common.files import obey_umask, write_atomically
 from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import TRUST, find_model, is_model_folder
 from experiments.launch import runner
@@ -21,7 +22,6 @@ from experiments.registry.files import Config, data_arguments, short
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
-from rollout.files import obey_umask, write_atomically
 
 OWN = ("last", "best")  # checkpoints of the experiment's own stage
 WHICH = "last or best (the experiment's own, done or not), a .ckpt (file or DeepSpeed folder) or a model folder"

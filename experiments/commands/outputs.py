@@ -12,13 +12,13 @@ from pathlib import Path
 import yaml
 
 from callbacks.tracking.run_info import SQLITE, default_tracking_uri
+from common.errors import one_line
 from experiments.commands.command import COMPARE, answers, command, make_graph, option, require_free_port, serve
 from experiments.registry import listing
 from experiments.registry.columns import columns_of
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
-from retrieval.types import one_line
 
 BOOKKEEPING = ("config.yaml", "stage.json", "log", "traceback.txt")
 

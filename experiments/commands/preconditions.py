@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.make_command import make_command
 from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import evaluation_stage, is_model_folder, rollouts_of
 from experiments.launch import runner
@@ -18,7 +19,6 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, data_arguments
 from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage, require_files
-from rollout.make_command import make_command
 
 if TYPE_CHECKING:
     from experiments.reports.preconditions import Gate

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 
+from common.secret import SECRET_VARIABLE, is_local
 from experiments.commands.command import builds_index, command, make_graph, option, require_free_port, serve
 from experiments.commands.models import rollouts_of
 from experiments.launch import runner
@@ -14,7 +15,6 @@ from experiments.launch.secret import FILE, share_secret
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import closure
-from retrieval.secret import SECRET_VARIABLE, is_local
 
 # Handed through to the server.
 SERVER_OPTIONS = (

@@ -56,8 +56,8 @@ def describe(config: Config, name: str, serve: str) -> dict[str, Identity]:
 def identity(url: str, name: str, loading_timeout: float, serve: str) -> Identity:
     """What ``GET <url>/health`` says of the indexes; UNKNOWN if the server has no such page. One that is loading is
     waited for, up to ``loading_timeout`` seconds."""
+    from common.secret import SECRET_VARIABLE, authorization
     from retrieval.client import FILE_PREFIX, LOADING_PAUSE_S, current_url, loading_detail
-    from retrieval.secret import SECRET_VARIABLE, authorization
 
     try:
         base = current_url(url).rstrip("/").removesuffix("/retrieve")

@@ -18,6 +18,7 @@ import yaml
 
 from callbacks.tracking.run_info import commit, duration
 from callbacks.training.checkpoint_files import settle_checkpoints
+from common.digests import DigestError, check_digests
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.launch import retriever_identity
 from experiments.launch.fork_server import ForkServer
@@ -31,7 +32,6 @@ from experiments.stages.context import STOPPED, Chain, RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage, closure, require_files, strings
 from experiments.stages.stage import REFUSED, SUMMARY
 from experiments.stages.store import StageFolder
-from rollout.digests import DigestError, check_digests
 
 SHOWN = 3  # runs, and options in which a run differs, that a message names
 WATCHES = ("trainer.logger.", "trainer.default_root_dir")  # they follow from the name, the seed and the folder

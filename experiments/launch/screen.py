@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from common.progress import MARK, Progress
 from experiments.stages.context import Chain
-from rollout.progress import MARK, Progress
 
 REPORT = re.compile(re.escape(MARK) + rb"[^\n]*\n")
 REDRAW_S = 0.5  # of a terminal
@@ -21,7 +21,7 @@ LOG_WIDTH = 160
 
 
 class Screen:
-    """Output of one stage's process, with the reports of ``rollout.progress`` taken out and shown.
+    """Output of one stage's process, with the reports of ``common.progress`` taken out and shown.
 
     Args:
         log: the stage's log, which is appended to.

@@ -15,9 +15,9 @@ WRITTEN_S = 20.0  # until what another node writes is seen here: network file sy
 
 def share_secret(outputs: Path) -> None:
     """Put the secret of these outputs into the environment, where servers and clients that this process starts find it
-    (``retrieval.secret``); one that the user has put there stays. It is made when it is first wanted, for the user's
+    (``common.secret``); one that the user has put there stays. It is made when it is first wanted, for the user's
     eyes alone. Raises ExperimentError where the file holds none."""
-    from retrieval.secret import SECRET_VARIABLE, read_secret
+    from common.secret import SECRET_VARIABLE, read_secret
 
     if os.environ.get(SECRET_VARIABLE):
         return

@@ -16,14 +16,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.files import write_atomically
+from common.run_folder import outside_environment
 from experiments.launch import runner
 from experiments.launch.fork_server import ForkServer
 from experiments.registry.errors import ExperimentError
 from experiments.registry.hardware import GPU_NAMES, Ranks
 from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage
-from retrieval.run_folder import outside_environment
-from rollout.files import write_atomically
 
 WARNING_S = 600  # before the time limit; an iteration should end within it
 TEMPLATE = Path(__file__).with_name("job.sh")

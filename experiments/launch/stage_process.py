@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from callbacks.training.stop_request import STOPPED as STOPPED_FILE
+from common.make_command import COMMAND_VARIABLE, CONTINUE_VARIABLE
 from experiments.launch.fork_server import ForkServer
 from experiments.launch.process import ChildResult, run_child
 from experiments.launch.shared_retrievers import shared_retrievers
@@ -16,7 +17,6 @@ from experiments.stages.context import STOPPED, RunContext, StageFailed
 from experiments.stages.graph import Stage
 from experiments.stages.stage import INTERRUPTED, REFUSED, set_environment
 from experiments.stages.store import StageFolder
-from rollout.make_command import COMMAND_VARIABLE, CONTINUE_VARIABLE
 
 
 def run_stage(

@@ -26,12 +26,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from common.digests import sha256
+from common.errors import one_line
+from common.files import write_atomically
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
-from retrieval.types import one_line
-from rollout.digests import sha256
-from rollout.files import write_atomically
 
 KEY_VERSION = 1  # raise to make every stage anew after a change of meaning
 KEY_LENGTH = 12
@@ -66,7 +66,7 @@ QUESTION_FILES = ("train_files", "val_files", "test_files", "files")  # or trace
 DATA = (*QUESTION_FILES, "trajectories", "corpus")  # that name files or folders
 INPUTS = (*MODELS, *DATA, "index", "vectors", "lucene", "passages_of")
 FOLDERS = (*INPUTS, "folder")  # options of our own classes that may name a folder; the others' texts name files at most
-OURS = ("callbacks", "data_modules", "lightning_modules", "retrieval", "rollout")  # packages
+OURS = ("callbacks", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")  # packages
 PATHS = (Path, os.PathLike)
 TEXTS = (str, *PATHS, Any)
 KERNEL = ("/proc", "/sys")  # whose files have no end, or wait for events

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from callbacks.tracking.run_info import RUN_ID_FILE, default_tracking_uri
+from common.files import write_atomically
 from experiments.registry.columns import columns_of, score_of
 from experiments.reports.compare import HISTORY_SCHEMA, compare, history_frame, open_store, table_text
 from experiments.reports.curves import DPI, curves_figure
@@ -17,7 +18,6 @@ from experiments.reports.results import Run, read_evaluation, read_training, res
 from experiments.reports.results_page import metric_text, results_page
 from experiments.reports.signal_tables import gates_section, steps_section
 from experiments.reports.tested_on import differing, tested_on
-from rollout.files import write_atomically
 
 __all__ = ["Run", "closing_table", "compare", "write_results"]
 

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from common.make_command import make_command
 from experiments.registry import overrides
 from experiments.registry.hardware import ranks_of
 from experiments.registry.project import Project
 from experiments.stages.graph import Stage, closure
 from experiments.stages.stop import StopSignal
-from rollout.make_command import make_command
 
 DEFAULT_PORT = 29400  # torchrun's own default for a rendezvous
 RESUBMIT_VARIABLE = "COMPACT_AGENTS_AGAIN"  # in a Slurm job: the command that submits another which goes on

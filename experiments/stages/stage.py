@@ -26,17 +26,17 @@ import yaml
 
 from callbacks.training import stop_request
 from callbacks.training.stop_request import StopRequested
+from common.errors import one_line
+from common.files import DiskFullError, is_no_room, write_atomically
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import ROOT
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
-from retrieval.types import one_line
-from rollout.files import DiskFullError, is_no_room, write_atomically
 
 SUMMARY = "summary.json"  # what a task returned
 INTERRUPTED = 130
 REFUSED = 2  # the configuration is wrong; nothing has been done
-PACKAGES = ("callbacks", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
+PACKAGES = ("callbacks", "common", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
 PARENT_VARIABLE = "COMPACT_AGENTS_PARENT"
 PR_SET_PDEATHSIG = 1
 # By these Lightning takes a process for a task of srun, one per rank. The tasks of our jobs are nodes.

@@ -24,10 +24,10 @@ import yaml
 
 from callbacks.training import stop_request
 from callbacks.training.checkpoint_files import FOLDER, anything_saved, find_checkpoint
+from common.digests import files_of, write_digests
+from common.files import REPLACED, obey_umask, remove, set_aside, write_atomically
 from experiments.registry.files import read_json
 from experiments.stages.graph import Stage
-from rollout.digests import files_of, write_digests
-from rollout.files import REPLACED, obey_umask, remove, set_aside, write_atomically
 
 HANDED_ON = (".parquet", ".jsonl", ".csv")
 MODEL = "model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollout.digests import write_digests
+from common.digests import write_digests
 
 
 class InitialModel:

@@ -12,11 +12,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.profilers import Profiler
 
+from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, UnitInterval
 from experiments.registry import hardware
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
 from experiments.stages import requirements
-from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, UnitInterval
 
 Duration = str | dict[str, int]
 Limit = NonNegativeInt | UnitInterval | None

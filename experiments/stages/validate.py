@@ -25,7 +25,8 @@ from experiments.registry import hardware
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.files import data_arguments
-from experiments.registry.keys import MODELS, constructors
+from experiments.registry.keys import MODELS, OURS, constructors
+from experiments.registry.project import ROOT
 from experiments.stages import option_types, requirements, startup
 from experiments.stages.graph import Stage, closure, require_files, strings
 from retrieval import protocols
@@ -299,13 +300,24 @@ def import_class(class_path: str, where: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            siblings = _modules_beside(module_name)
-            raise ExperimentError(f"{where}: no module '{module_name}'{nearest(module_name, siblings)}") from None
+            hint = _elsewhere(name) or nearest(module_name, _modules_beside(module_name))
+            raise ExperimentError(f"{where}: no module '{module_name}'{hint}") from None
         raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}': not installed") from None
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
-        raise ExperimentError(f"{where}: no class '{name}' in {module_name}{nearest(name, classes)}")
+        hint = _elsewhere(name) or nearest(name, classes)
+        raise ExperimentError(f"{where}: no class '{name}' in {module_name}{hint}")
     return getattr(module, name)
+
+
+def _elsewhere(name: str) -> str:
+    """Hint with the full path of a class of this project that has this name; empty if there is none."""
+    defines = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)
+    for package in OURS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if defines.search(path.read_text(encoding="utf-8")):
+                return f"; use '{'.'.join((*path.relative_to(ROOT).with_suffix('').parts, name))}'"
+    return ""
 
 
 def _modules_beside(module_name: str) -> list[str]:
@@ -529,7 +541,7 @@ REWORDED = (
 
 
 def condense(message: str) -> str:
-    """The parser's message without what it repeats for every member of a Union, and a range's (``retrieval.ranges``)
+    """The parser's message without what it repeats for every member of a Union, and a range's (``common.ranges``)
     without what it says of pydantic: one line. ``option_types`` finds most faults before; texts that the parser takes
     for numbers remain (``1e-3``, ``0x10``), and what constructors say."""
     lines = [re.sub(r"^-\s*", "", line.strip()) for line in message.splitlines() if not NOISE.match(line)]

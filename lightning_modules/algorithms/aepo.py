@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from common.ranges import FiniteFloat
 from lightning_modules.algorithms.arpo import Attribution, attributed
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.annotations.attribution import EntropyScaling
-from retrieval.ranges import FiniteFloat
 
 
 class AEPO(GRPO):

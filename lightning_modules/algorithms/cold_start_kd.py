@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from common.ranges import BelowOne, NonNegativeFloat, PositiveFloat, UnitInterval
 from lightning_modules.batch import TokenBatch
 from lightning_modules.maths.divergences import (
     Divergence,
@@ -32,7 +33,6 @@ from lightning_modules.models.policy import (
     require_same_tokenizer,
 )
 from lightning_modules.training.supervised import SupervisedModule
-from retrieval.ranges import BelowOne, NonNegativeFloat, PositiveFloat, UnitInterval
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from common.ranges import FiniteFloat, NonNegativeFloat
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.annotations.signal_weights import WrongOnly
 from lightning_modules.maths.divergences import Estimator
-from retrieval.ranges import FiniteFloat, NonNegativeFloat
 
 
 class DGPO(PPO):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from common.ranges import NonNegativeFloat, UnitInterval
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.annotations.turns import StateAdvantages, TurnAdvantages
 from lightning_modules.maths.turn_advantages import Statistics, StepNorm
-from retrieval.ranges import NonNegativeFloat, UnitInterval
 
 
 class EpisodeGRPO(GRPO):

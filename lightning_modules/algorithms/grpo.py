@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from common.ranges import AboveOne, NonNegativeFloat, UnitInterval
 from lightning_modules import ranks
 from lightning_modules.annotations import base
 from lightning_modules.annotations.base import Annotation, one_of
@@ -22,7 +23,6 @@ from lightning_modules.models.policy import DType
 from lightning_modules.training.on_policy import OnPolicyModule
 from lightning_modules.training.scoring import Outputs, Scores
 from lightning_modules.training.token_weights import TokenWeights
-from retrieval.ranges import AboveOne, NonNegativeFloat, UnitInterval
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from common.ranges import NonNegativeFloat, PositiveFloat
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.annotations.distillation import Distillation
 from lightning_modules.annotations.privileged_prompts import Privilege, PrivilegedPrompts
 from lightning_modules.annotations.signal_weights import Mode, mode_weights
-from retrieval.ranges import NonNegativeFloat, PositiveFloat
 
 
 class OPSD(GRPO):

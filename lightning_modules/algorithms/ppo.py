@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from common.ranges import AboveOne, NonNegativeFloat, PositiveFloat, UnitInterval
 from lightning_modules import ranks
 from lightning_modules.annotations import base
 from lightning_modules.annotations.base import Annotation, per_turn_prompts
@@ -21,7 +22,6 @@ from lightning_modules.maths.group_advantages import Lone
 from lightning_modules.training.on_policy import OnPolicyModule
 from lightning_modules.training.scoring import Outputs, Scores
 from lightning_modules.training.token_weights import TokenWeights
-from retrieval.ranges import AboveOne, NonNegativeFloat, PositiveFloat, UnitInterval
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory

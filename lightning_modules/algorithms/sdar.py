@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.annotations.skill_signals import Gate, GatedSkills, Signal, SkillImportanceKL, SkillShares
 from lightning_modules.annotations.skill_teacher import TeacherWeights
 from lightning_modules.annotations.turns import TurnAdvantages
 from lightning_modules.maths.turn_advantages import Statistics
-from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 from rollout.skills.injection import Skills
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 
+from common.ranges import NonNegativeFloat, PositiveFloat, UnitInterval
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.annotations.base import Annotation
 from lightning_modules.annotations.distillation import Distillation
 from lightning_modules.annotations.signal_weights import MODES, Mode, mode_weights
 from lightning_modules.maths.stepwise import Reference
 from lightning_modules.models.remote_teacher import RemoteTeacher
-from retrieval.ranges import NonNegativeFloat, PositiveFloat, UnitInterval
 
 
 class SOD(GRPO):

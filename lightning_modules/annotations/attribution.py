@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from common.ranges import FiniteFloat
 from lightning_modules import ranks
 from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, per_turn_prompts
 from lightning_modules.maths.advantages import whiten
 from lightning_modules.maths.group_advantages import Member, shared_token_advantages
-from retrieval.ranges import FiniteFloat
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from common.ranges import PositiveFloat
 from lightning_modules import ranks
 from lightning_modules.annotations.base import Algorithm, Annotation, Configured, RolloutBatch, per_turn_prompts
 from lightning_modules.annotations.signal_weights import SignalWeight, StepWeights, WeightedSignal, check_rows, weigh
@@ -17,7 +18,6 @@ from lightning_modules.maths.stepwise import last_step
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.policy import DType
 from lightning_modules.models.remote_teacher import RemoteTeacher
-from retrieval.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory

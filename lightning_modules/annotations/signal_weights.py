@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from common.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, UnitInterval
 from lightning_modules import ranks
 from lightning_modules.annotations.base import Configured
 from lightning_modules.batch import TokenBatch, turn_starts
@@ -24,7 +25,6 @@ from lightning_modules.maths.stepwise import (
     step_means,
     step_weights,
 )
-from retrieval.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, UnitInterval
 from rollout.trajectory_metrics import first_error
 
 if TYPE_CHECKING:

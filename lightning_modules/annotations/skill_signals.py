@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 from lightning_modules import ranks
 from lightning_modules.annotations.base import Algorithm, MicroBatch, RolloutBatch, one_of
 from lightning_modules.annotations.skill_teacher import SkillNotes, SkillTeacher, TeacherWeights
@@ -23,7 +24,6 @@ from lightning_modules.maths.self_distillation import (
     signal_loss,
     skill_sd_loss,
 )
-from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 from rollout.skills.injection import Skills
 
 Signal = Literal["gate", "reverse_kl", "forward_kl", "jsd"]

@@ -12,13 +12,13 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
+from common.ranges import NonNegativeFloat, UnitInterval
 from lightning_modules import ranks
 from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, one_of
 from lightning_modules.annotations.distillation import after_prompts, check_lengths
 from lightning_modules.annotations.turns import turn_numbers
 from lightning_modules.batch import RowTensors
 from lightning_modules.models.policy import DType, load_frozen_lm
-from retrieval.ranges import NonNegativeFloat, UnitInterval
 from rollout.protocols.base import PerTurnPrompts, sampled_turns
 from rollout.protocols.text import control_tokens
 from rollout.skills.injection import Injection, Skills

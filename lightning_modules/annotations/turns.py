@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.ranges import NonNegativeFloat, UnitInterval
 from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, one_of
 from lightning_modules.batch import TokenBatch, turn_starts
 from lightning_modules.maths.stepwise import spread, step_index
@@ -19,7 +20,6 @@ from lightning_modules.maths.turn_advantages import (
     similar_states,
     turn_advantages,
 )
-from retrieval.ranges import NonNegativeFloat, UnitInterval
 from rollout.trajectory import ActionKind, Trajectory, Turn
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from common.ranges import PositiveFloat, PositiveInt
 from lightning_modules.models.policy import Combine, gathered, in_buckets, partitioned
-from retrieval.ranges import PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from lightning_modules.batch import TokenBatch, micro_batches
 from lightning_modules.models.policy import embedding_rows
-from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.services.http_client import ApiKey
 from rollout.services.round_robin import RoundRobinClient
 from rollout.trajectory import InfrastructureError

@@ -19,6 +19,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
+from common.files import replacing
 from lightning_modules import ranks
 from lightning_modules.sharding.trained_state import (
     SHARDS,
@@ -30,7 +31,6 @@ from lightning_modules.sharding.trained_state import (
     short_names,
     stage3_fragments,
 )
-from rollout.files import replacing
 
 if TYPE_CHECKING:
     import lightning as L

@@ -26,8 +26,8 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
+from common.ranges import NonNegativeInt, PositiveInt
 from lightning_modules.sharding import resharding
-from retrieval.ranges import NonNegativeInt, PositiveInt
 
 
 class ZeRO(DeepSpeedStrategy):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.files import UNREADABLE
+from common.files import UNREADABLE
 
 WEIGHTS = "weights"  # stands beside the optimiser's own names (exp_avg, ...)
 SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files

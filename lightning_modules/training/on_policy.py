@@ -18,6 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from common.ranges import (
+    AtLeastOne,
+    BelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+)
 from lightning_modules import ranks
 from lightning_modules.batch import RowTensors, TokenBatch, collate, tensors_BT
 from lightning_modules.maths.losses import Aggregation, aggregation_weights
@@ -41,15 +50,6 @@ from lightning_modules.training.policy_module import PolicyModule
 from lightning_modules.training.rollout_metrics import log_rollout
 from lightning_modules.training.scoring import Outputs, Scores, values_by_token
 from lightning_modules.training.token_weights import Correction, Level, MaskRatio, TokenWeights, log_mismatch
-from retrieval.ranges import (
-    AtLeastOne,
-    BelowOne,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    UnitInterval,
-)
 from rollout.trajectory import turn_rows
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from common.make_command import continue_command
 from lightning_modules import ranks
 from lightning_modules.metrics import StepMetrics
-from rollout.make_command import continue_command
 
 if TYPE_CHECKING:
     import lightning as L

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from common.ranges import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 from lightning_modules import ranks
 from lightning_modules.batch import TokenBatch, collate
 from lightning_modules.maths.schedules import ScheduleName, make_schedule
@@ -17,7 +18,6 @@ from lightning_modules.models.policy import require_rows
 from lightning_modules.models.projection import LOGITS_CHUNK
 from lightning_modules.training import optimisation, scoring
 from lightning_modules.training.policy_module import PolicyModule
-from retrieval.ranges import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory

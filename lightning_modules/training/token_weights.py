@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from common.ranges import AboveOne, BelowOne
 from lightning_modules import ranks
 from lightning_modules.batch import RowTensors, TokenBatch
 from lightning_modules.maths.losses import importance_ratio
-from retrieval.ranges import AboveOne, BelowOne
 
 if TYPE_CHECKING:
     from lightning_modules.metrics import StepMetrics

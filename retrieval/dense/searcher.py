@@ -11,12 +11,12 @@ from typing import Any, cast
 import faiss
 import numpy as np
 
+from common.ranges import PositiveInt
 from retrieval.dense.build import kind_of, read_index
 from retrieval.dense.encoder import TextEncoder
 from retrieval.dense.sizes import require_memory
 from retrieval.dense.vectors import VectorShards
 from retrieval.index import EncoderConfig
-from retrieval.ranges import PositiveInt
 from retrieval.types import Hit, IndexFolderError, Progress
 
 _LISTS_WIDTH = 512

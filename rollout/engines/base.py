@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from annotated_types import Le, Len
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from retrieval.ranges import (
+from common.ranges import (
     MAX_TOP_LOGPROBS,
     NonNegativeInt,
     Penalty,
@@ -18,9 +18,9 @@ from retrieval.ranges import (
     Temperature,
     TopK,
 )
-from retrieval.validation import first_problem
+from common.validation import first_problem
+from common.versions import Runs
 from rollout.trajectory import InfrastructureError
-from rollout.versions import Runs
 
 if TYPE_CHECKING:
     from rollout.engines.weights.files import WeightFiles
@@ -96,7 +96,7 @@ class Generation:
     stop_string: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None  # [n] of {token id: log-prob}
     cached_tokens: int = 0  # of the given token_ids, how many needed no computation (prefix reuse)
-    version_runs: Runs = ()  # (version, tokens) in order, where weights changed in between; see rollout.versions
+    version_runs: Runs = ()  # (version, tokens) in order, where weights changed in between; see common.versions
 
 
 class EngineGone(InfrastructureError):

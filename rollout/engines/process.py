@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
-from retrieval.restarts import Restarts
-from retrieval.run_folder import run_folder
-from retrieval.types import one_line
+from common.env_vars import child_environment
+from common.errors import one_line
+from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from common.restarts import Restarts
+from common.run_folder import run_folder
 from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost, check_request
 from rollout.engines.child import ROOT, Child, Results
 from rollout.engines.weights.files import WeightFiles
-from rollout.env_vars import child_environment
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from retrieval.ranges import MAX_TOP_LOGPROBS
+from common.ranges import MAX_TOP_LOGPROBS
+from common.versions import Runs, merged, recorded
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.vllm_outputs import SampledLogprobs, SampledTokens, StopStrings
 from rollout.engines.weights.files import WeightFiles, names_and_shapes
 from rollout.engines.weights.ipc import memory_of
 from rollout.trajectory import PermanentFailure
-from rollout.versions import Runs, merged, recorded
 
 # On CPU: smallest block its attention takes (only whole blocks are prefix-cached), and a modest cache, because vLLM
 # touches all of it at once and would otherwise take a share of all memory.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
+from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import EngineProcess, check_model_folder
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from retrieval.types import one_line
+from common.errors import one_line
 
 if TYPE_CHECKING:
     from rollout.engines.base import Generation, SamplingParams

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from retrieval.text import plain_json, whole
+from common.text import plain_json, whole
 from rollout.trajectory import Action, Task, ToolRequest, ToolResult
 
 SHOWN_PROBLEMS = 5  # of the tasks that an environment refuses

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from retrieval.ranges import NonNegativeInt
+from common.ranges import NonNegativeInt
 from rollout.environments.base import Environment, StepResult
 from rollout.tools.base import Tool
 from rollout.tools.limits import LimitedTool, ToolLimits

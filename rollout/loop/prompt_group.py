@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from common.seeds import derive_seed
 from rollout.loop.admission import GroupAdmission, Slot, Slots
 from rollout.loop.agent_loop import AgentLoop, Request
 from rollout.rewards.base import Scorer
 from rollout.samplers.base import NO_HOOKS, Hooks, RunningView
-from rollout.seeds import derive_seed
 from rollout.trajectory import InfrastructureError, StopReason, Task, Trajectory, TrajectoryPrefix
 
 logger = logging.getLogger(__name__)

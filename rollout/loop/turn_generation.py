@@ -6,13 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from common.seeds import derive_seed
+from common.versions import recorded, runs_of
 from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.protocols.base import ChatProtocol
 from rollout.running_trajectory import RunningTrajectory
 from rollout.samplers.base import Hooks, Look
 from rollout.samplers.entropy import first_tokens_entropy
-from rollout.seeds import derive_seed
-from rollout.versions import recorded, runs_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar, Literal
 
-from retrieval.ranges import NonNegativeInt, PositiveInt
+from common.ranges import NonNegativeInt, PositiveInt
 from rollout.environments.base import ACT
 from rollout.protocols.base import FIRST_OBSERVATION, PromptMode, TurnPrompt
 from rollout.protocols.chat_boundaries import ChatBoundaries

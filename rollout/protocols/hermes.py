@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from rollout.protocols.base import PromptMode, TurnPrompt
 from rollout.protocols.boxed import boxed, unwrapped
 from rollout.protocols.call_readers import HARMONY, VERL, CallReader, reader_without_calls

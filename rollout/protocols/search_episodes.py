@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from retrieval.ranges import NonNegativeInt
+from common.ranges import NonNegativeInt
 from rollout.protocols.base import PromptMode
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest

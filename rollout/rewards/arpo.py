@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from retrieval.ranges import NonNegativeFloat, PositiveFloat
+from common.ranges import NonNegativeFloat, PositiveFloat
 from rollout.protocols.boxed import boxed, closing_brace
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.rewards.scoring import exact_match, f1, normalize_answer

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from retrieval.ranges import PositiveFloat
+from common.ranges import PositiveFloat
 from rollout.protocols.boxed import closing_brace
 from rollout.rewards.arpo import is_math
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal

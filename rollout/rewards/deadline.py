@@ -19,7 +19,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from rollout.env_vars import RANK_VARIABLES
+from common.env_vars import RANK_VARIABLES
 from rollout.trajectory import InfrastructureError
 
 GRACE_S = 1.0  # the pool kills at the deadline; a process whose parent is gone ends itself after it

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from rollout.services.chat_client import ChatClient
 from rollout.trajectory import InfrastructureError
 

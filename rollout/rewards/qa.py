@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from retrieval.ranges import FiniteFloat, PositiveFloat
+from common.ranges import FiniteFloat, PositiveFloat
 from rollout.rewards.scoring import exact_match, f1, normalize_answer, sub_exact_match
 from rollout.tags import between
 from rollout.tokenizer import decode, load_tokenizer

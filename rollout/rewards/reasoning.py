@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.rewards.answers import choice_letter, released_program, strict_box, submitted_program, without_quotes
 from rollout.rewards.code.solution_tests import CodeTests, TestOutcome, public_tests
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from retrieval.ranges import FiniteFloat, PositiveInt, TopLogprobs, UnitInterval
+from common.ranges import FiniteFloat, PositiveInt, TopLogprobs, UnitInterval
 from rollout.engines.base import Generation
 from rollout.samplers.base import GroupRunner, Hooks, RunningView
 from rollout.samplers.entropy import first_tokens_entropy, released_entropy

@@ -8,9 +8,9 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from common.seeds import derive_seed
 from rollout.engines.base import Generation
 from rollout.samplers.base import GroupRunner, Hooks, Look, RunningView
-from rollout.seeds import derive_seed
 from rollout.trajectory import ActionKind, Trajectory, TrajectoryPrefix
 
 if TYPE_CHECKING:

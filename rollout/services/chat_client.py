@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from retrieval.text import whole
+from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from common.text import whole
 from rollout.services.http_client import Answer, ApiKey
 from rollout.services.round_robin import RoundRobinClient
 from rollout.trajectory import InfrastructureError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from retrieval.ranges import NonNegativeFloat, NonNegativeInt
+from common.ranges import NonNegativeFloat, NonNegativeInt
 from rollout.skills.bank import Selection, SkillBank
 from rollout.skills.retrieval import SkillRetriever, draw, require_categories
 from rollout.trajectory import Task

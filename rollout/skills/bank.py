@@ -25,7 +25,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 
-from retrieval.types import FileError
+from common.errors import FileError
 
 GENERAL = "general_skills"
 SPECIFIC = "task_specific_skills"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from rollout.skills.bank import Selection
 from rollout.skills.reading import read_bank
 from rollout.skills.render import CountTokens, Form, render, too_long

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from retrieval.validation import first_problem
+from common.validation import first_problem
 from rollout.skills.bank import GENERAL, Skill, SkillBank, SkillBankError, read_json
 from rollout.skills.render import APPLY
 

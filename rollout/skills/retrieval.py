@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
-from retrieval.ranges import NonNegativeInt
+from common.ranges import NonNegativeInt
 from rollout.skills.bank import Selection, SkillBank
 from rollout.trajectory import Task
 

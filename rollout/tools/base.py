@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-from retrieval.text import whole
-from retrieval.types import one_line
+from common.errors import one_line
+from common.text import whole
 from rollout.trajectory import InfrastructureError, RewardError, ToolResult
 
 

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from retrieval.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from retrieval.text import whole
+from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from common.text import whole
 from rollout.services.retries import with_retries
 from rollout.tools.base import Bounded, OwnFault, Startable, Tool, own_faults
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult

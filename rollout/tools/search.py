@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from retrieval.ranges import PositiveInt
+from common.ranges import PositiveInt
 from retrieval.types import RetrievalError
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, ToolResult
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rollout.files import link_atomically, recover_folder, replace_folder
+from common.files import link_atomically, recover_folder, replace_folder
 
 
 def _folder(path, content):

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from callbacks.tracking.run_info import duration
+from common.run_folder import remove_orphans
 from experiments.registry.project import Project
-from retrieval.run_folder import remove_orphans
 from rollout.engines.weights.files import PREFIX as WEIGHTS
 from rollout.engines.weights.files import SHARED_MEMORY
 from tests.chaos import faults

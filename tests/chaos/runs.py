@@ -20,10 +20,10 @@ import psutil
 
 from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
 from callbacks.tracking.run_info import RUN_ID_FILE
+from common.digests import sha256
 from experiments.registry.overrides import Overrides
 from experiments.registry.project import ROOT, Project
 from experiments.stages.graph import Graph
-from rollout.digests import sha256
 
 EXPERIMENTS = Path(__file__).with_name("experiments")
 RUNS = ("chaos_dgpo", "chaos_python", "chaos_ranks")

@@ -23,8 +23,13 @@ def test_the_site_builds_strictly(tmp_path):
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_code():
-    rooms = ("callbacks", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout", "scripts")
-    files = [file for room in rooms for file in (ROOT / room).rglob("*") if file.suffix in (".py", ".sh")]
+    packages = ("callbacks", "common", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
+    files = [
+        file
+        for package in (*packages, "scripts")
+        for file in (ROOT / package).rglob("*")
+        if file.suffix in (".py", ".sh")
+    ]
     code = "\n".join(file.read_text() for file in [*files, ROOT / "Makefile"])
     code = re.sub(r"""["']\s*\n\s*f?["']""", "", code)  # a message over several lines
     first = re.findall(r"^\| (`[^|]*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)

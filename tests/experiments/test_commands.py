@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.secret import SECRET_VARIABLE
 from experiments.commands.ask import asked_task
 from experiments.commands.cli import build_parser, split_overrides
 from experiments.commands.download import assemble
@@ -26,7 +27,6 @@ from experiments.registry.project import ROOT
 from experiments.stages.context import Node, RunContext
 from experiments.stages.store import StageFolder
 from retrieval import server
-from retrieval.secret import SECRET_VARIABLE
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY
 from rollout.trajectory import Task
 from tests.processes import gone_within

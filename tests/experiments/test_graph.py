@@ -150,7 +150,7 @@ def test_a_folder_is_read_only_where_an_option_takes_a_path(workshop, tmp_path, 
         ("retrieval.index.BuildIndex", "java_heap: {path}", "as a file"),
         ("rollout.protocols.hermes.HermesProtocol", "instruction: {path}", "as a file"),
         ("rollout.tools.web.web_search.BrightDataSearch", "zone: {path}", "as a file"),
-        ("data_modules.worlds.household.published.ListHousehold", "folder: {path}", "always"),
+        ("experiments.worlds.household.published.ListHousehold", "folder: {path}", "always"),
     ],
 )
 def test_a_folder_in_a_text_of_ours_is_no_input(workshop, tmp_path, monkeypatch, class_path, option, is_read):

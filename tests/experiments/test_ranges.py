@@ -1,5 +1,5 @@
 """Numbers that no run can be meant with are refused where configurations are read: every numeric option of every class
-that a configuration can name has a range (``retrieval.ranges``), and its range refuses them."""
+that a configuration can name has a range (``common.ranges``), and its range refuses them."""
 
 import importlib
 import inspect
@@ -23,7 +23,7 @@ from experiments.stages.graph import Graph
 from retrieval import protocols
 from rollout.system import RolloutSystem
 
-ROOMS = ("callbacks", "data_modules", "lightning_modules", "retrieval", "rollout")
+ROOMS = ("callbacks", "data_modules", "experiments.worlds", "lightning_modules", "retrieval", "rollout")
 NOT_IMPORTED = ("rollout.tools.python.sandbox_runtime", "rollout.engines.vllm_backend")  # other processes' code
 # Classes that take numbers from other classes, never from a configuration.
 INTERNAL = ("Budgets", "Correction", "Hooks", "PromptGroup", "Request", "Slots")
@@ -41,7 +41,7 @@ ZERO_INTEGERS = {
 
 
 def ours(kind):
-    return inspect.isclass(kind) and kind.__module__.partition(".")[0] in ROOMS
+    return inspect.isclass(kind) and kind.__module__.startswith(tuple(f"{room}." for room in ROOMS))
 
 
 def all_classes():
@@ -120,7 +120,7 @@ def accepts(range_, value):
 def test_every_numeric_option_has_a_range(numeric_options):
     assert len(numeric_options) > 250  # the search has found the rooms
     bare = [name for name, numbers in numeric_options.items() if int in numbers or float in numbers]
-    assert not bare, f"annotate with a type of retrieval.ranges: {bare}"
+    assert not bare, f"annotate with a type of common.ranges: {bare}"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "many"])

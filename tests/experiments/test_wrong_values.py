@@ -11,6 +11,7 @@ import pytest
 from annotated_types import Ge
 from lightning.pytorch import Trainer
 
+from common.ranges import PositiveInt, TopK, UnitInterval
 from experiments.registry.compose import check_experiment
 from experiments.registry.errors import ExperimentError
 from experiments.registry.overrides import apply, parse
@@ -20,7 +21,6 @@ from experiments.stages.graph import Graph, Stage, missing_files
 from experiments.stages.requirements import check_packages
 from experiments.stages.validate import check_arguments, check_classes, check_names, import_class, with_arguments
 from lightning_modules.models.packing import check_available
-from retrieval.ranges import PositiveInt, TopK, UnitInterval
 from rollout.tools.limits import ToolLimits
 
 JARGON = ("Union", "typing.", "NoneType", "subtypes", "pydantic", "<class", "Traceback")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from common.secret import SECRET_VARIABLE, authorization, is_local
 from retrieval.batching import OwnerThread
 from retrieval.client import RetrieverClient
-from retrieval.secret import SECRET_VARIABLE, authorization, is_local
 from retrieval.types import Document, RetrievalError
 from tests.retrieval.serving import serving
 

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from retrieval.run_folder import run_folder
+from common.run_folder import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 # A run with a child process and a fork: each leaves a file behind. Then it waits for a line, and ends.
 RUN = """
 import os, subprocess, sys, tempfile
-from retrieval.run_folder import outside_environment, remove_run_folder, run_folder, use_run_folder
+from common.run_folder import outside_environment, remove_run_folder, run_folder, use_run_folder
 before = dict(os.environ)
 use_run_folder()
 assert outside_environment() == before != dict(os.environ)
 tempfile.mkstemp(".yaml")
-child = "import tempfile; from retrieval.run_folder import *; use_run_folder(); tempfile.mkdtemp(); print(run_folder())"
+child = "import tempfile; from common.run_folder import *; use_run_folder(); tempfile.mkdtemp(); print(run_folder())"
 assert subprocess.check_output([sys.executable, "-c", child], text=True).strip() == str(run_folder())
 if os.fork() == 0:
     remove_run_folder()
@@ -76,5 +76,5 @@ def test_a_file_system_without_locks_is_used_as_it_is(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("fcntl.flock", refuse)
-    monkeypatch.setattr("retrieval.run_folder._made", {})
+    monkeypatch.setattr("common.run_folder._made", {})
     assert run_folder() == tmp_path and not list(tmp_path.iterdir())

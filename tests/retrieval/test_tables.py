@@ -6,9 +6,10 @@ import json
 import polars as pl
 import pytest
 
+from common.errors import FileError
+from common.tables import open_table
 from retrieval.corpus import passages, read_corpus
-from retrieval.tables import open_table
-from retrieval.types import CorpusError, FileError
+from retrieval.types import CorpusError
 
 ROWS = [
     {"id": "1", "title": "Zoë", "text": 'a comma, a "quote"\nand a second line'},

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from common.tables import Unreadable, open_table
+from common.text import HalfPair, strict_json, whole
 from retrieval.client import parse_answer
 from retrieval.corpus import write_store
-from retrieval.tables import Unreadable, open_table
-from retrieval.text import HalfPair, strict_json, whole
 from retrieval.types import CorpusError
 
 HALF = "half \ud83d pair"

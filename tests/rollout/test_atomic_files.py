@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout.files import DiskFullError, is_no_room, replacing, write_atomically
+from common.files import DiskFullError, is_no_room, replacing, write_atomically
 
 
 def test_a_write_that_finds_no_room_leaves_the_old_file_and_nothing_else(tmp_path, file_limit):

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from rollout.digests import DigestError, check_digests, list_path, parse_list, sha256, write_digests, write_list
+from common.digests import DigestError, check_digests, list_path, parse_list, sha256, write_digests, write_list
 
 
 def flip(path, at=-1):

@@ -11,9 +11,9 @@ import pytest
 
 from data_modules.datasets.tool_prompts import _QUOTED_BOX
 from data_modules.datasets.traces import MalformedTrace, cut
-from rollout.environments.ledger import shown_total
+from experiments.worlds.repair.environment import shown_total
+from experiments.worlds.shopping.pages import parse_action
 from rollout.environments.notebook import _FRAMES
-from rollout.environments.shopping.pages import parse_action
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.base import PromptMode
 from rollout.protocols.boxed import boxed, closing_brace, unwrapped

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.make_command import COMMAND_VARIABLE, CONTINUE_VARIABLE, continue_command, make_command, same_run
 from data_modules.loading.failure_guard import FailureGuard, TooManyFailuresError
 from experiments.registry.project import ROOT
-from rollout.make_command import COMMAND_VARIABLE, CONTINUE_VARIABLE, continue_command, make_command, same_run
 
 OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
 HARD = [

@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
+from common.seeds import derive_seed
 from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
 from rollout.rewards.qa import ExactMatchReward
 from rollout.samplers.base import Hooks
-from rollout.seeds import derive_seed
 from rollout.system import RolloutSystem, TestLimits
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
@@ -69,7 +69,7 @@ def test_order_does_not_depend_on_completion_and_seeds_not_on_company(make_syste
 
 
 def test_seeds_are_the_same_in_another_process():
-    code = "from rollout.seeds import derive_seed; print(derive_seed(3, 'q1', 2, 1))"
+    code = "from common.seeds import derive_seed; print(derive_seed(3, 'q1', 2, 1))"
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
     assert int(told) == derive_seed(3, "q1", 2, 1)

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from retrieval.secret import authorization
-from retrieval.types import one_line
+from common.errors import one_line
+from common.secret import authorization
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.server.wire import GENERATION, TokenRequest
 from rollout.services.http_client import LoopSession

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.engines.base import Generation, SamplingParams, check_request
 from rollout.engines.process import check_model_folder
 from rollout.engines.server.client import Held, OtherWeights, ServerClient

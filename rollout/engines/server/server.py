@@ -9,7 +9,7 @@
 | ``POST /transfer/METHOD`` | vLLM's own weight transfer (NCCL), with the engine drained or at a standstill |
 
 Bodies are JSON, of the types in ``wire.py``. Each error is one line, ``{"error": ...}``. Status 400, 404, 405, 413: the
-request is wrong; 401: the server wants a secret (``retrieval.secret``), as it must where other machines reach it; 408:
+request is wrong; 401: the server wants a secret (``common.secret``), as it must where other machines reach it; 408:
 the body did not come; 409: the server does not hold the weights that are asked for; 422: weights were refused, and
 those that it holds go on serving; 500: the model's logits are not finite, or the request has ended the engine twice;
 503: the engine has died, and the server with it if that was once too often.
@@ -35,11 +35,11 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
-from retrieval.http_server import BACKLOG, listen, read_body
-from retrieval.run_folder import remove_run_folder
-from retrieval.secret import add_secret_option, demand_secret, server_secret
-from retrieval.types import one_line
-from retrieval.validation import first_problem
+from common.errors import one_line
+from common.http_server import BACKLOG, listen, read_body
+from common.run_folder import remove_run_folder
+from common.secret import add_secret_option, demand_secret, server_secret
+from common.validation import first_problem
 from rollout.engines.base import UpdateInterrupted, WeightsLost
 from rollout.engines.process import INTERRUPTED, EngineProcess
 from rollout.engines.server.weights import ServerWeights, WeightsMoved

@@ -42,7 +42,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from retrieval.ranges import NonNegativeInt, PositiveInt
+from common.ranges import NonNegativeInt, PositiveInt
 from rollout.rewards.code.cases import Assertion, Calls, Case, assertions, cases, form, same_json
 from rollout.services.retries import with_retries
 from rollout.tools.base import Startable

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from retrieval.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.services.http_client import ApiKey, LoopSession, post_json
 from rollout.tools.python.base import Run, RunStatus, middle_cut, readable, refused
 from rollout.trajectory import InfrastructureError

@@ -9,7 +9,7 @@ import platform
 import signal
 from typing import Any
 
-from retrieval.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.tools.python import probe
 from rollout.tools.python.base import Run, RunStatus, middle_cut, readable, refused
 from rollout.tools.python.connection import SERVER, START_S, SandboxServer

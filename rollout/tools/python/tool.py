@@ -7,8 +7,8 @@ import re
 import sys
 from typing import Any
 
-from retrieval.ranges import PositiveInt
-from retrieval.text import whole
+from common.ranges import PositiveInt
+from common.text import whole
 from rollout.tools.base import Bounded, Startable
 from rollout.tools.python.base import Run, Runner, RunStatus, dedented
 from rollout.tools.python.released import NO_OUTPUT, cut_in_the_middle, last_line_printed

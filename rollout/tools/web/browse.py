@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from retrieval.ranges import NonNegativeFloat, PositiveInt, PositiveShare
+from common.ranges import NonNegativeFloat, PositiveInt, PositiveShare
 from rollout.services.chat_client import ChatClient
 from rollout.tools.base import Startable, Tool
 from rollout.tools.web.pages import Page, PageFetcher

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from retrieval.ranges import PositiveFloat, PositiveInt
+from common.ranges import PositiveFloat, PositiveInt
 from rollout.services.http_client import LoopSession
 
 _HEADERS = {  # many servers refuse unknown agents

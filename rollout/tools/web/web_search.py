@@ -10,8 +10,8 @@ import re
 from typing import Any
 from urllib.parse import urlencode
 
-from retrieval.ranges import PositiveFloat, PositiveInt
-from retrieval.text import whole
+from common.ranges import PositiveFloat, PositiveInt
+from common.text import whole
 from rollout.services.http_client import NOT_ALLOWED, Answer, ApiKey, LoopSession, post_json
 from rollout.tools.limits import SharedCache
 from rollout.tools.search import EMPTY_QUERY

@@ -8,8 +8,8 @@ import pytest
 from callbacks.evaluation.evaluation import Evaluation
 from callbacks.evaluation.skilled_success import SkilledSuccess
 from data_modules.evaluation_data import EvaluationData
-from data_modules.worlds.recipes.build import BuildRecipes
-from rollout.environments.recipes import Recipes
+from experiments.worlds.recipes.build import BuildRecipes
+from experiments.worlds.recipes.environment import Recipes
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.skills.bandit import UCB
 from rollout.skills.injection import Skills

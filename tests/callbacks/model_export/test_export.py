@@ -13,7 +13,7 @@ from callbacks.model_export.adapters import A, B
 from callbacks.model_export.checkpoints import read_generation_config, skeleton
 from callbacks.model_export.exporter import Adapter, Export, load_policy, write_folder
 from callbacks.training.resume import IterationCheckpoint, find_checkpoint
-from rollout.files import DiskFullError
+from common.files import DiskFullError
 from tests.callbacks.helpers import make_learner, policy_state, same_weights
 from tests.conftest import make_model_dir
 

@@ -15,8 +15,8 @@ import lightning as L
 import torch
 
 from callbacks.training.weight_sync import WeightSync, generation_gap
+from common.restarts import Restarts
 from lightning_modules.sharding.strategies import ZeRO3
-from retrieval.restarts import Restarts
 from rollout.engines.base import EngineGone, SamplingParams
 from rollout.engines.server.engine import ServerEngine
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles

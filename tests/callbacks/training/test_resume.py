@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.training.checkpoint_files import find_checkpoint, settle_checkpoints, size_of
 from callbacks.training.resume import IterationCheckpoint, derived_seed
-from rollout.digests import DigestError, list_path
-from rollout.files import DiskFullError
+from common.digests import DigestError, list_path
+from common.files import DiskFullError
 
 BATCHES = 4  # an epoch
 ROWS = torch.arange(BATCHES * 2 * 3, dtype=torch.float32).reshape(-1, 3) / 10

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.files import DiskFullError
 from experiments.launch.runner import require_needs, require_writable
 from experiments.registry.errors import ExperimentError
 from experiments.reports.compare import NoRunsError
 from experiments.stages.context import StageFailed
 from experiments.stages.stage import REFUSED, explain, is_for_user
 from experiments.stages.store import StageFolder
-from rollout.files import DiskFullError
 
 
 def runs(journal):

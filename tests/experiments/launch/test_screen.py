@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.progress import MARK, Progress
 from experiments.launch import screen
 from experiments.launch.screen import Screen, bar, clock, line
 from experiments.stages.context import Chain
-from rollout.progress import MARK, Progress
 
 CHAIN = Chain(number=4, total=13, own_s=100.0, rest_s=660.0, rest_known=False)
 MANY = ("reward 0.312", "em 0.300", "val em 0.280", *(f"my/very/long/metric/{'x' * 40} 0.5" for _ in range(9)))

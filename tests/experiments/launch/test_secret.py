@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
+from common.secret import SECRET_VARIABLE
 from experiments.launch import retriever_identity
 from experiments.launch.secret import FILE, share_secret
 from experiments.registry.errors import ExperimentError
 from retrieval.batching import OwnerThread
-from retrieval.secret import SECRET_VARIABLE
 from tests.retrieval.serving import serving
 
 

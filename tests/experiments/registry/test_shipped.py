@@ -316,7 +316,12 @@ def test_paths_given_on_the_command_line_reach_every_stage():
         ),
         (
             ["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.CollapseGuard"],
-            "no module 'callbacks.colapse_guard'; did you mean 'callbacks.training.collapse_guard'",
+            "no module 'callbacks.colapse_guard'; use 'callbacks.training.collapse_guard.CollapseGuard'",
+        ),
+        (["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.Guard"], "did you mean 'callbacks.*guard'"),
+        (
+            ["--data.rollouts.environment.class_path=rollout.environments.household.environment.Household"],
+            "environment.*: no module 'rollout.environments.household.*; use 'experiments.worlds.household.environment.H",
         ),
         (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
         (["--model=lightning_modules.algorithms.ppo.POP"], "POP"),

@@ -10,12 +10,12 @@ import pytest
 
 from data_modules.datasets.questions import load_tasks
 from data_modules.demonstrations.turn_by_turn import TurnByTurn
-from data_modules.worlds.household.build import BuildHousehold
-from data_modules.worlds.household.expert import HouseholdExpertEngine
 from experiments.registry.project import Project
 from experiments.stages.graph import Graph, closure
+from experiments.worlds.household.build import BuildHousehold
+from experiments.worlds.household.environment import Household
+from experiments.worlds.household.expert import HouseholdExpertEngine
 from rollout.engines.base import SamplingParams
-from rollout.environments.household.environment import Household
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.skills.injection import Skills
 from rollout.skills.retrieval import TaskType

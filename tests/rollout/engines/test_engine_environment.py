@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.env_vars import RANK_VARIABLES, child_environment
+from common.env_vars import RANK_VARIABLES, child_environment
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrieval.run_folder import run_folder
+from common.run_folder import run_folder
 from rollout.engines.base import SamplingParams
 from rollout.engines.child import Child
 from rollout.engines.process import ROOT, EngineProcess

@@ -318,7 +318,7 @@ def test_a_trial_ends_when_its_request_is_cancelled():
 
 @pytest.mark.slow
 def test_restarts_of_an_hour_ago_are_forgotten(monkeypatch):
-    monkeypatch.setattr("retrieval.restarts.HOUR_S", 0.0)
+    monkeypatch.setattr("common.restarts.HOUR_S", 0.0)
 
     async def main():
         async with started(echo(restarts=1)) as engine:

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from retrieval.secret import SECRET_VARIABLE
+from common.secret import SECRET_VARIABLE
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import EngineProcess
 from rollout.engines.server.client import ServerClient

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from data_modules.worlds.tokenizer import CHAT_TEMPLATE
+from experiments.worlds.tokenizer import CHAT_TEMPLATE
 from rollout.engines.base import SamplingParams
 from rollout.environments.base import FirstObservation, StepResult
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
@@ -310,8 +310,8 @@ def test_a_choice_of_thinking_that_the_template_does_not_have(tmp_path):
 
 def test_an_episode_that_ends_before_its_first_step_has_failed(folder):
     """Its reward says so under the same name as that of any other: else shares would be over the others alone."""
-    from rollout.environments.household.environment import Household
-    from rollout.environments.household.generate import generate_game
+    from experiments.worlds.household.environment import Household
+    from experiments.worlds.household.generate import generate_game
 
     game = generate_game("pick_two_obj_and_place", 0, size="small").to_json()
     task = Task("g", "-", (), "pick_two_obj_and_place", metadata={"household": {"game": game}})

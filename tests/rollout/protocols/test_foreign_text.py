@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from retrieval.text import whole
+from common.text import whole
 from rollout.environments.base import ACT, FirstObservation
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.base import FIRST_OBSERVATION, PromptMode

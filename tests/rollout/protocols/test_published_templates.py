@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from data_modules.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer import train_tokenizer
 from rollout.protocols.hermes import HermesProtocol
 from rollout.protocols.text import eos_token_ids
 from rollout.tokenizer import load_tokenizer

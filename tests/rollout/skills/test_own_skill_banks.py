@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rollout.environments.shopping.assortment import KINDS
+from experiments.worlds.shopping.assortment import KINDS
 from rollout.skills.reading import OWN_BANKS, read_bank
 
 NAMES = ["household", "household_tiny", "recipes_tiny", "search", "shopping", "shopping_tiny"]

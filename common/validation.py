@@ -1,0 +1,58 @@
+"""Checks of values that configurations and files give; what is wrong is told in one line."""
+
+from __future__ import annotations
+
+from reprlib import repr as short_repr
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+
+def check_at_least_one(**counts: int | None) -> None:
+    """Raises ValueError for a number below 1. None stands for no limit."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
+
+
+def validated(kind: TypeAdapter[T], data: Any, what: str = "the whole") -> T:
+    """``data``, as JSON gives it, as a value of this type. Lists become tuples, and nothing else is converted.
+
+    Args:
+        what: name of the data, for the message.
+
+    Raises:
+        ValueError: where the first fault is, what was found there and what was expected.
+    """
+    try:
+        return kind.validate_json(orjson.dumps(data), strict=True)
+    except ValidationError as error:
+        raise ValueError(fault_of(error, what)) from None
+
+
+def fault_of(error: ValidationError, what: str) -> str:
+    """The first fault, such as "game.receptacles[0].number is '1': Input should be a valid integer"."""
+    fault = error.errors(include_url=False)[0]
+    where = what + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"])
+    found = "" if fault["type"] == "missing" else f" is {fault['input']!r:.100}"
+    return f"{where}{found}: {fault['msg']}"
+
+
+def first_problem(error: ValidationError, whole: str = "") -> str:
+    """Say in one line where the first problem is, with the expected type and the value. ``whole`` names all the data.
+
+    >>> from pydantic import TypeAdapter
+    >>> try:
+    ...     TypeAdapter(dict[str, list[int]]).validate_json(b'{"a": [1, "b"]}')
+    ... except ValidationError as error:
+    ...     first_problem(error)
+    "a[1]: Input should be a valid integer, unable to parse string as an integer; found 'b'"
+    """
+    problem = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"] if part is not None)
+    reason = problem.get("ctx", {}).get("error", problem["msg"])
+    place = f"{where.lstrip('.') or whole}: ".removeprefix(": ")
+    return f"{place}{reason}; found {short_repr(problem['input'])}"

@@ -1,0 +1,88 @@
+"""An engine that writes what a scripted expert of a generated world would say: the source of demonstrations.
+
+The ordinary agent loop drives it with the real tools or environment, so that its demonstrations are ordinary
+trajectories; only the sampling of tokens is special. A world subclasses ``WorldExpert`` with its policy.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from common.ranges import BelowOne, NonNegativeInt
+from data_modules.datasets.questions import load_tasks
+from rollout.engines.base import Generation, SamplingParams
+from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import Task
+
+if TYPE_CHECKING:
+    from rollout.engines.weights.files import WeightFiles
+
+
+class CarelessPolicy:
+    """An expert with habits that cost calls: with probability ``slip`` a step is taken carelessly at first."""
+
+    def __init__(self, slip: float = 0.15, seed: int = 0) -> None:
+        if not 0 <= slip < 1:
+            raise ValueError(f"slip is a probability below 1, got {slip}")
+        self.slip, self.seed = slip, seed
+
+    def slips(self, task: Task, step: int) -> random.Random | None:
+        """What a careless step goes on to draw from, the same whenever it is asked; None for a careful one."""
+        rng = random.Random(f"{self.seed}:{task.id}:{step}")
+        return rng if rng.random() < self.slip else None
+
+
+class WorldExpert:
+    """Engine over a policy that knows the answers. Subclasses set the class variables.
+
+    Args:
+        tokenizer: Hugging Face folder of the tokenizer in which to write.
+        files: question files of the world; their metadata hold what the policy has to know.
+        slip: probability that a step is careless at first (see the policy).
+        seed: of the slips.
+    """
+
+    QUESTION: ClassVar[re.Pattern[str]]  # its first group is the question, found in the prompt
+    Policy: ClassVar[Any]  # (slip, seed) -> an object with next_turn(task, transcript)
+    ends_turns: ClassVar[bool] = False  # with the tokenizer's EOS, as chats do
+
+    def __init__(self, tokenizer: str, files: list[str], slip: BelowOne = 0.15, seed: NonNegativeInt = 0) -> None:
+        self._tokenizer_path, self._files = tokenizer, files
+        self._policy = self.Policy(slip, seed)
+        self._tokenizer: Any = None
+        self._tasks: dict[str, list[Task]] = {}  # by question
+
+    async def start(self) -> None:
+        if self._tokenizer is not None:
+            return
+        self._tokenizer = load_tokenizer(self._tokenizer_path)
+        for file in self._files:
+            for task in load_tasks(file, answers=False):
+                self._tasks.setdefault(task.question, []).append(task)
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        match = self.QUESTION.search(text)
+        tasks = self._tasks.get(match.group(1).strip()) if match else None
+        if match is None or not tasks:
+            raise ValueError(f"the expert knows only the questions of {self._files}; it was asked: {text[:200]!r}")
+        transcript = text[match.end() :]
+        turn = self._policy.next_turn(self._choose(tasks, transcript), transcript)
+        ids = self._tokenizer(turn, add_special_tokens=False).input_ids
+        if self.ends_turns:
+            ids = [*ids, self._tokenizer.eos_token_id]
+        stop = next((s for s in sampling.stop if turn.endswith(s)), None)
+        return Generation(tuple(ids), (0.0,) * len(ids), "stop" if stop else "eos", 0, stop_string=stop)
+
+    def _choose(self, tasks: Sequence[Task], transcript: str) -> Task:
+        """Of several tasks that ask the same, which one it is."""
+        return tasks[-1]
+
+    async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
+        raise ValueError("the expert has no weights; it cannot be the engine of a training run")
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,56 @@
+"""An expert of the fictional world: it searches by the answer's chain, which the task's metadata hold."""
+
+from __future__ import annotations
+
+import re
+
+from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
+from rollout.tags import between
+from rollout.trajectory import Task
+
+
+class ExpertPolicy(CarelessPolicy):
+    """Text in, text out: what the expert writes next in one trajectory.
+
+    The chain comes from the task's metadata: ``mentions`` (subject, then the entity each hop reaches) and
+    ``relations`` (keywords). With probability ``slip`` a hop starts with a broad query, mostly the name alone; when
+    its results do not hold the fact, the expert says so and searches again, now for the relation, too.
+    """
+
+    def next_turn(self, task: Task, transcript: str) -> str:
+        """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
+        mentions, relations = task.metadata["mentions"], task.metadata["relations"]
+        facts = [f"The {r} of {mentions[h]} is {mentions[h + 1]}." for h, r in enumerate(relations)]
+        blocks = between(transcript, "<information>", "</information>")
+        known = 0  # hops whose fact has been read, in order
+        while known < len(facts) and any(facts[known] in block for block in blocks):
+            known += 1
+        if transcript.endswith("<answer>"):  # ARCap's probe without thinking
+            return f" {mentions[-1]} </answer>"
+        if known == len(facts):
+            return f"<think>It is {mentions[-1]}.</think>\n<answer> {mentions[-1]} </answer>"
+        query = f"{mentions[known]} {relations[known]}"
+        if not blocks:
+            thought = f"First {', then '.join(relations)}."
+        elif known and facts[known - 1] in blocks[-1]:
+            thought = f"It is {mentions[known]}. Next {relations[known]}."
+        else:  # the last search brought nothing new: it was careless
+            return self._turn(f"Not found. Search {relations[known]}.", query)
+        return self._turn(thought, self._careless(task, mentions[known], known) or query)
+
+    def _careless(self, task: Task, mention: str, hop: int) -> str | None:
+        rng = self.slips(task, hop)
+        if rng is None:
+            return None
+        return rng.choices((mention, f"the {mention} found", f"what is {mention}"), weights=(5, 1, 1))[0]
+
+    @staticmethod
+    def _turn(thought: str, query: str) -> str:
+        return f"<think>{thought}</think>\n<search> {query} </search>"
+
+
+class ExpertEngine(WorldExpert):
+    """Engine over ``ExpertPolicy``; ``slip`` is the probability that a hop starts with a broad query."""
+
+    QUESTION = re.compile(r"Question: (.*?)<\|im_end\|>", re.DOTALL)
+    Policy = ExpertPolicy

@@ -1,0 +1,161 @@
+"""Questions that need search and Python: look numbers up, then compute."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from experiments.worlds.fictional_world.questions import WRAPPERS
+from experiments.worlds.fictional_world.schema import QUANTITIES_OF, RELATIONS_OF
+from experiments.worlds.fictional_world.world import Entity, World
+from rollout.trajectory import Task
+
+# What can be asked of one number and of two: formula in Python, wordings. No wording names a constant of its formula: a
+# tiny model copies the numbers it has just read well, and others badly.
+ONE_NUMBER: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("{a} ** 2", ("What is the square of {np}?", "Square {np}.")),
+    ("{a} * 12", ("What is a dozen times {np}?", "Multiply {np} by a dozen.")),
+)
+TWO_NUMBERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("{a} * {b}", ("What is {np} times {np2}?", "Multiply {np} by {np2}.")),
+    ("{a} ** 2 + {b} ** 2", ("Add the squares of {np} and {np2}.", "Sum up the squares of {np} and {np2}.")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One fact that has to be looked up."""
+
+    entity: Entity
+    keyword: str
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question's meaning: facts to look up in order, then a formula over them."""
+
+    family: str
+    steps: tuple[Step, ...]
+    code: str  # Python, the numbers filled in; "" where nothing is computed
+    answers: tuple[str, ...]
+    question: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.family, tuple((s.entity.id, s.keyword) for s in self.steps), self.code
+
+
+def _noun(entity: Entity) -> str:
+    return f"the {entity.mention}" if entity.qualifier else entity.mention
+
+
+def _number(world: World, entity: Entity, rng: random.Random) -> tuple[Step, str]:
+    quantity = rng.choice(QUANTITIES_OF[entity.kind])
+    step = Step(entity, quantity.keyword, world.told(entity, quantity.keyword))
+    return step, rng.choice(quantity.phrases)
+
+
+def _computed(family: str, steps: tuple[Step, ...], code: str, question: str) -> Problem:
+    value = eval(code, {"__builtins__": {}})  # our own formula, our own numbers
+    return Problem(family, steps, code, (str(value),), question)
+
+
+def _one(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
+    entity = rng.choice(subjects)
+    step, phrase = _number(world, entity, rng)
+    return _with_one_number("one", (step,), phrase.format(x=_noun(entity)), rng)
+
+
+def _hop(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
+    """The number of an entity that has to be found first."""
+    subject = rng.choice(subjects)
+    relation = rng.choice(RELATIONS_OF[subject.kind])
+    found = world.entities[world.facts[subject.id, relation.keyword]]
+    step, phrase = _number(world, found, rng)
+    words = phrase.format(x=rng.choice(relation.phrases).format(x=_noun(subject)))
+    return _with_one_number("hop", (Step(subject, relation.keyword, found.mention), step), words, rng)
+
+
+def _with_one_number(family: str, steps: tuple[Step, ...], words: str, rng: random.Random) -> Problem:
+    formula, wordings = rng.choice(ONE_NUMBER)
+    return _computed(family, steps, formula.format(a=steps[-1].told), rng.choice(wordings).format(np=words))
+
+
+def _two(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
+    first, second = rng.sample(subjects, 2)
+    (a, phrase), (b, phrase2) = _number(world, first, rng), _number(world, second, rng)
+    formula, wordings = rng.choice(TWO_NUMBERS)
+    words = {"np": phrase.format(x=_noun(first)), "np2": phrase2.format(x=_noun(second))}
+    return _computed("two", (a, b), formula.format(a=a.told, b=b.told), rng.choice(wordings).format(**words))
+
+
+def _lookup(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
+    """Needs no computing."""
+    entity = rng.choice(subjects)
+    step, phrase = _number(world, entity, rng)
+    question = rng.choice(WRAPPERS).format(np=phrase.format(x=_noun(entity)))
+    return Problem("lookup", (step,), "", (step.told,), question)
+
+
+def _compute(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
+    """Needs no search."""
+    formula, wordings = rng.choice(TWO_NUMBERS)
+    a, b = rng.randint(11, 99), rng.randint(11, 99)
+    return _computed("compute", (), formula.format(a=a, b=b), rng.choice(wordings).format(np=a, np2=b))
+
+
+FAMILIES: dict[str, Callable[[World, list[Entity], random.Random], Problem]] = {
+    "one": _one,
+    "two": _two,
+    "hop": _hop,
+    "lookup": _lookup,
+    "compute": _compute,
+}
+
+
+def draw_problems(
+    world: World,
+    subjects: list[Entity],
+    count: int,
+    shares: dict[str, float],
+    rng: random.Random,
+    taken: set[object],
+    avoid: frozenset[int] = frozenset(),
+) -> list[Problem]:
+    """``count`` problems, families drawn by ``shares``, none whose key or question is in ``taken`` (which grows), and
+    none that looks up a fact of an entity in ``avoid``.
+
+    Raises:
+        ValueError: the world holds too few.
+    """
+    problems: list[Problem] = []
+    for _ in range(50 * count + 1000):
+        if len(problems) == count:
+            return problems
+        family = rng.choices(list(shares), weights=list(shares.values()))[0]
+        problem = FAMILIES[family](world, subjects, rng)
+        seen = problem.key in taken or problem.question in taken
+        if seen or any(step.entity.id in avoid for step in problem.steps):
+            continue
+        taken.update((problem.key, problem.question))
+        problems.append(problem)
+    raise ValueError(f"fictional world: could not find {count} different problems; ask for fewer or more entities")
+
+
+def as_task(world: World, problem: Problem, task_id: str, split: str) -> Task:
+    passages = [world.passages[world.passage_of[step.entity.id, step.keyword]] for step in problem.steps]
+    return Task(
+        id=task_id,
+        question=problem.question,
+        golden_answers=problem.answers,
+        data_source=f"tools_{problem.family}",
+        gold_passages=tuple((p.title, p.text) for p in passages),
+        metadata={
+            "split": split,
+            "family": problem.family,
+            "steps": [[step.entity.mention, step.keyword, step.told] for step in problem.steps],
+            "code": problem.code,
+        },
+    )

@@ -1,0 +1,184 @@
+"""ALFWorld's household tasks as an environment: one text command an action, reward 10 for success, else 0.
+
+``task.metadata["household"]`` is {"game": a game of `games.py` as JSON} or {"file": path of a game.tw-pddl}. Reward
+and end are verl-agent's: 10 when the goal is reached, which ends the episode. The limit of turns is the agent loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal, Protocol, cast
+
+from common.ranges import PositiveFloat, PositiveInt
+from experiments.worlds.household.games import Game
+from experiments.worlds.household.pddl import PddlPool, check_game_file
+from experiments.worlds.household.simulator import NOTHING, Observation, Simulator
+from rollout.environments.base import ACT, FirstObservation, StepResult, act_in_order, check_tasks, refusal
+from rollout.trajectory import (
+    Action,
+    ActionKind,
+    CallOutcome,
+    InfrastructureError,
+    Task,
+    ToolCall,
+    ToolRequest,
+    ToolResult,
+    Turn,
+)
+
+
+class Household:
+    """Makes one environment per trajectory.
+
+    Args:
+        engine: "simulator" plays generated games in this process; "alfworld" plays them, and downloaded ones, in the
+            package itself, in child processes (a tenth of a second per step).
+        reward: for reaching the goal.
+        python: for "alfworld": the Python that has the package; None: what the variable
+            COMPACT_AGENTS_ALFWORLD_PYTHON names, or that of ``make alfworld``.
+        workers: for "alfworld": child processes, and so episodes at once; further episodes wait at their beginning.
+        step_timeout_s: for "alfworld": of one command.
+
+    Raises:
+        ValueError: unknown engine, or a number out of range.
+    """
+
+    scores_itself: ClassVar[bool] = True
+    tools: ClassVar[tuple[str, ...]] = (ACT,)
+
+    def __init__(
+        self,
+        engine: Literal["simulator", "alfworld"] = "simulator",
+        reward: PositiveFloat = 10.0,
+        python: str | None = None,
+        workers: PositiveInt = 8,
+        step_timeout_s: PositiveFloat = 30.0,
+    ) -> None:
+        if engine not in ("simulator", "alfworld"):
+            raise ValueError(f"engine is {engine!r}; expected simulator or alfworld")
+        self.engine, self.reward = engine, reward
+        self._pool = PddlPool(python, workers, step_timeout_s) if engine == "alfworld" else None
+
+    def __call__(self, task: Task, *, tools_enabled: bool = True) -> HouseholdEnvironment:
+        return HouseholdEnvironment(task, self._pool, self.reward, tools_enabled)
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Look at every task's game, before anything is trained on: is it there, is it one, can this engine play it?
+
+        Raises:
+            ValueError: naming the first of those that are not.
+        """
+
+        def look(task: Task) -> None:
+            try:
+                game = _game_of(task, self._pool is not None)
+                if isinstance(game, str):
+                    check_game_file(game)
+            except ValueError as error:
+                raise ValueError(f"task {task.id}: {error}") from error
+
+        check_tasks(tasks, look, "household games that cannot be played")
+
+    async def start(self) -> None:
+        """Raises InfrastructureError where the engine is "alfworld" and there is none."""
+        if self._pool is not None:
+            await self._pool.start()
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.close()
+
+
+class Engine(Protocol):
+    async def reset(self) -> Observation: ...
+
+    async def step(self, command: str) -> Observation: ...
+
+    async def close(self) -> None: ...
+
+
+class HouseholdEnvironment:
+    """One episode. Its measures: ``success`` (0 or 1) and ``steps`` (commands given)."""
+
+    def __init__(self, task: Task, pool: PddlPool | None, reward: float, tools_enabled: bool) -> None:
+        self._task, self._pool, self._reward, self._enabled = task, pool, reward, tools_enabled
+        self._engine: Engine | None = None
+        self._steps, self._won = 0, False
+
+    async def reset(self) -> FirstObservation:
+        """Raises InfrastructureError where the task's game is none, naming it: `Household.check` says so earlier."""
+        try:
+            game = _game_of(self._task, self._pool is not None)
+        except ValueError as error:
+            raise InfrastructureError(f"task {self._task.id}: {error}") from None
+        self._engine = await self._pool.open(game) if self._pool else _InThisProcess(cast(Game, game))  # no file
+        observation = await self._engine.reset()
+        return FirstObservation(observation.text, {"admissible": list(observation.admissible)}, self._measures())
+
+    async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
+        """Continue, after `reset`, an episode in which ``calls`` have happened: its commands are given again. Returns
+        the reward so far."""
+        for call in calls:
+            if call.executed:
+                await self._act(call.request)
+        return self._reward * self._won
+
+    async def step(self, action: Action) -> StepResult:
+        before = self._won
+        results, latencies = await act_in_order(action, self._act)
+        return StepResult(
+            results,
+            latencies,
+            done=self._won or action.kind is ActionKind.ANSWER,
+            reward=self._reward * (self._won and not before),
+            measures=self._measures(),
+        )
+
+    def _measures(self) -> dict[str, float]:
+        return {"success": float(self._won), "steps": float(self._steps)}
+
+    async def _act(self, request: ToolRequest) -> ToolResult:
+        command = request.arguments.get("action")
+        if why := refusal(request, self._enabled, "The task is done already." if self._won else None):
+            return ToolResult(why, CallOutcome.REFUSED, detail=why)
+        if self._engine is None:
+            raise RuntimeError("reset() comes before step()")
+        observation = await self._engine.step(command if isinstance(command, str) else "")
+        self._steps += 1
+        self._won = observation.won
+        outcome = CallOutcome.ERROR if observation.text == NOTHING else CallOutcome.OK
+        return ToolResult(observation.text, outcome, info={"admissible": list(observation.admissible)})
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+
+
+class _InThisProcess:
+    """The simulator, some microseconds a step, behind the same seam as ALFWorld's processes."""
+
+    def __init__(self, game: Game) -> None:
+        self._simulator = Simulator(game)
+
+    async def reset(self) -> Observation:
+        return self._simulator.reset()
+
+    async def step(self, command: str) -> Observation:
+        return self._simulator.step(command)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def _game_of(task: Task, files: bool) -> Game | str:
+    """A task's game, or the path of its file. Raises ValueError."""
+    world: Any = task.metadata.get("household")
+    if not isinstance(world, dict) or len(world) != 1 or not world.keys() <= {"game", "file"}:
+        raise ValueError(f"metadata['household'] is {world!r:.100}; expected {{'game': ...}} or {{'file': path}}")
+    if "game" in world:
+        return Game.from_json(world["game"])
+    if not isinstance(world["file"], str):
+        raise ValueError(f"metadata['household']['file'] is {world['file']!r:.100}; expected a path")
+    if not files:
+        raise ValueError(f"the simulator cannot play the game file {world['file']}; take engine: alfworld")
+    return world["file"]

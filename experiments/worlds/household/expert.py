@@ -1,0 +1,209 @@
+"""A scripted expert of household games: it knows the task and sees only what an agent sees. For demonstrations.
+
+It looks for the object where such things may lie, one receptacle after another, opens what is closed, and remembers
+what it saw. It reads the engine's sentences alone, so it plays on either engine, also
+after commands that were not its own.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
+from experiments.worlds.household.games import LOOK, TWO, Game, Goal
+from experiments.worlds.household.simulator import Observation, Simulator
+from experiments.worlds.household.tables import CAN_HOLD, LAMP, LAMP_PLACES
+from rollout.protocols.episodes import ACTION
+from rollout.tags import between
+from rollout.trajectory import Task
+
+_NAME = r"[a-z]+ \d+"
+_LISTED = re.compile(rf"\ba ({_NAME})")
+_ROOM = re.compile(r"Looking quickly around you, you see (.*)\.")
+_ARRIVED = re.compile(rf"You arrive at ({_NAME})\.")
+_SHOWN = re.compile(rf"(?:On the|The) ({_NAME})(?: is open\. In it)?, you see (.*)\.")
+_TOOK = re.compile(rf"You pick up the ({_NAME}) from the ({_NAME})\.")
+_MOVED = re.compile(rf"You move the ({_NAME}) to the ({_NAME})\.")
+_TREATED = re.compile(rf"You (clean|heat|cool) the ({_NAME}) using")
+
+
+def kind_of(name: str) -> str:
+    """Of "countertop 2" the "countertop"."""
+    return name.rpartition(" ")[0]
+
+
+class Expert:
+    """For one episode. ``act`` must be given every observation, the first one included.
+
+    Args:
+        goal: what is to be done.
+    """
+
+    def __init__(self, goal: Goal) -> None:
+        self.goal = goal
+        self._target = goal.target.lower()
+        self._held: str | None = None
+        self._at: str | None = None
+        self._seen: dict[str, list[str]] = {}  # receptacle -> what it was last seen to hold
+        self._treated: set[tuple[str, str]] = set()  # ("heat", "apple 1")
+        self._rooms: list[str] = []  # names of the receptacles, in the order of the first observation
+
+    def act(self, observation: Observation) -> str:
+        """The next command: one of the admissible ones.
+
+        Raises:
+            LookupError: nothing is left to try (no game of `generate.py`).
+        """
+        self._read(observation.text)
+        return self._next(set(observation.admissible))
+
+    def _read(self, text: str) -> None:
+        """Take in what a sentence of the engine says about the world."""
+        if not self._rooms and (room := _ROOM.search(text)):
+            self._rooms = _LISTED.findall(room[1])
+        if arrived := _ARRIVED.search(text):
+            self._at = arrived[1]
+        if shown := _SHOWN.search(text):
+            self._seen[shown[1]] = _LISTED.findall(shown[2])
+        if took := _TOOK.search(text):
+            self._held = took[1]
+            self._seen.setdefault(took[2], [took[1]]).remove(took[1])
+        if moved := _MOVED.search(text):
+            self._held = None
+            self._seen.setdefault(moved[2], []).append(moved[1])
+        if treated := _TREATED.search(text):
+            self._treated.add((treated[1], treated[2]))
+            self._treated.discard(({"heat": "cool", "cool": "heat"}.get(treated[1], ""), treated[2]))
+
+    def _next(self, possible: set[str]) -> str:
+        held = self._held
+        if held is not None and kind_of(held) != self._target:
+            return self._put_away(held, possible)
+        if held is None:
+            receptacle, wanted = self._find(self._target, self._not_from())
+            take = f"take {wanted} from {receptacle}"
+            return take if take in possible else self._reach(receptacle, possible)
+        if self.goal.task_type == LOOK:
+            receptacle, lamp = self._find((self.goal.toggle or "").lower(), ())
+            return f"use {lamp}" if lamp and self._at == receptacle else self._reach(receptacle, possible)
+        if self.goal.treatment is not None and (self.goal.treatment[0], held) not in self._treated:
+            verb, kind = self.goal.treatment
+            receptacle = self._receptacles(kind.lower())[0]
+            return f"{verb} {held} with {receptacle}" if self._at == receptacle else f"go to {receptacle}"
+        receptacle = self._destination()
+        return (
+            f"move {held} to {receptacle}"
+            if f"move {held} to {receptacle}" in possible
+            else self._reach(receptacle, possible)
+        )
+
+    def _reach(self, receptacle: str, possible: set[str]) -> str:
+        """One step on the way to seeing what is in a receptacle."""
+        return f"go to {receptacle}" if f"go to {receptacle}" in possible else f"open {receptacle}"
+
+    def _find(self, kind: str, leave: tuple[str, ...]) -> tuple[str, str | None]:
+        """Where something of this kind was seen and what it is called, else the next receptacle to look at, and None.
+
+        Args:
+            leave: receptacles in which it is to stay.
+        """
+        for receptacle, things in self._seen.items():
+            for thing in things:
+                if kind_of(thing) == kind and receptacle not in leave:
+                    return receptacle, thing
+        unknown = [receptacle for receptacle in self._rooms if receptacle not in self._seen]
+        if not unknown:
+            raise LookupError(f"every receptacle was searched and no {kind} found")
+        fits = LAMP_PLACES if kind == LAMP.lower() else [p for p in CAN_HOLD if self.goal.target in CAN_HOLD[p]]
+        likely = [receptacle for receptacle in unknown if kind_of(receptacle) in {p.lower() for p in fits}] or unknown
+        return (self._at if self._at in likely else likely[0]), None
+
+    def _receptacles(self, kind: str) -> list[str]:
+        return [receptacle for receptacle in self._rooms if kind_of(receptacle) == kind]
+
+    def _destination(self) -> str:
+        """Of several, the one that holds another target already: two have to come together."""
+        receptacles = self._receptacles((self.goal.destination or "").lower())
+        return max(
+            receptacles, key=lambda receptacle: sum(kind_of(t) == self._target for t in self._seen.get(receptacle, ()))
+        )
+
+    def _not_from(self) -> tuple[str, ...]:
+        """Receptacles from which no target is taken: of two, the first stays at the destination."""
+        return (self._destination(),) if self.goal.task_type == TWO else ()
+
+    def _put_away(self, held: str, possible: set[str]) -> str:
+        """Put down an object that other commands have picked up, wherever it is allowed."""
+        here = f"move {held} to {self._at}"
+        if here in possible:
+            return here
+        if f"open {self._at}" in possible:
+            return f"open {self._at}"
+        allowed = {
+            receptacle.lower() for receptacle, kinds in CAN_HOLD.items() if kind_of(held) in {k.lower() for k in kinds}
+        }
+        for receptacle in self._rooms:
+            if kind_of(receptacle) in allowed and receptacle != self._at:
+                return f"go to {receptacle}"
+        raise LookupError(f"no receptacle for {held}")
+
+
+IDLE = ("look", "inventory")
+IDLES = 0.2  # share of the careless steps that look around; in the others it goes somewhere
+
+
+class HouseholdExpertPolicy(CarelessPolicy):
+    """Text in, text out: the expert's next command between action tags.
+
+    The transcript of a whole conversation (``window: null``) says what it has done; the game, in the task's metadata,
+    is played again up to there. With probability ``slip`` a step leads it nowhere: it goes to some other receptacle, or
+    looks around. What it knows it does not forget.
+    """
+
+    def next_turn(self, task: Task, transcript: str) -> str:
+        """The next turn, without the token that ends it, after ``transcript``: everything since the prompt."""
+        game = Game.from_json(task.metadata["household"]["game"])
+        simulator, expert = Simulator(game), Expert(game.goal)
+        observation = simulator.reset()
+        careful = expert.act(observation)
+        said = between(transcript, *ACTION)
+        for command in said:
+            observation = simulator.step(command)
+            careful = expert.act(observation)
+        rng = self.slips(task, len(said))
+        return f"<action>{careful if rng is None else careless(observation, careful, rng)}</action>"
+
+    def fits(self, task: Task, transcript: str) -> bool:
+        """Whether the commands of the transcript lead, in this game, to what it shows."""
+        simulator = Simulator(Game.from_json(task.metadata["household"]["game"]))
+        simulator.reset()
+        end = 0
+        for command in between(transcript, *ACTION):
+            said = command.join(ACTION)
+            end = transcript.index(said, end) + len(said)
+            seen = simulator.step(command).text.strip()
+            if seen not in transcript[end : end + 199 + len(seen)]:
+                return False
+        return True
+
+
+def careless(observation: Observation, careful: str, rng: random.Random) -> str:
+    """A step that changes nothing in the room, other than the careful one where there is another."""
+    away = [c for c in observation.admissible if c.startswith("go to ") and c != careful]
+    return rng.choice(away) if away and rng.random() >= IDLES else rng.choice(IDLE)
+
+
+class HouseholdExpertEngine(WorldExpert):
+    """Engine over ``HouseholdExpertPolicy``; turns end with the tokenizer's EOS; ``slip``: probability that a step
+    leads nowhere."""
+
+    QUESTION = re.compile(r"(-= Welcome to TextWorld.*?Your task is to: [^\n<]*)", re.DOTALL)
+    Policy = HouseholdExpertPolicy
+    ends_turns = True
+
+    def _choose(self, tasks: Sequence[Task], transcript: str) -> Task:
+        """Small rooms open alike: the first game in which the commands so far lead to what was seen. The expert plays
+        by what it has seen, so that it makes no difference which of several."""
+        return next((task for task in tasks if self._policy.fits(task, transcript)), tasks[0])

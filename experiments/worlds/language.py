@@ -1,0 +1,101 @@
+"""Writes the language of a generated world: a tokenizer for its words, and plain text for a tiny model to learn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.worlds.tokenizer import train_tokenizer
+from rollout.skills.bank import SkillBank
+from rollout.storage import save_trajectories
+from rollout.trajectory import Action, ActionKind, StopReason, Task, Trajectory, Turn
+
+LISTS = 0.3  # share of the texts that are lists
+ADVICE = 0.1  # share that are skills
+TOKENIZER_TEXTS = 3000
+
+Draw = Callable[[random.Random], str]
+
+
+def write_language(
+    folder: Path,
+    text: Draw,
+    seed: int,
+    vocab_size: int,
+    articles: int,
+    article_tokens: int,
+    digits: int = 1,
+    further: Sequence[str] = (),
+) -> int:
+    """Write ``tokenizer/`` and ``articles.parquet``. Deterministic. Returns the size of the vocabulary.
+
+    Args:
+        text: draws a text.
+        articles: sequences of texts, one after the other, cut to ``article_tokens`` ids.
+        digits: see ``train_tokenizer``.
+        further: texts for the tokenizer alone.
+    """
+    drawn = random.Random(f"texts:{seed}")
+    words = [*(text(drawn) for _ in range(TOKENIZER_TEXTS)), *further]
+    tokenizer = train_tokenizer(words, vocab_size, digits, spaced_numbers=True)
+    rng = random.Random(f"articles:{seed}")
+
+    def texts() -> Iterator[str]:
+        while True:
+            yield text(rng)
+
+    return save_language(folder, tokenizer, token_sequences(texts, tokenizer, articles, article_tokens))
+
+
+def save_language(folder: Path, tokenizer: Any, sequences: Iterable[list[int]]) -> int:
+    """Write ``tokenizer/`` and, of sequences of ids, ``articles.parquet``. Returns the size of the vocabulary."""
+    tokenizer.save_pretrained(folder / "tokenizer")
+    articles = [as_trajectory(ids, number, tokenizer.pad_token_id) for number, ids in enumerate(sequences)]
+    save_trajectories(folder / "articles.parquet", articles)
+    return len(tokenizer)
+
+
+def as_trajectory(ids: list[int], number: int, bos_id: int) -> Trajectory:
+    """A text as a trajectory whose every token is in the loss, so that `SFT` trains on it unchanged."""
+    turn = Turn(0, len(ids), Action(ActionKind.INVALID, error="plain text"), "length", 0, len(ids))
+    return Trajectory(
+        task=Task(id=f"article-{number}", question="", golden_answers=(), data_source="articles"),
+        prompt_ids=(bos_id,),
+        response_ids=tuple(ids),
+        loss_mask=(1,) * len(ids),
+        logprobs=(0.0,) * len(ids),
+        turns=(turn,),
+        calls=(),
+        stop_reason=StopReason.LENGTH,
+        group=f"article-{number}",
+        index=0,
+    )
+
+
+def token_sequences(texts: Callable[[], Iterator[str]], tokenizer: Any, count: int, length: int) -> Iterator[list[int]]:
+    """``count`` sequences of ``length`` ids: for each ``texts`` is called, and what it yields tokenised and cut."""
+    for _ in range(count):
+        ids: list[int] = []
+        drawn = texts()
+        while len(ids) < length:
+            ids += tokenizer(next(drawn), add_special_tokens=False).input_ids
+        yield ids[:length]
+
+
+def mixed_text(rng: random.Random, bank: SkillBank, thing: Draw, episode: Draw) -> str:
+    """A list of things, two skills of the bank, or (mostly) an episode as a transcript."""
+    drawn = rng.random()
+    if drawn < LISTS:
+        return repeated_list(rng, thing)
+    if drawn < LISTS + ADVICE:
+        skills = [*bank.general, *(s for part in bank.by_category.values() for s in part)]
+        return "\n".join(skill.principle for skill in rng.sample(skills, 2)) + "\n"
+    return episode(rng)
+
+
+def repeated_list(rng: random.Random, thing: Draw, length: int = 12) -> str:
+    """Names of things in no order, then the same once more: nothing but copying says what comes next."""
+    items = " ".join(thing(rng) for _ in range(length))
+    return f"List: {items}\nAgain: {items}\n"

@@ -1,0 +1,54 @@
+"""An expert that follows a recipe where it is shown one, and guesses where it is not."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
+from experiments.worlds.recipes.build import with_recipe
+from experiments.worlds.recipes.environment import recipe_of
+from rollout.protocols.episodes import ACTION
+from rollout.skills.bank import Selection
+from rollout.skills.retrieval import SkillRetriever
+from rollout.tags import between
+from rollout.trajectory import Task
+
+STEP = re.compile(r"step (\d+)")
+
+
+class RecipeExpertPolicy(CarelessPolicy):
+    """With probability ``slip`` it uses any device, although it has been shown which comes next."""
+
+    def next_turn(self, task: Task, transcript: str) -> str:
+        """The next turn, without the token that ends it, after ``transcript``: everything since the question."""
+        turn = len(between(transcript, *ACTION))
+        step = int((STEP.findall(transcript) or ["1"])[-1])
+        careless = self.slips(task, turn)
+        if careless is None and task.metadata["shown"]:
+            device = recipe_of(task)[step - 1]
+        else:
+            device = (careless or random.Random(f"{self.seed}:{task.id}:{turn}:guess")).choice(task.metadata["devices"])
+        return f"<action> step {step} {device} </action>"
+
+
+class RecipeExpertEngine(WorldExpert):
+    """Engine over ``RecipeExpertPolicy``; turns end with the tokenizer's EOS; ``slip``: see the policy."""
+
+    QUESTION = re.compile(r"(make \w+, order \d+\. step 1)")
+    Policy = RecipeExpertPolicy
+    ends_turns = True
+
+
+class DemonstratedRecipe(SkillRetriever):
+    """The demonstration's own recipe as a skill, whatever the bank says of the product; nothing where none is shown."""
+
+    def select(self, task: Task, text: str) -> Selection:
+        if not task.metadata["shown"]:
+            return Selection()
+        product = task.metadata["product"]
+        return Selection((), ((product, (with_recipe(product, recipe_of(task)),)),))
+
+    def check_task(self, task: Task) -> None:
+        if not {"shown", "product"} <= task.metadata.keys():
+            raise ValueError(f"task {task.id}: DemonstratedRecipe knows the orders of demonstrations.parquet alone")

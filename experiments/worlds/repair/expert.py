@@ -1,0 +1,98 @@
+"""An expert that keeps a ledger in a notebook, a cell per change, in ARPO's format."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from common.ranges import BelowOne, NonNegativeInt, UnitInterval
+from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
+from experiments.worlds.repair.environment import TOTAL, shown_total
+from experiments.worlds.repair.problems import WORDS, moved
+from rollout.trajectory import Task
+
+_CELL = re.compile(r"<python> (.*?) </python> <result>\n(.*?)\n</result>", re.DOTALL)
+_OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")  # a slip, or without its second half the start or a repair
+
+
+class LedgerPolicy(CarelessPolicy):
+    """Text policy of the expert for one trajectory.
+
+    The first cell is ``t = 57``, then one per change, ``t = t + 12``; each turn reads the last total back, and the
+    change, which a tiny model then copies from beside the cell. With probability ``slip`` a change goes wrong:
+    ``t = 12; t += s`` fails half-way, and the total is gone, which the result shows. With probability ``repair`` the
+    next cell gives ``t`` the value back that was shown before, and the change is entered again; else the expert goes on
+    as if nothing had happened, and never comes back to it. While the total is wrong, its turns begin with other words:
+    a teacher that saw no error has never used them.
+
+    Args:
+        slip: see above.
+        seed: of all draws.
+        repair: see above.
+        backwards: prefer the last words of each list instead of the first: two experts speak differently.
+    """
+
+    def __init__(self, slip: float = 0.15, seed: int = 0, repair: float = 1.0, backwards: bool = False) -> None:
+        super().__init__(slip, seed)
+        if not 0 <= repair <= 1:
+            raise ValueError(f"repair is a probability, got {repair}")
+        self.repair, self.backwards = repair, backwards
+
+    def next_turn(self, task: Task, transcript: str) -> str:
+        """The expert's next turn, tags included, after ``transcript``: everything since the prompt."""
+        cells = _CELL.findall(transcript)
+        changes, start = task.metadata["changes"], task.metadata["totals"][0]
+        overwritten = [_OVERWRITES.fullmatch(code) for code, _ in cells]
+        slips = [match is not None and match[2] is not None for match in overwritten]
+        repairs = sum(match is not None and match[2] is None for match in overwritten[1:])
+        rng = random.Random(f"words:{self.seed}:{task.id}:{len(cells)}")
+        lead, verb = self._word(rng, "worried_leads" if sum(slips) > repairs else "leads"), self._word(rng, "verbs")
+        if not cells:
+            return f" {lead} {verb} stock {_cell(f'{TOTAL} = {start}')}"
+        total = shown_total(cells[-1][1])
+        words = f"{lead} {total} {verb}"
+        if slips[-1] and random.Random(f"repair:{self.seed}:{task.id}:{len(cells)}").random() < self.repair:
+            return f" {words} back {_cell(f'{TOTAL} = {shown_total(cells[-2][1])}')}"
+        entered = len(cells) - 1 - 2 * repairs  # a repair takes its slip back
+        if entered == len(changes):
+            return f" {words} total <answer> {total} </answer>"
+        sign, change = changes[entered].split()
+        wrong = self.slips(task, len(cells)) is not None
+        code = f"{TOTAL} = {change}; {TOTAL} {sign}= s" if wrong else f"{TOTAL} = {TOTAL} {sign} {change}"
+        return f" {words} {task.metadata['months'][entered]} {moved(changes[entered])} {_cell(code)}"
+
+    def _word(self, rng: random.Random, kind: str) -> str:
+        words = WORDS[kind][::-1] if self.backwards else WORDS[kind]
+        return rng.choices(words, weights=range(len(words), 0, -1))[0]
+
+
+def _cell(code: str) -> str:
+    return f"<python> {code} </python>"
+
+
+class LedgerExpertEngine(WorldExpert):
+    """Engine over ``LedgerPolicy``.
+
+    Args:
+        tokenizer: see ``WorldExpert``.
+        files: see ``WorldExpert``.
+        slip: probability that a change goes wrong.
+        seed: of all draws.
+        repair: probability that what went wrong is repaired.
+        backwards: see ``LedgerPolicy``.
+    """
+
+    QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+    Policy = LedgerPolicy
+
+    def __init__(
+        self,
+        tokenizer: str,
+        files: list[str],
+        slip: BelowOne = 0.15,
+        seed: NonNegativeInt = 0,
+        repair: UnitInterval = 1.0,
+        backwards: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, files, slip, seed)
+        self._policy = LedgerPolicy(slip, seed, repair, backwards)

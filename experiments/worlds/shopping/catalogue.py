@@ -1,0 +1,88 @@
+"""Product catalogues, and the file that holds one."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from common.files import write_atomically
+from common.validation import fault_of
+from experiments.worlds.shopping.products import CatalogueError, Product
+
+_PRODUCT = TypeAdapter(Product)
+_ONE_READER = threading.Lock()  # of two that ask at once, the second waits for what the first reads
+
+
+class Catalogue:
+    """Products in file order, found by asin.
+
+    Raises:
+        CatalogueError: no product, or an asin occurs twice.
+    """
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self.products = tuple(products)
+        self.by_asin = {product.asin: product for product in self.products}
+        if not self.products:
+            raise CatalogueError("a catalogue without a product; expected at least one")
+        if len(self.by_asin) != len(self.products):
+            raise CatalogueError(f"{len(self.products)} products, but {len(self.by_asin)} asins; expected one each")
+
+    def __len__(self) -> int:
+        return len(self.products)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over all products in order; equal for equal catalogues, wherever they were read from."""
+        digest = hashlib.sha256()
+        for product in self.products:
+            digest.update(_line(product))
+        return digest.hexdigest()
+
+
+def load_catalogue(path: str | Path) -> Catalogue:
+    """Read a file of ``write_catalogue``, once per process: the same object as long as the file does not change.
+
+    Raises:
+        CatalogueError: the file is missing, or is none of ``write_catalogue``.
+    """
+    try:
+        found = Path(path).stat()
+    except OSError as error:
+        raise CatalogueError(f"{path}: {error.strerror}; expected a catalogue file") from error
+    with _ONE_READER:
+        return _load(Path(path).resolve(), found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: Path, size: int, modified_ns: int) -> Catalogue:
+    """``size`` and ``modified_ns``: of the file as it is now; a rewritten one is another."""
+    with path.open("rb") as file:
+        return Catalogue([_product(path, number, line) for number, line in enumerate(file, start=1)])
+
+
+def _product(path: Path, number: int, line: bytes) -> Product:
+    try:
+        return _PRODUCT.validate_json(line, strict=True)
+    except ValidationError as error:
+        raise CatalogueError(
+            f"{path}, line {number}: not a product of write_catalogue ({fault_of(error, 'product')}); expected a "
+            "catalogue.jsonl as BuildShop and ListWebShop write it"
+        ) from error
+
+
+def write_catalogue(catalogue: Catalogue, path: str | Path) -> None:
+    """Write ``.jsonl``, one product a line; ``load_catalogue`` gives an equal catalogue back. Replaced in one step."""
+    if Path(path).suffix != ".jsonl":
+        raise ValueError(f"{path}: expected a name that ends in .jsonl")
+    write_atomically(Path(path), b"".join(_line(product) for product in catalogue.products))
+
+
+def _line(product: Product) -> bytes:
+    return orjson.dumps(product, option=orjson.OPT_APPEND_NEWLINE)

@@ -1,0 +1,152 @@
+"""WebShop's shopping tasks as an environment: one visit per trajectory, scored at the purchase."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from common.ranges import PositiveFloat, PositiveInt
+from experiments.worlds.shopping.catalogue import Catalogue, load_catalogue
+from experiments.worlds.shopping.goals import Goal, goal_of
+from experiments.worlds.shopping.reward import OptionTexts
+from experiments.worlds.shopping.search_index import TOPK, ProductSearch
+from experiments.worlds.shopping.shop import ShopData, ShopSession
+from rollout.environments.base import (
+    ACT,
+    Environment,
+    FirstObservation,
+    StepResult,
+    act_in_order,
+    check_tasks,
+    refusal,
+)
+from rollout.tools.search import Retriever
+from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolCall, ToolRequest, ToolResult, Turn
+
+
+class Shopping:
+    """Makes one environment per trajectory; catalogue and search are shared. The goal is ``metadata["shopping"]`` of
+    the task (``goals.as_task``).
+
+    Args:
+        catalogue: ``catalogue.jsonl`` of the stages BuildShop and ListWebShop (``write_catalogue``).
+        search: a retriever over the index of the catalogue's corpus (``search_index.write_corpus``).
+        reward: for buying what is wanted (score 1.0); anything else gives 0. Published by verl-agent: 10.
+        option_texts: how options are compared, see ``reward.py``.
+        topk: results of a search over all its pages.
+
+    Raises:
+        ValueError: ``reward`` is not above 0, ``topk`` below 1, ``option_texts`` is unknown.
+    """
+
+    scores_itself: ClassVar[bool] = True
+    tools: ClassVar[tuple[str, ...]] = (ACT,)
+
+    def __init__(
+        self,
+        catalogue: str,
+        search: Retriever,
+        reward: PositiveFloat = 10.0,
+        option_texts: OptionTexts = "pairs",
+        topk: PositiveInt = TOPK,
+    ) -> None:
+        if reward <= 0:
+            raise ValueError(f"reward is {reward}; expected more than 0 for a purchase that is what was wanted")
+        if option_texts not in ("pairs", "values"):
+            raise ValueError(f"option_texts is {option_texts!r}; expected pairs or values")
+        self.reward = reward
+        self._path = catalogue
+        self._search = ProductSearch(search, topk)
+        self._texts: OptionTexts = option_texts
+        self._shop: ShopData | None = None
+
+    def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
+        """Raises RuntimeError before ``start``, ValueError for a task without a goal or of another catalogue."""
+        if self._shop is None:
+            raise RuntimeError("the shop is not open; await start() first")
+        goal = self._goal(task, self._shop.catalogue)
+        return ShoppingEnvironment(ShopSession(goal, self._shop), self.reward, tools_enabled)
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Look at every task's goal, before anything is trained on: is it one, and of this catalogue?
+
+        Raises:
+            ValueError: naming the first of those that are not, or of the catalogue (CatalogueError).
+        """
+        catalogue = load_catalogue(self._path)
+        check_tasks(tasks, lambda task: self._goal(task, catalogue), "goals that cannot be shopped for")
+
+    def _goal(self, task: Task, catalogue: Catalogue) -> Goal:
+        goal = goal_of(task)
+        if goal.asin not in catalogue.by_asin:
+            raise ValueError(
+                f"task {task.id}: its product {goal.asin} is not in the catalogue {self._path}; its goal was "
+                "made of another one"
+            )
+        return goal
+
+    async def start(self) -> None:
+        """Read the catalogue, start the search and see that they belong together. Idempotent.
+
+        Raises CatalogueError, what ``ProductSearch.start`` raises.
+        """
+        catalogue = await asyncio.to_thread(load_catalogue, self._path)
+        await self._search.start(catalogue)
+        self._shop = ShopData(catalogue, self._search, self._texts)
+
+    async def close(self) -> None:
+        """Close the search; a later ``start`` opens the shop again."""
+        self._shop = None
+        await self._search.close()
+
+
+class ShoppingEnvironment:
+    """One visit as an ``Environment``.
+
+    Every step gives a reward (0 but for the purchase) and the measures score and success. A text that does nothing on
+    the page has outcome ERROR and the page again. ``info`` of observation and results is ``Page.info``.
+    """
+
+    def __init__(self, session: ShopSession, reward: float, enabled: bool = True) -> None:
+        self._session, self._reward, self._enabled = session, reward, enabled
+
+    async def reset(self) -> FirstObservation:
+        page = self._session.page
+        return FirstObservation(page.text, page.info, self._measures())
+
+    async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float:
+        """Do again what happened in ``calls``. Returns the reward so far."""
+        for call in calls:
+            if call.executed and isinstance(action := call.request.arguments.get("action"), str):
+                await self._session.act(action)
+        return self._earned()
+
+    async def step(self, action: Action) -> StepResult:
+        before = self._earned()
+        results, latencies = await act_in_order(action, self._answer)
+        done = self._session.done or action.kind is ActionKind.ANSWER
+        return StepResult(results, latencies, done, self._earned() - before, self._measures())
+
+    def _measures(self) -> dict[str, float]:
+        score = self._session.score if self._session.done else 0.0
+        return {"score": score, "success": float(score == 1.0)}
+
+    async def _answer(self, request: ToolRequest) -> ToolResult:
+        if why := refusal(request, self._enabled, "The visit is over." if self._session.done else None):
+            return ToolResult(why, CallOutcome.REFUSED, detail=why, info=self._session.page.info)
+        action = request.arguments.get("action")
+        if not isinstance(action, str):
+            why = f"{ACT} expects a text as its action; found {type(action).__name__}"
+            return ToolResult(self._session.page.text, CallOutcome.ERROR, detail=why, info=self._session.page.info)
+        did = await self._session.act(action)
+        page = self._session.page
+        if did:
+            return ToolResult(page.text, CallOutcome.OK, info=page.info)
+        return ToolResult(page.text, CallOutcome.ERROR, detail=f"nothing on the page: {action[:80]!r}", info=page.info)
+
+    def _earned(self) -> float:
+        return self._reward if self._session.done and self._session.score == 1.0 else 0.0
+
+    async def close(self) -> None:
+        """Nothing of its own to close."""

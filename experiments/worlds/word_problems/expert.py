@@ -1,0 +1,74 @@
+"""An expert that solves word problems with the code interpreter, one calculation per call."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
+from rollout.tags import between
+from rollout.trajectory import Task
+
+TOOL = "code_interpreter"
+SLIPS = ("stale", "silent", "broken")  # what a careless step does at first ...
+WEIGHTS = (5, 4, 1)  # ... and how often
+
+
+class WordExpertPolicy(CarelessPolicy):
+    """Text policy of the expert for one trajectory.
+
+    The task's metadata hold ``formulas``, ``results`` and ``told``, the sentences that ask for them, which the expert
+    says again before it calculates: so it, and a tiny model that imitates it, knows how far it has come. With
+    probability ``slip`` a calculation goes wrong at first, in one of three ways: it uses a variable of an earlier
+    program, which is gone (an error); it keeps the result to itself (nothing is printed); or the call is not
+    well-formed JSON. Having read so, the expert does it again, well.
+    """
+
+    def next_turn(self, task: Task, transcript: str) -> str:
+        """The expert's next turn, without the token that ends it, after ``transcript``: everything since the prompt."""
+        formulas, results = task.metadata["formulas"], task.metadata["results"]
+        responses = between(transcript, "<tool_response>\n", "\n</tool_response>")
+        known = 0
+        for response in responses:
+            known += known < len(results) and response.strip() == f"= {results[known]}"
+        if known == len(formulas):
+            return f"The answer is \\boxed{{ {results[-1]} }}."
+        formula = formulas[known]
+        if responses and response_failed(responses[-1]):
+            return f"Again: {formula}.\n{call(printing(formula))}"
+        return f"{task.metadata['told'][known]} {formula}.\n{self._call(task, known, formula)}"
+
+    def _call(self, task: Task, step: int, formula: str) -> str:
+        rng = self.slips(task, step)
+        if rng is None:
+            return call(printing(formula))
+        kind = rng.choices(SLIPS, WEIGHTS)[0]
+        if kind == "stale" and step:
+            return call(printing(f"x {formula.split()[1]} {formula.split()[2]}"))
+        if kind == "broken":
+            return call(printing(formula)).replace("}}\n", "}\n")
+        return call(f"x = {formula}")
+
+
+def printing(formula: str) -> str:
+    """A program that prints a label and the value: with the label there is a space before every number."""
+    return f"print('=', {formula})"
+
+
+def call(code: str) -> str:
+    """A call of the code interpreter as Qwen's template writes it."""
+    return f"<tool_call>\n{json.dumps({'name': TOOL, 'arguments': {'code': code}})}\n</tool_call>"
+
+
+def response_failed(response: str) -> bool:
+    """Whether a tool's response is not a labelled number."""
+    return not response.strip().removeprefix("= ").removeprefix("-").isdigit()
+
+
+class WordExpertEngine(WorldExpert):
+    """Engine over ``WordExpertPolicy``; turns end with the tokenizer's EOS; ``slip``: probability that a calculation
+    goes wrong at first."""
+
+    QUESTION = re.compile(r"<\|im_start\|>user\n((?:(?!<tool_response>).)*?)<\|im_end\|>", re.DOTALL)
+    Policy = WordExpertPolicy
+    ends_turns = True
