@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median as _median
 from typing import Any
 
 import lightning as L
@@ -17,7 +21,6 @@ import torch
 
 from callbacks.evaluation_rows import valid_action_counts
 from callbacks.trainer import stage_dir
-from callbacks.training.collapse_rules import Drop, Explosion, Fall, Rule, Slump
 from callbacks.training.throughput import is_trajectories
 from common.files import write_atomically
 from common.ranges import OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
@@ -26,12 +29,67 @@ from rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-
 CALLS = "train/tool_calls_per_trajectory"
 
 
+@dataclass(slots=True)
+class CollapseDetector:
+    """Fires when a metric has been off its reference for ``patience`` updates in a row.
+
+    The reference is the median of the last ``window`` calm values, or with ``window`` None the running maximum. Values
+    that are off are not calm, so that a collapse does not become the reference while it lasts. A ``factor`` above 1
+    means: above ``factor`` times the reference, or not finite (which fires at once). Below 1: under that share of the
+    reference, unless the reference is below ``floor``, which counts as noise.
+
+    With ``spreads``, off means ``spreads`` robust standard deviations (1.4826 times the median distance of the calm
+    values from their median, at least 0.02) below the median. Rewards need this: they may be negative or constant.
+
+    The median lags half a ``window`` behind a steady change: with factor 0.6 and window 20, losing 40 % within ten
+    updates fires and within a hundred does not.
+    """
+
+    factor: float = 1.0
+    patience: int = 5
+    window: int | None = 50
+    warmup: int = 10  # calm values needed before anything is off
+    floor: float = 0.0
+    spreads: float | None = None
+    calm: deque[float] = field(init=False)
+    off: int = field(default=0, init=False)  # updates in a row
+
+    def __post_init__(self) -> None:
+        self.calm = deque(maxlen=self.window)
+
+    def update(self, value: float) -> str | None:
+        """Return why the detector fires at the next value of the metric, or None."""
+        if not math.isfinite(value):
+            return f"not a finite number ({value})" if self.factor > 1 else None
+        found = self._fault(value) if len(self.calm) >= max(self.warmup, 1) else None
+        if found is None:
+            self.calm.append(value)
+            self.off = 0
+            return None
+        self.off += 1
+        return f"{found} for {self.off} iterations, now {value:.3g}" if self.off >= self.patience else None
+
+    def _fault(self, value: float) -> str | None:
+        name, reference = ("maximum", max(self.calm)) if self.window is None else ("median", _median(self.calm))
+        if self.spreads is not None:
+            spread = max(1.4826 * _median([abs(calm - reference) for calm in self.calm]), 0.02)
+            low = value < reference - self.spreads * spread
+            return (
+                f"more than {self.spreads:g} spreads ({spread:.3g}) below its median {reference:.3g}" if low else None
+            )
+        if self.factor > 1:
+            return (
+                f"above {self.factor:g} times its {name} {reference:.3g}" if value > self.factor * reference else None
+            )
+        low = reference >= self.floor and value < self.factor * reference
+        return f"below {self.factor:.0%} of its {name} {reference:.3g}" if low else None
+
+
 class CollapseGuard(L.Callback):
-    """Watches training iterations and reacts once per rule (``callbacks.training.collapse_rules``).
+    """Watches training iterations and reacts once per rule (``CollapseDetector``).
 
     * ``train/em``, ``train/acc`` (right answers, where the reward says so), ``train/success`` (where the environment
       scores itself) and the share of valid actions: under half of their running maximum for ``patience`` iterations
@@ -70,30 +128,21 @@ class CollapseGuard(L.Callback):
         entropy_share: OpenUnitInterval | None = 0.2,
         reward_spreads: PositiveFloat | None = 5.0,
     ) -> None:
-        if patience < 1 or not 0 < share < 1:
-            raise ValueError(f"CollapseGuard(patience={patience}, share={share}): expected >= 1 and between 0 and 1")
-        for name, value in (("tool_call_share", tool_call_share), ("entropy_share", entropy_share)):
-            if value is not None and not 0 < value < 1:
-                raise ValueError(f"CollapseGuard({name}={value}): expected a number between 0 and 1, or null")
-        if reward_spreads is not None and reward_spreads <= 0:
-            raise ValueError(f"CollapseGuard(reward_spreads={reward_spreads}): expected more than 0, or null")
         self.stop = stop
-        # name of the rule -> (the metric it watches, the rule)
-        self.rules: dict[str, tuple[str, Rule]] = {
-            "train/em": ("train/em", Drop(share, patience, floor=min_em)),
-            "train/acc": ("train/acc", Drop(share, patience, floor=min_em)),
-            "train/success": ("train/success", Drop(share, patience, floor=min_em)),
-            "train/valid_actions": ("train/valid_actions", Drop(share, patience, floor=0.2)),
-            "train/entropy": ("train/entropy", Explosion(3.0)),
-            "train/response_tokens": ("train/response_tokens", Explosion(3.0)),
-            "train/grad_norm": ("train/grad_norm", Explosion(10.0)),
-        }
+        self.rules: dict[str, tuple[str, CollapseDetector]] = {  # name -> (the watched metric, its detector)
+            name: (name, CollapseDetector(share, patience, window=None, warmup=0, floor=floor))
+            for name, floor in (
+                ("train/em", min_em), ("train/acc", min_em), ("train/success", min_em), ("train/valid_actions", 0.2),
+            )
+        }  # fmt: skip
+        for name, factor in (("train/entropy", 3.0), ("train/response_tokens", 3.0), ("train/grad_norm", 10.0)):
+            self.rules[name] = (name, CollapseDetector(factor))
         if tool_call_share is not None:
-            self.rules[CALLS] = (CALLS, Fall(tool_call_share, patience=3, window=20, warmup=5, floor=0.2))
+            self.rules[CALLS] = (CALLS, CollapseDetector(tool_call_share, patience=3, window=20, warmup=5, floor=0.2))
         if entropy_share is not None:
-            self.rules["train/entropy (low)"] = ("train/entropy", Fall(entropy_share))
+            self.rules["train/entropy (low)"] = ("train/entropy", CollapseDetector(entropy_share))
         if reward_spreads is not None:
-            self.rules["train/reward"] = ("train/reward", Slump(reward_spreads, patience=5))
+            self.rules["train/reward"] = ("train/reward", CollapseDetector(spreads=reward_spreads))
         self.fired: dict[str, str] = {}
         self.history: list[dict[str, float]] = []
 

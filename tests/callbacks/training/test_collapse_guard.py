@@ -8,46 +8,45 @@ import random
 
 import pytest
 
-from callbacks.training.collapse_guard import CALLS, CollapseGuard, action_counts
-from callbacks.training.collapse_rules import Drop, Explosion, Fall, Slump
+from callbacks.training.collapse_guard import CALLS, CollapseDetector, CollapseGuard, action_counts
 from rollout.storage import load_trajectories
 from rollout.trajectory import ActionKind, StopReason
 from tests.callbacks.helpers import Trajectories, make_trajectory
 from tests.callbacks.training.test_watching import Keep, Scripted
 
 
-def test_drop_needs_patience_in_a_row_and_a_maximum_above_the_floor():
-    rule = Drop(share=0.5, patience=3, floor=0.1)
+def test_a_drop_below_the_maximum_needs_patience_in_a_row_and_a_maximum_above_the_floor():
+    rule = CollapseDetector(0.5, patience=3, window=None, warmup=0, floor=0.1)
     assert [rule.update(v) for v in (0.4, 0.19, 0.19, 0.21, 0.19, 0.1)] == [None] * 6
     assert rule.update(0.0) == "below 50% of its maximum 0.4 for 3 iterations, now 0"
-    noise = Drop(share=0.5, patience=3, floor=0.1)
+    noise = CollapseDetector(0.5, patience=3, window=None, warmup=0, floor=0.1)
     assert [noise.update(v) for v in (0.09, 0.0, 0.0, 0.0, 0.0)] == [None] * 5
 
 
-def test_explosion_compares_with_calm_times_and_catches_nan_at_once():
-    rule = Explosion(factor=3.0, patience=2, window=20, warmup=5)
+def test_a_rise_is_compared_with_calm_times_and_catches_nan_at_once():
+    rule = CollapseDetector(factor=3.0, patience=2, window=20, warmup=5)
     assert [rule.update(v) for v in (100.0, 1.0, 1.1, 0.9, 1.0, 1.0)] == [None] * 6  # too early to judge
     assert [rule.update(v) for v in (3.2, 1.0, 3.2)] == [None] * 3
     assert rule.update(9.0) == "above 3 times its median 1 for 2 iterations, now 9"
-    assert "not a finite number" in Explosion(factor=3.0).update(math.nan)
+    assert "not a finite number" in CollapseDetector(factor=3.0).update(math.nan)
 
 
 def test_slow_growth_is_no_explosion():
-    rule = Explosion(factor=3.0)
+    rule = CollapseDetector(factor=3.0)
     assert [rule.update(1.02**i) for i in range(300)] == [None] * 300
 
 
 def test_fall_compares_with_calm_times():
-    rule = Fall(share=0.6, patience=2, window=20, warmup=5)
+    rule = CollapseDetector(factor=0.6, patience=2, window=20, warmup=5)
     assert [rule.update(v) for v in (0.1, 4.0, 4.2, 3.8, 4.0, 4.0)] == [None] * 6  # too early to judge
     assert [rule.update(v) for v in (2.3, 4.0, 2.3)] == [None] * 3
     assert rule.update(1.0) == "below 60% of its median 4 for 2 iterations, now 1"
-    noise = Fall(share=0.6, patience=1, warmup=2, floor=0.2)
+    noise = CollapseDetector(factor=0.6, patience=1, warmup=2, floor=0.2)
     assert [noise.update(v) for v in (0.1, 0.1, 0.0, 0.0)] == [None] * 4
 
 
 def test_slow_decline_is_no_fall_and_a_fast_one_is():
-    slow, fast = (Fall(0.6, patience=3, window=20, warmup=5) for _ in range(2))
+    slow, fast = (CollapseDetector(0.6, patience=3, window=20, warmup=5) for _ in range(2))
     assert [slow.update(4.0 * 0.98**i) for i in range(200)] == [None] * 200, "a third less in twenty iterations"
     verdicts = [fast.update(4.0 * 0.93**i) for i in range(30)]
     assert any(verdicts), "half in ten iterations"
@@ -56,18 +55,18 @@ def test_slow_decline_is_no_fall_and_a_fast_one_is():
 @pytest.mark.parametrize("level", [-0.5, 0.0, 3.0])
 def test_slump_measures_rewards_of_any_sign_by_their_scatter(level):
     noise = [0.05, -0.05, 0.02, -0.02, 0.08, -0.08, 0.0] * 6
-    calm = Slump(spreads=5.0, patience=3)
+    calm = CollapseDetector(spreads=5.0, patience=3)
     assert [calm.update(level + n) for n in noise] == [None] * len(noise)
     assert [calm.update(level - 0.5 + n) for n in noise[:2]] == [None, None]
     assert "more than 5 spreads (0.0741) below its median" in calm.update(level - 0.5)
-    constant = Slump(spreads=5.0, patience=1)
+    constant = CollapseDetector(spreads=5.0, patience=1)
     assert [constant.update(level) for _ in range(20)] + [constant.update(level - 0.09)] == [None] * 21
     assert constant.update(level - 0.11) is not None, "a reward that never varied: 5 times the least spread"
 
 
 def test_a_rising_reward_with_noise_is_no_slump():
     rng = random.Random(0)
-    rule = Slump(spreads=5.0, patience=5)
+    rule = CollapseDetector(spreads=5.0, patience=5)
     assert not any(rule.update(-0.6 + 0.01 * i + rng.gauss(0.0, 0.15)) for i in range(150))
 
 
@@ -101,15 +100,12 @@ def test_entropy_may_neither_explode_nor_die():
     assert list(risen[4]) == ["train/entropy"]
 
 
-def test_rules_can_be_left_out_and_wrong_values_are_refused():
+def test_rules_can_be_left_out():
     guard = CollapseGuard(tool_call_share=None, entropy_share=None, reward_spreads=None)
     assert list(guard.rules) == [
         "train/em", "train/acc", "train/success", "train/valid_actions", "train/entropy", "train/response_tokens",
         "train/grad_norm",
     ]  # fmt: skip
-    for wrong in ({"tool_call_share": 1.5}, {"entropy_share": 0.0}, {"reward_spreads": -1.0}, {"share": 2.0}):
-        with pytest.raises(ValueError, match=f"CollapseGuard.*{next(iter(wrong))}="):
-            CollapseGuard(**wrong)
 
 
 def test_a_state_from_before_there_were_these_rules_is_read():
