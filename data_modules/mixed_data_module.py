@@ -34,7 +34,8 @@ class MixedDataModule(SupervisedDataModule):
         rollouts: rolls them out; evaluates, too.
         mixing: ``OnPolicyShare`` (GKD) or ``AdaptiveOffPolicy`` (DistiLLM), or one of your own.
         train_sampling: decoding of the student's trajectories.
-        failure_patience: consecutive fresh batches above ``max_infrastructure_failures`` after which training stops.
+        max_consecutive_failures: training stops after so many consecutive fresh batches above
+            ``max_infrastructure_failures``.
         supervised: see ``SupervisedDataModule``.
 
     Raises: ValueError where ``mixing`` follows a loss on held-out trajectories and none are, or nothing
@@ -49,7 +50,7 @@ class MixedDataModule(SupervisedDataModule):
         rollouts: RolloutSystem,
         mixing: Mixing,
         train_sampling: Decoding = UNCHANGED,
-        failure_patience: PositiveInt = 3,
+        max_consecutive_failures: PositiveInt = 3,
         **supervised: Any,
     ) -> None:
         super().__init__(trajectories, rollouts=rollouts, **supervised)
@@ -63,7 +64,7 @@ class MixedDataModule(SupervisedDataModule):
         self.just_sampled = False  # whether the last batch was rolled out for its step
         self.batch_metrics: dict[str, float] = {}  # of the last batch, for the log
         self._kept: deque[Trajectory] = deque(maxlen=mixing.capacity)
-        self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
+        self._guard = FailureGuard(self.max_infrastructure_failures, max_consecutive_failures)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -1,4 +1,4 @@
-"""On-policy data module: rolls out each training batch when it is asked for, or ahead of time (``staleness``)."""
+"""On-policy data module: rolls out each training batch on demand, or ahead of time (``max_off_policy_iterations``)."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class RolloutDataModule(TrainingData):
     iteration i depend on (seed, i, s) alone: a resumed run offers the same, and so does any number of ranks, each of
     which fills its own slots. ``discarded_groups`` counts what was thrown away, ``discarded`` holds it.
 
-    With ``staleness`` k >= 1, when batch i is handed out the generation of the batches up to i + k begins, in the
-    background and with the weights v_i that the engine then has (v_i: after i iterations). So every token trained on in
-    iteration i was sampled with v_(i-k) or later: this is checked. What a background generation raises is raised when
+    With ``max_off_policy_iterations`` k >= 1, when batch i is handed out the generation of the batches up to i + k
+    begins, in the background and with the weights v_i that the engine then has (v_i: after i iterations). So every
+    token trained on in iteration i was sampled with v_(i-k) or later: this is checked. What a background generation
+    raises is raised when
     its batch is asked for. Validation waits until nothing is being generated. A checkpoint's position counts batches
     handed out: what was generated ahead is generated anew after a resume, with the weights of the checkpoint, so that
     the continuation is not that of the uninterrupted run, token for token. The questions of each batch, its seeds, and
@@ -68,13 +69,14 @@ class RolloutDataModule(TrainingData):
             rollouts' ``max_length`` leaves: one token to sample, or a whole turn where each turn has its own prompt.
         dynamic_sampling: at most so many rounds of further prompts per iteration; null for none. Needs
             ``prompts_per_step * (1 + dynamic_sampling)`` questions.
-        failure_patience: consecutive iterations above ``max_infrastructure_failures`` after which training stops.
+        max_consecutive_failures: training stops after so many consecutive iterations above
+            ``max_infrastructure_failures``.
         abilities: train on questions of these only (``math``, ``choice``, ``code``, ``qa``: ``metadata["ability"]``);
             the log counts the others. For OPSD with answers: [math, choice], since a program's tests are no answer that
             a teacher could be told.
         balance_tokens: with several ranks, exchange whole groups after the rollout, so that each rank learns from about
             as many tokens; changes speed only (``data_modules.loading.token_balance``).
-        staleness: batches generated ahead of the one that trains; 0: none, each is rolled out when it is asked for.
+        max_off_policy_iterations: batches generated ahead of the one that trains. 0: each is rolled out on demand.
         evaluation: see ``EvaluationData``.
 
     Raises (on ``setup``):
@@ -94,11 +96,11 @@ class RolloutDataModule(TrainingData):
         train_sampling: Decoding = UNCHANGED,
         max_train: PositiveInt | None = None,
         dynamic_sampling: PositiveInt | None = None,
-        failure_patience: PositiveInt = 3,
+        max_consecutive_failures: PositiveInt = 3,
         max_prompt_tokens: PositiveInt | None = None,
         abilities: list[str] | None = None,
         balance_tokens: bool = True,
-        staleness: NonNegativeInt = 0,
+        max_off_policy_iterations: NonNegativeInt = 0,
         **evaluation: Any,
     ) -> None:
         super().__init__(rollouts=rollouts, **evaluation)
@@ -106,10 +108,13 @@ class RolloutDataModule(TrainingData):
             prompts_per_step=prompts_per_step, samples_per_prompt=samples_per_prompt, iterations=iterations,
             max_train=max_train, dynamic_sampling=dynamic_sampling, max_prompt_tokens=max_prompt_tokens,
         )  # fmt: skip
-        if staleness < 0:
-            raise ValueError(f"staleness is {staleness}; expected 0 (on policy) or the number of batches ahead")
-        if rollouts.colocate == "sleep":
-            check_sleep(rollouts.engine, rollouts.in_flight, staleness)
+        if max_off_policy_iterations < 0:
+            raise ValueError(
+                f"max_off_policy_iterations is {max_off_policy_iterations}; expected 0 (on policy) or the number of "
+                "batches ahead"
+            )
+        if rollouts.sleep_mode:
+            check_sleep(rollouts.engine, rollouts.in_flight_updates, max_off_policy_iterations)
         if dynamic_sampling is not None and samples_per_prompt < 2:
             raise ValueError(
                 f"dynamic_sampling is {dynamic_sampling}, but samples_per_prompt is {samples_per_prompt}: the rewards "
@@ -130,13 +135,17 @@ class RolloutDataModule(TrainingData):
         self.balance_tokens = balance_tokens
         # Of the last iteration: tokens of the rank with most over the mean, as rolled out and balanced; None: not done.
         self.token_imbalance: tuple[float, float] | None = None
-        self.staleness = staleness
+        self.max_off_policy_iterations = max_off_policy_iterations
         self.generation_s: float | None = None  # seconds that generating the last batch took, hidden or not
-        self._ahead = RolloutsAhead(rollouts, self._roll_out_ahead, staleness) if staleness else None
+        self._ahead = (
+            RolloutsAhead(rollouts, self._roll_out_ahead, max_off_policy_iterations)
+            if max_off_policy_iterations
+            else None
+        )
         # Of the last iteration, on this rank: (groups thrown away, groups rolled out); None without dynamic sampling.
         self.discarded_groups: tuple[int, int] | None = None
         self.discarded: list[Trajectory] = []  # of the last iteration, this rank's
-        self._guard = FailureGuard(self.max_infrastructure_failures, failure_patience)
+        self._guard = FailureGuard(self.max_infrastructure_failures, max_consecutive_failures)
         self._questions: list[Task] = []
         self._order: tuple[int, list[int]] = (-1, [])  # (pass, its permutation)
 
@@ -224,8 +233,8 @@ class RolloutDataModule(TrainingData):
             self.discarded = [t for group in everything if id(group) not in chosen for t in group]
         rolled_out = [t for group in everything for t in group]
         self._guard.check(rolled_out, f"training iteration {iteration + 1}", self.rollouts.failures)
-        if self.staleness:
-            check_staleness(rolled_out, self.rollouts.policy_version, self.staleness)
+        if self.max_off_policy_iterations:
+            check_staleness(rolled_out, self.rollouts.policy_version, self.max_off_policy_iterations)
         if self.world_size == 1:
             return [t for group in kept for t in group]
         first = self.rank * (self.prompts_per_step // self.world_size) * self.samples_per_prompt

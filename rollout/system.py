@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, 
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt, TopLogprobs
 from rollout.engines.base import Engine, Generation, SamplingParams
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-InFlight = Literal["finish", "continue"]
-Colocate = Literal["share", "sleep"]
 Result = TypeVar("Result")
 
 
@@ -82,10 +80,10 @@ class RolloutSystem:
         top_logprobs: of how many of the most likely tokens that entropy is made.
         skills: advice in the policy's prompts (Skill-GRPO, skill prompts); SDAR's, for the teacher alone, are the
             module's.
-        in_flight: what becomes of trajectories that are in flight when new weights arrive (only with
-            ``data.staleness`` any are). ``finish``: the update waits until every prompt group that has begun is done,
-            with the weights it began with; groups that have not begun wait for the new ones. ``continue``: the engine
-            takes the new weights between two tokens, and each token records which sampled it (``Turn.versions``).
+        in_flight_updates: update the weights between two tokens of the trajectories that are in flight; each token
+            records the weights that sampled it (``Turn.versions``). By default an update waits until every group that
+            has begun is done; groups that have not begun wait for the new weights. Trajectories are in flight during an
+            update only with ``data.max_off_policy_iterations``.
         limit_eos: ARPO as released: a call beyond ``max_turns`` is followed by an EOS that is trained on, though nobody
             sampled it (vllm_rollout_with_tools.py; docs/papers/arpo.md 1.5). Its sampler log-prob counts as 0, which
             the metrics of mismatch show.
@@ -93,9 +91,9 @@ class RolloutSystem:
         step_timeout_s: seconds the environment has to act once, waiting for a busy tool included; then the
             trajectory fails by infrastructure, and the run goes on. For an environment that hangs without a deadline of
             its own. Null: no limit.
-        colocate: how an engine of one's own and the trainer divide a GPU. ``share``: each keeps its memory.
-            ``sleep``: the engine is asleep from its start to the first push, and while the trainer trains; the trainer
-            keeps its optimiser's states in the host's memory while the engine generates (docs/scaling/engines.md).
+        sleep_mode: free the engine's GPU memory from its start to the first push and while the trainer trains. The
+            trainer keeps its optimiser states in host memory while the engine generates (docs/scaling/engines.md). By
+            default engine and trainer each keep their memory.
     """
 
     def __init__(
@@ -115,22 +113,18 @@ class RolloutSystem:
         entropy_tokens: NonNegativeInt = 0,
         top_logprobs: TopLogprobs = 10,
         skills: Skills | None = None,
-        in_flight: InFlight = "finish",
+        in_flight_updates: bool = False,
         limit_eos: bool = False,
         test_limits: TestLimits | None = None,
         step_timeout_s: PositiveFloat | None = 3600.0,
-        colocate: Colocate = "share",
+        sleep_mode: bool = False,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; expected at least 1")
-        if in_flight not in get_args(InFlight):
-            raise ValueError(f"in_flight is {in_flight!r}; expected one of {', '.join(get_args(InFlight))}")
-        if colocate not in get_args(Colocate):
-            raise ValueError(f"colocate is {colocate!r}; expected one of {', '.join(get_args(Colocate))}")
-        if colocate == "sleep":
-            check_sleep(engine, in_flight)
-        self.colocate = colocate
-        self._sleeper: Any = engine if colocate == "sleep" else None
+        if sleep_mode:
+            check_sleep(engine, in_flight_updates)
+        self.sleep_mode = sleep_mode
+        self._sleeper: Any = engine if sleep_mode else None
         if self._sleeper is not None:
             self._sleeper.allow_sleep()
         if max_length is None:
@@ -142,7 +136,7 @@ class RolloutSystem:
         self.sampler: Sampler = sampler or IndependentSampler()
         if getattr(protocol, "per_turn_prompts", False):
             check_forks(self.sampler, type(protocol).__name__)
-        self.concurrency, self.in_flight = concurrency, in_flight
+        self.concurrency, self.in_flight_updates = concurrency, in_flight_updates
         self.waited_s = 0.0  # seconds that updates have waited for trajectories in flight, so far
         if skills is not None and skills.retriever.learns:
             raise ValueError(
@@ -300,7 +294,7 @@ class RolloutSystem:
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False) -> None:
         """Replace the engine's weights. ``tensors`` is consumed in this thread, one at a time and to its end, even if
         the engine refuses them: gathering sharded weights is collective, and other ranks wait for this one. What is
-        in flight ends first, or goes on with the new weights (option ``in_flight``).
+        in flight ends first, or goes on with the new weights (option ``in_flight_updates``).
 
         With several ranks a collective: all return when all engines, or the servers that ranks share, hold the weights.
 
@@ -310,7 +304,7 @@ class RolloutSystem:
         Raises ValueError if a name, a shape or a checksum does not fit; an engine that refuses keeps its weights.
         """
         self.start()
-        if self.in_flight == "continue":
+        if self.in_flight_updates:
             push(self.engine, self._submit, tensors, version, checksum, between_steps=True)
         else:
             with self._nothing_in_flight():
@@ -329,7 +323,7 @@ class RolloutSystem:
         return ids, {"the engine": self._submit(self.engine.generate(ids, sampling)).result()}
 
     def sleep(self) -> None:
-        """With ``colocate: sleep``: free the engine's memory until the next push or rollout. Else nothing.
+        """With ``sleep_mode: true``: free the engine's memory until the next push or rollout. Else nothing.
         Raises RuntimeError if trajectories are in flight."""
         if self._sleeper is not None:
             self._submit(self._sleeper.sleep()).result()
@@ -449,17 +443,18 @@ class EventLoopThread:
         self.loop.close()
 
 
-def check_sleep(engine: Any, in_flight: str, staleness: int = 0) -> None:
+def check_sleep(engine: Any, in_flight_updates: bool, max_off_policy_iterations: int = 0) -> None:
     """Raises ValueError where an engine (or its class) cannot sleep, or where it would never be idle."""
-    cure = "take colocate: share"
-    if staleness or in_flight == "continue":
-        found = f"data.staleness is {staleness}" if staleness else f"in_flight is {in_flight}"
-        raise ValueError(f"colocate is sleep, but {found}: the engine generates while the trainer trains; {cure}")
+    cure = "take sleep_mode: false"
+    if max_off_policy_iterations or in_flight_updates:
+        ahead = f"data.max_off_policy_iterations is {max_off_policy_iterations}"
+        found = ahead if max_off_policy_iterations else "in_flight_updates is true"
+        raise ValueError(f"sleep_mode is true, but {found}: the engine generates while the trainer trains; {cure}")
     shared = getattr(engine, "shared", False)
     if shared or not hasattr(engine, "sleep"):
         name = engine.__name__ if isinstance(engine, type) else type(engine).__name__
         why = "serves several ranks" if shared else "has no method sleep"
-        raise ValueError(f"colocate is sleep, but {name} {why}: expected an engine of the rank's own; {cure}")
+        raise ValueError(f"sleep_mode is true, but {name} {why}: expected an engine of the rank's own; {cure}")
 
 
 def warn_of_early_ends(budgets: Budgets) -> None:

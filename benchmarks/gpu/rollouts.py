@@ -40,7 +40,7 @@ from rollout.engines.base import Engine, SamplingParams
 from rollout.engines.server.engine import ServerEngine
 from rollout.engines.vllm_engine import VLLMEngine
 from rollout.environments.question_answering import QuestionAnswering
-from rollout.system import Colocate, RolloutSystem
+from rollout.system import RolloutSystem
 from rollout.trajectory import Task
 
 GAP = 0.05  # nats between the engine's log-probs and the trainer's of the same weights
@@ -100,7 +100,7 @@ def make_system(setting: Setting, engine: Engine, **options: Any) -> RolloutSyst
 # ---------------------------------------------------------------------- the engine alone
 @cache
 def system(setting: Setting) -> RolloutSystem:
-    found = make_system(setting, own_engine(setting, request_seeds=True), in_flight="continue")
+    found = make_system(setting, own_engine(setting, request_seeds=True), in_flight_updates=True)
     found.start()
     return found
 
@@ -170,7 +170,7 @@ def between_steps(setting: Setting) -> Finding:
         f"{version - first} pushes, {cut} turns cut by one; {gap:.1e} nats off their models, {wrong:.1e} off others"
     )
     ok = cut > 0 and gap < GAP and wrong > TOLD_APART * max(gap, 1e-9)
-    return Finding(ok, f"{figure}; below {GAP:g} expected", "train with --data.rollouts.in_flight finish")
+    return Finding(ok, f"{figure}; below {GAP:g} expected", "train with --data.rollouts.in_flight_updates false")
 
 
 def _scored(model: Any, batch: Any, budget: int) -> list[list[float]]:
@@ -253,8 +253,8 @@ def train(
     setting: Setting,
     engine: Engine,
     steps: int,
-    staleness: int = 0,
-    colocate: Colocate = "share",
+    max_off_policy_iterations: int = 0,
+    sleep_mode: bool = False,
     keep: bool = False,
     resume: bool = False,
 ) -> Run:
@@ -271,18 +271,18 @@ def train(
     questions = folder / "questions.parquet"
     make_questions(questions, 4 * size.prompts, words=40)
     data = RolloutDataModule(
-        make_system(setting, engine, colocate=colocate),
+        make_system(setting, engine, sleep_mode=sleep_mode),
         [str(questions)],
         prompts_per_step=size.prompts,
         samples_per_prompt=size.samples,
         iterations=8,
-        staleness=staleness,
+        max_off_policy_iterations=max_off_policy_iterations,
     )
     module = GRPO(
         model_folder(setting), lr=size.lr, mini_batches=2, gradient_checkpointing=True, packing=True,
         importance_cap=2.0, micro_batch_tokens=size.micro_batch_tokens,
     )  # fmt: skip
-    watch, weights = Watch(stale=colocate == "share"), Weights()
+    watch, weights = Watch(stale=not sleep_mode), Weights()
     callbacks: list[L.Callback] = [watch, WeightSync(probe=True, probe_tokens=PROBED), Throughput(), weights]
     if keep:
         callbacks.append(IterationCheckpoint(every_n_iterations=steps, keep_best=False))
@@ -322,7 +322,7 @@ def run(setting: Setting) -> Run:
 
 @cache
 def run_ahead(setting: Setting) -> Run:
-    return train(setting, own_engine(setting, transport="files"), steps_of(setting), staleness=1)
+    return train(setting, own_engine(setting, transport="files"), steps_of(setting), max_off_policy_iterations=1)
 
 
 def timed(found: Run, setting: Setting) -> str:
@@ -374,14 +374,14 @@ def synchronised(found: Run, cure: str) -> Finding:
 
 
 def asleep(setting: Setting) -> Finding:
-    """The iterations once more with ``colocate: sleep``: an engine that would not fit beside the trainer's states."""
-    found = train(setting, own_engine(setting, ALONE), steps_of(setting), colocate="sleep")
+    """The iterations once more with ``sleep_mode: true``: an engine that would not fit beside the trainer's states."""
+    found = train(setting, own_engine(setting, ALONE), steps_of(setting), sleep_mode=True)
     gap = max(m["weight_sync/probe_gap"] for m in found.metrics)
     figure = f"{timed(found, setting)}; {gap:.1e} nats after a push"
     if not setting.cpu:
         figure += f"; beside the trainer {found.training / GB:.1f} GB asleep, {found.generating / GB:.1f} awake"
     ok = found.last_step == steps_of(setting) and gap < GAP and found.training <= ASLEEP
-    return Finding(ok, f"{figure}; at most {ASLEEP / GB:.0f} GB asleep", "train with --data.rollouts.colocate share")
+    return Finding(ok, f"{figure}; at most {ASLEEP / GB:.0f} GB asleep", "train with --data.rollouts.sleep_mode false")
 
 
 def resumed(setting: Setting) -> Finding:

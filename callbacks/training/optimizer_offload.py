@@ -1,4 +1,4 @@
-"""Optimiser states in the host's memory while the engine generates (``rollouts.colocate: sleep``)."""
+"""Optimiser states in the host's memory while the engine generates (``rollouts.sleep_mode: true``)."""
 
 from __future__ import annotations
 

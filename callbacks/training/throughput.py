@@ -23,13 +23,13 @@ class Throughput(L.Callback):
     - ``time/generation``: seconds in which the batch was generated, from its beginning to its end, waited for or not;
       where the data module says (``generation_s``);
     - ``throughput/hidden_generation``: 1 - time/rollout / time/generation, at least 0: what of the generation took
-      place while something else was done (``data.staleness``; without it about 0);
+      place while something else was done (``data.max_off_policy_iterations``; without it about 0);
     - ``throughput/rollout_tokens_per_s``: sampled tokens of the batch of all ranks over the seconds of generation of
       the slowest one, before which no rank has its batch (of waiting for the batch, where the data module does not say
       how long generation took). Ranks may exchange groups after the rollout (``data.balance_tokens``), so that a rank's
       own tokens say nothing of its own engine. What dynamic sampling has thrown away is not counted.
 
-    With ``rollouts.in_flight: finish`` a push of weights may wait for rollouts; that counts as time/rollout.
+    With ``rollouts.in_flight_updates: false`` a push of weights may wait for rollouts; that counts as time/rollout.
 
     Validation is not part of any of them.
 

@@ -35,10 +35,10 @@ class WeightSync(L.Callback):
         probe_tolerance: nats; a larger difference is an error that says whose it is. None: it is logged only.
         checksum: let the engine compare every tensor that arrives with a checksum of the trainer's.
 
-    Where batches are generated ahead (``data.staleness``) a push may wait until rollouts in flight are done
-    (``rollouts.in_flight: finish``); ``seconds`` leaves that out.
+    Where batches are generated ahead (``data.max_off_policy_iterations``) a push may wait until rollouts in flight are
+    done (``rollouts.in_flight_updates: false``); ``seconds`` leaves that out.
 
-    With ``rollouts.colocate: sleep`` a push wakes the engine, and the optimisers' states lie in the host's memory from
+    With ``rollouts.sleep_mode: true`` a push wakes the engine, and the optimisers' states lie in the host's memory from
     before it until the next training step. The data module lets the engine sleep when a batch is complete; a supervised
     stage's sleeps after each validation, and so does one whose next batch is a saved one.
 
@@ -91,7 +91,7 @@ class WeightSync(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if _rollouts(trainer).colocate == "sleep":
+        if _rollouts(trainer).sleep_mode:
             reload_optimizer(trainer)
 
     def on_train_batch_end(
@@ -125,7 +125,7 @@ class WeightSync(L.Callback):
         settle_parameters(trainer)
         options = {"checksum": True} if self.checksum else {}
         rollouts = _rollouts(trainer)
-        if rollouts.colocate == "sleep":
+        if rollouts.sleep_mode:
             offload_optimizer(trainer)
         waited = rollouts.waited_s
         rollouts.load_weights(module.policy_weights(), version, **options)

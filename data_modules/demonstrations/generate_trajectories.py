@@ -63,7 +63,7 @@ class GenerateTrajectories:
         seed: of the sampling; None is the run's seed_everything.
         chunk_questions: questions per chunk: at most so much is lost by a kill.
         max_infrastructure_failures: share of a chunk that may fail for reasons that are not the model's ...
-        failure_patience: ... before the stage stops, after so many such chunks in a row.
+        max_consecutive_failures: ... before the stage stops, after so many such chunks in a row.
         columns: of question files of your own shape, see ``load_tasks``.
         splits: only the questions of ``files`` that are trained on, where validation and test have the same files.
         faulty_rows: ``drop`` leaves out rows that cannot be used, and logs them; ``refuse`` stops.
@@ -82,7 +82,7 @@ class GenerateTrajectories:
         seed: NonNegativeInt | None = None,
         chunk_questions: PositiveInt = 512,
         max_infrastructure_failures: UnitInterval = 0.2,
-        failure_patience: PositiveInt = 1,
+        max_consecutive_failures: PositiveInt = 1,
         columns: dict[str, str] | None = None,
         splits: Splits | None = None,
         faulty_rows: FaultyRows = "refuse",
@@ -102,7 +102,7 @@ class GenerateTrajectories:
             rollouts.protocol, faulty_rows=faulty_rows, answers=rollouts.needs_answers, columns=columns, splits=splits
         )
         self.chunk_questions = chunk_questions
-        self._guard = FailureGuard(max_infrastructure_failures, failure_patience)
+        self._guard = FailureGuard(max_infrastructure_failures, max_consecutive_failures)
 
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Generate what is not there yet. Returns the summary: counts over all chunks, ``lost`` (ids of the questions

@@ -34,7 +34,7 @@ class FailureGuard:
         if not 0 <= max_share <= 1:
             raise ValueError(f"max_infrastructure_failures is {max_share}; expected a share between 0 and 1")
         if patience < 1:
-            raise ValueError(f"failure_patience is {patience}; expected at least 1")
+            raise ValueError(f"max_consecutive_failures is {patience}; expected at least 1")
         self.max_share = max_share
         self.patience = patience
         self.share = 0.0  # of the last batch
@@ -55,7 +55,7 @@ class FailureGuard:
             last = f" Last reason on this rank: {reasons[-1]}." if reasons else ""
             raise TooManyFailuresError(
                 f"{what}: {failed} of {total} trajectories failed by infrastructure, more than the allowed "
-                f"{self.max_share:.0%}{times} (options max_infrastructure_failures, failure_patience).{last} See that "
-                "the retriever and the engine are up and fast enough, then continue after the last checkpoint: "
+                f"{self.max_share:.0%}{times} (options max_infrastructure_failures, max_consecutive_failures).{last} "
+                "See that retriever and engine are up and fast enough, then continue after the last checkpoint: "
                 f"{continue_command()}"
             )

@@ -1,4 +1,4 @@
-"""Generates batches in the background while earlier ones train (``staleness``)."""
+"""Generates batches in the background while earlier ones train (``max_off_policy_iterations``)."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ class RolledOut:
 
 
 class StalenessError(RuntimeError):
-    """A token is older than ``staleness`` allows: a bug, or weights that are not pushed once an iteration."""
+    """A token is older than ``max_off_policy_iterations`` allows.
+
+    The cause is a bug, or weights that are not pushed once an iteration."""
 
 
 @dataclass(slots=True)
 class RolloutsAhead:
-    """Up to ``staleness`` batches ahead of the one that trains, in the event loop of the rollout system.
+    """Up to ``limit`` batches ahead of the one that trains, in the event loop of the rollout system.
 
     Args:
         rollouts: rolls out.
         make: the coroutine that makes a batch; runs in the system's event loop.
-        staleness: batches ahead.
+        limit: batches ahead.
     """
 
     rollouts: RolloutSystem
     make: Callable[[int], Coroutine[Any, Any, RolledOut]]
-    staleness: int
+    limit: int
     _pending: dict[int, concurrent.futures.Future[RolledOut]] = field(default_factory=dict)
 
     def take(self, iteration: int, end: int | None) -> RolledOut:
         """The batch of ``iteration``, waited for; those after it, before ``end``, are begun with the weights that the
         engine has now. Raises what its generation has raised, whenever that was."""
-        for other in [i for i in self._pending if not iteration <= i <= iteration + self.staleness]:
+        for other in [i for i in self._pending if not iteration <= i <= iteration + self.limit]:
             self._drop(other)  # of a position that is no more: a checkpoint was loaded
         self._begin(iteration)
         try:
@@ -54,7 +56,7 @@ class RolloutsAhead:
             self.cancel()  # Ctrl-C, or an error after which nothing else is wanted
             raise
         del self._pending[iteration]
-        last = iteration + self.staleness
+        last = iteration + self.limit
         for following in range(iteration + 1, (last if end is None else min(last, end - 1)) + 1):
             self._begin(following)
         return made
@@ -82,14 +84,14 @@ class RolloutsAhead:
         return made
 
 
-def check_staleness(trajectories: Sequence[Trajectory], version: int, staleness: int) -> None:
-    """Raises StalenessError if a sampled token is of weights before ``version - staleness``. Trajectories that failed
+def check_staleness(trajectories: Sequence[Trajectory], version: int, limit: int) -> None:
+    """Raises StalenessError if a sampled token is of weights before ``version - limit``. Trajectories that failed
     by infrastructure are not trained on, and not looked at."""
     for t in trajectories:
         versions = [] if t.failed_by_infrastructure else [v for turn in t.turns for v, _ in turn.versions]
-        if versions and min(versions) < version - staleness:
+        if versions and min(versions) < version - limit:
             raise StalenessError(
                 f"trajectory {t.group}/{t.index} holds tokens of weights {min(versions)}, but the engine has weights "
-                f"{version} and staleness is {staleness}: expected {version - staleness} or later. Weights must be "
-                "pushed once after each iteration (callbacks.training.weight_sync.WeightSync), as versions one apart"
+                f"{version} and max_off_policy_iterations is {limit}: expected {version - limit} or later. "
+                "Push weights once after each iteration (callbacks.training.weight_sync.WeightSync)"
             )

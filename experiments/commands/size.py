@@ -147,7 +147,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
         micro_batch_tokens=module.micro_batch_tokens,
         logits_chunk=module.logits_chunk,
         engine_share=float(engine.get("gpu_memory_utilization") or 0.0),
-        colocate=rollouts.get("colocate", "share"),
+        sleep_mode=bool(rollouts.get("sleep_mode")),
         max_length=int(engine.get("max_length") or 4096),
     )
     change = {"adapters": Adapters(RANK), "frozen": frozen_models(module, stage, root, True), "precision": "bfloat16"}
@@ -334,7 +334,7 @@ def engine_settings(sized: Sized, chip: Chip) -> str | None:
     words = " ".join(engine_words(now, found))
     if more > MORE * sequences:
         return f"{sequences} sequences at once where {sized.wanted} are wanted; {more} with {words}"
-    if now.colocate == "share" and more == sequences and found.engine_share < now.engine_share - FAR:
+    if not now.sleep_mode and more == sequences and found.engine_share < now.engine_share - FAR:
         return f"the engine's {now.engine_share:g} of the memory is more than it can use: {words}"
     return None
 
@@ -344,7 +344,7 @@ def best_engine(sized: Sized, trainer: Training, chip: Chip) -> Training | None:
     None where nothing fits."""
     if not trainer.engine_share:
         return trainer if sizing.peak(trainer, chip) <= chip.memory else None
-    ways = [dataclasses.replace(trainer, colocate=way) for way in dict.fromkeys((trainer.colocate, "sleep"))]
+    ways = [dataclasses.replace(trainer, sleep_mode=way) for way in dict.fromkeys((trainer.sleep_mode, True))]
     ways = [dataclasses.replace(t, engine_share=best_share(sized, t, chip)) for t in ways]
     ways = [t for t in ways if sizing.peak(t, chip) <= chip.memory and holds_one(t, chip)]
     return max(ways, key=lambda t: concurrent_sequences(dataclasses.replace(sized, training=t), chip), default=None)
@@ -362,8 +362,8 @@ def best_share(sized: Sized, training: Training, chip: Chip) -> float:
 
 def engine_words(before: Training, after: Training) -> list[str]:
     words = []
-    if after.colocate != before.colocate:
-        words.append(f"--data.rollouts.colocate {after.colocate}")
+    if after.sleep_mode != before.sleep_mode:
+        words.append(f"--data.rollouts.sleep_mode {str(after.sleep_mode).lower()}")
     if after.engine_share != before.engine_share:
         words.append(f"--data.rollouts.engine.gpu_memory_utilization {after.engine_share:g}")
     return words

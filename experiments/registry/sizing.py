@@ -28,7 +28,6 @@ ADAM = 8  # bytes per trained parameter: two moments in float32
 LIVE_PARAMETERS = 1e9  # DeepSpeed's stage3_max_live_parameters: gathered at once, at most
 Precision = Literal["float32", "autocast", "bfloat16"]
 Strategy = Literal["single", "ddp", "zero2", "zero3"]
-Colocate = Literal["share", "sleep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,7 @@ class Training:
     micro_batch_tokens: int = 16384
     logits_chunk: int = 1024
     engine_share: float = 0.0  # of the GPU's memory, for vLLM (gpu_memory_utilization)
-    colocate: Colocate = "share"  # sleep: the engine has its share only while the trainer's states are in host memory
+    sleep_mode: bool = False  # the engine has its share only while the trainer's states are in host memory
     max_length: int = 4096
 
     @property
@@ -253,7 +252,7 @@ def memory(training: Training, chip: Chip) -> dict[str, float]:
     step = 0.0 if t.sharded else 4.0 * t.trained
     parts |= work | {"optimizer's step": max(0.0, step - sum(work.values()))}
     if t.engine_share:
-        parts["engine"] = ENGINE_ASLEEP if t.colocate == "sleep" else t.engine_share * chip.memory
+        parts["engine"] = ENGINE_ASLEEP if t.sleep_mode else t.engine_share * chip.memory
     parts["overhead"] = OVERHEAD
     return parts
 
@@ -262,7 +261,7 @@ def sampling_memory(t: Training, chip: Chip) -> dict[str, float]:
     """Bytes per GPU while an engine samples that sleeps in training: the trainer's weights, masters and frozen models
     stay, its gradients are gone, and the optimizer is in host memory (callbacks/training/optimizer_offload.py). Empty
     for an engine that keeps its share."""
-    if t.colocate != "sleep" or not t.engine_share:
+    if not t.sleep_mode or not t.engine_share:
         return {}
     kept = {"weights": weights(t), "master weights": masters(t), **frozen(t)}
     return kept | {"engine": t.engine_share * chip.memory, "overhead": OVERHEAD}

@@ -35,9 +35,10 @@ def check_rollouts(parsed: Any, where: str) -> None:
             given = rollouts.get("protocol.init_args") or {}
             if sampler and (given.get("window") is not None or given.get("history") == "template"):
                 check_forks(import_class(sampler, where), protocol.__name__)
-            if rollouts.get("colocate") == "sleep":
+            if rollouts.get("sleep_mode"):
                 engine = import_class(rollouts.engine.class_path, where)
-                check_sleep(engine, rollouts.get("in_flight", "finish"), options.get("staleness") or 0)
+                ahead = options.get("max_off_policy_iterations") or 0
+                check_sleep(engine, bool(rollouts.get("in_flight_updates")), ahead)
         except ValueError as error:
             raise ExperimentError(f"{where}: {error}") from None
         check_protocol(protocol, rollouts.protocol.as_dict(), where)

@@ -39,6 +39,11 @@ CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 RENAMED = {
     "show_tools": "; now tools_in: leave it out for show_tools: true, tools_in: trained for show_tools: false",
     "dead_after_s": "; leave it out: the process group's timeout ends a run that has lost a host",
+    "colocate": "; now sleep_mode: true for colocate: sleep, sleep_mode: false for colocate: share",
+    "in_flight": "; now in_flight_updates: true for in_flight: continue, false for in_flight: finish",
+    "staleness": "; now max_off_policy_iterations, with the same number",
+    "failure_patience": "; now max_consecutive_failures, with the same number",
+    "hang_s": "; now heartbeat_timeout_s, with the same number",
 }
 
 

@@ -94,7 +94,7 @@ class OnPolicyModule(PolicyModule):
         reference_dtype: type the reference's parameters are kept in.
         importance_cap: bound C of the importance weights min(r, C), r = pi_old / pi_sampler, by which the policy's loss
             of a token is multiplied, without gradient: they correct for an engine whose probabilities differ from the
-            trainer's, and for weights that were older (``data.staleness``). "TIS", Yao et al. 2025,
+            trainer's, and for weights that were older (``data.max_off_policy_iterations``). "TIS", Yao et al. 2025,
             fengyao.notion.site/off-policy-rl; verl's tis_imp_ratio_cap; 2.0 is usual. Null for no correction.
         importance_level: whether r is each token's own, or the geometric mean over the tokens of its sequence (a
             trajectory; a turn, where turns have prompts of their own).

@@ -1,7 +1,7 @@
 """Weights of tokens in the policy's loss: loss mask, aggregation, off-policy correction.
 
 Sampler and trainer differ because the engine computes otherwise than the trainer does, and, where batches are generated
-ahead (``data.staleness``), because its weights are older. The correction is about the ratio
+ahead (``data.max_off_policy_iterations``), because its weights are older. The correction is about the ratio
 
     r_t = pi_old(y_t) / pi_sampler(y_t)        pi_old: the trainer at the start of the iteration
 

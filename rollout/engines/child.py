@@ -20,7 +20,7 @@ from rollout.trajectory import InfrastructureError
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package `rollout`
 LOOK_S = 1.0  # between looks at a process, at most; worker.py's BEAT_S is as long
-SILENT = "its process gave no sign of life for {:g} s (option hang_s), and was killed"
+SILENT = "its process gave no sign of life for {:g} s (option heartbeat_timeout_s), and was killed"
 
 Results = list[tuple[int, Any]]  # (number of the message, what came of it)
 TakesResults = Callable[[Results], None]
@@ -54,8 +54,8 @@ class Child:
         """Whether it was killed from here, as before it is ready only for silence."""
         return self._hung is not None
 
-    def ready(self, hang_s: float, limit_s: float = math.inf) -> dict[str, Any]:
-        """Wait until the model is loaded, at most ``limit_s``, and ``hang_s`` without a sign of life; what the child
+    def ready(self, timeout_s: float, limit_s: float = math.inf) -> dict[str, Any]:
+        """Wait until the model is loaded, at most ``limit_s``, and ``timeout_s`` without a sign of life; what the child
         says of it.
 
         Raises:
@@ -66,7 +66,7 @@ class Child:
         kind = "fatal"
         with contextlib.suppress(EOFError, OSError):
             self._connection.send(self._first)
-            kind, content = self._receive(hang_s, limit_s)
+            kind, content = self._receive(timeout_s, limit_s)
         if kind == "ready":
             return content
         if kind == "refused":
@@ -74,12 +74,12 @@ class Child:
         self.trace = content
         raise InfrastructureError(self.describe_death())
 
-    def ask(self, *message: Any, hang_s: float) -> Any:
+    def ask(self, *message: Any, timeout_s: float) -> Any:
         """What comes of one message, before `begin`. Raises InfrastructureError as `ready`."""
         try:
             self._connection.send(message)
             while True:
-                kind, content = self._receive(hang_s)
+                kind, content = self._receive(timeout_s)
                 if kind == "results":
                     return content[0][1]
                 if kind == "fatal":
@@ -88,14 +88,18 @@ class Child:
             raise InfrastructureError(self.describe_death()) from None
 
     def begin(
-        self, results: TakesResults, ended: Callable[[Child], None], busy: Callable[[], bool], hang_s: float
+        self,
+        results: TakesResults,
+        ended: Callable[[Child], None],
+        busy: Callable[[], bool],
+        timeout_s: float,
     ) -> None:
         """From now on threads of its own write what is sent, give ``results`` on, kill it when it has been ``busy``
-        without a sign of life for ``hang_s``, and call ``ended`` when it is gone, in the thread that has read."""
+        without a sign of life for ``timeout_s``, and call ``ended`` when it is gone, in the thread that has read."""
         self._reader = threading.Thread(target=self._read, args=(results, ended), daemon=True, name="engine-reader")
         for thread in (
             self._writer,
-            threading.Thread(target=self._watch, args=(busy, hang_s), daemon=True, name="engine-watch"),
+            threading.Thread(target=self._watch, args=(busy, timeout_s), daemon=True, name="engine-watch"),
             self._reader,
         ):
             thread.start()
@@ -137,11 +141,11 @@ class Child:
             return f"its process was killed by {name}{hint}"
         return f"its process ended with exit code {code}; what it printed on stderr says why"
 
-    def _receive(self, hang_s: float, limit_s: float = math.inf) -> tuple[str, Any]:
+    def _receive(self, timeout_s: float, limit_s: float = math.inf) -> tuple[str, Any]:
         """The next message that is more than a sign of life."""
-        look = min(LOOK_S, hang_s / 10)
+        look = min(LOOK_S, timeout_s / 10)
         silent, deadline = 0.0, time.monotonic() + limit_s
-        while silent < hang_s and time.monotonic() < deadline:
+        while silent < timeout_s and time.monotonic() < deadline:
             if not self._connection.poll(look):
                 silent += look  # by looks, as in `_watch`
                 continue
@@ -150,7 +154,7 @@ class Child:
             if kind != "alive":
                 return kind, content
         late = f"its process was not ready within {limit_s:.0f} s, and was killed"
-        self.kill(SILENT.format(hang_s) if silent >= hang_s else late)
+        self.kill(SILENT.format(timeout_s) if silent >= timeout_s else late)
         return self._connection.recv()
 
     def _write(self) -> None:
@@ -182,11 +186,11 @@ class Child:
         self._connection.close()
         ended(self)
 
-    def _watch(self, busy: Callable[[], bool], hang_s: float) -> None:
+    def _watch(self, busy: Callable[[], bool], timeout_s: float) -> None:
         """Silence is counted by looks, not by the clock: whoever stops the trainer (Ctrl-Z) stops these, too."""
-        look = min(LOOK_S, hang_s / 10)
+        look = min(LOOK_S, timeout_s / 10)
         silent, heard = 0.0, self._heard
         while not self._gone.wait(look):
             silent, heard = (silent + look if heard == self._heard and busy() else 0.0), self._heard
-            if silent >= hang_s:
-                return self.kill(SILENT.format(hang_s))
+            if silent >= timeout_s:
+                return self.kill(SILENT.format(timeout_s))

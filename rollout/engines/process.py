@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in the order in which they are woken; vLLM's tags
 INTERRUPTED = "the engine was started anew in the middle of a weight update; expected it to be pushed again"
 PAUSE_S = 5.0  # before another start when one has failed; what held memory may need it to let go
-START_FACTOR = 3.0  # a start anew may take so much longer than the first one, and ``hang_s``
+START_FACTOR = 3.0  # a start anew may take so much longer than the first one, and ``heartbeat_timeout_s``
 
 
 @dataclass(slots=True)
@@ -73,25 +73,25 @@ class EngineProcess:
         max_length: PositiveInt,
         threads: PositiveInt = 1,
         environment: dict[str, str] | None = None,
-        hang_s: PositiveFloat = 600.0,
+        heartbeat_timeout_s: PositiveFloat = 600.0,
         restarts: NonNegativeInt = 3,
     ) -> None:
         """
         Args:
             backend: dotted path of a class with the methods `worker.py` calls, built there with ``options``.
-            hang_s: seconds without a sign of life, while it starts or has work to do, after which the child counts as
-                hung. Signs are answers, and one a second: all through the start, then between steps.
+            heartbeat_timeout_s: seconds without a heartbeat, while the child starts or has work, after which it counts
+                as hung. A heartbeat is an answer, or a message sent once a second during the start and between steps.
             restarts: restarts per hour, at most; then requests fail with the reason. An exception before the first
                 answer is not followed by a restart, which would repeat it.
         """
         if threads < 1:
             raise ValueError(f"threads is {threads}; the engine's process needs at least 1")
-        if hang_s <= 0:
-            raise ValueError(f"expected hang_s > 0; found {hang_s}")
+        if heartbeat_timeout_s <= 0:
+            raise ValueError(f"expected heartbeat_timeout_s > 0; found {heartbeat_timeout_s}")
         self._backend, self._options, self._threads = backend, options, threads
         self._environment = environment or {}
         self.max_length = max_length
-        self._hang_s, self._restarts = hang_s, Restarts(restarts)
+        self._heartbeat_s, self._restarts = heartbeat_timeout_s, Restarts(restarts)
         self._info: dict[str, Any] | None = None
         self._failure: InfrastructureError | None = None
         self._start_lock = threading.Lock()
@@ -394,7 +394,7 @@ class EngineProcess:
                     raise InfrastructureError("the engine was closed")
                 child = self._child = self._spawn()
             try:
-                info = child.ready(self._hang_s)
+                info = child.ready(self._heartbeat_s)
                 self._start_s = time.monotonic() - began
                 return child, info
             except InfrastructureError as error:
@@ -415,7 +415,7 @@ class EngineProcess:
     def _begin(self, child: Child, info: dict[str, Any]) -> None:
         self._info, self._up, self._on_trial = info, True, True
         self._send_waiting()
-        child.begin(self._receive, self._ended, lambda: bool(self._asked), self._hang_s)
+        child.begin(self._receive, self._ended, lambda: bool(self._asked), self._heartbeat_s)
 
     def _close(self) -> None:
         with self._lock:
@@ -461,7 +461,7 @@ class EngineProcess:
                 child = self._next_child(why)
                 if child is None:
                     return
-                info = child.ready(self._hang_s, self._hang_s + START_FACTOR * self._start_s)
+                info = child.ready(self._heartbeat_s, self._heartbeat_s + START_FACTOR * self._start_s)
                 self._give_back(child)
             except (ValueError, OSError, InfrastructureError) as error:
                 why = f"it was started anew, and then: {one_line(error)}"
@@ -540,14 +540,14 @@ class EngineProcess:
             version, kept, asleep = self._version, None if self._lost else self._kept, self._asleep
             falling = self._loading is not None and self._asked[self._loading].message[0] == "sleep"
         if kept is not None:
-            refusal = child.ask("load", -1, kept.paths, version, True, True, hang_s=self._hang_s)
+            refusal = child.ask("load", -1, kept.paths, version, True, True, timeout_s=self._heartbeat_s)
             if isinstance(refusal, Exception):
                 self._lose(f"the engine was started anew, and refused the weights that were kept: {refusal}")
         if asleep and not falling:
-            child.ask("sleep", -1, hang_s=self._hang_s)
+            child.ask("sleep", -1, timeout_s=self._heartbeat_s)
             for part in SLEEPING_PARTS:
                 if part not in asleep:
-                    child.ask("wake_up", -1, part, hang_s=self._hang_s)
+                    child.ask("wake_up", -1, part, timeout_s=self._heartbeat_s)
 
     def _fail_one(self, asked: _Asked, error: Exception) -> None:
         number = asked.message[1]

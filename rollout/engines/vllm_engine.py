@@ -39,7 +39,7 @@ class VLLMEngine(EngineProcess):
         weight_transfer: Literal["nccl"] | None = None,
         transport: Literal["auto", "files", "ipc"] = "auto",
         request_seeds: bool | None = None,
-        hang_s: PositiveFloat = 600.0,
+        heartbeat_timeout_s: PositiveFloat = 600.0,
         restarts: NonNegativeInt = 3,
     ) -> None:
         """
@@ -60,8 +60,8 @@ class VLLMEngine(EngineProcess):
             request_seeds: sample every request with its own seed: a run repeats its tokens where the arithmetic does.
                 None: where that costs nothing, which is on CPU and with vLLM's second model runner; on CUDA the first
                 one samples row by row for it.
-            hang_s: seconds without a sign of life, while it starts or has work to do, after which the child process is
-                killed.
+            heartbeat_timeout_s: seconds without a heartbeat, while the child process starts or has work, after which it
+                is killed.
             restarts: how often within an hour a child that has died or was killed is replaced. The next child gets the
                 weights from a copy in the host's memory (one per host), and samples the unanswered requests again, with
                 the same seeds. A request at which two children died fails. 0: a death ends the run; no copy is kept.
@@ -103,7 +103,7 @@ class VLLMEngine(EngineProcess):
             max_length=max_length,
             threads=threads,
             environment=environment,
-            hang_s=hang_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
             restarts=restarts,
         )
         self.transport = transport
@@ -114,7 +114,7 @@ class VLLMEngine(EngineProcess):
         first = self._info is None
         await super().start()
         if first and self._options.get("sleeps") and self.info["device"] == "cpu":
-            logger.warning("colocate: sleep frees no memory on a CPU: vLLM has no sleep mode there")
+            logger.warning("sleep_mode: true frees no memory on a CPU: vLLM has no sleep mode there")
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """See `base.Engine.generate`.

@@ -78,7 +78,7 @@ def run(model, folder, ranks):
         files = [questions(path / f"{name}.parquet", model)]
         data = RolloutDataModule(
             system(model), files, prompts_per_step=QUESTIONS, samples_per_prompt=3, iterations=2, seed=1,
-            balance_tokens=balanced, staleness=staleness,
+            balance_tokens=balanced, max_off_policy_iterations=staleness,
         )  # fmt: skip
         # six trajectories a rank and four steps: a rank's own numbers would deal them otherwise than one process does
         module = GRPOWithSGD(model, mini_batches=4, max_grad_norm=0.0, micro_batch_tokens=400, logits_chunk=64)

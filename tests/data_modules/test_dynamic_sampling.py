@@ -111,7 +111,7 @@ def test_a_resumed_run_draws_the_same(make_data):
 
 
 def test_failures_in_what_was_thrown_away_are_counted_too(make_data):
-    data = make_data(["broken"] * 12 + ["mixed"] * 4, max_infrastructure_failures=0.2, failure_patience=1)
+    data = make_data(["broken"] * 12 + ["mixed"] * 4, max_infrastructure_failures=0.2, max_consecutive_failures=1)
     with pytest.raises(TooManyFailuresError, match="trajectories failed by infrastructure") as caught:
         batches(data, 3)
     assert int(str(caught.value).split(" of ")[1].split()[0]) > 16, "of all that was rolled out, not of the batch"

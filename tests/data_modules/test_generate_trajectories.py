@@ -142,7 +142,7 @@ def test_failures_stop_it_and_finished_chunks_stay(make_system, question_file, t
     with pytest.raises(TooManyFailuresError, match=r"chunk 2: 1 of 2 .* 20% .*http://nowhere"):
         GenerateTrajectories(make_system(), files, seed=0, chunk_questions=2).run(tmp_path / "out")
     assert [t.group for t in generated(tmp_path / "out")] == ["q0", "q1"]
-    patient = GenerateTrajectories(make_system(), files, seed=0, chunk_questions=2, failure_patience=2)
+    patient = GenerateTrajectories(make_system(), files, seed=0, chunk_questions=2, max_consecutive_failures=2)
     assert patient.run(tmp_path / "out")["failed"] == 1
 
 

@@ -213,7 +213,7 @@ def script(ids, sampling):
 environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
 system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, environment, ExactMatchReward())
 data = RolloutDataModule(system, [questions], prompts_per_step=4, seed=1, balance_tokens=False,
-                         max_infrastructure_failures=0.4, failure_patience=1)
+                         max_infrastructure_failures=0.4, max_consecutive_failures=1)
 module, stopped = Recorder(), ""
 one = trainer(folder, ranks=2, max_epochs=9)
 try:
@@ -249,7 +249,7 @@ def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp
     assert [sum(t.failed_by_infrastructure for t in b) for b in module.train_batches] == [2, 2]
     assert data.infrastructure_failures == pytest.approx(1 / 9)
 
-    data, module = make_data(["broken"] * 9, failure_patience=2), Recorder()
+    data, module = make_data(["broken"] * 9, max_consecutive_failures=2), Recorder()
     with pytest.raises(TooManyFailuresError, match=r"iteration 2: 6 of 6 .* 20% 2 times in a row .*http://nowhere"):
         trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
     assert len(module.train_batches) == 1
@@ -403,7 +403,7 @@ def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_d
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"prompts_per_step": 0}, "prompts_per_step is 0"), ({"iterations": 0}, "iterations is 0"),
-     ({"max_infrastructure_failures": 20}, "share between 0 and 1"), ({"failure_patience": 0}, "failure_patience is 0"),
+     ({"max_infrastructure_failures": 20}, "share between 0 and 1"), ({"max_consecutive_failures": 0}, "failures is 0"),
      ({"val_files": "v.parquet"}, "expected a list"), ({"probes": ["closed_book"] * 2}, "same probe twice"),
      ({"eval_batch": 0}, "eval_batch is 0"), ({"attempts": 0}, "attempts is 0"),
      ({"attempts": 2}, "attempts is 2, but eval_sampling is greedy")],

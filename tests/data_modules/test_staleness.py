@@ -14,7 +14,6 @@ from data_modules.rollout_data_module import RolloutDataModule
 from rollout.trajectory import StopReason
 from tests.callbacks.helpers import make_trajectory
 from tests.data_modules.toys import Recorder, sampled_by, trainer
-from tests.rollout.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ class Slow(Recorder):
 def test_every_token_is_at_most_k_iterations_old_and_the_questions_are_the_same(make_data, tmp_path, k):
     plain = Recorder()
     trainer(tmp_path, max_epochs=2).fit(plain, datamodule=make_data())
-    module, data = Slow(), make_data(staleness=k)
+    module, data = Slow(), make_data(max_off_policy_iterations=k)
     trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
     assert keys(module.train_batches) == keys(plain.train_batches)
     assert [sampled_by(batch) for batch in module.train_batches] == [{max(i - k, 0)} for i in range(8)]
@@ -58,7 +57,7 @@ def test_dynamic_sampling_offers_the_same_prompts(make_data, tmp_path):
     options = {"prompts_per_step": 4, "samples_per_prompt": 4, "dynamic_sampling": 3, "iterations": 3}
     runs = []
     for staleness in (0, 1):
-        module, data = Recorder(), make_data(kinds, staleness=staleness, **options)
+        module, data = Recorder(), make_data(kinds, max_off_policy_iterations=staleness, **options)
         trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
         runs.append((keys(module.train_batches), data.discarded_groups, keys([data.discarded])))
     assert runs[0] == runs[1] and runs[0][1][0] > 0
@@ -77,7 +76,7 @@ def test_an_error_in_the_background_is_raised_at_its_batch(make_system, make_dat
     system.engine._script = failing
     module = Slow()
     with pytest.raises(ZeroDivisionError, match="the eighth request"):
-        trainer(tmp_path, max_epochs=1).fit(module, datamodule=make_data(system=system, staleness=1))
+        trainer(tmp_path, max_epochs=1).fit(module, datamodule=make_data(system=system, max_off_policy_iterations=1))
     assert len(module.train_batches) == 1, "the first batch was trained on"
     assert not system.running, "the system was closed"
 
@@ -91,7 +90,7 @@ class Interrupted(Recorder):
 
 
 def test_ctrl_c_cancels_what_is_under_way(make_data, tmp_path):
-    module, data = Interrupted(), make_data(latency=0.0, staleness=2)
+    module, data = Interrupted(), make_data(latency=0.0, max_off_policy_iterations=2)
     data.rollouts.engine._latency = lambda ids: 0.0 if len(data.rollouts.engine.requests) <= 6 else 36000.0
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
@@ -108,7 +107,7 @@ class EvaluationApart(Recorder):
 
 
 def test_an_evaluation_has_the_engine_to_itself(make_data, question_file, tmp_path):
-    data = make_data(latency=0.03, staleness=2, val_files=[question_file("val", ["wrong", "wrong"])])
+    data = make_data(latency=0.03, max_off_policy_iterations=2, val_files=[question_file("val", ["wrong", "wrong"])])
     module = EvaluationApart()
     trainer(tmp_path, max_epochs=1, val_check_interval=1).fit(module, datamodule=data)
     assert len(module.val_batches) == 4 and module.kinds == ["wrong", "wrong"], "the evaluation's were the last"
@@ -123,8 +122,8 @@ def test_a_resume_generates_anew_what_was_ahead(make_data, tmp_path, staleness):
     checkpoint = ModelCheckpoint(tmp_path / "c", filename="last", every_n_train_steps=1, enable_version_counter=False)
     with pytest.raises(RuntimeError, match="switched off"):
         run = trainer(tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[checkpoint])
-        run.fit(cut, datamodule=make_data(staleness=staleness))
-    rest, data = Recorder(), make_data(staleness=staleness)
+        run.fit(cut, datamodule=make_data(max_off_policy_iterations=staleness))
+    rest, data = Recorder(), make_data(max_off_policy_iterations=staleness)
     rest.on_train_start = lambda: data.rollouts.load_weights([("weight", rest.weight)], rest.trainer.global_step)
     trainer(tmp_path, max_epochs=2).fit(rest, datamodule=data, ckpt_path=tmp_path / "c" / "last.ckpt")
     assert keys(cut.train_batches[:2]) + keys(rest.train_batches) == keys(whole.train_batches)
@@ -139,14 +138,14 @@ def test_too_old_tokens_stop_the_run():
     old = young.replace(turns=(dataclasses.replace(first, version_runs=((3, 2), (5, 2))), last))
     check_staleness([young, old], 5, 2)
     check_staleness([young, old.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None)], 5, 1)
-    with pytest.raises(StalenessError, match="weights 3, but the engine has weights 5 and staleness is 1: expected 4"):
+    with pytest.raises(StalenessError, match="weights 3, but the engine has weights 5 and .* is 1: expected 4"):
         check_staleness([young, old], 5, 1)
 
 
 def test_two_ranks_generate_their_own_shares_ahead(make_data):
     def batches(rank, world, staleness):
         # Exchanging groups needs two processes: test_balance.py.
-        data = make_data(prompts_per_step=4, staleness=staleness, balance_tokens=False)
+        data = make_data(prompts_per_step=4, max_off_policy_iterations=staleness, balance_tokens=False)
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
         data.setup("fit")
         found = [batch for _, batch in zip(range(3), data.train_dataloader(), strict=False)]
@@ -158,9 +157,6 @@ def test_two_ranks_generate_their_own_shares_ahead(make_data):
     assert [left + right for left, right in zip(first, second, strict=True)] == alone
 
 
-def test_what_cannot_work_is_refused(make_data, make_system, protocol):
-    with pytest.raises(ValueError, match="staleness is -1; expected 0"):
-        make_data(staleness=-1)
-    system = make_system()
-    with pytest.raises(ValueError, match="expected one of finish, continue"):
-        type(system)(ScriptedEngine([]), protocol, system.environment, in_flight="contine")
+def test_what_cannot_work_is_refused(make_data):
+    with pytest.raises(ValueError, match="max_off_policy_iterations is -1; expected 0"):
+        make_data(max_off_policy_iterations=-1)

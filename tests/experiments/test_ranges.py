@@ -35,7 +35,7 @@ NEGATIVE = {
 }  # fmt: skip
 ZERO_INTEGERS = {
     "bucket_batches", "cache_size", "critic_warmup_steps", "entropy_tokens", "held_out", "lcb_examples", "max_calls",
-    "max_turns", "persistence_threshold", "restarts", "retries", "seed", "staleness", "test_unseen",
+    "max_off_policy_iterations", "max_turns", "persistence_threshold", "restarts", "retries", "seed", "test_unseen",
     "LocalSandbox.threads", "train_every", "warm", "warmup_steps", "window",
 }  # fmt: skip
 

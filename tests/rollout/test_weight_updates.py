@@ -259,7 +259,7 @@ def test_continue_in_the_middle_of_a_turn(model_dir, tmp_path):
     environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
     engine = PlainEngine(str(model_dir), max_length=512)
     system = RolloutSystem(engine, protocol, environment, ExactMatchReward(), max_turns=1, max_turn_tokens=150,
-                           in_flight="continue")  # fmt: skip
+                           in_flight_updates=True)  # fmt: skip
     try:
         system.start()
         how = {"n": 2, "sampling": SamplingParams(max_new_tokens=150), "seed": 0, "batch": 0}

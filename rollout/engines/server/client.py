@@ -24,7 +24,7 @@ _EXCERPT = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ServerWeightState:
     """The weights that the servers must hold."""
 
     tag: str  # of the push that brought them
@@ -32,7 +32,7 @@ class Held:
     paths: tuple[str, ...] = ()  # the push's files, while the sender keeps them
 
     @classmethod
-    def new(cls, version: int, paths: Sequence[str] = ()) -> Held:
+    def new(cls, version: int, paths: Sequence[str] = ()) -> ServerWeightState:
         """A push of its own, with a tag that no other has."""
         return cls(uuid.uuid4().hex, version, tuple(paths))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.engines.base import Generation, SamplingParams, check_request
 from rollout.engines.process import check_model_folder
-from rollout.engines.server.client import Held, OtherWeights, ServerClient
+from rollout.engines.server.client import OtherWeights, ServerClient, ServerWeightState
 from rollout.engines.server.pool import ServerPool
 from rollout.engines.weights.files import SHARED_MEMORY, WeightFiles, in_type, names_and_shapes, new_file
 from rollout.engines.weights.nccl import NCCLSender
@@ -84,7 +84,7 @@ class ServerEngine:
         return self._pool
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ServerWeightState:
         """The weights that generations come from."""
         return self.pool.held
 
@@ -155,7 +155,7 @@ class ServerEngine:
             ValueError: a server refused; nothing is given out from weights other than complete pushes'.
             InfrastructureError: no server took them.
         """
-        held = Held.new(version, files.paths)
+        held = ServerWeightState.new(version, files.paths)
         body = {"tag": held.tag, "version": version, "paths": files.paths, "between_steps": between_steps}
         try:
             took = await _each(await self.pool.reachable(), body)
@@ -200,7 +200,7 @@ class ServerEngine:
             files = WeightFiles.write(tensors, checksum)
             submit(self.load_files(files, version, between_steps)).result()
 
-    async def adopt(self, held: Held, took: Sequence[ServerClient] | None = None) -> None:
+    async def adopt(self, held: ServerWeightState, took: Sequence[ServerClient] | None = None) -> None:
         """From now on generations come from these weights, on the servers that ``took`` them (None: any)."""
         if took is not None:
             for server in self._servers:

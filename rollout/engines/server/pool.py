@@ -14,7 +14,7 @@ from typing import Any
 
 from common.versions import runs_of
 from rollout.engines.base import Generation
-from rollout.engines.server.client import Held, OtherWeights, ServerClient
+from rollout.engines.server.client import OtherWeights, ServerClient, ServerWeightState
 from rollout.engines.server.weights import START
 from rollout.trajectory import InfrastructureError
 
@@ -38,7 +38,7 @@ class ServerPool:
         self, servers: Sequence[ServerClient], model: str, max_length: int, expected: Shapes, tied: set[str]
     ) -> None:
         """``expected``: names and shapes of the model's weights, ``tied`` the names that a server need not have."""
-        self.servers, self.held = list(servers), Held(START, 0)
+        self.servers, self.held = list(servers), ServerWeightState(START, 0)
         self._model, self._max_length, self._expected, self._tied = model, max_length, expected, tied
         self._affinity = PrefixAffinity()
         self._searches: dict[ServerClient, asyncio.Task[None]] = {}
@@ -60,12 +60,12 @@ class ServerPool:
         self._settled.set()
         self._wake()
 
-    async def moved_on(self, held: Held) -> bool:
+    async def moved_on(self, held: ServerWeightState) -> bool:
         """Whether the servers must hold other weights than ``held`` by now, or after the push in progress."""
         await self._settled.wait()
         return self.held.tag != held.tag
 
-    async def accept(self, generation: Generation, asked: Held) -> None:
+    async def accept(self, generation: Generation, asked: ServerWeightState) -> None:
         """Check that only complete pushes have sampled it; waits for the end of a push in progress. ``asked``: what the
         servers had to hold when it was asked for. Raises OtherWeights."""
         count = len(generation.token_ids)
@@ -77,7 +77,7 @@ class ServerPool:
         if generation.policy_version < asked.version and asked.tag == self.held.tag:
             raise OtherWeights(f"it answered from version {generation.policy_version}, not {asked.version}")
 
-    def adopt(self, held: Held) -> None:
+    def adopt(self, held: ServerWeightState) -> None:
         """From now on these are the weights that the servers must hold."""
         self.held = held
         self._whole.add(held.version)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rollout.engines.server.client import Held, ServerClient
+from rollout.engines.server.client import ServerClient, ServerWeightState
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class NCCLSender:
                 "probe_tolerance"
             )
         servers: list[ServerClient] = submit(engine.pool.reachable()).result()
-        held, started = Held.new(version), False
+        held, started = ServerWeightState.new(version), False
         for bucket in _device_buckets(tensors, self._bucket_bytes):
             if not started:
                 submit(self._join(servers, bucket[0][1].device)).result()

@@ -35,15 +35,15 @@ class Learner(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    def __init__(self, colocate):
+    def __init__(self, sleep_mode):
         super().__init__()
-        self.rollouts = SimpleNamespace(colocate=colocate, waited_s=0.0, load_weights=self.load)
+        self.rollouts = SimpleNamespace(sleep_mode=sleep_mode, waited_s=0.0, load_weights=self.load)
         self.pushes = []
 
     def load(self, tensors, version):
         module = self.trainer.lightning_module
         self.pushes.append(places(module))
-        if self.rollouts.colocate == "sleep" and version == 2:  # what a checkpoint of now holds, and restores
+        if self.rollouts.sleep_mode and version == 2:  # what a checkpoint of now holds, and restores
             optimizer = self.trainer.optimizers[0]
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -59,9 +59,9 @@ def places(module):
     return {value.device.type for value in states(module)}
 
 
-def run(colocate):
+def run(sleep_mode):
     torch.manual_seed(0)
-    module, data = Learner(), Data(colocate)
+    module, data = Learner(), Data(sleep_mode)
     options = {"strategy": pretended_device.strategy(), "accelerator": "auto", "logger": False, "max_epochs": 1}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(callbacks=[WeightSync()], **options, **quiet)
@@ -71,8 +71,8 @@ def run(colocate):
 
 if __name__ == "__main__":
     with pretended_device.Pretending():
-        shared, expected = run("share")
-        slept, found = run("sleep")
+        shared, expected = run(False)
+        slept, found = run(True)
     there = pretended_device.DEVICE.type
     assert shared == [set(), *[{there}] * 4], shared
     assert slept == [set(), *[{"cpu"}] * 4], slept

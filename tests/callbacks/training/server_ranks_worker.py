@@ -48,7 +48,7 @@ class Rank(L.Callback):
 
     def goes_on_across_a_push(self, rollouts, module):
         """Whoever sends, each rank's own requests go on, and no rank takes the server for one gone astray."""
-        engine, rollouts.in_flight = rollouts.engine, "continue"
+        engine, rollouts.in_flight_updates = rollouts.engine, True
         for version in (3, 4):
             lasts = rollouts.background(engine.generate([5, 6, 7], SamplingParams(200, seed=version)))
             rollouts.load_weights(module.policy_weights(), version)
@@ -56,7 +56,7 @@ class Rank(L.Callback):
             again = rollouts.background(engine.generate([5, 6, 7], SamplingParams(4))).result()
             assert again.policy_version == version and not again.version_runs
             assert not engine.pool._searches, "the server was taken for lost"
-        rollouts.in_flight = "finish"
+        rollouts.in_flight_updates = False
 
 
 def system(engine):
@@ -83,8 +83,8 @@ def engines_of_their_own(module) -> None:
     rank, rollouts = torch.distributed.get_rank(), system(PlainEngine(MODEL))
     written, write = [], WeightFiles.write
     WeightFiles.write = lambda tensors, checksum: written.append(write(tensors, checksum)) or written[-1]
-    for version, in_flight in ((1, "finish"), (2, "continue")):
-        rollouts.in_flight = in_flight
+    for version, in_flight_updates in ((1, False), (2, True)):
+        rollouts.in_flight_updates = in_flight_updates
         rollouts.load_weights(module.policy_weights(), version, checksum=True)
         ids, said = rollouts.probe("Where?", 4)
         assert [g.policy_version for g in said.values()] == [version]

@@ -1,4 +1,4 @@
-"""``rollouts.colocate: sleep``: the engine sleeps while the trainer trains, and the other way round."""
+"""``rollouts.sleep_mode: true``: the engine sleeps while the trainer trains, and the other way round."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_the_engine_is_awake_from_push_to_batch_and_the_numbers_are_the_same(tra
     questions = str(tmp_path / "questions.parquet")
     write_tasks(Path(questions), [make_task(i) for i in range(4)])
     ends = []
-    for colocate in ("share", "sleep"):
-        log = tmp_path / colocate
-        rollouts = system(SleepingEngine(str(model_dir), log=str(log)), model_dir, colocate=colocate)
+    for sleep_mode in (False, True):
+        log = tmp_path / f"log-{sleep_mode}"
+        rollouts = system(SleepingEngine(str(model_dir), log=str(log)), model_dir, sleep_mode=sleep_mode)
         data = RolloutDataModule(
             rollouts, [questions], prompts_per_step=2, samples_per_prompt=2, iterations=2, dynamic_sampling=1, seed=1,
             val_files=[questions], train_sampling=Decoding(temperature=1.0), eval_batch=2,
@@ -69,15 +69,15 @@ def test_the_engine_is_awake_from_push_to_batch_and_the_numbers_are_the_same(tra
         rollouts.close()
     (shared, before), (slept, after) = ends
     assert same_weights(shared, slept) and before == after
-    calls = [name for name, _ in itertools.groupby((tmp_path / "sleep").read_text().split("\n")[:-1])]
+    calls = [name for name, _ in itertools.groupby((tmp_path / "log-True").read_text().split("\n")[:-1])]
     push = ["wake weights", "load", "wake kv_cache"]
     # Rounds of dynamic sampling, and validations, are among what is generated between two pushes.
     assert calls == ["sleep", *(push + ["generate", "sleep"]) * 2, *push, "generate", "sleep"]
-    assert "sleep" not in (tmp_path / "share").read_text()
+    assert "sleep" not in (tmp_path / "log-False").read_text()
 
 
 def test_a_supervised_stage_wakes_the_engine_for_its_validations_alone(trainer_for, model_dir, tmp_path):
-    rollouts = system(SleepingEngine(str(model_dir), log=str(tmp_path / "log")), model_dir, colocate="sleep")
+    rollouts = system(SleepingEngine(str(model_dir), log=str(tmp_path / "log")), model_dir, sleep_mode=True)
     module, data = make_learner(model_dir, ["grey harbor"] * 2, rollouts=rollouts)
     trainer_for([WeightSync(during_training=False)], max_epochs=1, val_check_interval=2).fit(module, datamodule=data)
     rollouts.close()
@@ -88,7 +88,7 @@ def test_a_supervised_stage_wakes_the_engine_for_its_validations_alone(trainer_f
 def test_the_engine_sleeps_where_a_mixed_run_trains_on_saved_batches(trainer_for, model_dir, tmp_path):
     questions, log = str(tmp_path / "questions.parquet"), tmp_path / "log"
     write_tasks(Path(questions), [make_task(i) for i in range(4)])
-    rollouts = system(SleepingEngine(str(model_dir), log=str(log)), model_dir, colocate="sleep")
+    rollouts = system(SleepingEngine(str(model_dir), log=str(log)), model_dir, sleep_mode=True)
     rollouts.start()
     asked = rollouts.rollout([make_task(i) for i in range(8)], sampling=SamplingParams(8), seed=3)
     save_trajectories(tmp_path / "saved.parquet", asked)
@@ -132,27 +132,29 @@ def test_combinations_without_an_idle_engine_are_refused(model_dir, tmp_path):
     def engine():
         return SleepingEngine(str(model_dir), log=str(tmp_path / "log"))
 
-    with pytest.raises(ValueError, match=r"in_flight is continue: the engine generates while .*; take colocate: share"):
-        system(engine(), model_dir, colocate="sleep", in_flight="continue")
+    with pytest.raises(ValueError, match=r"in_flight_updates is true: .*; take sleep_mode: false"):
+        system(engine(), model_dir, sleep_mode=True, in_flight_updates=True)
     with pytest.raises(ValueError, match="ServerEngine serves several ranks: expected an engine of the rank's own"):
-        system(ServerEngine(["http://127.0.0.1:1"], str(model_dir), 256), model_dir, colocate="sleep")
-    with pytest.raises(ValueError, match=r"data.staleness is 1: the engine generates while the trainer trains"):
-        RolloutDataModule(system(engine(), model_dir, colocate="sleep"), ["questions"], 2, staleness=1)
+        system(ServerEngine(["http://127.0.0.1:1"], str(model_dir), 256), model_dir, sleep_mode=True)
+    with pytest.raises(ValueError, match=r"data.max_off_policy_iterations is 1: the engine generates"):
+        RolloutDataModule(system(engine(), model_dir, sleep_mode=True), ["questions"], 2, max_off_policy_iterations=1)
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         (
-            "--data.staleness=1",
-            "data.staleness is 1: the engine generates while the trainer trains; take colocate: share",
+            "--data.max_off_policy_iterations=1",
+            "data.max_off_policy_iterations is 1: the engine generates while the trainer trains",
         ),
-        ("--data.rollouts.in_flight=continue", "in_flight is continue: the engine generates while the trainer trains"),
-        ("--data.rollouts.colocate=doze", "colocate"),
+        ("--data.rollouts.in_flight_updates=true", "in_flight_updates is true: the engine generates while"),
+        ("--data.rollouts.sleep_mode=doze", "sleep_mode"),
+        ("--data.rollouts.colocate=sleep", "now sleep_mode: true"),
+        ("--data.staleness=1", "now max_off_policy_iterations"),
     ],
 )
 def test_the_dry_run_refuses_them(option, message, capsys):
-    words = ["dry-run", "dgpo_tiny", "--data.rollouts.colocate=sleep"]
+    words = ["dry-run", "dgpo_tiny", "--data.rollouts.sleep_mode=true"]
     assert main([*words, option]) != 0
     assert message in capsys.readouterr().err
 

@@ -247,7 +247,7 @@ def test_command(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert "policy 7.62 B, reference 7.62 B" in out and "TOO MUCH" in out
     strategy = r"--trainer.strategy.class_path \S+.ZeRO3 --trainer.strategy.init_args.offload_optimizer true"
-    share = r"(?:--data.rollouts.colocate sleep )?--data.rollouts.engine.gpu_memory_utilization [\d.]+"
+    share = r"(?:--data.rollouts.sleep_mode true )?--data.rollouts.engine.gpu_memory_utilization [\d.]+"
     lora = f"; or, which is another training, with LoRA: --model.lora.rank 16 --model.lr 1e-5 {share}\n"
     assert re.search(f"1 GPU: fits with {strategy} {share}{lora}", out)
     assert "8 GPUs: " not in out
@@ -301,7 +301,7 @@ def test_an_engine_gets_what_its_trajectories_need():
     enough = (2 * policy.parameters + 8 * 8000 * policy.kv_bytes() + sizing.ENGINE_WORK) / chip.memory
     assert enough <= best_share(few, few.training, chip) <= enough + 0.01
     assert "more than it can use" in settings(few, chip)
-    asleep = replace(training, engine_share=0.85, colocate="sleep")
+    asleep = replace(training, engine_share=0.85, sleep_mode=True)
     assert sizing.memory(asleep, chip)["engine"] == sizing.ENGINE_ASLEEP
     assert set(sizing.sampling_memory(asleep, chip)) == {"weights", "master weights", "engine", "overhead"}
     assert sizing.peak(asleep, chip) == sum(sizing.sampling_memory(asleep, chip).values())

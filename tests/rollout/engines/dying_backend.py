@@ -110,7 +110,9 @@ class DyingBackend:
 
 
 class DyingEngine(EngineProcess):
-    def __init__(self, transport: str = "files", hang_s: float = 600, restarts: int = 3, **options) -> None:
+    def __init__(
+        self, transport: str = "files", heartbeat_timeout_s: float = 600, restarts: int = 3, **options
+    ) -> None:
         path = f"{__name__}.{DyingBackend.__name__}"
-        super().__init__(path, options, max_length=256, hang_s=hang_s, restarts=restarts)
+        super().__init__(path, options, max_length=256, heartbeat_timeout_s=heartbeat_timeout_s, restarts=restarts)
         self.transport = transport

@@ -72,7 +72,9 @@ def test_what_a_dead_or_hung_child_was_sampling_is_sampled_again(tmp_path, stops
     log = tmp_path / "log"
 
     async def main():
-        async with started(DyingEngine(log=str(log), at="step", stops=stops, hang_s=20.0 if stops else 600)) as engine:
+        async with started(
+            DyingEngine(log=str(log), at="step", stops=stops, heartbeat_timeout_s=20.0 if stops else 600)
+        ) as engine:
             await push(engine, 1, 3)
             first = engine.pid
             assert sampled(await ask(engine)) == expected(1, 3)
@@ -80,7 +82,7 @@ def test_what_a_dead_or_hung_child_was_sampling_is_sampled_again(tmp_path, stops
             assert log.read_text().split()[:5] == ["start", "load", "step", "start", "load"]
 
     run(main())
-    why = "no sign of life for 20 s .option hang_s." if stops else "killed by SIGKILL"
+    why = "no sign of life for 20 s .option heartbeat_timeout_s." if stops else "killed by SIGKILL"
     (died,) = [record.message for record in caplog.records if "the engine died" in record.message]
     assert re.search(f"{why}.* started anew .1 of 3 within an hour. with the weights of version 3", died)
 
@@ -88,11 +90,13 @@ def test_what_a_dead_or_hung_child_was_sampling_is_sampled_again(tmp_path, stops
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_child_that_hangs_while_it_starts(tmp_path, restarts, caplog):
-    """Another is started. That takes longer than ``hang_s``, and is waited for: it gives signs of life."""
+    """Another is started. That takes longer than ``heartbeat_timeout_s``, and is waited for: it gives signs of life."""
     log = tmp_path / "log"
 
     async def main():
-        engine = DyingEngine(log=str(log), at="start", stops=True, takes_s=11.0, hang_s=10.0, restarts=restarts)
+        engine = DyingEngine(
+            log=str(log), at="start", stops=True, takes_s=11.0, heartbeat_timeout_s=10.0, restarts=restarts
+        )
         async with started(engine):
             assert sampled(await ask(engine)) == expected(0, 0)
 
@@ -102,7 +106,7 @@ def test_a_child_that_hangs_while_it_starts(tmp_path, restarts, caplog):
         (said,) = [record.getMessage() for record in caplog.records if "hung while it started" in record.getMessage()]
         assert said.endswith("Another is started (1 of 1 within an hour)")
     else:
-        with pytest.raises(InfrastructureError, match=r"failed at start: .* no sign of life for 10 s .option hang_s."):
+        with pytest.raises(InfrastructureError, match=r"at start: .* for 10 s .option heartbeat_timeout_s."):
             run(main())
 
 

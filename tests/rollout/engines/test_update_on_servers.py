@@ -1,4 +1,4 @@
-"""New weights on engine servers while requests are in flight there (``rollouts.in_flight: continue``)."""
+"""New weights on engine servers while requests are in flight there (``rollouts.in_flight_updates: true``)."""
 
 from __future__ import annotations
 
