@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks import common
 from benchmarks.gpu.frame import Result, Row, Setting, results
-from experiments.registry.known_models import MODELS
+from experiments.registry.shapes import MODELS
 
 TRAINING, ENGINE = ("lightning", "transformers"), ("lightning", "vllm")
 ROWS = (

@@ -32,7 +32,7 @@ class Setting:
 
     Attributes:
         folder: for models, checkpoints and logs; all rows share it.
-        model: name in ``experiments.registry.known_models``.
+        model: name in ``experiments.registry.shapes``.
         cpu: small shapes, on the processor.
     """
 

@@ -61,7 +61,7 @@ def driver_version() -> str:
 def shared_memory(setting: Setting) -> Finding:
     """Weights go through it, in the engine's type, where they do not go from GPU to GPU."""
     from benchmarks.gpu.shapes import shape_of
-    from experiments.registry.sizing import Dimensions
+    from experiments.registry.shapes import Dimensions
 
     needed = (4 if setting.cpu else 2) * Dimensions.of(shape_of(setting)).parameters + (16 << 20)
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0

@@ -32,7 +32,7 @@ from callbacks.training.resume import IterationCheckpoint, find_checkpoint
 from callbacks.training.throughput import Throughput
 from callbacks.training.weight_sync import PROBE_TEXT, WeightSync, generation_gap
 from data_modules.rollout_data_module import RolloutDataModule
-from experiments.registry.sizing import GB
+from experiments.registry.shapes import GB
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import collate
 from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs

@@ -11,8 +11,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.gpu.frame import Setting
-from experiments.registry.known_models import MODELS
-from experiments.registry.sizing import CHIPS, Chip
+from experiments.registry.shapes import CHIPS, MODELS, Chip
 from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
 
 TINY = {

@@ -18,7 +18,8 @@ from benchmarks.gpu.frame import Finding, Setting
 from benchmarks.gpu.shapes import FEW, chip_here, model_folder, shape_of, trajectories
 from callbacks.training.throughput import Throughput
 from experiments.registry import sizing
-from experiments.registry.sizing import GB, Chip, Dimensions, Training
+from experiments.registry.shapes import GB, Chip, Dimensions
+from experiments.registry.sizing import Training
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.models.policy import output_head
 from lightning_modules.models.projection import LOGITS_CHUNK

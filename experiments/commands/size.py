@@ -1,4 +1,4 @@
-"""``make size``: what an experiment needs of GPUs, and how fast they can be at most, before anything is downloaded."""
+"""``make size``: whether an experiment fits on given GPUs, what to change, and how long it takes; loads nothing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.commands import index_size
 from experiments.commands.command import builds_index, command, make_graph, numbers, option
 from experiments.registry import sizing
 from experiments.registry.errors import ExperimentError, nearest
-from experiments.registry.known_models import known_model
-from experiments.registry.sizing import CHIPS, GB, Adapters, Chip, Dimensions, Run, Strategy, Training
+from experiments.registry.shapes import CHIPS, GB, Chip, Dimensions, Precision, known_model
+from experiments.registry.sizing import Adapters, Run, Strategy, Training
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
 
-NAMES = {"self_teacher": "self-teacher", "average": "moving average"}  # of modules' attributes, in the table
+NAMES = {"self_teacher": "self-teacher", "average": "moving average"}  # of a module's attributes, in the table
 STRATEGY = "--trainer.strategy.class_path lightning_modules.sharding.strategies.ZeRO3"
 OFFLOAD = "--trainer.strategy.init_args.offload"
 SHARDED: dict[str, Any] = {"strategy": "zero3"}
-REMEDIES: tuple[tuple[str, dict[str, Any]], ...] = (  # of a trainer that is too large, the cheaper ones first
+REMEDIES: tuple[tuple[str, dict[str, Any]], ...] = (  # for a trainer that is too large, the cheapest first
     ("", {}),
     (STRATEGY, SHARDED),
     (f"{STRATEGY} {OFFLOAD}_optimizer true", SHARDED | {"offload_optimizer": True}),
@@ -32,26 +31,28 @@ REMEDIES: tuple[tuple[str, dict[str, Any]], ...] = (  # of a trainer that is too
         SHARDED | {"offload_optimizer": True, "offload_parameters": True},
     ),
 )
-INDEX_NOTE = (
-    "Memory of the server, disk of the index with its texts. Seconds are those of one processor\n"
-    "(docs/results/benchmarks.md) in proportion, without encoding the queries. IVF-PQ and HNSW\n"
-    "miss some of what exact search finds: `recall` in the index's metadata.json."
-)
-MICRO_BATCH = 4096  # tokens; smaller ones no longer fill a GPU
+MICRO_BATCH = 4096  # tokens; smaller micro-batches do not fill a GPU
 MORE = 1.25  # times as many sequences at once are worth another setting
-FAR = 0.2  # by so much a share of memory is too large
+FAR = 0.2  # a share of memory that is too large by this much is worth another setting
 GPUS = "1,8,16"
 RANK = 16  # of the adapters that are advised where sharding does not help
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+# Search indexes
+CORPORA = {"wiki-18.jsonl": (21_015_324, 14_393_573_105)}  # passages, bytes; before the file is there
+ENCODERS = {"e5-small-v2": 384, "e5-base-v2": 768, "e5-large-v2": 1024, "bge-base-en-v1.5": 768, "bge-m3": 1024}
+QUERIES = 64
+ROW = 45  # bytes that the index adds to a passage: its row, its offset, keys
+LUCENE = 0.16  # of the text: 2.3 GB of wiki-18, as released
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sized:
-    """A training on so many GPUs, and what it does.
+    """A training run on a number of GPUs.
 
     Attributes:
-        run: None where trajectories are not sampled.
-        low_rank: the training with adapters of rank ``RANK`` on a base in bfloat16.
+        run: None where no trajectories are sampled.
+        low_rank: the same with adapters of rank ``RANK`` on a bfloat16 base.
         in_flight: trajectories that rollouts and engine take at once.
     """
 
@@ -61,77 +62,61 @@ class Sized:
     in_flight: int
 
     @property
-    def context(self) -> float:
-        """Tokens that a token looks back on, taken as half of the longest."""
-        return self.training.max_length / 2
-
-    @property
     def wanted(self) -> int:
         """Sequences that each GPU could sample at once."""
-        if self.run is None:
-            return 0
-        return min(math.ceil(self.run.trajectories / self.training.gpus), self.in_flight)
+        return min(math.ceil(self.run.trajectories / self.training.gpus), self.in_flight) if self.run else 0
+
+    def sequences(self, chip: Chip) -> int:
+        """Sequences of half the longest length that a GPU's engine holds at once, of those wanted."""
+        return min(self.wanted, int(sizing.cache_tokens(self.training, chip) // max(self.training.context, 1)))
 
 
 @command(
     "size",
-    "GPU memory by component and the roofline's speeds; loads nothing",
-    option("--gpus", default=GPUS, help="comma-separated"),
+    "whether an experiment fits on given GPUs, what to change, and estimated hours; loads nothing",
+    option("--gpus", default=GPUS, help="numbers of GPUs, comma-separated"),
     option("--gpu", default="h100", help=", ".join(CHIPS)),
-    option("--markdown", action="store_true", help="a table for a page"),
 )
 def size(args: argparse.Namespace, context: RunContext) -> None:
-    """Print memory by component and the roofline's speeds, a column per number of GPUs.
+    """Print memory by component, speeds and hours, a column per number of GPUs, and the options that make it fit.
 
     Raises:
-        ExperimentError: an experiment that trains nothing, a chip or a model that is not known.
+        ExperimentError: an experiment that trains nothing, an unknown GPU or model.
     """
     if args.gpu not in CHIPS:
         raise ExperimentError(f"no GPU '{args.gpu}' is known{nearest(args.gpu, CHIPS)}; there are: {', '.join(CHIPS)}")
     counts = numbers("--gpus", args.gpus, GPUS, least=1)
     stage = make_graph(context).target()
     if builds_index(stage):
-        title, rows = index_size.table(stage, context.project.root)
-        print(f"{title}\n")
-        print_table(rows, args.markdown)
-        print(f"\n{INDEX_NOTE}")
+        print_index(stage, context.project.root)
         return
     if stage.kind != "fit":
-        raise ExperimentError(f"'{stage.name}' is of kind {stage.kind}: it trains nothing")
-    chip = CHIPS[args.gpu]
-    module = module_of(stage)
+        raise ExperimentError(f"'{stage.name}' is of kind {stage.kind}: it trains nothing; name one that trains")
+    chip, module = CHIPS[args.gpu], module_of(stage)
     columns = [sized(stage, module, n, context.project.root) for n in counts]
     first = columns[0].training
-    title = f"{stage.name} on {chip.name}: policy {billions(first.policy.parameters)}"
-    for name, dimensions, _ in first.frozen:
-        title += f", {name} {billions(dimensions.parameters)}"
-    title += f", critic {billions(first.critic.body)}" if first.critic else ""
-    title += f", adapters {billions(first.trained)}" if first.adapters else ""
-    print(f"{title}; {first.strategy}, {first.precision}\n")
-    print_table(table(columns, chip), args.markdown)
+    models = [("policy", first.policy.parameters), *((name, d.parameters) for name, d, _ in first.frozen)]
+    models += [("critic", first.critic.body)] if first.critic else []
+    models += [("adapters", first.trained)] if first.adapters else []
+    words = ", ".join(f"{name} {billions(count)}" for name, count in models)
+    print(f"{stage.name} on {chip.name}: {words}; {first.strategy}, {first.precision}\n")
+    print_table(table(columns, chip))
     for line in advice(columns, chip):
         print(f"\n{line}")
-    counted = {} if args.gpus == GPUS else {"GPUS": args.gpus}
-    sharded = dataclasses.replace(context, arguments=(*context.arguments, "--trainer.strategy=zero3"))
     print(
-        "\nGB per GPU, counted and not measured (experiments/registry/sizing.py says how near it\n"
-        "comes). The roofline is what the chip could do at its peak. Hours are an estimate: a run\n"
-        f"reaches {sizing.EFFICIENCY:g} of the roofline, trajectories are half as long as they may be; tools and\n"
-        "evaluation come on top.\n"
-        f"Other GPUs:      {context.command('size', **counted, GPU='h100' if args.gpu == 'h200' else 'h200')}\n"
-        f"Other settings:  {sharded.command('size', **counted, GPU=args.gpu)}"
+        "\nGB per GPU, computed and not measured. The roofline is the GPU's peak. Hours assume that a run reaches\n"
+        f"{sizing.EFFICIENCY:g} of it, and trajectories of half the longest length; tools and evaluation come on top."
     )
 
 
 def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
-    """The training of ``stage`` on ``gpus`` GPUs, from its configuration and the models it names."""
+    """The training run of ``stage`` on ``gpus`` GPUs, from its configuration and the models that it names."""
     model = stage.config["model"]["init_args"]
     trainer, data = stage.config.get("trainer") or {}, (stage.config.get("data") or {}).get("init_args") or {}
     rollouts = (data.get("rollouts") or {}).get("init_args") or {}
     engine = rollouts.get("engine", {}).get("init_args") or {}
     strategy, options = strategy_of(trainer.get("strategy"), gpus)
-    policy = dimensions_of(model["policy"], stage, root)
-    adapters = adapters_of(model.get("lora"))
+    policy, adapters = dimensions_of(model["policy"], stage, root), adapters_of(model.get("lora"))
     training = Training(
         policy=policy,
         critic=policy if getattr(module, "critic_path", None) else None,
@@ -156,7 +141,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
 
 
 def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | None:
-    """What an on-policy training does; None of another, whose data is not looked at, and without ``iterations``."""
+    """The work of an on-policy training run; None for others, and without ``iterations``."""
     if not data.get("prompts_per_step") or not data.get("iterations"):
         return None
     protocol = rollouts.get("protocol", {}).get("init_args") or {}
@@ -174,7 +159,7 @@ def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | No
 
 
 def adapters_of(lora: Any) -> Adapters | None:
-    """Of ``model.lora``: its rank, and which of a layer's linear modules its targets name."""
+    """The rank and the linear modules of ``model.lora``."""
     if not lora:
         return None
     from lightning_modules.models.lora import ALL_LINEAR, LoRA
@@ -185,8 +170,8 @@ def adapters_of(lora: Any) -> Adapters | None:
 
 
 def frozen_models(module: Any, stage: Stage, root: Path, low_rank: bool) -> tuple[tuple[str, Dimensions, int], ...]:
-    """(name, dimensions, bytes per parameter) of what is not trained. With adapters one that starts from the policy's
-    folder costs nothing, unless it moves: it is the base."""
+    """(name, shape, bytes per parameter) of each model that is not trained. With adapters, a frozen model from the
+    policy's folder is the base and costs nothing, unless it is a moving average."""
     return tuple(
         (NAMES.get(name, name), dimensions_of(path, stage, root), BYTES[dtype])
         for name, (path, dtype) in module.frozen_models().items()
@@ -195,11 +180,7 @@ def frozen_models(module: Any, stage: Stage, root: Path, low_rank: bool) -> tupl
 
 
 def module_of(stage: Stage) -> Any:
-    """The module that ``stage`` trains, without models.
-
-    Raises:
-        ExperimentError: with what it says of its options.
-    """
+    """The module that ``stage`` trains, without models. Raises ExperimentError where it refuses its options."""
     from argparse import ArgumentError
 
     from experiments.stages.validate import check_module, cli, condense, instantiate
@@ -214,7 +195,7 @@ def module_of(stage: Stage) -> Any:
 
 
 def strategy_of(value: Any, gpus: int) -> tuple[Strategy, dict[str, Any]]:
-    """A trainer's strategy in the words of ``sizing``, and its options."""
+    """The name and the options of ``trainer.strategy``."""
     options = value.get("init_args") or {} if isinstance(value, dict) else {}
     name = str((value or {}).get("class_path") if isinstance(value, dict) else value or "auto").lower()
     if "zero" in name or "deepspeed" in name:
@@ -222,17 +203,17 @@ def strategy_of(value: Any, gpus: int) -> tuple[Strategy, dict[str, Any]]:
     return ("ddp" if gpus > 1 else "single"), options
 
 
-def precision_of(trainer: Any, dtype: Any) -> sizing.Precision:
+def precision_of(trainer: Any, dtype: Any) -> Precision:
     if dtype == "bfloat16" or str(trainer).endswith("-true") and str(trainer).startswith("bf16"):
         return "bfloat16"
     return "autocast" if str(trainer).startswith(("bf16", "16")) else "float32"
 
 
 def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
-    """Of the model at ``path``: read, if it is there; else that of the stage which will make it; else as published.
+    """The shape of the model at ``path``: from its file, else from the stage that will make it, else as published.
 
     Raises:
-        ExperimentError: nothing is known of it.
+        ExperimentError: an unknown model.
     """
     file = root / path / "config.json"
     if file.is_file():
@@ -244,77 +225,68 @@ def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
     if (config := known_model(Path(path).name)) is not None:
         return Dimensions.of(config)
     raise ExperimentError(
-        f"'{stage.name}': nothing is known of the model '{path}': it is not there, no stage that trains makes it, and "
-        "experiments/registry/known_models.py has none of that name. Put it there, or train what makes it"
+        f"'{stage.name}': unknown model '{path}': no such folder, no stage makes it, and "
+        "experiments/registry/shapes.py has no model of that name; download it, or train the stage that makes it"
     )
 
 
 def table(columns: Sequence[Sized], chip: Chip) -> list[list[str]]:
-    """Rows of cells, the first one the head."""
+    """Rows of cells; the first row is the head."""
     trainings = [c.training for c in columns]
-    rows = [["GPUs", *(str(t.gpus) for t in trainings)]]
     parts = [sizing.memory(t, chip) for t in trainings]
+    rows = [["GPUs", *(str(t.gpus) for t in trainings)]]
     for name in dict.fromkeys(name for part in parts for name in part):
         if any(part.get(name) for part in parts):
             rows.append([name, *(f"{part.get(name, 0) / GB:.1f}" for part in parts)])
     if any(sampling := [sizing.sampling_memory(t, chip) for t in trainings]):
         rows.append(["training, engine asleep", *(f"{sum(part.values()) / GB:.1f}" for part in parts)])
         rows.append(["sampling, optimizer away", *(f"{sum(part.values()) / GB:.1f}" for part in sampling)])
-    rows.append([f"all of {chip.memory / GB:.0f}", *(total(sizing.peak(t, chip), chip) for t in trainings)])
-    speeds = [sizing.training_speed(c.training, chip, c.context) for c in columns]
-    rows.append(["training tok/s, roofline", *(count(speed) for speed in speeds)])
+    peaks = [sizing.peak(t, chip) for t in trainings]
+    cells = (f"{size / GB:.1f}" + ("" if size <= chip.memory else " TOO MUCH") for size in peaks)
+    rows.append([f"all of {chip.memory / GB:.0f}", *cells])
+    rows.append(["training tok/s, roofline", *(rounded(sizing.training_speed(t, chip)) for t in trainings)])
     if trainings[0].engine_share and columns[0].run is not None:
-        rows.append(["cache, tokens per GPU", *(count(sizing.cache_tokens(t, chip)) for t in trainings)])
-        sequences = [concurrent_sequences(c, chip) for c in columns]
-        cells = (f"{n} of {c.wanted}" for n, c in zip(sequences, columns, strict=True))
-        rows.append(["sequences at once per GPU", *cells])
-        speeds = [
-            sizing.generation_speed(c.training, chip, n, c.context) for c, n in zip(columns, sequences, strict=True)
-        ]
-        rows.append(["sampled tok/s, roofline", *(count(s) if s else "-" for s in speeds)])
-        times = [sizing.hours(c.training, chip, c.run, n) for c, n in zip(columns, sequences, strict=True) if c.run]
-        rows.append(
-            [f"hours, at {sizing.EFFICIENCY:g} of it", *(f"{time:.2g}" if time < 10 else count(time) for time in times)]
-        )
+        rows.append(["cache, tokens per GPU", *(rounded(sizing.cache_tokens(t, chip)) for t in trainings)])
+        rows.append(["sequences at once per GPU", *(f"{c.sequences(chip)} of {c.wanted}" for c in columns)])
+        speeds = [sizing.generation_speed(c.training, chip, c.sequences(chip)) for c in columns]
+        rows.append(["sampled tok/s, roofline", *(rounded(speed) if speed else "-" for speed in speeds)])
+        times = [sizing.hours(c.training, chip, c.run, c.sequences(chip)) for c in columns if c.run]
+        cells = (f"{time:.2g}" if time < 10 else rounded(time) for time in times)
+        rows.append([f"hours, at {sizing.EFFICIENCY:g} of it", *cells])
     return rows
 
 
-def concurrent_sequences(sized: Sized, chip: Chip) -> int:
-    """Trajectories that a GPU's engine holds at once, half as long as they may be: its part, as the cache reaches."""
-    return min(sized.wanted, int(sizing.cache_tokens(sized.training, chip) // max(sized.context, 1)))
-
-
 def advice(columns: Sequence[Sized], chip: Chip) -> list[str]:
-    """What to add for each column that does not fit, and for engines with too little or too much memory."""
-    return [
-        f"{column.training.gpus} GPU{'s' if column.training.gpus > 1 else ''}: {line}"
-        for column in columns
-        if (line := settings(column, chip))
-    ]
+    """The options to add for each column that does not fit, or whose engine has too little or too much memory."""
+    lines = [(column.training.gpus, settings(column, chip)) for column in columns]
+    return [f"{gpus} GPU{'s' if gpus > 1 else ''}: {line}" for gpus, line in lines if line]
 
 
 def settings(sized: Sized, chip: Chip) -> str | None:
-    """The options to add, the cheapest ones that do; None where nothing has to be."""
+    """The cheapest options that help; None where none is needed."""
     now = sized.training
-    if sizing.peak(now, chip) <= chip.memory and (not now.engine_share or holds_one(now, chip)):
-        if not now.engine_share or sized.run is None:
-            return None
-        return engine_settings(sized, chip)
-    low_rank = {field.name: getattr(sized.low_rank, field.name) for field in dataclasses.fields(Training)}
+    if fits(now, chip):
+        return engine_settings(sized, chip) if now.engine_share and sized.run else None
     plain = next(filter(None, (fitted(sized, words, change, chip) for words, change in REMEDIES)), None)
     if plain is not None and OFFLOAD not in plain:
         return f"fits with {plain}"
     text = f"fits with {plain}" if plain else "no sharding or offloading makes it fit"
     base = "" if sized.low_rank.sharded else " --model.dtype bfloat16"
+    low_rank = {field.name: getattr(sized.low_rank, field.name) for field in dataclasses.fields(Training)}
     words = f"--model.lora.rank {RANK}{base} --model.lr 1e-5"
     if now.adapters is None and (lora := fitted(sized, words, low_rank, chip)):
         text += f"; or, which is another training, with LoRA: {lora}"
     return text
 
 
+def fits(t: Training, chip: Chip) -> bool:
+    """Whether trainer and engine fit; vLLM starts only with room for one trajectory."""
+    return sizing.peak(t, chip) <= chip.memory and (not t.engine_share or sizing.cache_tokens(t, chip) >= t.max_length)
+
+
 def fitted(sized: Sized, words: str, change: dict[str, Any], chip: Chip) -> str | None:
-    """``words``, which stand for a change of the trainer, and what else it takes to fit: smaller micro-batches, and the
-    engine's options. None where it does not."""
+    """``words``, the options for ``change``, and those for smaller micro-batches and the engine that make it fit; None
+    where nothing does."""
     trainer = dataclasses.replace(sized.training, **change)
     smaller = min(trainer.micro_batch_tokens, max(MICRO_BATCH, trainer.max_length))
     for tokens in dict.fromkeys((trainer.micro_batch_tokens, smaller)):
@@ -326,11 +298,10 @@ def fitted(sized: Sized, words: str, change: dict[str, Any], chip: Chip) -> str 
 
 
 def engine_settings(sized: Sized, chip: Chip) -> str | None:
-    """Options for an engine of a training that fits, where it could hold more of its trajectories, or has memory for
-    more than all of them at their longest."""
-    now, sequences = sized.training, concurrent_sequences(sized, chip)
+    """Options for an engine that could hold more of its trajectories, or that has more memory than it can use."""
+    now, sequences = sized.training, sized.sequences(chip)
     found = best_engine(sized, now, chip) or now
-    more = concurrent_sequences(dataclasses.replace(sized, training=found), chip)
+    more = dataclasses.replace(sized, training=found).sequences(chip)
     words = " ".join(engine_words(now, found))
     if more > MORE * sequences:
         return f"{sequences} sequences at once where {sized.wanted} are wanted; {more} with {words}"
@@ -340,19 +311,19 @@ def engine_settings(sized: Sized, chip: Chip) -> str | None:
 
 
 def best_engine(sized: Sized, trainer: Training, chip: Chip) -> Training | None:
-    """The training with its engine awake or asleep meanwhile, and a share, so that the engine holds most trajectories;
-    None where nothing fits."""
+    """``trainer`` with its engine awake or asleep and the share with which it holds most trajectories; None where
+    nothing fits."""
     if not trainer.engine_share:
-        return trainer if sizing.peak(trainer, chip) <= chip.memory else None
+        return trainer if fits(trainer, chip) else None
     ways = [dataclasses.replace(trainer, sleep_mode=way) for way in dict.fromkeys((trainer.sleep_mode, True))]
     ways = [dataclasses.replace(t, engine_share=best_share(sized, t, chip)) for t in ways]
-    ways = [t for t in ways if sizing.peak(t, chip) <= chip.memory and holds_one(t, chip)]
-    return max(ways, key=lambda t: concurrent_sequences(dataclasses.replace(sized, training=t), chip), default=None)
+    fitting = [dataclasses.replace(sized, training=t) for t in ways if fits(t, chip)]
+    best = max(fitting, key=lambda way: way.sequences(chip), default=None)
+    return best and best.training
 
 
 def best_share(sized: Sized, training: Training, chip: Chip) -> float:
-    """Of the GPU's memory for the engine: what its trajectories take at their longest, as far as there is room. Without
-    trajectories to train on, what it has, as far as there is room."""
+    """Share of the GPU's memory that the longest trajectories need, as far as the trainer leaves it."""
     room = max(0.01, sizing.largest_share(training, chip))
     if sized.run is None:
         return min(training.engine_share, room)
@@ -361,38 +332,83 @@ def best_share(sized: Sized, training: Training, chip: Chip) -> float:
 
 
 def engine_words(before: Training, after: Training) -> list[str]:
-    words = []
-    if after.sleep_mode != before.sleep_mode:
-        words.append(f"--data.rollouts.sleep_mode {str(after.sleep_mode).lower()}")
-    if after.engine_share != before.engine_share:
-        words.append(f"--data.rollouts.engine.gpu_memory_utilization {after.engine_share:g}")
-    return words
+    share = f"--data.rollouts.engine.gpu_memory_utilization {after.engine_share:g}"
+    return [
+        *(
+            [f"--data.rollouts.sleep_mode {str(after.sleep_mode).lower()}"]
+            if after.sleep_mode != before.sleep_mode
+            else []
+        ),
+        *([share] if after.engine_share != before.engine_share else []),
+    ]
 
 
-def holds_one(training: Training, chip: Chip) -> bool:
-    """Whether the engine has room for a trajectory, with which vLLM starts."""
-    return sizing.cache_tokens(training, chip) >= training.max_length
+def print_index(stage: Stage, root: Path) -> None:
+    """Print memory, disk and speed of every kind of search index; the stage's own is marked.
+
+    Raises:
+        ExperimentError: an unknown corpus or encoder.
+    """
+    from retrieval.dense import sizes
+    from retrieval.index import HNSWConfig, IVFPQConfig
+
+    arguments: dict[str, Any] = stage.config["task"]["init_args"]
+    passages, size = corpus_size(root / arguments["corpus"], stage.name)
+    threads, encoder = int(arguments.get("threads", 1)), arguments.get("encoder")
+    text = (size + ROW * passages) / GB
+    rows = [["", "memory, GB", "disk, GB", f"s for {QUERIES} queries, {threads} threads"]]
+    rows.append(["bm25", str(arguments.get("java_heap", "1g")), gigabytes(text + LUCENE * size / GB), "-"])
+    if encoder is not None:
+        dimension = encoder_dimension(root / encoder["model"], stage.name)
+        graphs = HNSWConfig(**(arguments.get("hnsw") or {})), IVFPQConfig(**(arguments.get("ivfpq") or {}))
+        for kind in sizes.DENSE:
+            memory = sizes.index_bytes(kind, passages, dimension, *graphs) / GB
+            disk = text + memory + sizes.kept_bytes(kind, passages, dimension) / GB
+            seconds = sizes.search_seconds(kind, passages, dimension, QUERIES, threads, *graphs)
+            rows.append([kind, gigabytes(memory), gigabytes(disk), f"{seconds:.2g}"])
+    print(f"{stage.name}: {passages:,} passages, {size / GB:.1f} GB of text (* is its kind)\n")
+    own = arguments.get("kind", "bm25")
+    print_table([[f"{name} *" if name == own else name, *cells] for name, *cells in rows])
+    print(
+        "\nMemory of the server; disk of the index with its texts. Seconds are scaled from docs/results/benchmarks.md\n"
+        "and leave out encoding the queries. IVF-PQ and HNSW are approximate: `recall` in the index's metadata.json."
+    )
 
 
-def total(size: float, chip: Chip) -> str:
-    return f"{size / GB:.1f}" + ("" if size <= chip.memory else " TOO MUCH")
+def corpus_size(path: Path, name: str) -> tuple[int, int]:
+    """(passages, bytes) of a corpus; a file's passages are estimated from its first lines."""
+    if path.is_file() and path.suffix == ".jsonl":
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            lines = [len(line) for _, line in zip(range(1000), file, strict=False)]
+        return round(size * len(lines) / max(sum(lines), 1)), size
+    if path.name in CORPORA:
+        return CORPORA[path.name]
+    raise ExperimentError(f"'{name}': unknown corpus {path.name}; expected a .jsonl file at {path}; download it")
+
+
+def encoder_dimension(folder: Path, name: str) -> int:
+    file = folder / "config.json"
+    if file.is_file():
+        return int(json.loads(file.read_text())["hidden_size"])
+    if folder.name in ENCODERS:
+        return ENCODERS[folder.name]
+    raise ExperimentError(f"'{name}': unknown encoder {folder.name}; expected its folder at {folder}; download it")
+
+
+def gigabytes(size: float) -> str:
+    return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
 
 
 def billions(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
-def count(number: float) -> str:
+def rounded(number: float) -> str:
     return f"{float(f'{number:.2g}'):,.0f}"
 
 
-def print_table(rows: Sequence[Sequence[str]], markdown: bool) -> None:
-    if markdown:
-        from experiments.reports.markdown import markdown_table
-
-        print(markdown_table(rows[0], [list(row) for row in rows[1:]]))
-        return
+def print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        print("  " + "  ".join(cells))
+    for first, *others in rows:
+        print("  " + "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))

@@ -52,7 +52,7 @@ LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    shape: str  # of known_models.MODELS, or "llama"
+    shape: str  # of shapes.MODELS, or "llama"
     template: str  # of tests/rollout/templates
     call: str  # what the model is taught to write
     end: str  # the token after it
@@ -154,7 +154,7 @@ def make_model(folder: Path, name: str, layers: int | None = None) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from experiments.registry.known_models import MODELS
+    from experiments.registry.shapes import MODELS
 
     recipe = RECIPES[name]
     tokenizer = make_tokenizer(folder, recipe.template, LLAMA_CONTROL if recipe.shape == "llama" else QWEN_CONTROL)

@@ -11,7 +11,7 @@ from experiments.registry import listing as registry
 from experiments.registry.errors import ExperimentError
 from experiments.registry.overrides import parse
 from experiments.registry.project import ROOT, Project
-from experiments.registry.sizing import CHIPS
+from experiments.registry.shapes import CHIPS
 from experiments.stages.graph import Graph, closure, require_files
 from experiments.stages.validate import check, check_classes, cli
 

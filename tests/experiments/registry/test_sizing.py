@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.commands.cli import main
 from experiments.registry import sizing
-from experiments.registry.known_models import MODELS, known_model
-from experiments.registry.sizing import CHIPS, GB, Adapters, Dimensions, Run, Training
+from experiments.registry.shapes import CHIPS, GB, MODELS, Dimensions, known_model
+from experiments.registry.sizing import Adapters, Run, Training
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.models.lora import LoRA, counts
 from lightning_modules.models.projection import BLOCK
@@ -271,18 +271,18 @@ def test_command(capsys, monkeypatch, tmp_path):
         r"dense_flat +64\.6 +79\.9 .*dense_sq8 \* +16\.1 +31\.5 .*dense_ivfpq +4\.3 +51\.9", out, re.DOTALL
     )
     for words, message in (
-        (["my_index", "--paths.corpus", "corpus.txt"], "nothing is known of the corpus corpus.txt, which is no"),
+        (["my_index", "--paths.corpus", "corpus.txt"], "unknown corpus corpus.txt; expected a .jsonl"),
         (["sdar_tiny", "--gpu", "h10"], "no GPU 'h10' is known; did you mean 'h100'"),
         (["sdar_tiny", "--gpus", "0"], "--gpus 0: expected numbers"),
         (["untrained_tiny"], "of kind test: it trains nothing"),
-        (["sdar_tiny"], "nothing is known of the model"),
+        (["sdar_tiny"], "unknown model"),
     ):
         assert main(["size", *words]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_an_engine_gets_what_its_trajectories_need():
-    from experiments.commands.size import Sized, best_share, concurrent_sequences, settings
+    from experiments.commands.size import Sized, best_share, settings
 
     policy, chip = Dimensions.of(MODELS["qwen3-0.6b"]), CHIPS["h100"]
     training = Training(policy=policy, checkpointing=True, precision="autocast", engine_share=0.1, max_length=8000)
@@ -294,9 +294,7 @@ def test_an_engine_gets_what_its_trajectories_need():
     share = best_share(little, training, chip)
     assert 0.5 < share and sum(sizing.memory(replace(training, engine_share=share), chip).values()) <= chip.memory
     assert sizing.cache_tokens(replace(training, engine_share=share), chip) < 128 * 8000
-    assert settings(little, chip).startswith(
-        f"{concurrent_sequences(little, chip)} sequences at once where 128 are wanted"
-    )
+    assert settings(little, chip).startswith(f"{little.sequences(chip)} sequences at once where 128 are wanted")
     few = sized(replace(training, engine_share=0.6), 8)
     enough = (2 * policy.parameters + 8 * 8000 * policy.kv_bytes() + sizing.ENGINE_WORK) / chip.memory
     assert enough <= best_share(few, few.training, chip) <= enough + 0.01
