@@ -12,7 +12,7 @@ from torch import Tensor
 from common.ranges import AboveOne, NonNegativeFloat, UnitInterval
 from lightning_modules import ranks
 from lightning_modules.annotations import base
-from lightning_modules.annotations.base import Annotation, one_of
+from lightning_modules.annotations.base import Annotation, validate_choice
 from lightning_modules.batch import RowTensors, TokenBatch
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import whiten
@@ -125,10 +125,10 @@ class GRPO(OnPolicyModule):
             raise ValueError(f"dual_clip is {dual_clip}; expected a number above 1 (3.0 is usual) or null")
         self.kl_coef, self.clip_low, self.clip_high, self.dual_clip = kl_coef, clip_low, clip_high, dual_clip
         self.kl_estimator: Estimator = kl_estimator
-        self.aggregation = one_of("aggregation", aggregation, Aggregation)
-        self.advantage: Advantage = one_of("advantage", advantage, Advantage)
-        self.lone: Lone = one_of("lone", lone, Lone)
-        self.ratio_denominator = one_of("ratio_denominator", ratio_denominator, Literal["trainer", "sampler"])
+        self.aggregation = validate_choice("aggregation", aggregation, Aggregation)
+        self.advantage: Advantage = validate_choice("advantage", advantage, Advantage)
+        self.lone: Lone = validate_choice("lone", lone, Lone)
+        self.ratio_denominator = validate_choice("ratio_denominator", ratio_denominator, Literal["trainer", "sampler"])
         self.entropy_coef, self.use_grpo = entropy_coef, use_grpo
         self.clip_balanced = clip_balanced
         self.teacher_dtype: DType = teacher_dtype

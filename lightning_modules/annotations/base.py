@@ -99,8 +99,8 @@ def per_turn_prompts(data: Any) -> bool:
     return getattr(getattr(getattr(data, "rollouts", None), "protocol", None), "per_turn_prompts", False)
 
 
-def one_of(name: str, value: Any, choices: Any) -> Any:
-    """``value``, if it is one of the choices of a Literal. Raises ValueError otherwise."""
+def validate_choice(name: str, value: Any, choices: Any) -> Any:
+    """Return ``value``. Raises ValueError unless it is one of the choices of a Literal."""
     if value not in get_args(choices):
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(get_args(choices))}")
     return value

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_modules.annotations.base import Algorithm, one_of, per_turn_prompts
+from lightning_modules.annotations.base import Algorithm, per_turn_prompts, validate_choice
 from lightning_modules.annotations.distillation import TeacherPrompts, check_lengths
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class PrivilegedPrompts(TeacherPrompts):
     """
 
     def __init__(self, privilege: Privilege = "answer", template: str | None = None) -> None:
-        self.privilege: Privilege = one_of("privilege", privilege, Privilege)
+        self.privilege: Privilege = validate_choice("privilege", privilege, Privilege)
         self.template = TEMPLATES[privilege] if template is None else template
         for name in ("question", privilege):
             if f"{{{name}}}" not in self.template:

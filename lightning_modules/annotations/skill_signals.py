@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Algorithm, MicroBatch, RolloutBatch, one_of
+from lightning_modules.annotations.base import Algorithm, MicroBatch, RolloutBatch, validate_choice
 from lightning_modules.annotations.skill_teacher import SkillNotes, SkillTeacher, TeacherWeights
 from lightning_modules.batch import RowTensors
 from lightning_modules.maths.advantages import rlsd_advantages
@@ -104,8 +104,8 @@ class GatedSkills(SkillLoss):
         clip_signal: bool = False,
     ) -> None:
         super().__init__(skills, teacher_weights, ema_decay, skills_coef)
-        self.gate: Gate = one_of("gate", gate, Gate)
-        self.signal: Signal = one_of("signal", signal, Signal)
+        self.gate: Gate = validate_choice("gate", gate, Gate)
+        self.signal: Signal = validate_choice("signal", signal, Signal)
         if beta < 0:
             raise ValueError(f"beta is {beta}; expected 0 or more (SDAR takes 5)")
         if signal == "gate" and gate == "none":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.ranges import NonNegativeFloat, UnitInterval
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, one_of
+from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, validate_choice
 from lightning_modules.annotations.distillation import after_prompts, check_lengths
 from lightning_modules.annotations.turns import turn_numbers
 from lightning_modules.batch import RowTensors
@@ -74,7 +74,7 @@ class SkillTeacher(Annotation):
         if skills is None and skills_coef > 0:
             raise ValueError("skills is null, but skills_coef is above 0; say what the teacher is told, or set it to 0")
         self._skills, self.skills_coef = skills, skills_coef
-        self.teacher_weights: TeacherWeights = one_of("teacher_weights", teacher_weights, TeacherWeights)
+        self.teacher_weights: TeacherWeights = validate_choice("teacher_weights", teacher_weights, TeacherWeights)
         self.ema_decay = ema_decay
         self._count: CountTokens | None = None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.ranges import NonNegativeFloat, UnitInterval
-from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, one_of
+from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, validate_choice
 from lightning_modules.batch import TokenBatch, turn_starts
 from lightning_modules.maths.stepwise import spread, step_index
 from lightning_modules.maths.turn_advantages import (
@@ -97,7 +97,7 @@ class TurnAdvantages(Annotation):
     def __init__(self, group_statistics: Statistics = "rows", invalid_coef: NonNegativeFloat = 0.0) -> None:
         if invalid_coef < 0:
             raise ValueError(f"invalid_coef is {invalid_coef}; expected 0 or more: it is subtracted")
-        self.group_statistics: Statistics = one_of("group_statistics", group_statistics, Statistics)
+        self.group_statistics: Statistics = validate_choice("group_statistics", group_statistics, Statistics)
         self.invalid_coef = invalid_coef
 
     def check(self, algorithm: Algorithm) -> None:
@@ -154,7 +154,7 @@ class StateAdvantages(TurnAdvantages):
         if step_weight < 0 or not 0 <= gamma <= 1:
             raise ValueError(f"step_weight is {step_weight}, gamma {gamma}; expected 0 or more, and from 0 to 1")
         self.step_weight, self.gamma = step_weight, gamma
-        self.step_norm: StepNorm = one_of("step_norm", step_norm, StepNorm)
+        self.step_norm: StepNorm = validate_choice("step_norm", step_norm, StepNorm)
         self.similarity = similarity
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
