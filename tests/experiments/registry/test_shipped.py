@@ -321,7 +321,7 @@ def test_paths_given_on_the_command_line_reach_every_stage():
         (["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.Guard"], "did you mean 'callbacks.*guard'"),
         (
             ["--data.rollouts.environment.class_path=rollout.environments.household.environment.Household"],
-            "environment.*: no module 'rollout.environments.household.*; use 'experiments.worlds.household.environment.H",
+            "no module 'rollout.environments.household.*; use 'experiments.worlds.household.environment.Household'",
         ),
         (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
         (["--model=lightning_modules.algorithms.ppo.POP"], "POP"),
