@@ -63,7 +63,7 @@ TIMED = {
     "GRPO, whole iteration": {"kind": "grpo", "model": "small", "lengths": None},
     "GRPO, training part, geometric lengths, 1 step": {"kind": "grpo", "model": "small", "lengths": "geometric"},
     "GRPO, training part, geometric lengths, 2 steps": {
-        "kind": "grpo", "model": "small", "lengths": "geometric", "mini_batches": 2,
+        "kind": "grpo", "model": "small", "lengths": "geometric", "num_mini_batches": 2,
     },
     "GRPO, training part, equal lengths, 1 step": {"kind": "grpo", "model": "small", "lengths": "equal"},
     "distillation, geometric lengths": {"kind": "distillation", "model": "small", "lengths": "geometric"},

@@ -23,24 +23,24 @@ def trajectories_of(outputs: Any, hook: str) -> list[Trajectory]:
     raise TypeError(f"{hook} returned {type(outputs).__name__}, expected the batch's list[Trajectory]")
 
 
-def probe_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
-    """Name of the probe behind one evaluation dataloader, from ``datamodule.probe_names(split)``.
+def prompt_mode_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
+    """Name of the prompt mode behind one evaluation dataloader, from ``datamodule.prompt_modes(split)``.
 
     Raises:
         ValueError: several dataloaders, but the data module does not name them.
     """
     data = data_module(trainer)
-    names = getattr(data, "probe_names", None)
+    names = getattr(data, "prompt_modes", None)
     if names is None:
         if dataloader_idx == 0:
             return AGENT
         raise ValueError(
             f"found {split} dataloader number {dataloader_idx}, but {type(data).__name__} has no "
-            "probe_names(split) that says which prompt each dataloader stands for"
+            "prompt_modes(split) that says which prompt each dataloader stands for"
         )
     known = list(names(split))
     if dataloader_idx >= len(known):
-        raise ValueError(f"{split} dataloader {dataloader_idx} has no name; probe_names({split!r}) gave {known}")
+        raise ValueError(f"{split} dataloader {dataloader_idx} has no name; prompt_modes({split!r}) gave {known}")
     return str(known[dataloader_idx])
 
 
@@ -50,15 +50,15 @@ class EvaluationHooks(L.Callback):
     def begin(self, split: str) -> None:
         """Before the first batch."""
 
-    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
+    def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
         """A batch of this rank, asked as ``probe`` says (``rows.AGENT``: the normal loop)."""
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
         """After the last batch, on every rank; also in Lightning's sanity check (``trainer.sanity_checking``)."""
 
     def _take(self, trainer: L.Trainer, split: str, outputs: Any, dataloader_idx: int) -> None:
-        probe = probe_of(trainer, split, dataloader_idx)
-        self.take(split, probe, trajectories_of(outputs, "test_step" if split == "test" else "validation_step"))
+        prompt_mode = prompt_mode_of(trainer, split, dataloader_idx)
+        self.take(split, prompt_mode, trajectories_of(outputs, "test_step" if split == "test" else "validation_step"))
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.begin("val")

@@ -29,7 +29,7 @@ class EvaluationRow:
 
     id: str
     data_source: str
-    probe: str  # a PromptMode value: "agent" is the normal search loop, the others are ARCap's probes
+    prompt_mode: str  # a PromptMode value: "agent" is the normal search loop, the others are ARCap's diagnostic prompts
     em: float
     f1: float
     answer: str | None
@@ -139,7 +139,7 @@ def malformed_calls(trajectory: Trajectory) -> int:
     )
 
 
-def row_of(trajectory: Trajectory, probe: str = AGENT) -> EvaluationRow:
+def row_of(trajectory: Trajectory, prompt_mode: str = AGENT) -> EvaluationRow:
     task, reward = trajectory.task, trajectory.reward
     hit_first, hit_any = search_hits(trajectory)
     valid, turns = valid_action_counts(trajectory)
@@ -151,7 +151,7 @@ def row_of(trajectory: Trajectory, probe: str = AGENT) -> EvaluationRow:
     return EvaluationRow(
         id=task.id,
         data_source=task.data_source,
-        probe=probe,
+        prompt_mode=prompt_mode,
         em=float(exact_match(trajectory.answer, task.golden_answers)),
         f1=float(f1(trajectory.answer, task.golden_answers)),
         answer=trajectory.answer,

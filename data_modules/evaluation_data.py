@@ -13,7 +13,7 @@ from common.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from common.seeds import derive_seed
 from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError, spread
-from data_modules.datasets.question_file import FaultyRows
+from data_modules.datasets.question_file import OnInvalidRow
 from data_modules.datasets.splits import Splits
 from data_modules.loading.decoding import GREEDY, Decoding
 from data_modules.loading.failure_guard import FailureGuard
@@ -25,7 +25,7 @@ from rollout.samplers.independent import IndependentSampler
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
 
-Probe = Literal["gold_direct", "gold_think", "closed_book"]
+DiagnosticPrompt = Literal["gold_direct", "gold_think", "closed_book"]
 Split = Literal["val", "test"]
 NEED_GOLD = (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK)
 
@@ -50,9 +50,9 @@ def as_list(name: str, paths: Sequence[str]) -> list[str]:
 
 
 class EvaluationData(L.LightningDataModule):
-    """Loaders of validation and test: first the normal search loop over all questions, then one per probe.
+    """Loaders of validation and test: first the normal search loop over all questions, then one per diagnostic prompt.
 
-    Every batch is a ``list[Trajectory]``. ``probe_names(split)`` says what each dataloader_idx stands for. No row is
+    Every batch is a ``list[Trajectory]``. ``prompt_modes(split)`` says what each dataloader_idx stands for. No row is
     dropped or doubled, on any number of ranks. The rollout system is started once and stays up between ``fit`` and
     ``test``; it is closed after test or validate, on an exception, and at the latest when the process ends.
 
@@ -60,16 +60,18 @@ class EvaluationData(L.LightningDataModule):
         rollouts: rolls questions out; None only if there are no val_files and no test_files.
         val_files: question files (see datasets/questions.py) of validation.
         test_files: of the test; also evaluation sets by name, as "gsm8k:data/gsm8k.jsonl".
-        eval_sampling: decoding of validation, test and probes; greedy unless said otherwise.
+        eval_sampling: decoding of validation, test and diagnostic prompts; greedy unless said otherwise.
         val_sampling: decoding of validation where it is another one; null: ``eval_sampling``.
         eval_batch: questions per batch on each rank; changes speed only.
         attempts: trajectories per question in the test's search loop, each sampled on its own (no branching, whatever
-            the sampler): for pass@k and for intervals that know how far answers vary. Validation and probes take one.
+            the sampler): for pass@k and for intervals that know how far answers vary. Validation and diagnostic
+            prompts take one.
         max_val: use at most so many validation questions, evenly spaced over the files.
         max_test: the same for test.
-        probes: ARCap's probes, in the test only. gold_direct and gold_think ask the questions that have gold passages,
+        diagnostic_prompts: ARCap's diagnostic prompts, in the test only. gold_direct and gold_think ask the
+            questions that have gold passages,
             closed_book all.
-        max_probe: at most so many questions per probe, evenly spaced.
+        max_diagnostic_prompts: at most so many questions per diagnostic prompt, evenly spaced.
         max_infrastructure_failures: share of an evaluation batch that may fail for reasons that are not the model's;
             above it the run stops, since a metric over what is left would mislead.
         seed: of evaluation sampling; None is the run's seed_everything.
@@ -81,7 +83,8 @@ class EvaluationData(L.LightningDataModule):
         max_eval_prompt_tokens: leave out validation and test questions whose prompt (chat template and tools counted)
             is longer; the log says how many. By default all questions stay. The log names those whose prompts leave no
             token of ``max_length``: they are not sampled, and count as unanswered.
-        faulty_rows: of question files, of training too: ``refuse`` stops at rows that cannot be used, ``drop`` leaves
+        on_invalid_row: of question files, of training too: ``refuse`` stops at rows that cannot be used, ``drop``
+            leaves
             them out; the message or the log counts them by what is wrong.
         eval_skills: whether validation and test are given the rollout system's skills, if it has any: false tests what
             Skill-GRPO has learnt without them.
@@ -100,14 +103,14 @@ class EvaluationData(L.LightningDataModule):
         attempts: PositiveInt = 1,
         max_val: PositiveInt | None = None,
         max_test: PositiveInt | None = None,
-        probes: Sequence[Probe] = (),
-        max_probe: PositiveInt | None = None,
+        diagnostic_prompts: Sequence[DiagnosticPrompt] = (),
+        max_diagnostic_prompts: PositiveInt | None = None,
         max_infrastructure_failures: UnitInterval = 0.2,
         seed: NonNegativeInt | None = None,
         prompts: Prompts = "as_given",
         lcb_examples: NonNegativeInt | None = 2,
         max_eval_prompt_tokens: PositiveInt | None = None,
-        faulty_rows: FaultyRows = "refuse",
+        on_invalid_row: OnInvalidRow = "refuse",
         eval_skills: bool = True,
         columns: dict[str, str] | None = None,
         splits: Splits | None = None,
@@ -117,20 +120,20 @@ class EvaluationData(L.LightningDataModule):
         if rollouts is None and (val_files or test_files):
             raise ValueError("val_files and test_files are evaluated by rollouts; give `rollouts` too, or neither")
         check_at_least_one(
-            eval_batch=eval_batch, attempts=attempts, max_val=max_val, max_test=max_test, max_probe=max_probe,
-            max_eval_prompt_tokens=max_eval_prompt_tokens,
+            eval_batch=eval_batch, attempts=attempts, max_val=max_val, max_test=max_test,
+            max_diagnostic_prompts=max_diagnostic_prompts, max_eval_prompt_tokens=max_eval_prompt_tokens,
         )  # fmt: skip
         if attempts > 1 and eval_sampling.temperature == 0:
             raise ValueError(
                 f"attempts is {attempts}, but eval_sampling is greedy (temperature 0), so that all attempts would be "
                 "the same; give eval_sampling a temperature, or leave attempts at 1"
             )
-        if len(set(probes)) != len(probes):
-            raise ValueError(f"probes has the same probe twice: {', '.join(probes)}")
+        if len(set(diagnostic_prompts)) != len(diagnostic_prompts):
+            raise ValueError(f"diagnostic_prompts has the same name twice: {', '.join(diagnostic_prompts)}")
         self.rollouts = rollouts
         protocol = None if rollouts is None else rollouts.protocol
         answers = rollouts is None or rollouts.needs_answers
-        self.questions = QuestionLoading(protocol, prompts, lcb_examples, faulty_rows, answers, columns, splits)
+        self.questions = QuestionLoading(protocol, prompts, lcb_examples, on_invalid_row, answers, columns, splits)
         self.max_eval_prompt_tokens = max_eval_prompt_tokens
         self.files = {"val": as_list("val_files", val_files), "test": as_list("test_files", test_files)}
         self.check_shared(self.files["val"], self.files["test"])
@@ -139,8 +142,8 @@ class EvaluationData(L.LightningDataModule):
         self.val_sampling = eval_sampling if val_sampling is None else val_sampling
         self.eval_batch = eval_batch
         self.attempts = attempts
-        self.probes = tuple(PromptMode(probe) for probe in probes)
-        self.max_probe = max_probe
+        self.diagnostic_prompts = tuple(PromptMode(name) for name in diagnostic_prompts)
+        self.max_diagnostic_prompts = max_diagnostic_prompts
         self.max_infrastructure_failures = max_infrastructure_failures
         self._eval_guard = FailureGuard(max_infrastructure_failures)
         self._seed = seed
@@ -149,11 +152,11 @@ class EvaluationData(L.LightningDataModule):
 
     # --- for callbacks ------------------------------------------------------------------------------------------
 
-    def probe_names(self, split: Split) -> list[str]:
+    def prompt_modes(self, split: Split) -> list[str]:
         """``PromptMode`` value of each dataloader of ``split``, by dataloader_idx; "agent" is the search loop."""
         if not self.files[split]:
             return []
-        return [PromptMode.AGENT.value, *(mode.value for mode in self._probes(split))]
+        return [PromptMode.AGENT.value, *(mode.value for mode in self._diagnostics(split))]
 
     @property
     def seed(self) -> int:
@@ -174,11 +177,12 @@ class EvaluationData(L.LightningDataModule):
         if there is anything to roll out.
 
         Raises:
-            DatasetError: a file is missing or wrong, a gold probe finds no question with gold passages, or no prompt is
+            DatasetError: a file is missing or wrong, a gold prompt finds no question with gold passages, or no
+                prompt is
                 short enough.
         """
         splits: dict[str, tuple[Split, ...]] = {"fit": ("val",), "validate": ("val",), "test": ("test",)}
-        # A fit is followed by its test, whose files and probes are checked now and not after days.
+        # A fit is followed by its test, whose files and diagnostic prompts are checked now and not after days.
         for split in ("val", "test") if stage == "fit" else splits.get(stage, ()):
             if self.files[split] and split not in self._tasks:
                 assert self.rollouts is not None, "files need rollouts, see __init__"
@@ -188,8 +192,8 @@ class EvaluationData(L.LightningDataModule):
                     tasks, where, self.limits[split], writer, self.max_eval_prompt_tokens, part=split
                 )
                 self.check_tasks(self._tasks[split], inject_skills=self.eval_skills)
-                for mode in self._probes(split):
-                    self._probe_tasks(split, mode)
+                for mode in self._diagnostics(split):
+                    self._diagnostic_tasks(split, mode)
         if stage == "fit":
             self.ask_module()
         if any(self._tasks.get(split) for split in splits.get(stage, ())):
@@ -245,18 +249,18 @@ class EvaluationData(L.LightningDataModule):
 
     # --- making loaders -----------------------------------------------------------------------------------------
 
-    def _probes(self, split: Split) -> tuple[PromptMode, ...]:
-        return self.probes if split == "test" else ()
+    def _diagnostics(self, split: Split) -> tuple[PromptMode, ...]:
+        return self.diagnostic_prompts if split == "test" else ()
 
-    def _probe_tasks(self, split: Split, mode: PromptMode) -> list[Task]:
+    def _diagnostic_tasks(self, split: Split, mode: PromptMode) -> list[Task]:
         tasks = [t for t in self._tasks[split] if t.gold_passages or mode not in NEED_GOLD]
         if not tasks:
             raise DatasetError(
-                f"probe '{mode.value}' needs questions with gold passages, but none of the {len(self._tasks[split])} "
-                f"{split} questions in {', '.join(self.files[split])} has any; add a gold_passages column or leave the "
-                "probe out"
+                f"diagnostic prompt '{mode.value}' needs questions with gold passages, but none of the "
+                f"{len(self._tasks[split])} {split} questions in {', '.join(self.files[split])} has any; add a "
+                "gold_passages column or leave the diagnostic prompt out"
             )
-        return spread(tasks, self.max_probe)
+        return spread(tasks, self.max_diagnostic_prompts)
 
     def _loaders(self, split: Split) -> list[EvaluationLoader]:
         if split not in self._tasks:
@@ -267,7 +271,7 @@ class EvaluationData(L.LightningDataModule):
             return self._evaluate(split, tasks, mode)
 
         chosen = [(PromptMode.AGENT, self._tasks[split])]
-        chosen += [(mode, self._probe_tasks(split, mode)) for mode in self._probes(split)]
+        chosen += [(mode, self._diagnostic_tasks(split, mode)) for mode in self._diagnostics(split)]
         ours = (self.eval_batch, rollout, self.rank, self.world_size)
         return [EvaluationLoader(tasks, mode, *ours) for mode, tasks in chosen]
 

@@ -17,7 +17,7 @@ from data_modules.loading.ranks import gather_over_ranks
 from data_modules.supervised_data_module import SupervisedDataModule, append_eos
 from rollout.storage import from_row, to_row
 from rollout.system import RolloutSystem
-from rollout.trajectory import Trajectory, turn_rows
+from rollout.trajectory import Trajectory, split_turns
 
 
 class MixedDataModule(SupervisedDataModule):
@@ -105,7 +105,7 @@ class MixedDataModule(SupervisedDataModule):
         self.just_sampled = source == "fresh"
         if source == "fresh":
             sampled = self._sample(position, saved)
-            rows = self._short(row for t in sampled for row in turn_rows(t))
+            rows = self._short(row for t in sampled for row in split_turns(t))
             self._kept.extend(rows)
             scores = [t.reward.total for t in sampled if t.reward is not None]
             reward = {"data/fresh_reward": sum(scores) / len(scores)} if scores else {}

@@ -26,12 +26,12 @@ Groups = list[list[Trajectory]]
 
 
 class RolloutDataModule(TrainingData):
-    """Yields ``list[Trajectory]`` of ``prompts_per_step * samples_per_prompt`` trajectories per iteration, over all
+    """Yields ``list[Trajectory]`` of ``prompts_per_iteration * group_size`` trajectories per iteration, over all
     ranks. Each rank rolls out a block of the step's prompts, whole groups of them; with ``balance_tokens`` groups then
     change ranks.
 
     Questions come in an order that depends on the seed and the pass alone. Passes do not mix: the
-    ``len(questions) % prompts_per_step`` questions left at the end of a pass wait for the next one, whose order is
+    ``len(questions) % prompts_per_iteration`` questions left at the end of a pass wait for the next one, whose order is
     another. Sampling seeds derive from (seed, iteration), so that a resumed run draws the tokens it would have drawn,
     and any number of ranks draws the same (a branching sampler: see ``rollout.samplers.branching``). The position is
     saved in the checkpoint.
@@ -58,8 +58,8 @@ class RolloutDataModule(TrainingData):
     Args:
         rollouts: rolls the questions out.
         train_files: question files (see datasets/questions.py).
-        prompts_per_step: questions per iteration, over all ranks; divisible by the number of ranks.
-        samples_per_prompt: trajectories per question (a group).
+        prompts_per_iteration: questions per iteration, over all ranks; divisible by the number of ranks.
+        group_size: trajectories per question (a group).
         iterations: batches per Lightning epoch; None is one pass over the questions. With the length of the whole
             training here, ``trainer.max_epochs: 1`` ends it, and ``val_check_interval`` counts iterations.
         train_sampling: decoding while training.
@@ -68,7 +68,7 @@ class RolloutDataModule(TrainingData):
             ``max_train`` applies; the log says how many, and names the first. By default, and at most, what the
             rollouts' ``max_length`` leaves: one token to sample, or a whole turn where each turn has its own prompt.
         dynamic_sampling: at most so many rounds of further prompts per iteration; null for none. Needs
-            ``prompts_per_step * (1 + dynamic_sampling)`` questions.
+            ``prompts_per_iteration * (1 + dynamic_sampling)`` questions.
         max_consecutive_failures: training stops after so many consecutive iterations above
             ``max_infrastructure_failures``.
         abilities: train on questions of these only (``math``, ``choice``, ``code``, ``qa``: ``metadata["ability"]``);
@@ -81,7 +81,7 @@ class RolloutDataModule(TrainingData):
 
     Raises (on ``setup``):
         DatasetError: a file is missing or wrong, or holds fewer (short enough) questions than one step may need.
-        ValueError: prompts_per_step cannot be shared by the ranks.
+        ValueError: prompts_per_iteration cannot be shared by the ranks.
     """
 
     rollouts: RolloutSystem
@@ -90,8 +90,8 @@ class RolloutDataModule(TrainingData):
         self,
         rollouts: RolloutSystem,
         train_files: Sequence[str],
-        prompts_per_step: PositiveInt,
-        samples_per_prompt: PositiveInt = 1,
+        prompts_per_iteration: PositiveInt,
+        group_size: PositiveInt = 1,
         iterations: PositiveInt | None = None,
         train_sampling: Decoding = UNCHANGED,
         max_train: PositiveInt | None = None,
@@ -105,7 +105,7 @@ class RolloutDataModule(TrainingData):
     ) -> None:
         super().__init__(rollouts=rollouts, **evaluation)
         check_at_least_one(
-            prompts_per_step=prompts_per_step, samples_per_prompt=samples_per_prompt, iterations=iterations,
+            prompts_per_iteration=prompts_per_iteration, group_size=group_size, iterations=iterations,
             max_train=max_train, dynamic_sampling=dynamic_sampling, max_prompt_tokens=max_prompt_tokens,
         )  # fmt: skip
         if max_off_policy_iterations < 0:
@@ -115,9 +115,9 @@ class RolloutDataModule(TrainingData):
             )
         if rollouts.sleep_mode:
             check_sleep(rollouts.engine, rollouts.in_flight_updates, max_off_policy_iterations)
-        if dynamic_sampling is not None and samples_per_prompt < 2:
+        if dynamic_sampling is not None and group_size < 2:
             raise ValueError(
-                f"dynamic_sampling is {dynamic_sampling}, but samples_per_prompt is {samples_per_prompt}: the rewards "
+                f"dynamic_sampling is {dynamic_sampling}, but group_size is {group_size}: the rewards "
                 "of a group of one never differ; sample more per prompt or leave dynamic_sampling out"
             )
         if abilities is not None and (not abilities or not set(abilities) <= set(ABILITIES)):
@@ -125,8 +125,8 @@ class RolloutDataModule(TrainingData):
         self.abilities = abilities
         self.train_files = as_list("train_files", train_files)
         self.check_shared(self.train_files, *self.files.values())
-        self.prompts_per_step = prompts_per_step
-        self.samples_per_prompt = samples_per_prompt
+        self.prompts_per_iteration = prompts_per_iteration
+        self.group_size = group_size
         self.iterations = iterations
         self.train_sampling = train_sampling
         self.max_train = max_train
@@ -163,9 +163,9 @@ class RolloutDataModule(TrainingData):
             self._check_sizes()
             self.check_tasks(self._questions)
             ids = [task.id for task in self._questions]
-            data = fingerprint(ids, self.prompts_per_step, self.seed, *self.questions.identity)
+            data = fingerprint(ids, self.prompts_per_iteration, self.seed, *self.questions.identity)
             further = () if self.dynamic_sampling is None else (self.dynamic_sampling,)
-            sampling = fingerprint(self.samples_per_prompt, self.train_sampling, *further)
+            sampling = fingerprint(self.group_size, self.train_sampling, *further)
             self._loader = TrainLoader(self.iterations or self.steps_per_pass, self._roll_out, data, sampling)
         super().setup(stage)
         if stage == "fit":
@@ -174,7 +174,7 @@ class RolloutDataModule(TrainingData):
     @property
     def steps_per_pass(self) -> int:
         """Iterations until every question had its turn."""
-        return len(self._questions) // self.prompts_per_step
+        return len(self._questions) // self.prompts_per_iteration
 
     @property
     def training_questions(self) -> tuple[Task, ...]:
@@ -191,7 +191,9 @@ class RolloutDataModule(TrainingData):
         own = set(self._indices(iteration))
         order = permutation(len(self._questions), derive_seed(self.seed, "further", iteration))
         others = [i for i in order if i not in own]
-        return [self._questions[i] for i in others[attempt * self.prompts_per_step :][: self.prompts_per_step]]
+        return [
+            self._questions[i] for i in others[attempt * self.prompts_per_iteration :][: self.prompts_per_iteration]
+        ]
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -200,24 +202,24 @@ class RolloutDataModule(TrainingData):
         if self._order[0] != number:
             seed = derive_seed(self.seed, "order", number)
             self._order = (number, permutation(len(self._questions), seed))
-        return self._order[1][step * self.prompts_per_step : (step + 1) * self.prompts_per_step]
+        return self._order[1][step * self.prompts_per_iteration : (step + 1) * self.prompts_per_iteration]
 
     def _check_sizes(self) -> None:
-        files, needed = ", ".join(self.train_files), self.prompts_per_step * (1 + (self.dynamic_sampling or 0))
-        if len(self._questions) < self.prompts_per_step:
+        files, needed = ", ".join(self.train_files), self.prompts_per_iteration * (1 + (self.dynamic_sampling or 0))
+        if len(self._questions) < self.prompts_per_iteration:
             raise DatasetError(
                 f"{files}: {len(self._questions)} questions, but one step takes "
-                f"prompts_per_step = {self.prompts_per_step} different ones; lower it or give more questions"
+                f"prompts_per_iteration = {self.prompts_per_iteration} different ones; lower it or give more questions"
             )
         if len(self._questions) < needed:
             raise DatasetError(
                 f"{files}: {len(self._questions)} questions, but one step with dynamic_sampling = "
-                f"{self.dynamic_sampling} may take {needed} different ones; lower it or prompts_per_step"
+                f"{self.dynamic_sampling} may take {needed} different ones; lower it or prompts_per_iteration"
             )
-        if self.prompts_per_step % self.world_size:
+        if self.prompts_per_iteration % self.world_size:
             raise ValueError(
-                f"prompts_per_step is {self.prompts_per_step}, which {self.world_size} ranks cannot share equally; "
-                f"take a multiple of {self.world_size}"
+                f"prompts_per_iteration is {self.prompts_per_iteration}, which {self.world_size} ranks cannot share "
+                f"equally; take a multiple of {self.world_size}"
             )
 
     def _roll_out(self, iteration: int) -> list[Trajectory]:
@@ -237,7 +239,7 @@ class RolloutDataModule(TrainingData):
             check_staleness(rolled_out, self.rollouts.policy_version, self.max_off_policy_iterations)
         if self.world_size == 1:
             return [t for group in kept for t in group]
-        first = self.rank * (self.prompts_per_step // self.world_size) * self.samples_per_prompt
+        first = self.rank * (self.prompts_per_iteration // self.world_size) * self.group_size
         share = balance(kept, first, self.rank, self.balance_tokens)
         self.token_imbalance = share.imbalance
         return share.trajectories
@@ -268,7 +270,7 @@ class RolloutDataModule(TrainingData):
         slot, and all that were rolled out."""
         # A block per rank: the module deals rows to optimiser steps by position, and blocks keep that the same on any
         # number of ranks whose share is a multiple of the steps.
-        share = self.prompts_per_step // self.world_size
+        share = self.prompts_per_iteration // self.world_size
         first = self.rank * share
         kept = yield self.prompts(iteration)[first : first + share]
         everything = list(kept)
@@ -290,10 +292,10 @@ class RolloutDataModule(TrainingData):
     def _how(self, iteration: int) -> dict[str, Any]:
         # One seed for the whole iteration: requests derive theirs from the group.
         seed = derive_seed(self.seed, "train", iteration)
-        return {"n": self.samples_per_prompt, "sampling": self.train_sampling.params, "seed": seed}
+        return {"n": self.group_size, "sampling": self.train_sampling.params, "seed": seed}
 
     def _by_group(self, trajectories: list[Trajectory]) -> Groups:
-        n = self.samples_per_prompt
+        n = self.group_size
         return [trajectories[i : i + n] for i in range(0, len(trajectories), n)]
 
     def _last_iteration(self) -> int | None:

@@ -15,7 +15,7 @@ from data_modules.loading.loaders import TrainLoader, fingerprint, permutation
 from data_modules.training_data import TrainingData
 from rollout.storage import load_trajectories
 from rollout.tokenizer import load_tokenizer
-from rollout.trajectory import StopReason, Trajectory, turn_rows
+from rollout.trajectory import StopReason, Trajectory, split_turns
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class BatchPlan:
 class SupervisedDataModule(TrainingData):
     """Yields ``list[Trajectory]`` batches of saved trajectories; validation and test by rollouts.
 
-    Of trajectories whose turns have prompts of their own batches hold the rows (``turn_rows``), which sizes count.
+    Of trajectories whose turns have prompts of their own batches hold the rows (``split_turns``), which sizes count.
 
     A batch is one optimiser step over all ranks; rank r holds its trajectories r, r + world, ... (none, when a batch
     holds fewer than there are ranks). The order depends on the seed and the pass alone, and the position is saved in
@@ -205,9 +205,9 @@ class SupervisedDataModule(TrainingData):
         taken = [t if eos is None else append_eos(t, eos) for t in spread(usable, self.max_train)]
         apart = set(spread(range(len(taken)), self.held_out)) if self.held_out else set()
         # where every turn has a prompt of its own, the turns
-        rows = [row for i, t in enumerate(taken) if i not in apart for row in turn_rows(t)]
+        rows = [row for i, t in enumerate(taken) if i not in apart for row in split_turns(t)]
         kept = self._short(rows)
-        self._held_out = self._short(row for i in sorted(apart) for row in turn_rows(taken[i]))
+        self._held_out = self._short(row for i in sorted(apart) for row in split_turns(taken[i]))
         self.report = {
             "found": len(found),
             "unusable": len(found) - len(usable),

@@ -156,7 +156,9 @@ def micro_batches(
         ValueError: budget below 1.
     """
     if token_budget < 1:
-        raise ValueError(f"micro_batch_tokens is {token_budget}; expected at least 1 (some times the longest row)")
+        raise ValueError(
+            f"max_tokens_per_micro_batch is {token_budget}; expected at least 1 (some times the longest row)"
+        )
     if packed:
         return _first_fit(lengths, index, token_budget)
     groups: list[list[int]] = []

@@ -11,7 +11,7 @@ Nothing here is ever decoded, edited and tokenised again: new text (an observati
 it is appended.  All spans are half-open ``[start, end)`` offsets into ``response_ids``.
 
 Where a protocol writes a prompt of its own for every turn (a window of history, verl-agent's way) each turn has its
-``prompt_ids``, ``response_ids`` holds the sampled turns alone, and models read the *rows* of ``turn_rows``.
+``prompt_ids``, ``response_ids`` holds the sampled turns alone, and models read the *rows* of ``split_turns``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Task:
     question: str
     golden_answers: tuple[str, ...]
     data_source: str  # e.g. "nq", "fictional_1hop"; metrics are reported by it
-    gold_passages: tuple[tuple[str, str], ...] = ()  # (title, text) per hop, in order; for ARCap's probes
+    gold_passages: tuple[tuple[str, str], ...] = ()  # (title, text) per hop, in order; for ARCap's diagnostic prompts
     metadata: dict[str, Any] = field(default_factory=dict)  # e.g. {"hops": 2, "split": "unseen"}
     prompt: tuple[tuple[str, str], ...] = ()  # (role, content): the data set's own wording, for ``template: dataset``
     skills: str = ""  # further advice for the model that reads the task; protocols put it into the user's turn
@@ -388,7 +388,7 @@ class Trajectory:
         return dataclasses.replace(self, **changes)
 
 
-def turn_rows(trajectory: Trajectory) -> list[Trajectory]:
+def split_turns(trajectory: Trajectory) -> list[Trajectory]:
     """The rows of a trajectory that models read: the trajectory itself, or, where each turn has its own prompt, one row
     for each turn that holds a token. Such a row has the turn, its prompt and its calls, and the trajectory's reward,
     group and index. A trajectory without sampled tokens (its prompt filled ``max_length``) has no rows."""

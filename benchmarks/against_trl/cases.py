@@ -20,7 +20,7 @@ class Case:
     model: str  # folder of the student; of the teacher with "_teacher"
     lengths: str | None  # name of the given completions; None: the trainer generates
     iterations: int = 4  # the first is not counted
-    mini_batches: int = 1  # optimiser steps per batch
+    num_mini_batches: int = 1  # optimiser steps per batch
     passes: int = 1  # over the batch: TRL's num_iterations
     micro_rows: int = 16  # of the longest prompt and the longest completion
     advantage: Literal["std", "centred"] = "std"

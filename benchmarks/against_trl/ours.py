@@ -96,11 +96,11 @@ def make_module(case: Case, folder: Path, inputs: Inputs) -> PolicyModule:
         "weight_decay": 0.0,
         "betas": BETAS,
         "max_grad_norm": case.max_grad_norm,
-        "micro_batch_tokens": case.micro_rows * inputs.longest,
+        "max_tokens_per_micro_batch": case.micro_rows * inputs.longest,
     }
     if case.kind == "grpo":
         advantage, aggregation = case.advantage, case.aggregation
-        options = {"dual_clip": None, "mini_batches": case.mini_batches, "epochs": case.passes}
+        options = {"dual_clip": None, "num_mini_batches": case.num_mini_batches, "epochs": case.passes}
         return GRPO(student, advantage=advantage, aggregation=aggregation, **options, **common)
     options = {"divergence": DIVERGENCES.get(case.beta, "jsd"), "jsd_beta": case.beta, "schedule": "constant"}
     return ColdStartKD(student, f"{student}_teacher", ce_coef=0.0, **options, **common)
@@ -130,7 +130,7 @@ def make_data(case: Case, folder: Path, inputs: Inputs) -> RolloutDataModule:
         max_turn_tokens=inputs.completion_tokens,
         max_response_tokens=inputs.completion_tokens,
     )
-    sizes = {"prompts_per_step": len(inputs.prompts), "samples_per_prompt": inputs.samples}
+    sizes = {"prompts_per_iteration": len(inputs.prompts), "group_size": inputs.samples}
     return RolloutDataModule(rollouts, [str(folder / QUESTIONS)], **sizes, iterations=case.iterations, seed=0)
 
 

@@ -70,7 +70,7 @@ def make_data(case: ToolCase, folder: Path, inputs: Inputs) -> RolloutDataModule
         max_turn_tokens=tokens,
         max_response_tokens=tokens,
     )
-    sizes = {"prompts_per_step": len(inputs.prompts), "samples_per_prompt": inputs.samples}
+    sizes = {"prompts_per_iteration": len(inputs.prompts), "group_size": inputs.samples}
     return RolloutDataModule(rollouts, [str(folder / QUESTIONS)], **sizes, iterations=case.iterations, seed=0)
 
 

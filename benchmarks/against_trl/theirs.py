@@ -79,7 +79,7 @@ class Keep(TrainerCallback):
 
 def training_options(case: Case, folder: Path, inputs: Inputs) -> dict[str, Any]:
     """What GRPO and distillation have in common."""
-    optimiser_steps = case.mini_batches * case.passes
+    optimiser_steps = case.num_mini_batches * case.passes
     return {
         "output_dir": str(folder / "trl"),
         "use_cpu": True,
@@ -87,7 +87,7 @@ def training_options(case: Case, folder: Path, inputs: Inputs) -> dict[str, Any]
         "gradient_checkpointing": False,
         "max_steps": case.iterations * optimiser_steps,
         "per_device_train_batch_size": case.micro_rows,
-        "gradient_accumulation_steps": inputs.rows // case.micro_rows // case.mini_batches,
+        "gradient_accumulation_steps": inputs.rows // case.micro_rows // case.num_mini_batches,
         "learning_rate": case.lr,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch",
@@ -112,7 +112,7 @@ def grpo(case: Case, folder: Path, inputs: Inputs) -> GRPOTrainer:
     config = GRPOConfig(
         **options,
         num_generations=inputs.samples,
-        steps_per_generation=options["gradient_accumulation_steps"] * case.mini_batches,
+        steps_per_generation=options["gradient_accumulation_steps"] * case.num_mini_batches,
         num_iterations=case.passes,
         beta=0.0,
         epsilon=0.2,
@@ -175,7 +175,7 @@ def measure(case: Case, folder: Path, inputs: Inputs) -> dict[str, Any]:
     if case.compact:  # these two names decide what is projected; how it is computed is decided in trl.kernels
         trl.trainer.utils._use_triton = trl.trainer.distillation_trainer._use_triton = lambda device: True
     trainer = (grpo if case.kind == "grpo" else distillation)(case, folder, inputs)
-    clock = Clock(case.mini_batches * case.passes)
+    clock = Clock(case.num_mini_batches * case.passes)
     observe(trainer, clock, inputs)
     if case.gradient:
         trainer.add_callback(Keep(case.gradient))

@@ -60,7 +60,7 @@ class Sizes:
     turns: int
     turn_tokens: int
     latency_s: float
-    micro_batch_tokens: int
+    max_tokens_per_micro_batch: int
     at_once: int  # sequences
     new_tokens: int  # of each of those
     lr: float  # large: the weights must move far enough to be told apart
@@ -155,7 +155,7 @@ def between_steps(setting: Setting) -> Finding:
     done = future.result()
     batch = collate(done, device)
     with torch.no_grad():
-        logprobs = [_scored(model, batch, size.micro_batch_tokens) for model in models]
+        logprobs = [_scored(model, batch, size.max_tokens_per_micro_batch) for model in models]
     own, other = [], []
     for row, t in enumerate(done):
         at = len(t.prompt_ids)
@@ -273,14 +273,14 @@ def train(
     data = RolloutDataModule(
         make_system(setting, engine, sleep_mode=sleep_mode),
         [str(questions)],
-        prompts_per_step=size.prompts,
-        samples_per_prompt=size.samples,
+        prompts_per_iteration=size.prompts,
+        group_size=size.samples,
         iterations=8,
         max_off_policy_iterations=max_off_policy_iterations,
     )
     module = GRPO(
-        model_folder(setting), lr=size.lr, mini_batches=2, gradient_checkpointing=True, packing=True,
-        importance_cap=2.0, micro_batch_tokens=size.micro_batch_tokens,
+        model_folder(setting), lr=size.lr, num_mini_batches=2, gradient_checkpointing=True, packing=True,
+        importance_cap=2.0, max_tokens_per_micro_batch=size.max_tokens_per_micro_batch,
     )  # fmt: skip
     watch, weights = Watch(stale=not sleep_mode), Weights()
     callbacks: list[L.Callback] = [watch, WeightSync(probe=True, probe_tokens=PROBED), Throughput(), weights]
@@ -353,7 +353,7 @@ def beside(setting: Setting) -> Finding:
         f"trainer's peak {found.trainer_peak / GB:.1f} GB, engine's share {ENGINE_SHARE * found.total / GB:.1f}, "
         f"in use {found.in_use / GB:.1f} of {found.total / GB:.1f}"
     )
-    cure = "a smaller --data.rollouts.engine.gpu_memory_utilization or --model.micro_batch_tokens (make size)"
+    cure = "a smaller --data.rollouts.engine.gpu_memory_utilization or --model.max_tokens_per_micro_batch (make size)"
     return Finding(found.in_use < 0.97 * found.total, figure, cure)
 
 

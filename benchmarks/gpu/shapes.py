@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.gpu.frame import Setting
-from experiments.registry.shapes import CHIPS, MODELS, Chip
+from experiments.registry.shapes import GPU_SPECS, MODELS, GPUSpec
 from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
 
 TINY = {
@@ -38,14 +38,14 @@ def model_folder(setting: Setting, layers: int | None = None) -> str:
     return str(folder)
 
 
-def chip_here() -> Chip | None:
+def chip_here() -> GPUSpec | None:
     """The data sheet of this GPU; None if it is not among those known, or there is none."""
     import torch
 
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name().lower()
-    return next((chip for key, chip in CHIPS.items() if re.search(rf"\b{key}\b", name)), None)
+    return next((chip for key, chip in GPU_SPECS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def trajectories(lengths: Sequence[int], samples: int, vocabulary: int) -> list[Trajectory]:

@@ -18,7 +18,7 @@ from benchmarks.gpu.frame import Finding, Setting
 from benchmarks.gpu.shapes import FEW, chip_here, model_folder, shape_of, trajectories
 from callbacks.training.throughput import Throughput
 from experiments.registry import sizing
-from experiments.registry.shapes import GB, Chip, Dimensions
+from experiments.registry.shapes import GB, Dimensions, GPUSpec
 from experiments.registry.sizing import Training
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.models.policy import output_head
@@ -85,7 +85,12 @@ def one_step(setting: Setting, trainer: dict[str, Any] | None = None, **model: A
     folder = model_folder(setting, FEW)
     lengths = [20, 60, 33, 51] if setting.cpu else [130, 700, 311, 1000, 64, 257, 512, 900]
     rows = trajectories(lengths, 4, shape_of(setting)["vocab_size"])
-    options = {"micro_batch_tokens": 2 * max(lengths), "logits_chunk": 256, "max_grad_norm": 0.0, "mini_batches": 1}
+    options = {
+        "max_tokens_per_micro_batch": 2 * max(lengths),
+        "logits_chunk": 256,
+        "max_grad_norm": 0.0,
+        "num_mini_batches": 1,
+    }
     module, weights = GradientStep(folder, temperature=1.0, **options, **model), Weights()
     fit(setting, module, [rows], callbacks=[weights], **trainer or {})
     logprobs = [x for _, values in module.last_annotated for x in values["old_logprobs"]]
@@ -204,14 +209,23 @@ def trained(setting: Setting, liger: bool = False) -> Trained:
     longest, micro, chunk = (64, 256, 64) if setting.cpu else (2048, 16384, LOGITS_CHUNK)
     config = shape_of(setting)
     rows = trajectories([longest] * (2 * micro // longest), 4, config["vocab_size"])
-    options = {"packing": True, "gradient_checkpointing": True, "micro_batch_tokens": micro, "logits_chunk": chunk}
-    module = GRPO(model_folder(setting), lr=1e-6, mini_batches=2, importance_cap=2.0, liger=liger, **options)
+    options = {
+        "packing": True,
+        "gradient_checkpointing": True,
+        "max_tokens_per_micro_batch": micro,
+        "logits_chunk": chunk,
+    }
+    module = GRPO(model_folder(setting), lr=1e-6, num_mini_batches=2, importance_cap=2.0, liger=liger, **options)
     watch, weights, speed = Measured(-1 if liger else ITERATIONS - 1), Weights(), Throughput(on_policy=False)
     fit(setting, module, [rows] * ITERATIONS, callbacks=[watch, weights, speed])
     moved = max(float((weights.end[name] - start).abs().max()) for name, start in weights.start.items())
     kind = "float32" if setting.cpu else "autocast"
     training = Training(
-        policy=Dimensions.of(config), precision=kind, checkpointing=True, micro_batch_tokens=micro, logits_chunk=chunk
+        policy=Dimensions.of(config),
+        precision=kind,
+        checkpointing=True,
+        max_tokens_per_micro_batch=micro,
+        logits_chunk=chunk,
     )
     return Trained(watch.metrics, moved, watch.peak, watch.head_s, training, longest, longest * len(rows))
 
@@ -228,7 +242,7 @@ def step(setting: Setting) -> Finding:
 def peak(setting: Setting) -> Finding:
     run = trained(setting)
     assert run.peak is not None
-    chip = chip_here() or Chip("this GPU", torch.cuda.get_device_properties(0).total_memory, 1.0, 1.0)
+    chip = chip_here() or GPUSpec("this GPU", torch.cuda.get_device_properties(0).total_memory, 1.0, 1.0)
     parts = sizing.memory(run.counted, chip)
     counted = sum(parts.values()) - parts["overhead"] - parts.get("engine", 0.0)  # not torch's, or not there
     off = run.peak / counted - 1

@@ -46,7 +46,7 @@ def arcap(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str
     """
     metrics: dict[str, Interval] = {}
     for component, (mode, value) in COMPONENTS.items():
-        part = [row for row in rows if row.probe == mode.value and not row.failed]
+        part = [row for row in rows if row.prompt_mode == mode.value and not row.failed]
         if not part:
             continue
         name = f"{ARCAP_PREFIX}{component}"

@@ -30,8 +30,8 @@ class RowCollector(EvaluationHooks):
     def begin(self, split: str) -> None:
         self._rows, self._tasks = [], {}
 
-    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
-        self._rows += [row_of(trajectory, probe) for trajectory in trajectories]
+    def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
+        self._rows += [row_of(trajectory, prompt_mode) for trajectory in trajectories]
         self._tasks |= {trajectory.task.id: trajectory.task for trajectory in trajectories}
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:

@@ -84,7 +84,7 @@ class Evaluation(RowCollector):
     """Scores every validation and test; see ``summarize`` for the metrics.
 
     Writes, in the stage folder, ``evaluation.json`` (metrics with n and 95 % bootstrap interval under "val" and
-    "test", and seconds, commit, command) and ``evaluation/<split>.parquet`` (one row per question and probe).
+    "test", and seconds, commit, command) and ``evaluation/<split>.parquet`` (one row per question and prompt mode).
     EM and F1 are scored here from the parsed answer, whatever reward the run trains on. With a judge, every rank puts
     its own answers to it, all at once, after the last batch and before the rows are gathered; its prompt version
     and model stand in ``evaluation.json`` under "judge".
@@ -126,9 +126,9 @@ class Evaluation(RowCollector):
         # Trainer.test with a checkpoint of this very run also comes here: its seconds are already counted.
         self._earlier_seconds = max(self._earlier_seconds, state_dict["seconds"] - self.seconds)
 
-    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
-        super().take(split, probe, trajectories)
-        if self.answers is not None and split == "test" and probe == AGENT:
+    def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
+        super().take(split, prompt_mode, trajectories)
+        if self.answers is not None and split == "test" and prompt_mode == AGENT:
             first = len(self._rows) - len(trajectories)
             for position, trajectory in enumerate(trajectories, first):
                 answer, scores = self.answers.score(trajectory)

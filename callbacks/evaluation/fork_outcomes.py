@@ -55,8 +55,8 @@ class ForkOutcomes(EvaluationHooks):
     def begin(self, split: str) -> None:
         self._results = []
 
-    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
-        if split == "test" and probe == AGENT:
+    def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
+        if split == "test" and prompt_mode == AGENT:
             usable = [t for t in trajectories if not t.failed_by_infrastructure]
             self._results += [(t, k) for t in usable for k in turns_after_tools(t) if rise(t, k) is not None]
 

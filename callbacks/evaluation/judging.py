@@ -44,7 +44,7 @@ def judge_rows(judge: JudgeProtocol, rows: Sequence[EvaluationRow], tasks: Mappi
     judged = list(rows)
     asked: list[int] = []
     for i, row in enumerate(rows):
-        if row.probe != AGENT or row.failed:
+        if row.prompt_mode != AGENT or row.failed:
             continue
         if row.answer is None or row.verdict == 1.0:
             judged[i] = dataclasses.replace(row, judged=float(row.verdict == 1.0))

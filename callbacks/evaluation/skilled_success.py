@@ -59,8 +59,8 @@ class SkilledSuccess(EvaluationHooks):
     def begin(self, split: str) -> None:
         self._tasks = {}
 
-    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
-        if probe == AGENT:
+    def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
+        if prompt_mode == AGENT:
             self._tasks |= {t.task.id: t.task for t in trajectories}
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:

@@ -82,8 +82,8 @@ class StepDivergence(EvaluationHooks):
     def begin(self, split: str) -> None:
         self._kept = []
 
-    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
-        if probe == AGENT and split == "test":
+    def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
+        if prompt_mode == AGENT and split == "test":
             self._kept = heapq.nsmallest(self.max_trajectories, [*self._kept, *trajectories], key=choice_key)
 
     def _chosen(self, trainer: L.Trainer) -> list[Trajectory]:

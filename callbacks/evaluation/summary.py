@@ -63,7 +63,7 @@ def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict
     Both: ``em_per_1000_calls``, ``f1_per_1000_calls``, ``accuracy_per_1000_calls``, ``tool_productivity`` (see
     ``per_call``).
     """
-    agent = [row for row in rows if row.probe == AGENT]
+    agent = [row for row in rows if row.prompt_mode == AGENT]
     scored = [row for row in agent if not row.failed]
 
     def interval(values: Iterable[float]) -> Interval:

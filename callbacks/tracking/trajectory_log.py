@@ -80,9 +80,9 @@ class TrajectoryLog(EvaluationHooks):
     def begin(self, split: str) -> None:
         self._kept = []
 
-    def take(self, split: str, probe: str, trajectories: Sequence[Trajectory]) -> None:
+    def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
         """Only the extremes stay in memory, batch by batch."""
-        if probe == AGENT:
+        if prompt_mode == AGENT:
             pool = self._kept + [(t, {}) for t in trajectories]
             self._kept = [annotated for _, annotated in best_and_worst(pool, self.count)]
 

@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 QUESTION_MARKER = "Question:"
 
 Value = TypeVar("Value")
-FaultyRows = Literal["refuse", "drop"]
+OnInvalidRow = Literal["refuse", "drop"]
 NO_ANSWER = "no gold answer"
 OF_A_WORLD = ". The class of a world that scores its episodes, whose tasks need no answer, says scores_itself = True"
-ADVICE = ", or leave them out with faulty_rows: drop"
+ADVICE = ", or leave them out with on_invalid_row: drop"
 
 STRINGS = pl.List(pl.String)
 SCHEMA = {
@@ -113,13 +113,13 @@ class QuestionFile:
         if "data_source" not in self._columns:
             raise self._missing("data_source")
 
-    def tasks(self, faulty_rows: FaultyRows = "refuse", answers: bool = True) -> list[Task]:
+    def tasks(self, on_invalid_row: OnInvalidRow = "refuse", answers: bool = True) -> list[Task]:
         """The rows as tasks. Those with a fault are refused, all kinds of faults in one message, or dropped, which is
         logged; ids do not depend on that. ``answers``: a row without a gold answer or tests is at fault."""
         tasks, faults = self._checked(answers)
         if self._own is not None:
-            self._report_lines(self._own, faults, faulty_rows if tasks else "refuse")
-        elif faulty_rows == "refuse":
+            self._report_lines(self._own, faults, on_invalid_row if tasks else "refuse")
+        elif on_invalid_row == "refuse":
             unanswered = any(NO_ANSWER in texts for texts in faults)
             refuse_faults(self._path, faults, ADVICE + (OF_A_WORLD if unanswered else ""))
         elif said := said_faults(faults):
@@ -155,10 +155,10 @@ class QuestionFile:
             faults.append(reader.faults)
         return tasks, faults
 
-    def _report_lines(self, own: OwnRows, faults: Sequence[Sequence[str]], faulty_rows: FaultyRows) -> None:
+    def _report_lines(self, own: OwnRows, faults: Sequence[Sequence[str]], on_invalid_row: OnInvalidRow) -> None:
         """Refuses what is wrong with a file of your own shape, or logs it where it is dropped."""
         found = own.unreadable | {line: texts for line, texts in zip(own.lines, faults, strict=True) if texts}
-        if faulty_rows == "refuse":
+        if on_invalid_row == "refuse":
             refuse_lines(self._path, own.unit, found, ADVICE)
         elif found:
             total = len(own.lines) + len(own.unreadable)

@@ -50,7 +50,7 @@ import polars as pl
 
 from data_modules.datasets.benchmarks import load_benchmark
 from data_modules.datasets.files import DatasetError, shown, write_parquet
-from data_modules.datasets.question_file import QUESTION_MARKER, SCHEMA, FaultyRows, QuestionFile
+from data_modules.datasets.question_file import QUESTION_MARKER, SCHEMA, OnInvalidRow, QuestionFile
 from rollout.trajectory import Task
 
 _NAMED = re.compile(r"(\w+):(.+)")  # also of a misspelt name, so that the message is about the name
@@ -58,7 +58,7 @@ _NAMED = re.compile(r"(\w+):(.+)")  # also of a misspelt name, so that the messa
 
 def load_tasks(
     path: str | Path | Sequence[str | Path],
-    faulty_rows: FaultyRows = "refuse",
+    on_invalid_row: OnInvalidRow = "refuse",
     answers: bool = True,
     columns: Mapping[str, str] | None = None,
 ) -> list[Task]:
@@ -69,7 +69,8 @@ def load_tasks(
 
     Args:
         path: a parquet file, or several; ``name:path`` for an evaluation set, as "gsm8k:data/gsm8k.jsonl".
-        faulty_rows: ``drop`` leaves out rows that cannot be used, and logs how many and why. Evaluation sets are never
+        on_invalid_row: ``drop`` leaves out rows that cannot be used, and logs how many and why. Evaluation sets are
+            never
             cut: a metric over a part of them is another metric.
         answers: every row must have a gold answer or tests; False where the environment scores itself
             (``RolloutSystem.needs_answers``).
@@ -86,14 +87,14 @@ def load_tasks(
     paths = [str(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
     if not paths:
         raise DatasetError("no question file given; expected at least one parquet file")
-    return unique([task for p in paths for task in _load(p, faulty_rows, answers, columns)], paths)
+    return unique([task for p in paths for task in _load(p, on_invalid_row, answers, columns)], paths)
 
 
-def _load(path: str, faulty_rows: FaultyRows, answers: bool, columns: Mapping[str, str] | None) -> list[Task]:
+def _load(path: str, on_invalid_row: OnInvalidRow, answers: bool, columns: Mapping[str, str] | None) -> list[Task]:
     named = _NAMED.fullmatch(path)
     if named and not Path(path).exists():
         return load_benchmark(named[1], named[2])
-    return QuestionFile(Path(path), columns).tasks(faulty_rows, answers)
+    return QuestionFile(Path(path), columns).tasks(on_invalid_row, answers)
 
 
 def write_tasks(path: str | Path, tasks: Iterable[Task], render: Callable[[Task], str] | None = None) -> None:

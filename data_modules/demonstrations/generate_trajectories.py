@@ -21,7 +21,7 @@ from common.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from common.seeds import derive_seed
 from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError
-from data_modules.datasets.question_file import FaultyRows
+from data_modules.datasets.question_file import OnInvalidRow
 from data_modules.datasets.splits import Splits
 from data_modules.evaluation_data import as_list, check_tasks
 from data_modules.loading.decoding import UNCHANGED, Decoding
@@ -66,7 +66,7 @@ class GenerateTrajectories:
         max_consecutive_failures: ... before the stage stops, after so many such chunks in a row.
         columns: of question files of your own shape, see ``load_tasks``.
         splits: only the questions of ``files`` that are trained on, where validation and test have the same files.
-        faulty_rows: ``drop`` leaves out rows that cannot be used, and logs them; ``refuse`` stops.
+        on_invalid_row: ``drop`` leaves out rows that cannot be used, and logs them; ``refuse`` stops.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GenerateTrajectories:
         max_consecutive_failures: PositiveInt = 1,
         columns: dict[str, str] | None = None,
         splits: Splits | None = None,
-        faulty_rows: FaultyRows = "refuse",
+        on_invalid_row: OnInvalidRow = "refuse",
     ) -> None:
         check_at_least_one(limit=limit, samples_per_question=samples_per_question, chunk_questions=chunk_questions)
         if min(gold_think, gold_direct) < 0 or gold_think + gold_direct > 1:
@@ -99,7 +99,11 @@ class GenerateTrajectories:
         self.keep = keep
         self._seed = seed
         self.questions = QuestionLoading(
-            rollouts.protocol, faulty_rows=faulty_rows, answers=rollouts.needs_answers, columns=columns, splits=splits
+            rollouts.protocol,
+            on_invalid_row=on_invalid_row,
+            answers=rollouts.needs_answers,
+            columns=columns,
+            splits=splits,
         )
         self.chunk_questions = chunk_questions
         self._guard = FailureGuard(max_infrastructure_failures, max_consecutive_failures)

@@ -80,7 +80,7 @@ class TrainLoader:
             )
         if state.get("sampling", self._sampling) != self._sampling:
             raise ValueError(
-                "the checkpoint was written with another sampling: samples_per_prompt, train_sampling, "
+                "the checkpoint was written with another sampling: group_size, train_sampling, "
                 "dynamic_sampling or mixing differ from this run's. Resume with the same ones, or start anew"
             )
         self.position = state["position"]

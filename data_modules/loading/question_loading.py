@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from data_modules.datasets.files import DatasetError, shown, spread
-from data_modules.datasets.question_file import FaultyRows
+from data_modules.datasets.question_file import OnInvalidRow
 from data_modules.datasets.questions import load_tasks
 from data_modules.datasets.splits import Part, Splits
 from data_modules.datasets.tool_prompts import with_tool_prompts
@@ -35,18 +35,19 @@ class QuestionLoading:
             ``tool_prompts.tool_prompt``, for a protocol that shows it; ``tool_reasoning_first_row``: as the first task
             (``tool_prompts.with_tool_prompts``).
         lcb_examples: see ``tool_prompts.tool_prompt``.
-        faulty_rows, answers, columns: see ``load_tasks``.
+        on_invalid_row, answers, columns: see ``load_tasks``.
         splits: shares the same files out among training, validation and test; null where each has its own files.
 
     Raises:
-        ValueError: prompts or faulty_rows is neither of its values, the protocol would not show the prompts made here,
+        ValueError: prompts or on_invalid_row is neither of its values, the protocol would not show the prompts made
+            here,
             or lcb_examples is negative.
     """
 
     protocol: ChatProtocol | None
     prompts: Prompts = "as_given"
     lcb_examples: int | None = 2
-    faulty_rows: FaultyRows = "refuse"
+    on_invalid_row: OnInvalidRow = "refuse"
     answers: bool = True
     columns: Mapping[str, str] | None = None
     splits: Splits | None = None
@@ -55,8 +56,8 @@ class QuestionLoading:
     def __post_init__(self) -> None:
         if self.prompts not in get_args(Prompts):
             raise ValueError(f"prompts is {self.prompts!r}; expected one of {', '.join(get_args(Prompts))}")
-        if self.faulty_rows not in get_args(FaultyRows):
-            raise ValueError(f"faulty_rows is {self.faulty_rows!r}; expected 'refuse' or 'drop'")
+        if self.on_invalid_row not in get_args(OnInvalidRow):
+            raise ValueError(f"on_invalid_row is {self.on_invalid_row!r}; expected 'refuse' or 'drop'")
         if self.lcb_examples is not None and self.lcb_examples < 0:
             raise ValueError(f"lcb_examples is {self.lcb_examples}; expected at least 0")
         if self.prompts != "as_given" and self.protocol is not None and not shows_task_prompts(self.protocol):
@@ -71,7 +72,7 @@ class QuestionLoading:
         names = tuple(files)
         tasks = self._read.get(names)
         if tasks is None:
-            tasks = load_tasks(files, self.faulty_rows, self.answers, self.columns)
+            tasks = load_tasks(files, self.on_invalid_row, self.answers, self.columns)
         if self.splits is not None:  # the parts share their files: read them, and log their faults, once
             self._read[names] = tasks
         return tasks

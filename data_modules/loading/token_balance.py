@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data_modules.loading.ranks import gather_over_ranks
-from rollout.trajectory import Trajectory, turn_rows
+from rollout.trajectory import Trajectory, split_turns
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Share:
 
 def tokens_of(group: Sequence[Trajectory]) -> int:
     """What a group costs to learn from: tokens of prompt and response of what models read, failures left out."""
-    rows = (row for t in group if not t.failed_by_infrastructure for row in turn_rows(t))
+    rows = (row for t in group if not t.failed_by_infrastructure for row in split_turns(t))
     return sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
 
 

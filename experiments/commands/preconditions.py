@@ -174,7 +174,7 @@ def measured(target: Stage, questions: int) -> tuple[Config, int]:
     group."""
     config = copy.deepcopy(target.config)
     data = data_arguments(config)
-    size = data.get("samples_per_prompt") or 1
+    size = data.get("group_size") or 1
     sampler = find_sampler(target)
     if (find_teacher(target), find_skills(target), sampler) == (None, None, None):
         raise ExperimentError(
@@ -182,11 +182,10 @@ def measured(target: Stage, questions: int) -> tuple[Config, int]:
             "has no gates"
         )
     if size < 2 or not data.get("train_files"):
-        raise ExperimentError(
-            f"'{target.name}' samples no groups (samples_per_prompt {size}): there is nothing to measure"
-        )
+        raise ExperimentError(f"'{target.name}' samples no groups (group_size {size}): there is nothing to measure")
     data |= {
-        "test_files": data["train_files"], "val_files": [], "probes": [], "attempts": size, "max_test": questions,
+        "test_files": data["train_files"], "val_files": [], "diagnostic_prompts": [],
+        "attempts": size, "max_test": questions,
         "eval_sampling": data.get("train_sampling") or {"temperature": 1.0},
         "max_eval_prompt_tokens": data.get("max_prompt_tokens"),
     }  # fmt: skip

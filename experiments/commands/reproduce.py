@@ -91,7 +91,7 @@ def make_sampled(stage: Stage, graph: Graph, context: RunContext) -> Path:
     """Folder of the test of a finished stage's model with sampled answers; made unless it is there."""
     config = copy.deepcopy(stage.config)
     data = config["data"]["init_args"]
-    data["eval_sampling"], data["probes"] = SAMPLED, []
+    data["eval_sampling"], data["diagnostic_prompts"] = SAMPLED, []
     changed = dataclasses.replace(stage, config=config, key=f"{stage.key}, sampled")
     evaluation = evaluation_stage(changed, model_of(stage), graph)
     if StageFolder(evaluation.folder).result() is None:

@@ -13,7 +13,7 @@ from typing import Any
 from experiments.commands.command import builds_index, command, make_graph, numbers, option
 from experiments.registry import sizing
 from experiments.registry.errors import ExperimentError, nearest
-from experiments.registry.shapes import CHIPS, GB, Chip, Dimensions, Precision, known_model
+from experiments.registry.shapes import GB, GPU_SPECS, Dimensions, GPUSpec, Precision, known_model
 from experiments.registry.sizing import Adapters, Run, Strategy, Training
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
@@ -66,7 +66,7 @@ class Sized:
         """Sequences that each GPU could sample at once."""
         return min(math.ceil(self.run.trajectories / self.training.gpus), self.in_flight) if self.run else 0
 
-    def sequences(self, chip: Chip) -> int:
+    def sequences(self, chip: GPUSpec) -> int:
         """Sequences of half the longest length that a GPU's engine holds at once, of those wanted."""
         return min(self.wanted, int(sizing.cache_tokens(self.training, chip) // max(self.training.context, 1)))
 
@@ -75,7 +75,7 @@ class Sized:
     "size",
     "whether an experiment fits on given GPUs, what to change, and estimated hours; loads nothing",
     option("--gpus", default=GPUS, help="numbers of GPUs, comma-separated"),
-    option("--gpu", default="h100", help=", ".join(CHIPS)),
+    option("--gpu", default="h100", help=", ".join(GPU_SPECS)),
 )
 def size(args: argparse.Namespace, context: RunContext) -> None:
     """Print memory by component, speeds and hours, a column per number of GPUs, and the options that make it fit.
@@ -83,8 +83,10 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
     Raises:
         ExperimentError: an experiment that trains nothing, an unknown GPU or model.
     """
-    if args.gpu not in CHIPS:
-        raise ExperimentError(f"no GPU '{args.gpu}' is known{nearest(args.gpu, CHIPS)}; there are: {', '.join(CHIPS)}")
+    if args.gpu not in GPU_SPECS:
+        raise ExperimentError(
+            f"no GPU '{args.gpu}' is known{nearest(args.gpu, GPU_SPECS)}; there are: {', '.join(GPU_SPECS)}"
+        )
     counts = numbers("--gpus", args.gpus, GPUS, least=1)
     stage = make_graph(context).target()
     if builds_index(stage):
@@ -92,7 +94,7 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
         return
     if stage.kind != "fit":
         raise ExperimentError(f"'{stage.name}' is of kind {stage.kind}: it trains nothing; name one that trains")
-    chip, module = CHIPS[args.gpu], module_of(stage)
+    chip, module = GPU_SPECS[args.gpu], module_of(stage)
     columns = [sized(stage, module, n, context.project.root) for n in counts]
     first = columns[0].training
     models = [("policy", first.policy.parameters), *((name, d.parameters) for name, d, _ in first.frozen)]
@@ -129,7 +131,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
         offload_parameters=bool(options.get("offload_parameters")),
         live_parameters=float(options.get("live_parameters", sizing.LIVE_PARAMETERS)),
         checkpointing=bool(model.get("gradient_checkpointing")),
-        micro_batch_tokens=module.micro_batch_tokens,
+        max_tokens_per_micro_batch=module.max_tokens_per_micro_batch,
         logits_chunk=module.logits_chunk,
         engine_share=float(engine.get("gpu_memory_utilization") or 0.0),
         sleep_mode=bool(rollouts.get("sleep_mode")),
@@ -142,7 +144,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
 
 def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | None:
     """The work of an on-policy training run; None for others, and without ``iterations``."""
-    if not data.get("prompts_per_step") or not data.get("iterations"):
+    if not data.get("prompts_per_iteration") or not data.get("iterations"):
         return None
     protocol = rollouts.get("protocol", {}).get("init_args") or {}
     windowed = protocol.get("window") is not None or protocol.get("history") == "template"
@@ -151,7 +153,7 @@ def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | No
     whole = min(int(rollouts.get("max_response_tokens", 4096)), training.max_length)
     return Run(
         iterations=int(data["iterations"]),
-        trajectories=int(data["prompts_per_step"]) * int(data.get("samples_per_prompt", 1)),
+        trajectories=int(data["prompts_per_iteration"]) * int(data.get("group_size", 1)),
         rows=rows,
         sampled=rows * turn / 2 if windowed else whole / 2,
         epochs=int(model.get("epochs", 1)),
@@ -230,7 +232,7 @@ def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
     )
 
 
-def table(columns: Sequence[Sized], chip: Chip) -> list[list[str]]:
+def table(columns: Sequence[Sized], chip: GPUSpec) -> list[list[str]]:
     """Rows of cells; the first row is the head."""
     trainings = [c.training for c in columns]
     parts = [sizing.memory(t, chip) for t in trainings]
@@ -256,13 +258,13 @@ def table(columns: Sequence[Sized], chip: Chip) -> list[list[str]]:
     return rows
 
 
-def advice(columns: Sequence[Sized], chip: Chip) -> list[str]:
+def advice(columns: Sequence[Sized], chip: GPUSpec) -> list[str]:
     """The options to add for each column that does not fit, or whose engine has too little or too much memory."""
     lines = [(column.training.gpus, settings(column, chip)) for column in columns]
     return [f"{gpus} GPU{'s' if gpus > 1 else ''}: {line}" for gpus, line in lines if line]
 
 
-def settings(sized: Sized, chip: Chip) -> str | None:
+def settings(sized: Sized, chip: GPUSpec) -> str | None:
     """The cheapest options that help; None where none is needed."""
     now = sized.training
     if fits(now, chip):
@@ -279,25 +281,27 @@ def settings(sized: Sized, chip: Chip) -> str | None:
     return text
 
 
-def fits(t: Training, chip: Chip) -> bool:
+def fits(t: Training, chip: GPUSpec) -> bool:
     """Whether trainer and engine fit; vLLM starts only with room for one trajectory."""
     return sizing.peak(t, chip) <= chip.memory and (not t.engine_share or sizing.cache_tokens(t, chip) >= t.max_length)
 
 
-def fitted(sized: Sized, words: str, change: dict[str, Any], chip: Chip) -> str | None:
+def fitted(sized: Sized, words: str, change: dict[str, Any], chip: GPUSpec) -> str | None:
     """``words``, the options for ``change``, and those for smaller micro-batches and the engine that make it fit; None
     where nothing does."""
     trainer = dataclasses.replace(sized.training, **change)
-    smaller = min(trainer.micro_batch_tokens, max(MICRO_BATCH, trainer.max_length))
-    for tokens in dict.fromkeys((trainer.micro_batch_tokens, smaller)):
-        found = best_engine(sized, dataclasses.replace(trainer, micro_batch_tokens=tokens), chip)
+    smaller = min(trainer.max_tokens_per_micro_batch, max(MICRO_BATCH, trainer.max_length))
+    for tokens in dict.fromkeys((trainer.max_tokens_per_micro_batch, smaller)):
+        found = best_engine(sized, dataclasses.replace(trainer, max_tokens_per_micro_batch=tokens), chip)
         if found is not None:
-            more = f"--model.micro_batch_tokens {tokens}" if tokens != trainer.micro_batch_tokens else ""
+            more = (
+                f"--model.max_tokens_per_micro_batch {tokens}" if tokens != trainer.max_tokens_per_micro_batch else ""
+            )
             return " ".join(filter(None, (words, more, *engine_words(sized.training, found))))
     return None
 
 
-def engine_settings(sized: Sized, chip: Chip) -> str | None:
+def engine_settings(sized: Sized, chip: GPUSpec) -> str | None:
     """Options for an engine that could hold more of its trajectories, or that has more memory than it can use."""
     now, sequences = sized.training, sized.sequences(chip)
     found = best_engine(sized, now, chip) or now
@@ -310,7 +314,7 @@ def engine_settings(sized: Sized, chip: Chip) -> str | None:
     return None
 
 
-def best_engine(sized: Sized, trainer: Training, chip: Chip) -> Training | None:
+def best_engine(sized: Sized, trainer: Training, chip: GPUSpec) -> Training | None:
     """``trainer`` with its engine awake or asleep and the share with which it holds most trajectories; None where
     nothing fits."""
     if not trainer.engine_share:
@@ -322,7 +326,7 @@ def best_engine(sized: Sized, trainer: Training, chip: Chip) -> Training | None:
     return best and best.training
 
 
-def best_share(sized: Sized, training: Training, chip: Chip) -> float:
+def best_share(sized: Sized, training: Training, chip: GPUSpec) -> float:
     """Share of the GPU's memory that the longest trajectories need, as far as the trainer leaves it."""
     room = max(0.01, sizing.largest_share(training, chip))
     if sized.run is None:

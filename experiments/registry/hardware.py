@@ -101,15 +101,15 @@ def check_strategy(name: Any, where: str) -> None:
 def check_shares(config: Config, where: str) -> None:
     """Raises ExperimentError if the ranks cannot have equal shares of a step's prompts, or cannot be counted although
     there are several nodes."""
-    prompts = ((config.get("data") or {}).get("init_args") or {}).get("prompts_per_step")
+    prompts = ((config.get("data") or {}).get("init_args") or {}).get("prompts_per_iteration")
     ranks = ranks_of(config)
     if ranks.nodes > 1:
         require_counted(where, config)
     world = ranks.nodes * (ranks.processes or 1)
     if isinstance(prompts, int) and prompts % world:
         raise ExperimentError(
-            f"{where}: data.prompts_per_step is {prompts}, which {ranks.nodes} x {ranks.processes} = {world} ranks "
-            f"cannot share equally; take a multiple of {world}, or other trainer.devices"
+            f"{where}: data.prompts_per_iteration is {prompts}, which {ranks.nodes} x {ranks.processes} = {world} "
+            f"ranks cannot share equally; take a multiple of {world}, or other trainer.devices"
         )
 
 

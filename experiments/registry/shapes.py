@@ -134,7 +134,7 @@ def known_model(name: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Chip:
+class GPUSpec:
     """Data sheet of a GPU: dense bfloat16, no sparsity."""
 
     name: str
@@ -145,8 +145,8 @@ class Chip:
 
 # From NVIDIA's data sheets (A100, H100 and H200: SXM) and its Ampere, Ada and Blackwell GeForce white papers (float32
 # accumulation): GB, 1e12 operations per second, 1e12 bytes per second
-CHIPS = {
-    key: Chip(f"{name} {memory} GB", memory * GB, flops * 1e12, bandwidth * 1e12)
+GPU_SPECS = {
+    key: GPUSpec(f"{name} {memory} GB", memory * GB, flops * 1e12, bandwidth * 1e12)
     for key, name, memory, flops, bandwidth in (
         ("a100-40", "A100", 40, 312, 1.555),
         ("a100", "A100", 80, 312, 2.039),

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from experiments.registry.shapes import GB, Chip, Dimensions, Precision
+from experiments.registry.shapes import GB, Dimensions, GPUSpec, Precision
 
 OVERHEAD = 3 * GB  # allowance: CUDA context, NCCL's buffers, fragmentation
 ENGINE_WORK = 1 * GB  # allowance: vLLM's activations and sampler within its share
@@ -59,7 +59,7 @@ class Training:
     live_parameters: float = LIVE_PARAMETERS
     adapters: Adapters | None = None  # None: all parameters are trained
     checkpointing: bool = False
-    micro_batch_tokens: int = 16384
+    max_tokens_per_micro_batch: int = 16384
     logits_chunk: int = 1024
     engine_share: float = 0.0  # of the GPU's memory, for vLLM (gpu_memory_utilization)
     sleep_mode: bool = False  # the engine has its share only while the trainer's states are in host memory
@@ -121,7 +121,7 @@ class Run:
     epochs: int = 1
 
 
-def memory(t: Training, chip: Chip) -> dict[str, float]:
+def memory(t: Training, chip: GPUSpec) -> dict[str, float]:
     """Bytes per GPU while it trains, by component. Offloaded parts are left out."""
     states = t.gpus if t.sharded else 1
     parts = {
@@ -147,7 +147,7 @@ def memory(t: Training, chip: Chip) -> dict[str, float]:
     return parts | {"overhead": OVERHEAD}
 
 
-def sampling_memory(t: Training, chip: Chip) -> dict[str, float]:
+def sampling_memory(t: Training, chip: GPUSpec) -> dict[str, float]:
     """Bytes per GPU while an engine samples that sleeps in training; empty for an engine that keeps its share.
 
     Weights, masters and frozen models stay; gradients are freed, and the optimizer is in host memory
@@ -159,7 +159,7 @@ def sampling_memory(t: Training, chip: Chip) -> dict[str, float]:
     return kept | {"engine": t.engine_share * chip.memory, "overhead": OVERHEAD}
 
 
-def peak(t: Training, chip: Chip) -> float:
+def peak(t: Training, chip: GPUSpec) -> float:
     """Bytes per GPU of training or of sampling, whichever needs more."""
     return max(sum(memory(t, chip).values()), sum(sampling_memory(t, chip).values()))
 
@@ -193,12 +193,12 @@ def activations(t: Training) -> float:
     """Bytes that a micro-batch keeps for its backward pass. Policy and critic add up: they share one loss."""
     precision: Precision = "bfloat16" if t.half_engine else t.precision
     per_token = (d.layers * (d.residual_bytes(precision) if t.checkpointing else layer_bytes(t, d)) for d in t.models)
-    return t.micro_batch_tokens * sum(per_token)
+    return t.max_tokens_per_micro_batch * sum(per_token)
 
 
 def recomputed(t: Training) -> float:
     """Bytes of the one layer at a time that gradient checkpointing recomputes."""
-    return t.micro_batch_tokens * max(layer_bytes(t, d) for d in t.models) if t.checkpointing else 0.0
+    return t.max_tokens_per_micro_batch * max(layer_bytes(t, d) for d in t.models) if t.checkpointing else 0.0
 
 
 def layer_bytes(t: Training, d: Dimensions) -> float:
@@ -222,12 +222,12 @@ def training_flops(t: Training, context: float, epochs: int = 1) -> float:
     return passes * trained + sum(d.forward_flops(context) for _, d, _ in t.frozen)
 
 
-def training_speed(t: Training, chip: Chip) -> float:
+def training_speed(t: Training, chip: GPUSpec) -> float:
     """Tokens per second of all GPUs at the peak of their arithmetic."""
     return t.gpus * chip.flops / training_flops(t, t.context)
 
 
-def cache_tokens(t: Training, chip: Chip) -> int:
+def cache_tokens(t: Training, chip: GPUSpec) -> int:
     """Tokens per GPU whose keys and values fit beside the engine's bfloat16 weights."""
     return max(0, int((t.engine_share * chip.memory - engine_memory(t, 0)) // t.policy.kv_bytes()))
 
@@ -237,13 +237,13 @@ def engine_memory(t: Training, tokens: float) -> float:
     return 2 * t.policy.parameters + ENGINE_WORK + tokens * t.policy.kv_bytes()
 
 
-def largest_share(t: Training, chip: Chip) -> float:
+def largest_share(t: Training, chip: GPUSpec) -> float:
     """Share of the GPU's memory that the trainer leaves to the engine: in hundredths, 0.9 at most."""
     others = sampling_memory(t, chip) or memory(t, chip)
     return min(0.9, math.floor(100 * (1 - sum(others.values()) / chip.memory + t.engine_share) + 1e-6) / 100)
 
 
-def generation_speed(t: Training, chip: Chip, sequences: int) -> float:
+def generation_speed(t: Training, chip: GPUSpec, sequences: int) -> float:
     """Tokens per second of all engines. Each step reads the weights and every sequence's cache once and computes one
     token per sequence; the slower of both counts."""
     if not sequences:
@@ -253,7 +253,7 @@ def generation_speed(t: Training, chip: Chip, sequences: int) -> float:
     return t.gpus * sequences / max(reading, computing)
 
 
-def hours(t: Training, chip: Chip, run: Run, sequences: int) -> float:
+def hours(t: Training, chip: GPUSpec, run: Run, sequences: int) -> float:
     """Estimate the hours of ``run`` at ``EFFICIENCY`` of the roofline, without tools, evaluation, weight updates and
     offloading.
 

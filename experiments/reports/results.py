@@ -84,7 +84,7 @@ def question_frame(folder: Path) -> pl.DataFrame:
     """Rows of the normal search loop in a stage's test, without those that infrastructure spoiled. Files of earlier
     versions lack some columns."""
     frame = pl.read_parquet(Path(folder) / "evaluation" / "test.parquet")
-    return frame.filter((pl.col("probe") == AGENT) & ~pl.col("failed"))
+    return frame.filter((pl.col("prompt_mode") == AGENT) & ~pl.col("failed"))
 
 
 def question_scores(folder: Path, column: str = "em") -> dict[str, float]:

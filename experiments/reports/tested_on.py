@@ -24,7 +24,13 @@ def tested_on(folder: Path) -> str | None:
     table, config = folder / "evaluation" / "test.parquet", folder / "config.yaml"
     if not table.is_file():
         return None
-    ids = pl.read_parquet(table).filter(pl.col("probe") == AGENT).select("data_source", "id").unique().sort(pl.all())
+    ids = (
+        pl.read_parquet(table)
+        .filter(pl.col("prompt_mode") == AGENT)
+        .select("data_source", "id")
+        .unique()
+        .sort(pl.all())
+    )
     digest = hashlib.sha256(repr(ids.rows()).encode())
     data = (yaml.safe_load(config.read_text()).get("data") or {}) if config.is_file() else {}
     outputs, names = folder.absolute().parents[1], []

@@ -220,7 +220,7 @@ def reader_options(stage: Stage) -> dict[str, Any]:
     if _reads_traces(stage):
         return {"reader": _part(stage)["class_path"]}
     return {
-        "faulty_rows": arguments.get("faulty_rows", "refuse"),
+        "on_invalid_row": arguments.get("on_invalid_row", "refuse"),
         "answers": not plays_episodes(stage.config),
         "columns": arguments.get("columns"),
     }

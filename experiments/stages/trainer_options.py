@@ -61,7 +61,10 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # Options of automatic optimisation: the value with which they change nothing, and what does the same here.
 MANUAL = {
-    "accumulate_grad_batches": (1, "a step adds up as many micro-batches of model.micro_batch_tokens as it takes"),
+    "accumulate_grad_batches": (
+        1,
+        "a step adds up as many micro-batches of model.max_tokens_per_micro_batch as it takes",
+    ),
     "gradient_clip_val": (None, "take model.max_grad_norm"),
     "gradient_clip_algorithm": (None, "take model.max_grad_norm"),
 }

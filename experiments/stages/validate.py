@@ -44,6 +44,15 @@ RENAMED = {
     "staleness": "; now max_off_policy_iterations, with the same number",
     "failure_patience": "; now max_consecutive_failures, with the same number",
     "hang_s": "; now heartbeat_timeout_s, with the same number",
+    "prompts_per_step": "; now prompts_per_iteration",
+    "samples_per_prompt": "; now group_size",
+    "mini_batches": "; now num_mini_batches",
+    "micro_batch_tokens": "; now max_tokens_per_micro_batch",
+    "faulty_rows": "; now on_invalid_row",
+    "correct_from": "; now success_threshold",
+    "probes": "; now diagnostic_prompts",
+    "max_probe": "; now max_diagnostic_prompts",
+    "slip": "; now error_rate",
 }
 
 
@@ -188,13 +197,13 @@ def check_data_options(module: Any, parsed: Any, where: str) -> None:
     """What the module cannot learn from is refused here, where ``fit`` would do so before its first rollout: a group
     too small for what is compared, tokens that are sampled from another distribution than the one that is trained, a
     teacher, reference or critic without an embedding for a token that the policy may sample."""
-    samples, rounds = (parsed.config.get(f"data.init_args.{key}") for key in ("samples_per_prompt", "dynamic_sampling"))
+    samples, rounds = (parsed.config.get(f"data.init_args.{key}") for key in ("group_size", "dynamic_sampling"))
     if rounds is not None and samples == 1:
         raise ExperimentError(
-            f"{where}: data.dynamic_sampling is {rounds}, but data.samples_per_prompt is 1: the rewards of a group of "
+            f"{where}: data.dynamic_sampling is {rounds}, but data.group_size is 1: the rewards of a group of "
             "one never differ; sample more per prompt or leave dynamic_sampling out"
         )
-    options = {"check_rows": (), "check_samples": ("samples_per_prompt",), "check_sampling": ("train_sampling",)}
+    options = {"check_rows": (), "check_samples": ("group_size",), "check_sampling": ("train_sampling",)}
     for method, names in options.items():
         if not hasattr(module, method):
             continue

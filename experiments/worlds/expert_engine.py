@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class CarelessPolicy:
-    """An expert with habits that cost calls: with probability ``slip`` a step is taken carelessly at first."""
+    """An expert with habits that cost calls: with probability ``error_rate`` a step is taken carelessly at first."""
 
-    def __init__(self, slip: float = 0.15, seed: int = 0) -> None:
-        if not 0 <= slip < 1:
-            raise ValueError(f"slip is a probability below 1, got {slip}")
-        self.slip, self.seed = slip, seed
+    def __init__(self, error_rate: float = 0.15, seed: int = 0) -> None:
+        if not 0 <= error_rate < 1:
+            raise ValueError(f"error_rate is a probability below 1, got {error_rate}")
+        self.error_rate, self.seed = error_rate, seed
 
     def slips(self, task: Task, step: int) -> random.Random | None:
         """What a careless step goes on to draw from, the same whenever it is asked; None for a careful one."""
         rng = random.Random(f"{self.seed}:{task.id}:{step}")
-        return rng if rng.random() < self.slip else None
+        return rng if rng.random() < self.error_rate else None
 
 
 class WorldExpert:
@@ -41,17 +41,17 @@ class WorldExpert:
     Args:
         tokenizer: Hugging Face folder of the tokenizer in which to write.
         files: question files of the world; their metadata hold what the policy has to know.
-        slip: probability that a step is careless at first (see the policy).
+        error_rate: probability that a step is careless at first (see the policy).
         seed: of the slips.
     """
 
     QUESTION: ClassVar[re.Pattern[str]]  # its first group is the question, found in the prompt
-    Policy: ClassVar[Any]  # (slip, seed) -> an object with next_turn(task, transcript)
+    Policy: ClassVar[Any]  # (error_rate, seed) -> an object with next_turn(task, transcript)
     ends_turns: ClassVar[bool] = False  # with the tokenizer's EOS, as chats do
 
-    def __init__(self, tokenizer: str, files: list[str], slip: BelowOne = 0.15, seed: NonNegativeInt = 0) -> None:
+    def __init__(self, tokenizer: str, files: list[str], error_rate: BelowOne = 0.15, seed: NonNegativeInt = 0) -> None:
         self._tokenizer_path, self._files = tokenizer, files
-        self._policy = self.Policy(slip, seed)
+        self._policy = self.Policy(error_rate, seed)
         self._tokenizer: Any = None
         self._tasks: dict[str, list[Task]] = {}  # by question
 

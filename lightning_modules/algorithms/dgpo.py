@@ -14,7 +14,7 @@ class DGPO(PPO):
     """PPO whose reference is the teacher, and whose KL is paid by wrong trajectories only (eq. 4)::
 
         r_t = [t last] EM(y)  -  kl_coef * k_t * m_t * w        k_t = log pi_old(y_t | h_t) - log pi_T(y_t | h_t)
-        w   = 1 if EM(y) < correct_from else 0
+        w   = 1 if EM(y) < success_threshold else 0
 
     The KL is student || teacher on the sampled tokens (k1), a token reward inside GAE: no gradient flows through it,
     and it stays fixed during the update.  Source: the authors' ray_trainer.py:92-134; the project page prints the
@@ -29,7 +29,7 @@ class DGPO(PPO):
         kl_in: whether the KL is a token reward (the paper) or a loss term (then ``kl_estimator`` k2 or k3).
         selective: whether only wrong trajectories pay the KL.
         kl_estimator: k1 (the paper), k2 or k3.
-        correct_from: exact-match score from which a trajectory counts as right.
+        success_threshold: exact-match score from which a trajectory counts as right.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DGPO(PPO):
         kl_in: Literal["reward", "loss"] = "reward",
         selective: bool = True,
         kl_estimator: Estimator = "k1",
-        correct_from: FiniteFloat = 0.1,
+        success_threshold: FiniteFloat = 0.1,
         **kwargs,
     ) -> None:
         super().__init__(
@@ -49,6 +49,6 @@ class DGPO(PPO):
             kl_coef=kl_coef,
             kl_in=kl_in,
             kl_estimator=kl_estimator,
-            kl_weights=[WrongOnly(correct_from)] if selective and kl_coef > 0 else None,
+            kl_weights=[WrongOnly(success_threshold)] if selective and kl_coef > 0 else None,
             **kwargs,
         )

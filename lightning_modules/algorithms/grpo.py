@@ -63,11 +63,11 @@ class GRPO(OnPolicyModule):
     * DAPO (arXiv 2503.14476): ``clip_high: 0.28``, ``dual_clip`` as you like, ``data.dynamic_sampling``;
     * Dr. GRPO (arXiv 2503.20783): ``advantage: centred``. It divides by a constant, where ``token_mean`` divides by
       the tokens of the mini-batch: the direction of a step is the same, its size is not;
-    * RLOO (arXiv 2402.14740): ``advantage: leave_one_out`` with ``mini_batches: 1``, where no ratio leaves 1;
+    * RLOO (arXiv 2402.14740): ``advantage: leave_one_out`` with ``num_mini_batches: 1``, where no ratio leaves 1;
     * REINFORCE++ (arXiv 2501.03262): ``advantage: global``.
 
     Subclasses choose annotations. A trajectory goes to optimiser step i mod
-    ``mini_batches``, so each step sees a part of every group; advantages are those of the whole group.
+    ``num_mini_batches``, so each step sees a part of every group; advantages are those of the whole group.
 
     Args:
         policy: Hugging Face folder to start from.
@@ -143,13 +143,13 @@ class GRPO(OnPolicyModule):
     def check_data(self, data: Any) -> None:
         """Refuse groups that hold nothing to compare."""
         super().check_data(data)
-        self.check_samples(getattr(data, "samples_per_prompt", None))
+        self.check_samples(getattr(data, "group_size", None))
 
-    def check_samples(self, samples_per_prompt: int | None) -> None:
+    def check_samples(self, group_size: int | None) -> None:
         """Refuse groups of one where trajectories are compared; asked by the dry run, too, which has no data."""
-        if samples_per_prompt == 1 and self.compares:
+        if group_size == 1 and self.compares:
             raise ValueError(
-                "data.samples_per_prompt is 1, so that every group advantage is 0; sample more per prompt, or take "
+                "data.group_size is 1, so that every group advantage is 0; sample more per prompt, or take "
                 "advantage: global"
             )
 
@@ -161,7 +161,7 @@ class GRPO(OnPolicyModule):
     def reads_policy_scores(self) -> bool:
         """With one optimiser step an iteration pi_old is what the forward pass of the update says: ratios of 1."""
         return (
-            self.mini_batches * self.epochs > 1
+            self.num_mini_batches * self.epochs > 1
             or self.correction.active
             or any(annotation.reads_policy_scores for annotation in self.annotations)
         )

@@ -26,7 +26,7 @@ class SOD(GRPO):
     (``AdvantageGate``), ``decay_after_error``, ``mask_after_error``, ``none`` (GRPO; no teacher is loaded, and the same
     with ``opd_coef: 0``).
 
-    SOD as released: clip_high 0.28, mini_batches 4, the other defaults. Not in the paper, and off: ``adv_clamp``,
+    SOD as released: clip_high 0.28, num_mini_batches 4, the other defaults. Not in the paper, and off: ``adv_clamp``,
     ``weight_floor``, ``reference_step`` (docs/papers/sod.md 1.6).
 
     Args:

@@ -21,7 +21,8 @@ class HardAttribution(Annotation):
     """A token that d trajectories have in common by forking is worth the mean of their advantages, on each copy.
 
     Without this (soft attribution) each copy has its own trajectory's advantage.  While no ratio has left 1, every
-    token weighs alike (``token_mean``) and all copies are learnt from in one optimiser step (``mini_batches: 1``), the
+    token weighs alike (``token_mean``) and all copies are learnt from in one optimiser step (``num_mini_batches:
+    1``), the
     gradients add up to the same.  Otherwise they differ: where one sign of A is clipped and the other is not, and
     because each step sees other copies.
     """

@@ -86,7 +86,7 @@ class MicroBatch:
     weights: TokenWeights  # ``aggregation`` weighs an auxiliary loss; ``product`` is for the policy's term
 
 
-class Configured:
+class ConfigRepr:
     """An object that YAML makes by ``class_path``; checkpoints keep what it was made with as text."""
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ def validate_choice(name: str, value: Any, choices: Any) -> Any:
     return value
 
 
-class Annotation(Configured):
+class Annotation(ConfigRepr):
     """Changes what a token is worth or adds a loss; algorithms call the hooks in the order of their list. Every hook is
     a no-op here; those that score or log run on every rank.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.ranges import PositiveFloat
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Algorithm, Annotation, Configured, RolloutBatch, per_turn_prompts
+from lightning_modules.annotations.base import Algorithm, Annotation, ConfigRepr, RolloutBatch, per_turn_prompts
 from lightning_modules.annotations.signal_weights import SignalWeight, StepWeights, WeightedSignal, check_rows, weigh
 from lightning_modules.batch import RowTensors, TokenBatch, aligned, with_prompts
 from lightning_modules.maths.stepwise import last_step
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHOWN_STEPS = 8  # steps that have metrics of their own in the log; the last step has, too
 
 
-class TeacherPrompts(Configured):
+class TeacherPrompts(ConfigRepr):
     """Prompts that the teacher reads instead of the student's; the responses stay as they were sampled."""
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, UnitInterval
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Configured
+from lightning_modules.annotations.base import ConfigRepr
 from lightning_modules.batch import TokenBatch, turn_starts
 from lightning_modules.maths.stepwise import (
     Reference,
@@ -52,7 +52,7 @@ class WeightedSignal:
     factors: tuple[Tensor, ...]  # what each SignalWeight says, [B, K] or [B, 1], whose product is weights
 
 
-class SignalWeight(Configured):
+class SignalWeight(ConfigRepr):
     """A factor of the teacher's signal on each step of a trajectory (one turn of the model)."""
 
     compares_steps = False  # whether it reads several steps of a trajectory, which must then be one row
@@ -99,18 +99,18 @@ class StepWeights(SignalWeight):
 
 class WrongOnly(SignalWeight):
     """DGPO's selective KL: 1 for trajectories whose reward part ``em`` (its total, if it has none) is below
-    ``correct_from``, 0 for right ones (docs/papers/dgpo.md 2.2).
+    ``success_threshold``, 0 for right ones (docs/papers/dgpo.md 2.2).
 
     Args:
-        correct_from: score from which a trajectory counts as right.
+        success_threshold: score from which a trajectory counts as right.
     """
 
-    def __init__(self, correct_from: FiniteFloat = 0.1) -> None:
-        self.correct_from = correct_from
+    def __init__(self, success_threshold: FiniteFloat = 0.1) -> None:
+        self.success_threshold = success_threshold
 
     def __call__(self, rows: Steps) -> Tensor:
         rewards = [t.reward for t in rows.trajectories if t.reward is not None]
-        wrong = [float(r.parts.get("em", r.total) < self.correct_from) for r in rewards]
+        wrong = [float(r.parts.get("em", r.total) < self.success_threshold) for r in rewards]
         return rows.divergences.tokens.new_tensor(wrong)[:, None]
 
 

@@ -70,7 +70,7 @@ def group_advantages(
     return advantages
 
 
-def constant_groups(rewards_B: Tensor, groups: Sequence[str]) -> int:
+def zero_variance_groups(rewards_B: Tensor, groups: Sequence[str]) -> int:
     """How many groups hold no comparison: equal rewards, or a single trajectory."""
     return sum(bool((rewards_B[rows] == rewards_B[rows[0]]).all()) for rows in members_of(groups).values())
 

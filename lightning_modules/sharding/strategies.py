@@ -118,7 +118,7 @@ class ZeRO(DeepSpeedStrategy):
             raise ValueError(
                 f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, automatic_optimization is "
                 f"{trainer.lightning_module.automatic_optimization}; ZeRO here wants 1 and manual optimisation: "
-                "set the module's micro_batch_tokens instead"
+                "set the module's max_tokens_per_micro_batch instead"
             )
         super().setup(trainer)
 

@@ -50,7 +50,7 @@ from lightning_modules.training.policy_module import PolicyModule
 from lightning_modules.training.rollout_metrics import log_rollout
 from lightning_modules.training.scoring import Outputs, Scores, values_by_token
 from lightning_modules.training.token_weights import Correction, Level, MaskRatio, TokenWeights, log_mismatch
-from rollout.trajectory import turn_rows
+from rollout.trajectory import split_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,10 +65,10 @@ class OnPolicyModule(PolicyModule):
     """Scores, annotates and learns from ``list[Trajectory]``; see the module docstring for what an algorithm adds.
 
     Trajectories whose turns have prompts of their own are learnt from turn by turn: an algorithm then sees the rows of
-    ``turn_rows``, each with its trajectory's reward, group and index.
+    ``split_turns``, each with its trajectory's reward, group and index.
 
     Every loss stream is divided by its own count over the whole mini-batch, all micro-batches and all ranks, so that
-    neither ``micro_batch_tokens`` nor the number of ranks changes the gradient.  Policy and critic are clipped
+    neither ``max_tokens_per_micro_batch`` nor the number of ranks changes the gradient.  Policy and critic are clipped
     separately (DeepSpeed: jointly, inside its engine).
 
     The correction for what sampled (``importance_cap``, ``mask_ratio``) reaches the algorithm's ``loss`` in its
@@ -86,10 +86,11 @@ class OnPolicyModule(PolicyModule):
         weight_decay: AdamW's decoupled weight decay.
         betas: AdamW's betas.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
-        mini_batches: optimiser steps per pass over the rollout batch (trajectory i goes to step i mod mini_batches).
+        num_mini_batches: optimiser steps per pass over the rollout batch (trajectory i goes to step i mod
+            num_mini_batches).
         epochs: passes over the rollout batch.
         temperature: sampling temperature the log-probs are computed at; must be the sampler's.
-        micro_batch_tokens: tokens (without packing: padding included) that go through the models at once.
+        max_tokens_per_micro_batch: tokens (without packing: padding included) that go through the models at once.
         logits_chunk: tokens whose logits exist at once.
         reference_dtype: type the reference's parameters are kept in.
         importance_cap: bound C of the importance weights min(r, C), r = pi_old / pi_sampler, by which the policy's loss
@@ -118,10 +119,10 @@ class OnPolicyModule(PolicyModule):
         weight_decay: NonNegativeFloat = 0.01,
         betas: tuple[BelowOne, BelowOne] = (0.9, 0.999),
         max_grad_norm: NonNegativeFloat = 1.0,
-        mini_batches: PositiveInt = 2,
+        num_mini_batches: PositiveInt = 2,
         epochs: PositiveInt = 1,
         temperature: PositiveFloat = 1.0,
-        micro_batch_tokens: PositiveInt = 16384,
+        max_tokens_per_micro_batch: PositiveInt = 16384,
         logits_chunk: PositiveInt = LOGITS_CHUNK,
         reference_dtype: DType = "float32",
         importance_cap: AtLeastOne | None = None,
@@ -133,8 +134,10 @@ class OnPolicyModule(PolicyModule):
         super().__init__(policy=policy, **kwargs)
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number (training needs sampling)")
-        if mini_batches < 1 or epochs < 1:
-            raise ValueError(f"mini_batches is {mini_batches}, epochs is {epochs}; expected both to be at least 1")
+        if num_mini_batches < 1 or epochs < 1:
+            raise ValueError(
+                f"num_mini_batches is {num_mini_batches}, epochs is {epochs}; expected both to be at least 1"
+            )
         self.reference_path, self.critic_path = reference, critic
         self.reference_dtype: DType = reference_dtype
         self.reference: PreTrainedModel | None = None  # built in build_models
@@ -147,11 +150,11 @@ class OnPolicyModule(PolicyModule):
         self.self_teacher: PreTrainedModel | None = None  # of SkillTeacher, fixed
         self.average: PreTrainedModel | None = None  # of SkillTeacher, moving with the policy
         self.temperature = temperature
-        self.micro_batch_tokens, self.logits_chunk = micro_batch_tokens, logits_chunk
+        self.max_tokens_per_micro_batch, self.logits_chunk = max_tokens_per_micro_batch, logits_chunk
         self.lr, self.warmup_steps = lr, warmup_steps
         self.critic_lr, self.critic_warmup_steps = critic_lr, critic_warmup_steps
         self.weight_decay, self.betas, self.max_grad_norm = weight_decay, betas, max_grad_norm
-        self.mini_batches, self.epochs = mini_batches, epochs
+        self.num_mini_batches, self.epochs = num_mini_batches, epochs
         self.importance_cap = importance_cap
         self.correction = Correction(importance_cap, importance_level, mask_ratio, mask_level)
         if self.correction.active and not self.applies_correction:
@@ -326,7 +329,7 @@ class OnPolicyModule(PolicyModule):
     def _scored(
         self, batch: TokenBatch, function: Callable[[TokenBatch], Tensor], leading: tuple[int, ...] = ()
     ) -> Tensor:
-        return scoring.score(batch, function, self.micro_batch_tokens, leading, self.packing)
+        return scoring.score(batch, function, self.max_tokens_per_micro_batch, leading, self.packing)
 
     def _token_stats(self, model: PreTrainedModel, micro: TokenBatch) -> TokenStats:
         return token_logprobs(model, micro, self.logits_chunk, self.temperature)
@@ -347,7 +350,7 @@ class OnPolicyModule(PolicyModule):
                 continue
             if t.reward is None:
                 raise ValueError(f"trajectory {t.group}/{t.index} has no reward; score it before training on it")
-            rows = turn_rows(t)  # itself, unless every turn has a prompt of its own
+            rows = split_turns(t)  # itself, unless every turn has a prompt of its own
             usable += rows
             position = i if t.batch_index is None else t.batch_index  # it may come from another rank
             positions += [position + (row.row or 0) for row in rows]
@@ -375,16 +378,16 @@ class OnPolicyModule(PolicyModule):
         log_rollout(self.metrics, trajectories)
         self.log_batch(usable, batch, scores)
         metrics = self.metrics.reduce()
-        self._warn_of_constant_groups(metrics)
+        self._warn_of_zero_variance_groups(metrics)
         shown = {k: v for k, v in metrics.items() if k in self.PROGRESS}
         self.log_dict(shown, prog_bar=True, batch_size=1)
         self.log_dict({k: v for k, v in metrics.items() if k not in shown}, batch_size=1)
 
-    def _warn_of_constant_groups(self, metrics: Mapping[str, float]) -> None:
+    def _warn_of_zero_variance_groups(self, metrics: Mapping[str, float]) -> None:
         """Warn once when all groups of ``CONSTANT_ITERATIONS`` iterations in a row were constant."""
         if not self.compares or self._constant >= CONSTANT_ITERATIONS:
             return
-        self._constant = self._constant + 1 if metrics.get("train/constant_groups") == 1.0 else 0
+        self._constant = self._constant + 1 if metrics.get("train/zero_variance_groups") == 1.0 else 0
         if self._constant == CONSTANT_ITERATIONS and self.trainer.is_global_zero:
             log.warning(
                 "iteration %d: in each of the last %d iterations the rewards of every group were identical (their mean "
@@ -415,11 +418,11 @@ class OnPolicyModule(PolicyModule):
         """All optimiser steps of the iteration; only the last one raises ``trainer.global_step``.
 
         ``positions``: where each row stood in the rollout batch before failed trajectories were left out; the
-        trajectory at position i belongs to step i mod ``mini_batches``, so that a failure moves no other trajectory to
-        another step. Turn k of one that is learnt from turn by turn has position i + k.
+        trajectory at position i belongs to step i mod ``num_mini_batches``, so that a failure moves no other
+        trajectory to another step. Turn k of one that is learnt from turn by turn has position i + k.
         """
         optimizer, scheduler = optimisation.only(self)
-        n = self.mini_batches
+        n = self.num_mini_batches
         plan = [[row for row, i in enumerate(positions) if i % n == k] for k in range(n)] * self.epochs
         learnt = False
         for k, index in enumerate(plan):
@@ -435,7 +438,7 @@ class OnPolicyModule(PolicyModule):
         whole = {name: divisor[list(index)].sum() for name, divisor in self.streams(batch, notes, weights).items()}
         counts = dict(zip(whole, ranks.sum_over_ranks(torch.stack(list(whole.values()))), strict=True))
         losses: list[optimisation.MicroLosses] = []
-        for group, length in scoring.plan(batch, index, self.micro_batch_tokens, self.packing):
+        for group, length in scoring.plan(batch, index, self.max_tokens_per_micro_batch, self.packing):
             micro = batch.rows(group, length)
             stats = self._token_stats(self.policy, micro)
             values = self.critic(micro) if self.critic is not None else None

@@ -34,7 +34,7 @@ from lightning_modules.models.precision import check_master_weights
 from lightning_modules.models.projection import LOGITS_CHUNK
 from lightning_modules.sharding.resharding import accept_shards
 from lightning_modules.training.scoring import StepValues, regrouped, score, values_by_step
-from rollout.trajectory import turn_rows
+from rollout.trajectory import split_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -189,7 +189,7 @@ class PolicyModule(L.LightningModule):
         self,
         trajectories: Sequence[Trajectory],
         teacher: str,
-        micro_batch_tokens: int = 16384,
+        max_tokens_per_micro_batch: int = 16384,
         temperature: float = 1.0,
         logits_chunk: int = LOGITS_CHUNK,
     ) -> list[StepValues]:
@@ -201,17 +201,19 @@ class PolicyModule(L.LightningModule):
             teacher: folder of the teacher, which must share the policy's tokenizer. It is loaded once, kept for the
                 next call, whole on every rank, in the module's ``teacher_dtype`` or ``reference_dtype``, and is in no
                 checkpoint.
-            micro_batch_tokens: tokens (without packing: padding included) that go through a model at once.
+            max_tokens_per_micro_batch: tokens (without packing: padding included) that go through a model at once.
             temperature: divides the logits of both.
             logits_chunk: tokens whose logits exist at once.
         """
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number")
-        rows = [row for t in trajectories for row in turn_rows(t)]
+        rows = [row for t in trajectories for row in split_turns(t)]
         batch, whole = collate(rows, self.device), collate(trajectories, self.device)
         judge = self._judge_from(teacher)
         (student, _), (judged, entropy) = (
-            score(batch, partial(_both, model, logits_chunk, temperature), micro_batch_tokens, (2,), self.packing)
+            score(
+                batch, partial(_both, model, logits_chunk, temperature), max_tokens_per_micro_batch, (2,), self.packing
+            )
             for model in (self.policy, judge)
         )
         found = (regrouped(values, rows, trajectories, whole) for values in (student, judged, entropy))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_modules.maths.group_advantages import constant_groups
+from lightning_modules.maths.group_advantages import zero_variance_groups
 from lightning_modules.metrics import StepMetrics
 from rollout.trajectory import StopReason, Trajectory
 from rollout.trajectory_metrics import rollout_metrics
@@ -16,8 +16,8 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     """Log one iteration's rollout batch (this rank's groups), over all ranks.
 
     Rewards and endings: ``train/reward``, ``train/<part>`` (over the trajectories whose reward has that part),
-    ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/constant_groups`` (share of the
-    groups with identical rewards or a single usable trajectory, which give zero advantage).
+    ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/zero_variance_groups`` (share
+    of the groups with identical rewards or a single usable trajectory, which give zero advantage).
 
     Sums: ``train/trajectories``, ``train/tool_calls`` (executed; a call that forks have inherited counts once),
     ``train/calls/<tool>``.
@@ -40,8 +40,8 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
         metrics.mean(f"train/{part}", sum(values), len(values))
     if any(t.index for t in trajectories):
         groups = [t.group for t in usable if t.reward is not None]
-        constant = constant_groups(torch.tensor([reward.total for reward in rewards]), groups)
-        metrics.mean("train/constant_groups", constant, len(set(groups)))
+        constant = zero_variance_groups(torch.tensor([reward.total for reward in rewards]), groups)
+        metrics.mean("train/zero_variance_groups", constant, len(set(groups)))
     for reason in StopReason:
         if reason is not StopReason.INFRASTRUCTURE:
             metrics.mean(f"train/stop/{reason}", sum(t.stop_reason is reason for t in usable), len(usable))

@@ -87,7 +87,7 @@ def values_by_token(
     """With each trajectory what tensors [B, T] say of its response tokens, for people to read.
 
     Args:
-        rows: of ``batch``: trajectories, or the ``turn_rows`` of them one after the other, whose values are put
+        rows: of ``batch``: trajectories, or the ``split_turns`` of them one after the other, whose values are put
             together again (0 where a token is in no row).
         batch: the tokens.
         tensors: by name.
@@ -106,7 +106,7 @@ def values_by_token(
 def regrouped(
     values_BT: Tensor, rows: Sequence[Trajectory], trajectories: Sequence[Trajectory], whole: TokenBatch
 ) -> Tensor:
-    """Values of the tokens of ``rows`` (``turn_rows``, in the order of the trajectories), at the columns of
+    """Values of the tokens of ``rows`` (``split_turns``, in the order of the trajectories), at the columns of
     ``whole``, the collated trajectories: [B, T], 0 elsewhere."""
     found = whole.mask.new_zeros(whole.mask.shape)
     position = {id(t): i for i, t in enumerate(trajectories)}

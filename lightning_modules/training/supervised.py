@@ -37,7 +37,7 @@ class SupervisedModule(PolicyModule):
         weight_decay: AdamW's decoupled weight decay, of matrices only: biases and norms have none.
         betas: AdamW's betas.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
-        micro_batch_tokens: tokens (without packing: padding included) that go through the model at once.
+        max_tokens_per_micro_batch: tokens (without packing: padding included) that go through the model at once.
         logits_chunk: tokens whose logits exist at once.
     """
 
@@ -50,7 +50,7 @@ class SupervisedModule(PolicyModule):
         weight_decay: NonNegativeFloat = 0.01,
         betas: tuple[BelowOne, BelowOne] = (0.9, 0.999),
         max_grad_norm: NonNegativeFloat = 1.0,
-        micro_batch_tokens: PositiveInt = 16384,
+        max_tokens_per_micro_batch: PositiveInt = 16384,
         logits_chunk: PositiveInt = LOGITS_CHUNK,
         **kwargs,
     ) -> None:
@@ -61,7 +61,7 @@ class SupervisedModule(PolicyModule):
         self.weight_decay = weight_decay
         self.betas = betas
         self.max_grad_norm = max_grad_norm
-        self.micro_batch_tokens = micro_batch_tokens
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.logits_chunk = logits_chunk
 
     @abstractmethod
@@ -116,7 +116,9 @@ class SupervisedModule(PolicyModule):
         was_training = self.policy.training  # it is before the first step, and no longer within a validation
         self.policy.eval()
         with self.trainer.precision_plugin.val_step_context():  # Lightning enters it for steps alone
-            for group, length in scoring.plan(batch, range(len(batch.lengths)), self.micro_batch_tokens, self.packing):
+            for group, length in scoring.plan(
+                batch, range(len(batch.lengths)), self.max_tokens_per_micro_batch, self.packing
+            ):
                 for name, values in self.token_losses(batch.rows(group, length)).items():
                     metrics.mean(name, values.sum(), values.numel())
         self.policy.train(was_training)
@@ -133,7 +135,7 @@ class SupervisedModule(PolicyModule):
         tokens = ranks.sum_over_ranks(batch.mask.sum())
         metrics = StepMetrics()
         losses: list[optimisation.MicroLosses] = []
-        for group, length in scoring.plan(batch, range(len(usable)), self.micro_batch_tokens, self.packing):
+        for group, length in scoring.plan(batch, range(len(usable)), self.max_tokens_per_micro_batch, self.packing):
             columns = self.token_losses(batch.rows(group, length))
             loss = columns["loss"].sum() / tokens.clamp(min=1)
             optimisation.backward(self, loss)

@@ -15,7 +15,7 @@ FIRST_OBSERVATION, OWN_QUESTION = "first_observation", "own_question"
 
 
 class PromptMode(StrEnum):
-    """How the task is put to the model. The last two are ARCap's probes."""
+    """How the task is put to the model. The last two are ARCap's diagnostic prompts."""
 
     AGENT = "agent"  # the normal search loop
     GOLD_DIRECT = "gold_direct"  # gold passages given, answer at once, no thinking, no search

@@ -138,7 +138,8 @@ class HermesProtocol(TextProtocol):
         if mode not in (PromptMode.AGENT, PromptMode.CLOSED_BOOK):
             raise ValueError(
                 f"mode {mode} shows gold passages as the beginning of the assistant's turn, which a chat of tool calls "
-                "has no place for; expected agent or closed_book (take search_r1 or arpo_tags for ARCap's probes)"
+                "has no place for; expected agent or closed_book (take search_r1 or arpo_tags for "
+                "ARCap's diagnostic prompts)"
             )
         messages = self._with_skills(task, self._messages(task))
         return self.chat.ids(self.chat.render(messages, tools=mode is PromptMode.AGENT))

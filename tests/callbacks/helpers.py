@@ -100,13 +100,13 @@ class Hands(L.LightningModule):
 
 
 class EvaluationData(L.LightningDataModule):
-    """Probe name -> batches; ``probe_names`` says which dataloader is which."""
+    """Probe name -> batches; ``prompt_modes`` says which dataloader is which."""
 
     def __init__(self, probes: dict[str, list[list[Trajectory]]]) -> None:
         super().__init__()
         self.probes = probes
 
-    def probe_names(self, split: str) -> list[str]:
+    def prompt_modes(self, split: str) -> list[str]:
         return list(self.probes)
 
     def _loaders(self) -> list[Trajectories]:
@@ -147,7 +147,7 @@ def make_learner(model_dir: Path, evaluations: Sequence[Any] = (), **rollout: An
             self.rollouts = rollout.get("rollouts")
             self.answers = iter(evaluations)
 
-        def probe_names(self, split: str) -> list[str]:
+        def prompt_modes(self, split: str) -> list[str]:
             return ["agent"]
 
         def train_dataloader(self) -> Trajectories:

@@ -228,7 +228,7 @@ def test_turns_with_prompts_of_their_own_are_shown_one_by_one(tokenizer):
 
 def test_training_pages_show_whole_episodes_with_the_figures_of_their_turns(trainer_for, tmp_path, model_dir):
     whole, protocol = episodes(model_dir, window=1)
-    module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, mini_batches=1)
+    module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, num_mini_batches=1)
     log = TrajectoryLog(count=2, train_every=1)
     trainer_for([log], max_epochs=1).fit(module, datamodule=EpisodeData(whole, protocol))
     (path,) = (tmp_path / "stage" / "trajectories").glob("train-*.html")

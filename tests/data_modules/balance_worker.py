@@ -46,7 +46,9 @@ class Imbalance(L.Callback):
 
 def questions(path, model):
     """All are asked in each iteration; of which kind each is: the first half of the first pass is long."""
-    probe = RolloutDataModule(system(model), [write(path, ["short"] * QUESTIONS)], prompts_per_step=QUESTIONS, seed=1)
+    probe = RolloutDataModule(
+        system(model), [write(path, ["short"] * QUESTIONS)], prompts_per_iteration=QUESTIONS, seed=1
+    )
     probe.setup("fit")
     first = {task.id for task in probe.prompts(0)[: QUESTIONS // 2]}
     probe.close()
@@ -77,11 +79,13 @@ def run(model, folder, ranks):
         path.mkdir(exist_ok=True)
         files = [questions(path / f"{name}.parquet", model)]
         data = RolloutDataModule(
-            system(model), files, prompts_per_step=QUESTIONS, samples_per_prompt=3, iterations=2, seed=1,
+            system(model), files, prompts_per_iteration=QUESTIONS, group_size=3, iterations=2, seed=1,
             balance_tokens=balanced, max_off_policy_iterations=staleness,
         )  # fmt: skip
         # six trajectories a rank and four steps: a rank's own numbers would deal them otherwise than one process does
-        module = GRPOWithSGD(model, mini_batches=4, max_grad_norm=0.0, micro_batch_tokens=400, logits_chunk=64)
+        module = GRPOWithSGD(
+            model, num_mini_batches=4, max_grad_norm=0.0, max_tokens_per_micro_batch=400, logits_chunk=64
+        )
         watch = Imbalance()
         one = trainer(folder, ranks=ranks, max_epochs=1, callbacks=[watch])
         one.fit(module, datamodule=data)

@@ -19,7 +19,9 @@ def tested(make_system, question_file, tmp_path):
     def run(validate=False, **options):
         system = make_system()
         system.sampler = options.pop("sampler", system.sampler)
-        data = EvaluationData(system, [path], [path], eval_sampling=SAMPLED, seed=4, probes=["closed_book"], **options)
+        data = EvaluationData(
+            system, [path], [path], eval_sampling=SAMPLED, seed=4, diagnostic_prompts=["closed_book"], **options
+        )
         module = Recorder()
         one = trainer(tmp_path)
         (one.validate if validate else one.test)(module, datamodule=data, verbose=False)

@@ -17,7 +17,7 @@ KINDS = ["right", "wrong", "mixed", "right", "wrong", "right"] * 4
 @pytest.fixture
 def make_data(make_system, question_file):
     def make(kinds=KINDS, rank=0, world=1, **options) -> RolloutDataModule:
-        options = {"prompts_per_step": 4, "samples_per_prompt": 4, "seed": 1, "dynamic_sampling": 3, **options}
+        options = {"prompts_per_iteration": 4, "group_size": 4, "seed": 1, "dynamic_sampling": 3, **options}
         data = RolloutDataModule(make_system(), [question_file("train", list(kinds))], **options)
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
         data.setup("fit")
@@ -48,7 +48,7 @@ def slow_form(data, iteration):
     return chosen
 
 
-def test_constant_groups_are_replaced_until_there_are_enough_or_the_rounds_are_used_up(make_data):
+def test_zero_variance_groups_are_replaced_until_there_are_enough_or_the_rounds_are_used_up(make_data):
     data = make_data()
     seen = []
     for iteration, batch in enumerate(batches(data)):
@@ -72,7 +72,7 @@ def test_what_was_thrown_away_is_counted(make_data):
         discarded, rolled_out = data.discarded_groups
         assert asked == 4 * rolled_out and discarded == rolled_out - 4 > 0
         data.rollouts.engine.requests.clear()
-    useful = make_data(["mixed"] * 16, samples_per_prompt=16)
+    useful = make_data(["mixed"] * 16, group_size=16)
     batches(useful, 1)
     assert useful.discarded_groups == (0, 4)
     off = make_data(dynamic_sampling=None)
@@ -118,7 +118,7 @@ def test_failures_in_what_was_thrown_away_are_counted_too(make_data):
 
 
 def test_under_lightning_the_batches_arrive(make_data, make_system, question_file, tmp_path):
-    options = {"prompts_per_step": 4, "samples_per_prompt": 4, "seed": 1, "dynamic_sampling": 3, "iterations": 2}
+    options = {"prompts_per_iteration": 4, "group_size": 4, "seed": 1, "dynamic_sampling": 3, "iterations": 2}
     module = Recorder()
     data = RolloutDataModule(make_system(), [question_file("train", KINDS)], **options)
     trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
@@ -129,7 +129,7 @@ def test_what_cannot_work_is_refused(make_data):
     with pytest.raises(ValueError, match="dynamic_sampling is 0; expected at least 1"):
         make_data(dynamic_sampling=0)
     with pytest.raises(ValueError, match="a group of one never differ"):
-        make_data(samples_per_prompt=1)
+        make_data(group_size=1)
     with pytest.raises(
         DatasetError, match="24 questions, but one step with dynamic_sampling = 6 may take 28 different"
     ):

@@ -98,7 +98,7 @@ def test_at_most_so_many_are_taken_of_those_that_are_short_enough(shows_prompts,
 
 def test_prompts_of_the_tasks_reach_the_engine_in_training_and_test(system, files, tmp_path):
     data = RolloutDataModule(
-        system, [files[0]], prompts_per_step=2, test_files=[files[1]], seed=1, prompts="tool_reasoning",
+        system, [files[0]], prompts_per_iteration=2, test_files=[files[1]], seed=1, prompts="tool_reasoning",
         max_prompt_tokens=1000, max_eval_prompt_tokens=1000,
     )  # fmt: skip
     module, runner = Recorder(), trainer(tmp_path, max_epochs=1)
@@ -133,7 +133,7 @@ def test_prompts_that_leave_no_room_are_left_out_by_default(long_system, model_d
     for max_length, left in ((long, 2), (long + 1, 4), (short + 1, 2), (None, 4)):
         caplog.clear()
         system = long_system(max_length=max_length)
-        data = RolloutDataModule(system, [files[0]], prompts_per_step=2, seed=1, samples_per_prompt=2)
+        data = RolloutDataModule(system, [files[0]], prompts_per_iteration=2, seed=1, group_size=2)
         module = Recorder(push=False)
         trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
         assert len(data.training_questions) == left, max_length
@@ -143,7 +143,7 @@ def test_prompts_that_leave_no_room_are_left_out_by_default(long_system, model_d
         assert ("(id train-math-one_1, train-math-two_1)" in caplog.text) == (left == 2)
     system = long_system(max_length=short)
     with pytest.raises(DatasetError, match=f"is {short - 1} .*, but the shortest of 4 prompts has {short} tokens"):
-        RolloutDataModule(system, [files[0]], prompts_per_step=2).setup("fit")
+        RolloutDataModule(system, [files[0]], prompts_per_iteration=2).setup("fit")
 
 
 def prompts_of(model_dir, file):
@@ -161,7 +161,7 @@ def test_skills_and_whole_turns_count_where_prompts_have_them(long_system, model
     assert len(plain.prompt_ids(task)) == short < grown
     for max_length, fits in ((grown, False), (grown + 1, True)):
         system = long_system(skills=skills, max_length=max_length)
-        data = RolloutDataModule(system, [files[0]], prompts_per_step=1, max_train=1)
+        data = RolloutDataModule(system, [files[0]], prompts_per_iteration=1, max_train=1)
         if fits:
             loaded(data.questions, files[0], None, system.first_prompts())
         else:
@@ -206,7 +206,7 @@ def test_evaluation_leaves_nothing_out_unless_told(system, files):
 
 
 def test_no_question_left_is_an_error_that_names_the_option(system, files):
-    data = RolloutDataModule(system, [files[0]], prompts_per_step=1, seed=1, max_prompt_tokens=3)
+    data = RolloutDataModule(system, [files[0]], prompts_per_iteration=1, seed=1, max_prompt_tokens=3)
     with pytest.raises(DatasetError, match="rl.parquet: max_prompt_tokens is 3, but the shortest of 4 prompts"):
         data.setup("fit")
     data = EvaluationData(system, val_files=[files[1]], prompts="tool_reasoning", max_eval_prompt_tokens=3)
@@ -223,14 +223,14 @@ def test_options_that_cannot_be(protocol, system, files):
         QuestionLoading(protocol, "as_given", -1)
     for name in ("max_prompt_tokens", "max_eval_prompt_tokens"):
         with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
-            RolloutDataModule(system, [files[0]], prompts_per_step=1, **{name: 0})
+            RolloutDataModule(system, [files[0]], prompts_per_iteration=1, **{name: 0})
 
 
 def test_a_saved_position_knows_which_questions_were_left_out_and_how_they_were_put(system, files, caplog):
     caplog.set_level(logging.ERROR)
 
     def state(**options):
-        data = RolloutDataModule(system, [files[0]], prompts_per_step=1, seed=1, **options)
+        data = RolloutDataModule(system, [files[0]], prompts_per_iteration=1, seed=1, **options)
         data.setup("fit")
         return data.state_dict()["train"]["data"]
 
@@ -260,27 +260,27 @@ def mixed(tmp_path):
 
 def test_faulty_rows_stop_the_run_or_are_left_out(system, mixed, caplog):
     def questions(**options):
-        data = RolloutDataModule(system, [mixed], prompts_per_step=1, seed=1, **options)
+        data = RolloutDataModule(system, [mixed], prompts_per_iteration=1, seed=1, **options)
         data.setup("fit")
         return sorted(t.id for iteration in range(data.steps_per_pass) for t in data.prompts(iteration))
 
-    with pytest.raises(DatasetError, match="3 of 6 rows are not as they should be.*with faulty_rows: drop"):
+    with pytest.raises(DatasetError, match="3 of 6 rows are not as they should be.*with on_invalid_row: drop"):
         questions()
-    assert questions(faulty_rows="drop") == ["choice_2", "code_4", "math_0"]
+    assert questions(on_invalid_row="drop") == ["choice_2", "code_4", "math_0"]
     assert "3 of 6 rows are left out" in caplog.text and "1 with no gold answer: row 1" in caplog.text
     caplog.clear()
-    assert questions(faulty_rows="drop", abilities=["math", "choice"]) == ["choice_2", "math_0"]
+    assert questions(on_invalid_row="drop", abilities=["math", "choice"]) == ["choice_2", "math_0"]
     assert "1 of 3 questions are left out (in all: choice 1, code 1, math 1)" in caplog.text
     message = r"abilities is \[qa\], but no question has one of them; those .* are: choice 1, code 1, math 1"
     with pytest.raises(DatasetError, match=message):
-        questions(faulty_rows="drop", abilities=["qa"])
-    data = EvaluationData(system, val_files=[mixed], faulty_rows="drop")
+        questions(on_invalid_row="drop", abilities=["qa"])
+    data = EvaluationData(system, val_files=[mixed], on_invalid_row="drop")
     data.setup("validate")
     assert len(data.val_dataloader()[0].tasks) == 3
 
 
-@pytest.mark.parametrize("wrong", [{"abilities": []}, {"abilities": ["maths"]}, {"faulty_rows": "keep"}])
+@pytest.mark.parametrize("wrong", [{"abilities": []}, {"abilities": ["maths"]}, {"on_invalid_row": "keep"}])
 def test_choices_of_rows_that_cannot_be(system, files, wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name} is .*; expected "):
-        RolloutDataModule(system, [files[0]], prompts_per_step=1, **wrong)
+        RolloutDataModule(system, [files[0]], prompts_per_iteration=1, **wrong)

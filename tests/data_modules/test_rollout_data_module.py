@@ -30,7 +30,7 @@ def groups(batches):
 @pytest.fixture
 def make_data(make_system, question_file):
     def make(kinds=("right",) * 10, **options) -> RolloutDataModule:
-        options = {"prompts_per_step": 3, "samples_per_prompt": 2, "seed": 1, **options}
+        options = {"prompts_per_iteration": 3, "group_size": 2, "seed": 1, **options}
         return RolloutDataModule(make_system(), [question_file("train", list(kinds))], **options)
 
     return make
@@ -122,7 +122,7 @@ def script(ids, sampling):
     return "<answer> x </answer>"
 environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
 system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, environment, ExactMatchReward())
-data = RolloutDataModule(system, [questions], prompts_per_step=3, samples_per_prompt=2, seed=1)
+data = RolloutDataModule(system, [questions], prompts_per_iteration=3, group_size=2, seed=1)
 saver = ModelCheckpoint(Path(folder), filename="last", every_n_train_steps=1, enable_version_counter=False)
 trainer(folder, max_epochs=2, enable_checkpointing=True, callbacks=[saver]).fit(Recorder(), datamodule=data)
 """
@@ -144,7 +144,7 @@ def test_position_survives_kill_9_while_rolling_out(make_data, model_dir, tmp_pa
 def test_a_checkpoint_of_other_data_is_refused(make_data):
     data = make_data()
     data.setup("fit")
-    for other in (make_data(prompts_per_step=2), make_data(seed=5), make_data(max_train=9)):
+    for other in (make_data(prompts_per_iteration=2), make_data(seed=5), make_data(max_train=9)):
         other.setup("fit")
         with pytest.raises(ValueError, match="written over other training data"):
             other.load_state_dict(data.state_dict())
@@ -154,10 +154,10 @@ def test_a_checkpoint_of_another_sampling_is_refused_but_not_one_from_before_it_
     data = make_data()
     data.setup("fit")
     state = data.state_dict()
-    for other in (make_data(samples_per_prompt=3), make_data(train_sampling=Decoding(temperature=0.7)),
+    for other in (make_data(group_size=3), make_data(train_sampling=Decoding(temperature=0.7)),
                   make_data(dynamic_sampling=1)):  # fmt: skip
         other.setup("fit")
-        with pytest.raises(ValueError, match="samples_per_prompt, train_sampling, dynamic_sampling or mixing differ"):
+        with pytest.raises(ValueError, match="group_size, train_sampling, dynamic_sampling or mixing differ"):
             other.load_state_dict(state)
         older = {"train": {name: value for name, value in state["train"].items() if name != "sampling"}}
         other.load_state_dict(older | {"train": older["train"] | {"position": 2}})
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_sampling_is_refused_but_not_one_from_before_it_
 
 def test_two_ranks_together_do_what_one_does(make_data):
     def first_batches(rank, world):
-        data = make_data(prompts_per_step=4, balance_tokens=False)
+        data = make_data(prompts_per_iteration=4, balance_tokens=False)
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
         data.setup("fit")
         loader = data.train_dataloader()
@@ -180,7 +180,7 @@ def test_two_ranks_together_do_what_one_does(make_data):
         assert sorted(t.group for t in shared) == sorted(t.group for t in alone[step])
         assert [len({t.group for t in part[1][step]}) for part in parts] == [2, 2]
     assert sorted(seeds(one)) == sorted(seeds(parts[0][2]) + seeds(parts[1][2]))
-    odd = make_data(prompts_per_step=3)
+    odd = make_data(prompts_per_iteration=3)
     odd.trainer = SimpleNamespace(global_rank=0, world_size=2)
     with pytest.raises(ValueError, match="which 2 ranks cannot share equally"):
         odd.setup("fit")
@@ -212,7 +212,7 @@ def script(ids, sampling):
     return InfrastructureError("down") if down else "<answer> x </answer>"
 environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
 system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, environment, ExactMatchReward())
-data = RolloutDataModule(system, [questions], prompts_per_step=4, seed=1, balance_tokens=False,
+data = RolloutDataModule(system, [questions], prompts_per_iteration=4, seed=1, balance_tokens=False,
                          max_infrastructure_failures=0.4, max_consecutive_failures=1)
 module, stopped = Recorder(), ""
 one = trainer(folder, ranks=2, max_epochs=9)
@@ -227,7 +227,7 @@ Path(folder, f"rank{rank}.json").write_text(json.dumps({"train": names, "stopped
 
 @pytest.mark.slow
 def test_under_ddp_ranks_share_the_prompts_and_stop_together(make_data, model_dir, tmp_path):
-    alone = make_data(prompts_per_step=4, samples_per_prompt=1)
+    alone = make_data(prompts_per_iteration=4, group_size=1)
     alone.setup("fit")
     expected = [[t.group for t in batch] for batch in alone.train_dataloader()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
@@ -244,7 +244,7 @@ def test_under_ddp_ranks_share_the_prompts_and_stop_together(make_data, model_di
 
 
 def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp_path):
-    data, module = make_data(["right"] * 8 + ["broken"], prompts_per_step=9), Recorder()
+    data, module = make_data(["right"] * 8 + ["broken"], prompts_per_iteration=9), Recorder()
     trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)  # 1 of 9 is below the limit
     assert [sum(t.failed_by_infrastructure for t in b) for b in module.train_batches] == [2, 2]
     assert data.infrastructure_failures == pytest.approx(1 / 9)
@@ -258,7 +258,7 @@ def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp
 
 def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_system, question_file, tmp_path):
     system = make_system(latency=36000.0)
-    data = RolloutDataModule(system, [question_file("train", ["right"] * 4)], prompts_per_step=4, seed=0)
+    data = RolloutDataModule(system, [question_file("train", ["right"] * 4)], prompts_per_iteration=4, seed=0)
 
     def press():
         while not system.engine.requests:
@@ -333,15 +333,15 @@ def test_tasks_that_the_students_skills_do_not_know_are_refused_before_the_engin
 
 def test_evaluation_is_greedy_complete_and_says_which_loader_is_which(make_data, question_file, tmp_path):
     val, test = question_file("val", ["right", "wrong"] * 3), question_file("test", ["right"] * 5 + ["wrong"] * 2)
-    data = make_data(val_files=[val], test_files=[test], eval_batch=3, probes=["gold_think", "closed_book"])
+    data = make_data(val_files=[val], test_files=[test], eval_batch=3, diagnostic_prompts=["gold_think", "closed_book"])
     module, one = Recorder(), trainer(tmp_path, max_epochs=1)
     one.fit(module, datamodule=data)
-    assert data.probe_names("val") == ["agent"]
+    assert data.prompt_modes("val") == ["agent"]
     assert [len(batch) for _, batch in module.val_batches] == [3, 3]
     assert [sampled_by(batch) for _, batch in module.val_batches] == [{3}, {3}], "validated with the trained weights"
     train = len(data.rollouts.engine.requests)
     one.test(module, datamodule=data, verbose=False)
-    assert data.probe_names("test") == ["agent", "gold_think", "closed_book"]
+    assert data.prompt_modes("test") == ["agent", "gold_think", "closed_book"]
     by_loader = [[t for i, batch in module.test_batches if i == index for t in batch] for index in range(3)]
     assert [t.group for t in by_loader[0]] == [f"q{i}" for i in range(7)] == [t.group for t in by_loader[2]]
     assert [t.group for t in by_loader[1]] == ["q0", "q2", "q4", "q6"], "those with gold passages"
@@ -369,13 +369,13 @@ def test_validation_may_have_its_own_decoding_and_the_test_its_own_limits(make_d
 def test_no_evaluation_files_means_no_evaluation(make_data, tmp_path):
     data, module = make_data(), Recorder()
     trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
-    assert data.probe_names("val") == []
+    assert data.prompt_modes("val") == []
     assert module.val_batches == []
 
 
 def test_limits_of_evaluation_are_spread_over_the_file(make_data, question_file):
     files = [question_file("test", ["right"] * 10)]
-    data = make_data(test_files=files, max_test=5, probes=["gold_direct"], max_probe=2)
+    data = make_data(test_files=files, max_test=5, diagnostic_prompts=["gold_direct"], max_diagnostic_prompts=2)
     data.setup("test")
     agent, probe = data.test_dataloader()
     assert [t.id for t in agent.tasks] == ["q0", "q2", "q4", "q6", "q8"]
@@ -384,7 +384,7 @@ def test_limits_of_evaluation_are_spread_over_the_file(make_data, question_file)
 
 def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_data, question_file):
     path = question_file("odd", ["right", "broken"])
-    data = make_data(test_files=[path], probes=["gold_direct"], max_test=None)
+    data = make_data(test_files=[path], diagnostic_prompts=["gold_direct"], max_test=None)
     data.setup("test")
     with pytest.raises(TooManyFailuresError, match=r"test \(agent\): 1 of 2 trajectories failed"):
         list(data.test_dataloader()[0])
@@ -392,19 +392,19 @@ def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_d
 
     pl.read_parquet(path).drop("gold_passages").write_parquet(path)
     with pytest.raises(DatasetError, match="probe 'gold_direct' needs questions with gold passages, but none of the 2"):
-        make_data(test_files=[path], probes=["gold_direct"]).setup("test")
-    training = make_data(test_files=[path], probes=["gold_direct"])
+        make_data(test_files=[path], diagnostic_prompts=["gold_direct"]).setup("test")
+    training = make_data(test_files=[path], diagnostic_prompts=["gold_direct"])
     with pytest.raises(DatasetError, match="probe 'gold_direct' needs questions with gold passages"):
         training.setup("fit")  # not when the test comes, after the training
     assert not training._running, "refused before the engine starts"
-    make_data(test_files=[path], probes=["closed_book"]).setup("test")
+    make_data(test_files=[path], diagnostic_prompts=["closed_book"]).setup("test")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"prompts_per_step": 0}, "prompts_per_step is 0"), ({"iterations": 0}, "iterations is 0"),
+    [({"prompts_per_iteration": 0}, "prompts_per_iteration is 0"), ({"iterations": 0}, "iterations is 0"),
      ({"max_infrastructure_failures": 20}, "share between 0 and 1"), ({"max_consecutive_failures": 0}, "failures is 0"),
-     ({"val_files": "v.parquet"}, "expected a list"), ({"probes": ["closed_book"] * 2}, "same probe twice"),
+     ({"val_files": "v.parquet"}, "expected a list"), ({"diagnostic_prompts": ["closed_book"] * 2}, "same name twice"),
      ({"eval_batch": 0}, "eval_batch is 0"), ({"attempts": 0}, "attempts is 0"),
      ({"attempts": 2}, "attempts is 2, but eval_sampling is greedy")],
 )  # fmt: skip
@@ -414,8 +414,8 @@ def test_options_out_of_range(make_data, options, message):
 
 
 def test_too_few_questions_for_one_step(make_data):
-    with pytest.raises(DatasetError, match="10 questions, but one step takes prompts_per_step = 11"):
-        make_data(prompts_per_step=11).setup("fit")
+    with pytest.raises(DatasetError, match="10 questions, but one step takes prompts_per_iteration = 11"):
+        make_data(prompts_per_iteration=11).setup("fit")
 
 
 def test_files_to_evaluate_need_rollouts():
@@ -449,8 +449,9 @@ def test_yaml_reaches_options_of_the_evaluation_part_and_refuses_unknown_ones(mo
         },
     }  # fmt: skip
     arguments = {
-        "rollouts": rollouts, "train_files": ["a.parquet"], "prompts_per_step": 8, "val_files": ["v.parquet"],
-        "train_sampling": {"temperature": 0.7}, "eval_sampling": {"temperature": 0.0}, "probes": ["closed_book"],
+        "rollouts": rollouts, "train_files": ["a.parquet"], "prompts_per_iteration": 8, "val_files": ["v.parquet"],
+        "train_sampling": {"temperature": 0.7}, "eval_sampling": {"temperature": 0.0},
+        "diagnostic_prompts": ["closed_book"],
     }  # fmt: skip
     name = "data_modules.rollout_data_module.RolloutDataModule"
 
@@ -459,7 +460,7 @@ def test_yaml_reaches_options_of_the_evaluation_part_and_refuses_unknown_ones(mo
 
     data = parser.instantiate_classes(parse({})).data
     assert data.train_sampling == Decoding(0.7)
-    assert (data.probe_names("val"), data.files["val"]) == (["agent"], ["v.parquet"])
-    for wrong in ({"max_vall": 3}, {"probes": ["gold"]}, {"train_sampling": {"temperatur": 1.0}}):
+    assert (data.prompt_modes("val"), data.files["val"]) == (["agent"], ["v.parquet"])
+    for wrong in ({"max_vall": 3}, {"diagnostic_prompts": ["gold"]}, {"train_sampling": {"temperatur": 1.0}}):
         with pytest.raises(jsonargparse.ArgumentError):
             parse(wrong)

@@ -19,7 +19,7 @@ from tests.data_modules.toys import Recorder, sampled_by, trainer
 @pytest.fixture
 def make_data(make_system, question_file):
     def make(kinds=("right",) * 12, latency=0.0, system=None, **options) -> RolloutDataModule:
-        options = {"prompts_per_step": 3, "samples_per_prompt": 2, "seed": 1, **options}
+        options = {"prompts_per_iteration": 3, "group_size": 2, "seed": 1, **options}
         return RolloutDataModule(system or make_system(latency), [question_file("train", list(kinds))], **options)
 
     return make
@@ -54,7 +54,7 @@ def test_every_token_is_at_most_k_iterations_old_and_the_questions_are_the_same(
 
 def test_dynamic_sampling_offers_the_same_prompts(make_data, tmp_path):
     kinds = ["right", "wrong", "mixed", "right", "wrong", "right"] * 4
-    options = {"prompts_per_step": 4, "samples_per_prompt": 4, "dynamic_sampling": 3, "iterations": 3}
+    options = {"prompts_per_iteration": 4, "group_size": 4, "dynamic_sampling": 3, "iterations": 3}
     runs = []
     for staleness in (0, 1):
         module, data = Recorder(), make_data(kinds, max_off_policy_iterations=staleness, **options)
@@ -145,7 +145,7 @@ def test_too_old_tokens_stop_the_run():
 def test_two_ranks_generate_their_own_shares_ahead(make_data):
     def batches(rank, world, staleness):
         # Exchanging groups needs two processes: test_balance.py.
-        data = make_data(prompts_per_step=4, max_off_policy_iterations=staleness, balance_tokens=False)
+        data = make_data(prompts_per_iteration=4, max_off_policy_iterations=staleness, balance_tokens=False)
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
         data.setup("fit")
         found = [batch for _, batch in zip(range(3), data.train_dataloader(), strict=False)]

@@ -21,10 +21,10 @@ SMALL = [  # for a random model on two cores
     "--data.rollouts.engine.dtype=float32",
     "--data.rollouts.max_turn_tokens=16",
     "--data.rollouts.max_response_tokens=64",
-    "--data.prompts_per_step=2",
-    "--data.samples_per_prompt=2",
+    "--data.prompts_per_iteration=2",
+    "--data.group_size=2",
     "--data.iterations=2",
-    "--model.mini_batches=1",
+    "--model.num_mini_batches=1",
 ]
 
 

@@ -94,7 +94,7 @@ COMMON = (
     "--data.val_files=[]",
     "--data.test_files=[]",
     "--data.iterations=1",
-    "--data.prompts_per_step=2",
+    "--data.prompts_per_iteration=2",
     "--data.max_prompt_tokens=768",
     "--data.rollouts.engine.max_length=1280",
     "--data.rollouts.engine.kv_cache_bytes=600000000",  # two sequences of 28 layers in float32
@@ -103,7 +103,7 @@ COMMON = (
     "--data.rollouts.max_observation_tokens=96",
     "--data.rollouts.max_response_tokens=256",
     "--data.rollouts.reward=tests.end_to_end.true_shapes.DifferingReward",
-    "--model.mini_batches=1",
+    "--model.num_mini_batches=1",
     "--model.logits_chunk=256",
     "--model.liger=false",
     "--model.warmup_steps=0",
@@ -245,7 +245,7 @@ def run(name: str, folder: Path, dtype: str, ranks: int, samples: int = 2) -> di
 def _run(name: str, folder: Path, dtype: str, ranks: int, samples: int, retriever: str) -> dict[str, float]:
     words = [
         *options(name, folder, retriever),
-        f"--data.samples_per_prompt={samples}",
+        f"--data.group_size={samples}",
         f"--data.rollouts.engine.dtype={dtype}",
         f"--trainer.devices={ranks}",
         f"--trainer.precision={'bf16-mixed' if dtype == 'bfloat16' else '32-true'}",

@@ -66,8 +66,8 @@ def test_limits_that_no_prompt_keeps_are_faults(words, capsys):
     assert main([*words, "--data.max_prompt_tokens=5"]) == 2
     said = capsys.readouterr()
     assert "max_prompt_tokens is 5, but the shortest of 32 prompts has" in said.err
-    assert main([*words, "--data.prompts_per_step=33"]) == 2
-    assert "32 questions to train on, but prompts_per_step is 33" in capsys.readouterr().err
+    assert main([*words, "--data.prompts_per_iteration=33"]) == 2
+    assert "32 questions to train on, but prompts_per_iteration is 33" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("limit", ["null", "1024"])

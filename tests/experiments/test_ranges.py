@@ -30,8 +30,8 @@ INTERNAL = ("Budgets", "Correction", "Hooks", "PromptGroup", "Request", "Slots")
 
 # Options for which a value of the sweep is legitimate. A float of 0 switches off what it weighs: legitimate.
 NEGATIVE = {
-    "AEPO.entropy_weight", "AEPOSampler.monitor_weight", "BranchingSampler.entropy_weight", "DGPO.correct_from",
-    "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "WrongOnly.correct_from",
+    "AEPO.entropy_weight", "AEPOSampler.monitor_weight", "BranchingSampler.entropy_weight", "DGPO.success_threshold",
+    "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "WrongOnly.success_threshold",
 }  # fmt: skip
 ZERO_INTEGERS = {
     "bucket_batches", "cache_size", "critic_warmup_steps", "entropy_tokens", "held_out", "lcb_examples", "max_calls",
@@ -144,8 +144,8 @@ def test_counts_of_zero_are_refused(numeric_options):
     [
         (["--model.lr=-1"], "'model.lr' is -1; expected a number of at least 0 and at most 1"),
         (["--model.lr=nan"], "'model.lr' is 'nan'; expected a number"),
-        (["--model.mini_batches=true"], "mini_batches' is true; expected a whole number"),
-        (["--data.prompts_per_step=0"], "prompts_per_step' is 0; expected a whole number of at least 1"),
+        (["--model.num_mini_batches=true"], "num_mini_batches' is true; expected a whole number"),
+        (["--data.prompts_per_iteration=0"], "prompts_per_iteration' is 0; expected a whole number of at least 1"),
         (["--data.rollouts.max_turns=-2"], "max_turns' is -2; expected a whole number of at least 0"),
     ],
 )
@@ -157,6 +157,6 @@ def test_the_dry_run_says_in_one_line_what_is_out_of_range(overrides, message):
 
 
 def test_the_dry_run_refuses_a_group_with_nothing_to_compare():
-    stage = Graph(Project(), "arpo_tiny", parse(["--data.samples_per_prompt=1"])).target()
-    with pytest.raises(ExperimentError, match="'arpo_tiny': data.samples_per_prompt is 1, so that every group advan"):
+    stage = Graph(Project(), "arpo_tiny", parse(["--data.group_size=1"])).target()
+    with pytest.raises(ExperimentError, match="'arpo_tiny': data.group_size is 1, so that every group advan"):
         validate.check(stage, ROOT)

@@ -29,7 +29,8 @@ experiment:
   {{kind: fit, label: {label}{more}}}
 trainer: {{max_steps: 1}}
 model: {{class_path: m.A, init_args: {{policy: "-", branch: {branch}}}}}
-data: {{class_path: d.A, init_args: {{eval_sampling: {{temperature: 0.6}}, attempts: 2, probes: [closed_book]}}}}
+data: {{class_path: d.A, init_args: {{eval_sampling: {{temperature: 0.6}}, attempts: 2, diagnostic_prompts:
+[closed_book]}}}}
 """
 RIGHT = {"arpo": 7, "grpo": 4, "arpo_random": 5}  # of ten questions, at both attempts
 
@@ -58,7 +59,7 @@ def make_done(workshop, model_dir, about_grpo="", more=""):
                 shutil.copy(model_dir / file, stage.folder / "model")
             (stage.folder / "training.json").write_text(json.dumps({"tool_calls": 100 * right}))
             config = json.loads(json.dumps(stage.config))
-            config["data"]["init_args"] |= {"eval_sampling": SAMPLED, "probes": []}
+            config["data"]["init_args"] |= {"eval_sampling": SAMPLED, "diagnostic_prompts": []}
             changed = dataclasses.replace(stage, config=config, key=f"{stage.key}, sampled")
             finish(evaluation_stage(changed, stage.folder / "model", graph), right - 2, "-")
     return project, context

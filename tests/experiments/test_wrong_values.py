@@ -109,7 +109,10 @@ def test_a_fault_names_the_innermost_part():
         ),
         (["--data.eval_sampling=3"], "eval_sampling' is 3; expected"),
         (["--data.eval_sampling={1: 2}"], "unknown key '.*1': Decoding has no such argument; valid: "),
-        (["--data.probes=gold_direct"], "probes' is 'gold_direct'; expected a list of one of 'gold_direct'"),
+        (
+            ["--data.diagnostic_prompts=gold_direct"],
+            "prompts' is 'gold_direct'; expected a list of one of 'gold_direct'",
+        ),
         (["--data.train_files=[3]"], r"'data.train_files\[0\]' is 3; expected text"),
         (["--data.train_files+=3"], r"'data.train_files\[1\]' is 3; expected text"),
         (["--model.lora=true"], "'model.lora' is true; expected class_path and init_args of a LoRA or null"),

@@ -41,7 +41,7 @@ def combination(policy, teacher, **options):
         {"class_path": f"{HERE}.attribution.HardAttribution"},
         {"class_path": f"{HERE}.distillation.Distillation", "init_args": distillation},
     ]
-    arguments = {"policy": str(policy), "annotations": annotations, "lr": 1e-3, "mini_batches": 1, **options}
+    arguments = {"policy": str(policy), "annotations": annotations, "lr": 1e-3, "num_mini_batches": 1, **options}
     return parse({"class_path": "lightning_modules.algorithms.grpo.GRPO", "init_args": arguments})
 
 
@@ -92,7 +92,7 @@ def test_the_combination_has_the_gradient_of_its_slow_form(model_dir, teacher_di
         return clip(module, *args)
 
     monkeypatch.setattr(optimisation, "clip_gradients", record)
-    fit(combination(model_dir, teacher_dir, micro_batch_tokens=60), [rows] * 3)
+    fit(combination(model_dir, teacher_dir, max_tokens_per_micro_batch=60), [rows] * 3)
     batch, teacher = collate(rows), load_causal_lm(str(teacher_dir))
     with torch.no_grad():
         judged = token_logprobs(teacher, batch).logprobs
@@ -229,10 +229,10 @@ def test_ppo_takes_a_teacher_of_wrong_trajectories_and_a_loss(model_dir, teacher
     added = 0.5 * wrong * (scores.teacher_logprobs - scores.old_logprobs) * batch.mask
     base, found = (module.annotate(rows, batch, scores).advantages for module in (plain, taught))
     assert torch.allclose(found, base + added, atol=1e-6) and added.abs().max() > 1e-3
-    trainer = fit(ppo_with(model_dir, [distillation], micro_batch_tokens=60), [rows] * 2)
+    trainer = fit(ppo_with(model_dir, [distillation], max_tokens_per_micro_batch=60), [rows] * 2)
     assert float(trainer.callback_metrics["train/opd_advantage_abs"]) > 0
     episode_rows, protocol = episodes(model_dir, 1)
-    gated = ppo.PPO(str(model_dir), annotations=[GatedSkills(skills(), skills_coef=0.5)], mini_batches=1)
+    gated = ppo.PPO(str(model_dir), annotations=[GatedSkills(skills(), skills_coef=0.5)], num_mini_batches=1)
     trainer = fit(gated, EpisodeData(episode_rows, protocol))
     assert float(trainer.callback_metrics["train/loss_skills"]) != 0
 

@@ -55,5 +55,5 @@ def test_micro_batches_partition_within_the_budget():
     assert sorted(i for g in groups for i in g) == list(range(30))
     assert all(len(g) * max(lengths[i] for i in g) <= 100 for g in groups)
     assert micro_batches([500, 3], [0, 1], 100) == [[1], [0]]  # too long for the budget: alone
-    with pytest.raises(ValueError, match="micro_batch_tokens is 0"):
+    with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 0"):
         micro_batches([1], [0], 0)

@@ -42,7 +42,7 @@ EXPECTED = {
     "train/tokens_computed": 35.0, "train/entropy_after_tools": (1.5 + 2.5) / 2, "train/call_outcome/ok": 1 / 3,
     "train/call_outcome/error": 1 / 3, "train/call_outcome/empty": 1 / 3,
     "train/call_outcome/timeout": 0.0, "train/call_outcome/refused": 0.0, "train/reward": 0.5, "train/math": 1.0,
-    "train/format": 0.5, "train/stop/answer": 1.0, "train/constant_groups": 0.0,
+    "train/format": 0.5, "train/stop/answer": 1.0, "train/zero_variance_groups": 0.0,
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_two_ranks_log_what_one_would(monkeypatch):
 
 def test_a_group_of_one_says_nothing_about_groups(model_dir):
     rows = [t for i in range(2) for t in group(f"g{i}")[:1]]
-    trainer = fit(PPO(str(model_dir), mini_batches=1), [rows])
+    trainer = fit(PPO(str(model_dir), num_mini_batches=1), [rows])
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert logged["train/tool_calls"] == 4 and logged["train/forked"] == 0.0
     assert logged["train/reward"] == logged["train/math"] == 1.0

@@ -160,7 +160,13 @@ def test_gradients_are_those_of_a_merged_parametrisation(model_dir, batch, check
 def test_grpo_equals_a_loop_by_hand(model_dir):
     """Two optimiser steps, so that the second has a gradient of A as well."""
     torch.manual_seed(1)
-    options = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "mini_batches": 2, "micro_batch_tokens": 60}
+    options = {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "num_mini_batches": 2,
+        "max_tokens_per_micro_batch": 60,
+    }
     module = GRPO(str(model_dir), lora=LoRA(4, 8.0), dual_clip=None, **options)
     trajectories = rows()
     trainer = fit(module, [trajectories])
@@ -192,7 +198,7 @@ def test_only_adapters_are_trained_kept_and_counted(model_dir, tmp_path, caplog)
     from lightning.pytorch.loggers import CSVLogger
 
     torch.manual_seed(2)
-    module = DGPO(str(model_dir), str(model_dir), lora=LoRA(2, 4.0, ["q_proj", "down_proj"]), mini_batches=1)
+    module = DGPO(str(model_dir), str(model_dir), lora=LoRA(2, 4.0, ["q_proj", "down_proj"]), num_mini_batches=1)
     with caplog.at_level("INFO", logger="lightning_modules.training.policy_module"):
         trainer = fit(module, [make_trajectories(4)], logger=CSVLogger(tmp_path))
     plain = dict(AutoModelForCausalLM.from_pretrained(model_dir).named_parameters())
@@ -222,7 +228,7 @@ def test_only_adapters_are_trained_kept_and_counted(model_dir, tmp_path, caplog)
 
 def test_a_base_in_bfloat16_is_trained_by_float32_adapters(model_dir):
     torch.manual_seed(2)
-    options = {"lora": LoRA(2, 4.0), "mini_batches": 2, "lr": 1e-3, "dtype": "bfloat16", "packing": True}
+    options = {"lora": LoRA(2, 4.0), "num_mini_batches": 2, "lr": 1e-3, "dtype": "bfloat16", "packing": True}
     module = DGPO(str(model_dir), str(model_dir), gradient_checkpointing=True, **options)
     with pytest.raises(ValueError, match="float32 master weights"):
         fit(module, [make_trajectories(4)], precision="bf16-true")
@@ -268,7 +274,7 @@ def test_what_teaches_is_a_whole_model(model_dir, which):
             super().update(*args)
             merged.append({n: w.clone() for n, w in self.policy_weights()})
 
-    options = {"teacher_weights": which, "ema_decay": 0.5, "lr": 1e-2, "mini_batches": 1, "lora": LoRA(4, 8.0)}
+    options = {"teacher_weights": which, "ema_decay": 0.5, "lr": 1e-2, "num_mini_batches": 1, "lora": LoRA(4, 8.0)}
     module = Watched(str(model_dir), skills=skills(), **options)
     whole, protocol = episodes(model_dir, None)
     fit(module, EpisodeData(whole, protocol, 2))

@@ -116,12 +116,12 @@ def test_only_the_micro_batches_with_such_a_loss_are_named(model_dir):
     rows = make_trajectories(20)
     first = rows[7].prompt_ids[0]
     alike = [t.name for t in rows if t.prompt_ids[0] == first]
-    said = stopped(OneRow(str(model_dir), micro_batch_tokens=1), [rows])
+    said = stopped(OneRow(str(model_dir), max_tokens_per_micro_batch=1), [rows])
     assert re.search(r"Trajectories (.*); all", said)[1].split(", ") == alike
 
 
 def test_a_finite_loss_whose_gradient_is_not(model_dir):
-    said = stopped(NaNGradient(str(model_dir), max_grad_norm=0.0, mini_batches=1), [batch()])
+    said = stopped(NaNGradient(str(model_dir), max_grad_norm=0.0, num_mini_batches=1), [batch()])
     assert said.startswith("iteration 1: train/grad_norm is nan; expected finite numbers")
     assert all(f"q{group}/{i}" in said for group in (1, 2) for i in range(4)), "no micro-batch is known to be the cause"
     assert "all parameters are finite" in said

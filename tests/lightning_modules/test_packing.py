@@ -105,7 +105,7 @@ def test_a_training_step_packed_is_a_training_step_padded(algorithm, model_dir, 
     rng = random.Random(3)
     rows = make_group(rng, "q1", [1, 0, 0, 1]) + make_group(rng, "q2", [0.5, 0, 1])
     model, teacher = str(model_dir), str(teacher_dir)
-    common = {"lr": 1e-3, "micro_batch_tokens": 60, "logits_chunk": 4}
+    common = {"lr": 1e-3, "max_tokens_per_micro_batch": 60, "logits_chunk": 4}
     make = {
         "grpo": lambda **o: GRPO(model, reference=teacher, kl_coef=0.1, **common, **o),
         "ppo": lambda **o: PPO(model, reference=teacher, kl_coef=0.1, critic_lr=1e-3, **common, **o),

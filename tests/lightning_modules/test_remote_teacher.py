@@ -215,7 +215,7 @@ def test_a_server_that_takes_too_few_tokens_is_refused(completions, model_dir):
         module = SOD("/nowhere", teacher_server=remote(server))
         module.policy_path = str(model_dir)
         rollouts = SimpleNamespace(budgets=Budgets(max_length=2000))
-        datamodule = SimpleNamespace(samples_per_prompt=4, rollouts=rollouts)
+        datamodule = SimpleNamespace(group_size=4, rollouts=rollouts)
         module._trainer = SimpleNamespace(
             datamodule=datamodule,
             precision_plugin=SimpleNamespace(),

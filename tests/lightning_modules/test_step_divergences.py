@@ -56,7 +56,7 @@ def same(found, expected):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"micro_batch_tokens": 1, "logits_chunk": 3}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"max_tokens_per_micro_batch": 1, "logits_chunk": 3}])
 def test_figures_by_hand(model_dir, teacher_dir, options):
     rows = trajectories()
     found = evaluated(model_dir).step_divergences(rows, str(teacher_dir), **options)

@@ -184,10 +184,10 @@ def test_in_training_figures_and_weights_do_not_depend_on_micro_batches(model_di
     rows = [with_versions(t, *(((0, turn.end - turn.start),) for turn in t.turns))
             for name in "ab" for t in make_group(rng, name, [1.0, 0.0, 1.0])]  # fmt: skip
     seen = []
-    for micro_batch_tokens in (4096, 1):
+    for max_tokens_per_micro_batch in (4096, 1):
         torch.manual_seed(0)
-        options = {"importance_cap": 1.5, "mask_ratio": (1e-6, 5.0), "mini_batches": 2, "lr": 1e-3}
-        module = algorithm(str(model_dir), micro_batch_tokens=micro_batch_tokens, **options)
+        options = {"importance_cap": 1.5, "mask_ratio": (1e-6, 5.0), "num_mini_batches": 2, "lr": 1e-3}
+        module = algorithm(str(model_dir), max_tokens_per_micro_batch=max_tokens_per_micro_batch, **options)
         trainer = fit(module, [rows, rows])
         seen.append({k: float(v) for k, v in trainer.callback_metrics.items()})
         seen[-1]["weights"] = float(sum(p.double().abs().sum() for p in module.policy.parameters()))

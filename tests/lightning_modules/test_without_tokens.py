@@ -12,7 +12,7 @@ from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.algorithms.sft import SFT
 from lightning_modules.algorithms.sod import SOD
 from lightning_modules.models.policy import load_causal_lm, named_weights
-from rollout.trajectory import Action, ActionKind, StopReason, Turn, turn_rows
+from rollout.trajectory import Action, ActionKind, StopReason, Turn, split_turns
 from tests.lightning_modules.helpers import VOCABULARY, fit, largest_difference, make_group, make_trajectory
 
 LONG = 300
@@ -51,7 +51,7 @@ def longest_read(monkeypatch):
 
 ALGORITHMS = {
     "grpo": lambda d: GRPO(d),
-    "grpo with one step": lambda d: GRPO(d, reference=d, kl_coef=0.1, mini_batches=1),
+    "grpo with one step": lambda d: GRPO(d, reference=d, kl_coef=0.1, num_mini_batches=1),
     "global": lambda d: GRPO(d, advantage="global"),
     "turns": lambda d: EpisodeGRPO(d),
     "ppo": lambda d: PPO(d, reference=d, as_released=True),
@@ -87,7 +87,7 @@ def test_a_batch_without_any_token_moves_nothing(model_dir, longest_read, algori
 
 def test_what_has_no_token_has_no_rows():
     for kind, trajectory in without_tokens().items():
-        assert turn_rows(trajectory) == [] and not trajectory.trainable, kind
+        assert split_turns(trajectory) == [] and not trajectory.trainable, kind
     (sampled,) = make_group(random.Random(0), "good", [1])
-    assert turn_rows(sampled) == [sampled] and sampled.trainable
+    assert split_turns(sampled) == [sampled] and sampled.trainable
     assert not sampled.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None).trainable

@@ -25,7 +25,7 @@ from rollout.running_trajectory import RunningTrajectory
 from rollout.storage import load_trajectories, save_trajectories
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
-from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReason, Task, turn_rows
+from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReason, Task, split_turns
 from tests.conftest import make_model_dir
 from tests.rollout.engines.plain_backend import PlainEngine
 from tests.rollout.scripted import TASK, TextEngine, ToyRetriever, search_then_answer
@@ -60,7 +60,7 @@ def test_versions_of_turns_that_were_opened_forked_and_cut(tmp_path):
     branch.add_turn(generation(2, 6), CALL)
     done = branch.finish(StopReason.MAX_TURNS, 0.0)
     assert done.token_versions == (3, 3, -1, -1, 3, 4, 4, 6, 6)
-    rows = turn_rows(whole.replace(turns=tuple(dataclasses.replace(turn, prompt_ids=(1,)) for turn in whole.turns)))
+    rows = split_turns(whole.replace(turns=tuple(dataclasses.replace(turn, prompt_ids=(1,)) for turn in whole.turns)))
     assert [row.token_versions for row in rows] == [(3, 3), (3, 4, 4, 4, 5, 5)]
 
 

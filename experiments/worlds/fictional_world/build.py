@@ -135,7 +135,7 @@ class BuildWorld(FictionalWorldTask):
     ) -> None:
         super().__init__(**world)
         self.hop_shares = hop_shares
-        self._expert = ExpertPolicy(slip=0.5, seed=self.seed)
+        self._expert = ExpertPolicy(error_rate=0.5, seed=self.seed)
 
     def _world(self, seed: int) -> World:
         return build_world(self.entities, seed)

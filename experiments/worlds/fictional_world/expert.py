@@ -13,8 +13,8 @@ class ExpertPolicy(CarelessPolicy):
     """Text in, text out: what the expert writes next in one trajectory.
 
     The chain comes from the task's metadata: ``mentions`` (subject, then the entity each hop reaches) and
-    ``relations`` (keywords). With probability ``slip`` a hop starts with a broad query, mostly the name alone; when
-    its results do not hold the fact, the expert says so and searches again, now for the relation, too.
+    ``relations`` (keywords). With probability ``error_rate`` a hop starts with a broad query, mostly the name alone;
+    when its results do not hold the fact, the expert says so and searches again, now for the relation, too.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
@@ -50,7 +50,7 @@ class ExpertPolicy(CarelessPolicy):
 
 
 class ExpertEngine(WorldExpert):
-    """Engine over ``ExpertPolicy``; ``slip`` is the probability that a hop starts with a broad query."""
+    """Engine over ``ExpertPolicy``; ``error_rate`` is the probability that a hop starts with a broad query."""
 
     QUESTION = re.compile(r"Question: (.*?)<\|im_end\|>", re.DOTALL)
     Policy = ExpertPolicy

@@ -15,8 +15,8 @@ class ToolExpertPolicy(CarelessPolicy):
     """Text in, text out, in ARPO's format: what the expert writes next in one trajectory.
 
     The task's metadata say what is to be looked up (``steps``: mention, keyword, what the passage tells) and computed
-    (``code``). It has two habits that cost calls. With probability ``slip`` a search starts with the bare name, and
-    when the result does not hold the fact, the expert says so and searches for the keyword, too. With the same
+    (``code``). It has two habits that cost calls. With probability ``error_rate`` a search starts with the bare name,
+    and when the result does not hold the fact, the expert says so and searches for the keyword, too. With the same
     probability its first program keeps the result to itself, and a second one has to print it.
     """
 
@@ -61,7 +61,7 @@ def _kept(steps: list[list[str]]) -> str:
 
 
 class ToolExpertEngine(WorldExpert):
-    """Engine over ``ToolExpertPolicy``; ``slip``: probability of a careless search or program."""
+    """Engine over ``ToolExpertPolicy``; ``error_rate``: probability of a careless search or program."""
 
     QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
     Policy = ToolExpertPolicy

@@ -37,7 +37,7 @@ class BuildToolWorld(FictionalWorldTask):
         self.shares = SHARES if shares is None else shares
         if unknown := sorted(set(self.shares) - set(FAMILIES)):
             raise ValueError(f"shares names {', '.join(unknown)}; the families are {', '.join(FAMILIES)}")
-        self._expert = ToolExpertPolicy(slip=0.5, seed=self.seed)
+        self._expert = ToolExpertPolicy(error_rate=0.5, seed=self.seed)
 
     def _world(self, seed: int) -> World:
         return build_number_world(self.entities, seed)

@@ -158,8 +158,8 @@ class HouseholdExpertPolicy(CarelessPolicy):
     """Text in, text out: the expert's next command between action tags.
 
     The transcript of a whole conversation (``window: null``) says what it has done; the game, in the task's metadata,
-    is played again up to there. With probability ``slip`` a step leads it nowhere: it goes to some other receptacle, or
-    looks around. What it knows it does not forget.
+    is played again up to there. With probability ``error_rate`` a step leads it nowhere: it goes to some other
+    receptacle, or looks around. What it knows it does not forget.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
@@ -196,8 +196,8 @@ def careless(observation: Observation, careful: str, rng: random.Random) -> str:
 
 
 class HouseholdExpertEngine(WorldExpert):
-    """Engine over ``HouseholdExpertPolicy``; turns end with the tokenizer's EOS; ``slip``: probability that a step
-    leads nowhere."""
+    """Engine over ``HouseholdExpertPolicy``; turns end with the tokenizer's EOS; ``error_rate``: probability that a
+    step leads nowhere."""
 
     QUESTION = re.compile(r"(-= Welcome to TextWorld.*?Your task is to: [^\n<]*)", re.DOTALL)
     Policy = HouseholdExpertPolicy

@@ -18,7 +18,7 @@ STEP = re.compile(r"step (\d+)")
 
 
 class RecipeExpertPolicy(CarelessPolicy):
-    """With probability ``slip`` it uses any device, although it has been shown which comes next."""
+    """With probability ``error_rate`` it uses any device, although it has been shown which comes next."""
 
     def next_turn(self, task: Task, transcript: str) -> str:
         """The next turn, without the token that ends it, after ``transcript``: everything since the question."""
@@ -33,7 +33,7 @@ class RecipeExpertPolicy(CarelessPolicy):
 
 
 class RecipeExpertEngine(WorldExpert):
-    """Engine over ``RecipeExpertPolicy``; turns end with the tokenizer's EOS; ``slip``: see the policy."""
+    """Engine over ``RecipeExpertPolicy``; turns end with the tokenizer's EOS; ``error_rate``: see the policy."""
 
     QUESTION = re.compile(r"(make \w+, order \d+\. step 1)")
     Policy = RecipeExpertPolicy

@@ -60,7 +60,7 @@ class BuildLedgers(WorldTask):
 
 def texts(tasks: list[Task], seed: int) -> list[str]:
     """What the tokenizer is trained on: ledgers, and how the expert and the notebook write (with any totals)."""
-    rng, expert = random.Random(f"texts:{seed}"), LedgerPolicy(slip=0.4, seed=seed, repair=0.5)
+    rng, expert = random.Random(f"texts:{seed}"), LedgerPolicy(error_rate=0.4, seed=seed, repair=0.5)
     numbers = " ".join(map(str, range(11, 100)))
     found: list[str] = [numbers, numbers]  # however few ledgers there are
     for task in tasks[:EXPERT_TEXTS]:

@@ -12,28 +12,28 @@ from experiments.worlds.repair.problems import WORDS, moved
 from rollout.trajectory import Task
 
 _CELL = re.compile(r"<python> (.*?) </python> <result>\n(.*?)\n</result>", re.DOTALL)
-_OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")  # a slip, or without its second half the start or a repair
+_OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")  # an error, or without its second half the start or a repair
 
 
 class LedgerPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
     The first cell is ``t = 57``, then one per change, ``t = t + 12``; each turn reads the last total back, and the
-    change, which a tiny model then copies from beside the cell. With probability ``slip`` a change goes wrong:
+    change, which a tiny model then copies from beside the cell. With probability ``error_rate`` a change goes wrong:
     ``t = 12; t += s`` fails half-way, and the total is gone, which the result shows. With probability ``repair`` the
     next cell gives ``t`` the value back that was shown before, and the change is entered again; else the expert goes on
     as if nothing had happened, and never comes back to it. While the total is wrong, its turns begin with other words:
     a teacher that saw no error has never used them.
 
     Args:
-        slip: see above.
+        error_rate: see above.
         seed: of all draws.
         repair: see above.
         backwards: prefer the last words of each list instead of the first: two experts speak differently.
     """
 
-    def __init__(self, slip: float = 0.15, seed: int = 0, repair: float = 1.0, backwards: bool = False) -> None:
-        super().__init__(slip, seed)
+    def __init__(self, error_rate: float = 0.15, seed: int = 0, repair: float = 1.0, backwards: bool = False) -> None:
+        super().__init__(error_rate, seed)
         if not 0 <= repair <= 1:
             raise ValueError(f"repair is a probability, got {repair}")
         self.repair, self.backwards = repair, backwards
@@ -53,7 +53,7 @@ class LedgerPolicy(CarelessPolicy):
         words = f"{lead} {total} {verb}"
         if slips[-1] and random.Random(f"repair:{self.seed}:{task.id}:{len(cells)}").random() < self.repair:
             return f" {words} back {_cell(f'{TOTAL} = {shown_total(cells[-2][1])}')}"
-        entered = len(cells) - 1 - 2 * repairs  # a repair takes its slip back
+        entered = len(cells) - 1 - 2 * repairs  # a repair takes its error back
         if entered == len(changes):
             return f" {words} total <answer> {total} </answer>"
         sign, change = changes[entered].split()
@@ -76,7 +76,7 @@ class LedgerExpertEngine(WorldExpert):
     Args:
         tokenizer: see ``WorldExpert``.
         files: see ``WorldExpert``.
-        slip: probability that a change goes wrong.
+        error_rate: probability that a change goes wrong.
         seed: of all draws.
         repair: probability that what went wrong is repaired.
         backwards: see ``LedgerPolicy``.
@@ -89,10 +89,10 @@ class LedgerExpertEngine(WorldExpert):
         self,
         tokenizer: str,
         files: list[str],
-        slip: BelowOne = 0.15,
+        error_rate: BelowOne = 0.15,
         seed: NonNegativeInt = 0,
         repair: UnitInterval = 1.0,
         backwards: bool = False,
     ) -> None:
-        super().__init__(tokenizer, files, slip, seed)
-        self._policy = LedgerPolicy(slip, seed, repair, backwards)
+        super().__init__(tokenizer, files, error_rate, seed)
+        self._policy = LedgerPolicy(error_rate, seed, repair, backwards)

@@ -29,18 +29,19 @@ class ShoppingExpert:
     """The next action of a visit, from the page and the actions before it. Holds nothing about any visit.
 
     Args:
-        slip: probability that a visit is careless: a wrong value, where there is another one, for the first option it
+        error_rate: probability that a visit is careless: a wrong value, where there is another one, for the first
+            option it
             chooses, or, without options, the purchase of the first result.
         seed: of the slips.
 
     Raises:
-        ValueError: ``slip`` is no probability below 1.
+        ValueError: ``error_rate`` is no probability below 1.
     """
 
-    def __init__(self, slip: float = 0.0, seed: int = 0) -> None:
-        if not 0 <= slip < 1:
-            raise ValueError(f"slip is {slip}; expected a probability below 1")
-        self.slip, self.seed = slip, seed
+    def __init__(self, error_rate: float = 0.0, seed: int = 0) -> None:
+        if not 0 <= error_rate < 1:
+            raise ValueError(f"error_rate is {error_rate}; expected a probability below 1")
+        self.error_rate, self.seed = error_rate, seed
 
     def next_action(self, task: Task, info: Mapping[str, Any], past: Sequence[str]) -> str:
         """Such as "click[buy now]".
@@ -88,7 +89,7 @@ class ShoppingExpert:
         return random.Random(f"{self.seed}:{task.id}")
 
     def _is_careless(self, task: Task) -> bool:
-        return random.Random(f"slip:{self.seed}:{task.id}").random() < self.slip
+        return random.Random(f"slip:{self.seed}:{task.id}").random() < self.error_rate
 
 
 def query_words(goal: Goal) -> str:
@@ -127,11 +128,11 @@ class ShoppingExpertPolicy:
     """Text in, text out: the expert's next action between action tags.
 
     The transcript of a whole conversation (``window: null``) says what it has done and shows the page it is on. With
-    probability ``slip`` a visit is careless: see ``ShoppingExpert``.
+    probability ``error_rate`` a visit is careless: see ``ShoppingExpert``.
     """
 
-    def __init__(self, slip: float = 0.0, seed: int = 0) -> None:
-        self._expert = ShoppingExpert(slip, seed)
+    def __init__(self, error_rate: float = 0.0, seed: int = 0) -> None:
+        self._expert = ShoppingExpert(error_rate, seed)
 
     def next_turn(self, task: Task, transcript: str) -> str:
         """The next turn, without the token that ends it, after ``transcript``: everything since the instruction."""
@@ -163,8 +164,8 @@ def _buttons(parts: Sequence[str]) -> list[str]:
 
 
 class ShoppingExpertEngine(WorldExpert):
-    """Engine over ``ShoppingExpertPolicy``; turns end with the tokenizer's EOS; ``slip``: probability that a visit is
-    careless."""
+    """Engine over ``ShoppingExpertPolicy``; turns end with the tokenizer's EOS; ``error_rate``: probability that a
+    visit is careless."""
 
     QUESTION = re.compile(r"Instruction: \[SEP\] (.*?) \[SEP\]", re.DOTALL)
     Policy = ShoppingExpertPolicy

@@ -69,7 +69,7 @@ class BuildWordProblems(WorldTask):
     def _texts(self, demonstrations: list[Task]) -> list[str]:
         """What the tokenizer is trained on: stories, worked solutions, and how an agent writes."""
         rng = random.Random(f"texts:{self.seed}")
-        expert = WordExpertPolicy(slip=0.3, seed=self.seed)
+        expert = WordExpertPolicy(error_rate=0.3, seed=self.seed)
         texts = [worked(make_problem(rng, 3)) for _ in range(1000)]
         for task in demonstrations[:2000]:
             transcript = ""

@@ -19,7 +19,7 @@ class WordExpertPolicy(CarelessPolicy):
 
     The task's metadata hold ``formulas``, ``results`` and ``told``, the sentences that ask for them, which the expert
     says again before it calculates: so it, and a tiny model that imitates it, knows how far it has come. With
-    probability ``slip`` a calculation goes wrong at first, in one of three ways: it uses a variable of an earlier
+    probability ``error_rate`` a calculation goes wrong at first, in one of three ways: it uses a variable of an earlier
     program, which is gone (an error); it keeps the result to itself (nothing is printed); or the call is not
     well-formed JSON. Having read so, the expert does it again, well.
     """
@@ -66,8 +66,8 @@ def response_failed(response: str) -> bool:
 
 
 class WordExpertEngine(WorldExpert):
-    """Engine over ``WordExpertPolicy``; turns end with the tokenizer's EOS; ``slip``: probability that a calculation
-    goes wrong at first."""
+    """Engine over ``WordExpertPolicy``; turns end with the tokenizer's EOS; ``error_rate``: probability that a
+    calculation goes wrong at first."""
 
     QUESTION = re.compile(r"<\|im_start\|>user\n((?:(?!<tool_response>).)*?)<\|im_end\|>", re.DOTALL)
     Policy = WordExpertPolicy

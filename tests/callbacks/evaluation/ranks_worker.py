@@ -59,7 +59,7 @@ class Data(EvaluationData):
     def __init__(self) -> None:
         super().__init__({})
 
-    def probe_names(self, split):
+    def prompt_modes(self, split):
         return ["agent"]
 
     def setup(self, stage):

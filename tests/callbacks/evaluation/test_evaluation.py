@@ -116,7 +116,7 @@ def test_trainer_writes_the_files_and_logs_the_metrics(trainer_for, tmp_path):
     assert report["seconds"] > 0 and report["command"] and re.match(r"[0-9a-f]{40}|unknown", report["commit"])
     frame = pl.read_parquet(stage / "evaluation" / "test.parquet")
     assert frame["id"].to_list() == ["a", "b", "c", "d", "e", "a"]
-    assert set(frame["probe"]) == {"agent", "gold_direct"} and frame["failed"].sum() == 1
+    assert set(frame["prompt_mode"]) == {"agent", "gold_direct"} and frame["failed"].sum() == 1
 
     trainer.validate(Hands(), datamodule=data, verbose=False)
     report = json.loads((stage / "evaluation.json").read_text())
@@ -149,8 +149,8 @@ def test_figures_of_another_owner_stay_and_stale_ones_of_ones_own_go(tmp_path):
 
 def test_unnamed_dataloaders_and_wrong_outputs_are_errors(trainer_for):
     data = EvaluationData({"agent": [[make_trajectory()]], "gold_think": [[make_trajectory()]]})
-    data.probe_names = None
-    with pytest.raises(ValueError, match="no probe_names"):
+    data.prompt_modes = None
+    with pytest.raises(ValueError, match="no prompt_modes"):
         trainer_for([Evaluation()]).test(Hands(), datamodule=data, verbose=False)
 
     class Forgets(Hands):

@@ -28,7 +28,7 @@ class Adapted(DGPO):
 
     def __init__(self, model):
         torch.manual_seed(1)  # A's draw
-        options = {"mini_batches": 1, "max_grad_norm": 0.0, "micro_batch_tokens": 80, "logits_chunk": 16}
+        options = {"num_mini_batches": 1, "max_grad_norm": 0.0, "max_tokens_per_micro_batch": 80, "logits_chunk": 16}
         super().__init__(model, model, kl_coef=0.1, lora=LoRA(4, 8.0), gradient_checkpointing=True, **options)
 
     def build_models(self):

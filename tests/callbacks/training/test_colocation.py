@@ -57,10 +57,10 @@ def test_the_engine_is_awake_from_push_to_batch_and_the_numbers_are_the_same(tra
         log = tmp_path / f"log-{sleep_mode}"
         rollouts = system(SleepingEngine(str(model_dir), log=str(log)), model_dir, sleep_mode=sleep_mode)
         data = RolloutDataModule(
-            rollouts, [questions], prompts_per_step=2, samples_per_prompt=2, iterations=2, dynamic_sampling=1, seed=1,
+            rollouts, [questions], prompts_per_iteration=2, group_size=2, iterations=2, dynamic_sampling=1, seed=1,
             val_files=[questions], train_sampling=Decoding(temperature=1.0), eval_batch=2,
         )  # fmt: skip
-        module = GRPO(policy=str(model_dir), lr=1e-3, mini_batches=1)
+        module = GRPO(policy=str(model_dir), lr=1e-3, num_mini_batches=1)
         torch.manual_seed(0)
         trainer_for([WeightSync()], max_epochs=1, val_check_interval=1).fit(module, datamodule=data)
         generated = rollouts.rollout([make_task(9)], sampling=SamplingParams(8), seed=3)

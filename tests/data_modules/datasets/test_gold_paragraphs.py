@@ -1,4 +1,5 @@
-"""The supporting paragraphs of published rows, in their three shapes, become the gold passages of ARCap's probes."""
+"""The supporting paragraphs of published rows, in their three shapes, become the gold passages of ARCap's diagnostic
+prompts."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_rows_that_name_none_or_lack_one_have_none_and_are_counted(tmp_path, cap
 
 def test_the_probes_run_on_them_and_the_rest_is_asked_without(tmp_path, make_system):
     files = [jsonl(tmp_path, "musique", MUSIQUE, {}, MUSIQUE)]
-    data = EvaluationData(make_system(), test_files=files, probes=["gold_think", "closed_book"])
+    data = EvaluationData(make_system(), test_files=files, diagnostic_prompts=["gold_think", "closed_book"])
     data.setup("test")
     agent, think, closed = data.test_dataloader()
     assert [len(loader.tasks) for loader in (agent, think, closed)] == [3, 2, 3]

@@ -132,8 +132,8 @@ def test_what_is_left_out_of_a_shared_file_is_said_once(make_system, tmp_path, c
     rows = [{"question": f"Question {i}", "golden_answers": "a" if i % 4 else ""} for i in range(40)]
     files = [written(path, rows)]
     data = RolloutDataModule(
-        make_system(), files, prompts_per_step=2, val_files=files, test_files=files, columns={}, splits=Splits(),
-        faulty_rows="drop",
+        make_system(), files, prompts_per_iteration=2, val_files=files, test_files=files, columns={}, splits=Splits(),
+        on_invalid_row="drop",
     )  # fmt: skip
     data.setup("fit")
     told = f"{path}: 10 of 40 lines are left out: lines 1, 5, 9, 13, 17 and 5 more with no gold answer"
@@ -256,7 +256,13 @@ def test_data_modules_train_and_test_on_their_parts_of_one_file(make_system, tmp
     rows = [{"prompt": f"Question {i} right", "answer": f"answer {i}"} for i in range(20)]
     files = [written(tmp_path / "q.csv", rows)]
     data = RolloutDataModule(
-        make_system(), files, prompts_per_step=2, val_files=files, test_files=files, columns=MAPPING, splits=Splits()
+        make_system(),
+        files,
+        prompts_per_iteration=2,
+        val_files=files,
+        test_files=files,
+        columns=MAPPING,
+        splits=Splits(),
     )
     data.setup("fit")
     own = [{t.question for t in tasks} for tasks in (data.training_questions, data._tasks["val"], data._tasks["test"])]

@@ -334,7 +334,7 @@ def test_strategies_devices_and_shares_that_cannot_be_are_refused():
         check_strategy("zero4", "here")
     [note] = missing_devices({"trainer": {"accelerator": "cuda", "devices": 64}}, "here")
     assert "CUDA devices that torch can use" in note
-    config = {"trainer": {"devices": 3, "num_nodes": 2}, "data": {"init_args": {"prompts_per_step": 64}}}
+    config = {"trainer": {"devices": 3, "num_nodes": 2}, "data": {"init_args": {"prompts_per_iteration": 64}}}
     with pytest.raises(ExperimentError, match="64, which 2 x 3 = 6 ranks cannot share"):
         check_shares(config, "here")
 

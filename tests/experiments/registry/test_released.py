@@ -70,7 +70,7 @@ def test_sdars_switches_are_those_of_its_skills_and_of_the_search_script():
     gigpo = load("gigpo_qwen2.5_7b_search", Project())  # verl-agent's script
     settings = {"similarity": 0.9, "entropy_coef": 0.0, "kl_coef": "${values.kl_coef}"}
     assert {name: gigpo["model"]["init_args"][name] for name in settings} == settings
-    named = {"tasks": 256, "group_size": 5, "mini_batches": 5, "kl_coef": 0.001, "iterations": 169_615 // 256}
+    named = {"tasks": 256, "group_size": 5, "num_mini_batches": 5, "kl_coef": 0.001, "iterations": 169_615 // 256}
     assert {name: gigpo["values"][name] for name in named} == named and gigpo["values"]["warmup_steps"] == 662 // 10
     for name, iterations in (("gigpo_qwen2.5_7b_search", 662), ("sdar_qwen2.5_7b_search", 150)):
         assert resolve(load(name, Project()), lambda name: name)["data"]["init_args"]["iterations"] == iterations

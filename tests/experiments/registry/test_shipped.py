@@ -11,7 +11,7 @@ from experiments.registry import listing as registry
 from experiments.registry.errors import ExperimentError
 from experiments.registry.overrides import parse
 from experiments.registry.project import ROOT, Project
-from experiments.registry.shapes import CHIPS
+from experiments.registry.shapes import GPU_SPECS
 from experiments.stages.graph import Graph, closure, require_files
 from experiments.stages.validate import check, check_classes, cli
 
@@ -81,7 +81,7 @@ def test_experiments_of_the_papers_fit_the_gpus_that_they_name_and_list_what_the
         if stage.kind == "fit":
             gpus, chip = (1, "4090") if name.startswith("quick_") else (8, "a100")
             assert stage.config["experiment"]["hardware"].startswith(f"{gpus} GPU")
-            assert advice([sized(stage, module_of(stage), gpus, PROJECT.root)], CHIPS[chip]) == [], name
+            assert advice([sized(stage, module_of(stage), gpus, PROJECT.root)], GPU_SPECS[chip]) == [], name
 
 
 def test_a_test_asks_for_its_teacher_only_where_it_is_wanted_or_teaches(stages):
@@ -165,10 +165,10 @@ def test_the_paper_run_has_the_values_of_the_specification():
         "lr": 1e-6, "critic_lr": 1e-5, "warmup_steps": 285, "critic_warmup_steps": 15, "weight_decay": 0.01,
         "max_grad_norm": 1.0, "clip_low": 0.2, "clip_high": 0.2, "value_clip": 0.5, "entropy_coef": 0.001, "gamma": 1.0,
         "lam": 1.0, "kl_coef": 0.001, "kl_in": "reward", "selective": True, "kl_estimator": "k1", "temperature": 1.0,
-        "mini_batches": 2, "epochs": 1,
+        "num_mini_batches": 2, "epochs": 1,
     }  # fmt: skip
     assert {k: model[k] for k in expected} == expected
-    assert (data["prompts_per_step"], data["samples_per_prompt"], data["iterations"]) == (512, 1, 1000)
+    assert (data["prompts_per_iteration"], data["group_size"], data["iterations"]) == (512, 1, 1000)
     rollouts = data["rollouts"]["init_args"]
     assert (rollouts["max_turns"], rollouts["max_turn_tokens"], rollouts["max_observation_tokens"]) == (4, 500, 500)
     assert rollouts["max_response_tokens"] == 4096
@@ -193,13 +193,13 @@ def test_arpos_runs_have_the_values_of_the_specification(algorithm, model):
     learner, data = config["model"]["init_args"], config["data"]["init_args"]
     expected = {
         "lr": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0,
-        "kl_coef": 0.0, "entropy_coef": 0.0, "temperature": 1.0, "mini_batches": 8, "epochs": 1, "warmup_steps": 0,
+        "kl_coef": 0.0, "entropy_coef": 0.0, "temperature": 1.0, "num_mini_batches": 8, "epochs": 1, "warmup_steps": 0,
         "aggregation": "sequence_mean",
     }  # fmt: skip
     assert {k: learner[k] for k in expected} == expected
     assert config["model"]["class_path"].rpartition(".")[2].lower() == algorithm
     assert learner["policy"].split("/")[-3] == f"sft_arpo_{model}"
-    assert (data["samples_per_prompt"], data["prompts_per_step"]) == (samples, prompts)
+    assert (data["group_size"], data["prompts_per_iteration"]) == (samples, prompts)
     rollouts = data["rollouts"]["init_args"]
     assert (rollouts["max_turns"], rollouts["max_response_tokens"]) == (6 if algorithm == "aepo" else calls, tokens)
     sampler = rollouts.get("sampler")
@@ -326,17 +326,17 @@ def test_paths_given_on_the_command_line_reach_every_stage():
         (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
         (["--model=lightning_modules.algorithms.ppo.POP"], "POP"),
         (["--data.iterations=5"], "val_check_interval is 40, but the run has only 5 iterations"),
-        (["--trainer.accumulate_grad_batches=4"], "accumulate_grad_batches is 4.*micro_batch_tokens"),
+        (["--trainer.accumulate_grad_batches=4"], "accumulate_grad_batches is 4.*max_tokens_per_micro_batch"),
         (["--model.lr=null"], "'model.lr' is null, which it cannot be"),
         (["--trainer.gradient_clip_val=1"], "gradient_clip_val is 1.*model.max_grad_norm"),
-        (["--model.mini_batches=0"], "mini_batches' is 0; expected a whole number of at least 1"),
+        (["--model.num_mini_batches=0"], "num_mini_batches' is 0; expected a whole number of at least 1"),
         (["--model.teacher=models/no/such"], "teacher: no model folder 'models/no/such'; give a Hugging Face folder"),
         (["--model.policy=./mine"], "policy: no model folder './mine'"),
         (["--data.rollouts.engine.model=~/mine"], "engine.*model: no model folder '~/mine'"),
         (["--data.train_files=[data/none]"], r"train_files\[0\]: no file 'data/none'"),
         (["--data.train_sampling.temperature=0.5"], "sampled at temperature 0.5 .* computed at 1.0"),
         (["--data.train_sampling.top_p=0.9"], "changes the distribution .top_p 0.9"),
-        (["--data.dynamic_sampling=2"], "dynamic_sampling is 2, but data.samples_per_prompt is 1: .* sample more"),
+        (["--data.dynamic_sampling=2"], "dynamic_sampling is 2, but data.group_size is 1: .* sample more"),
         (
             ["--data.rollouts.max_length=4096"],
             "rollouts.max_length is 4096, but .*max_length is 1024; take 1024",

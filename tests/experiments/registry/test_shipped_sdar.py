@@ -54,9 +54,11 @@ def test_sdar_has_the_published_values(graph, model, world):
     }  # fmt: skip
     assert {k: learner[k] for k in expected} == expected
     assert learner["policy"] == learner["reference"] and Path(learner["policy"]).name == MODELS[model]
-    shape = (data["prompts_per_step"], data["samples_per_prompt"], data["iterations"])
+    shape = (data["prompts_per_iteration"], data["group_size"], data["iterations"])
     assert shape == (tasks, 8, 150)
-    assert learner["mini_batches"] <= tasks * 8 * turns / rows, "no step of more rows than the longest episodes give"
+    assert learner["num_mini_batches"] <= tasks * 8 * turns / rows, (
+        "no step of more rows than the longest episodes give"
+    )
     assert data["train_sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     assert data["eval_sampling"]["temperature"] == (0.0 if world == "search" else 0.4)
     assert config["trainer"]["val_check_interval"] == (50 if world == "search" else 5)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.commands.cli import main
 from experiments.registry import sizing
-from experiments.registry.shapes import CHIPS, GB, MODELS, Dimensions, known_model
+from experiments.registry.shapes import GB, GPU_SPECS, MODELS, Dimensions, known_model
 from experiments.registry.sizing import Adapters, Run, Training
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.models.lora import LoRA, counts
@@ -136,9 +136,9 @@ def test_the_sum_is_what_lives_at_the_peak_of_a_step(
         policy=str(tmp_path),
         dtype="bfloat16" if precision == "bfloat16" else "float32",
         gradient_checkpointing=checkpointing,
-        micro_batch_tokens=1024,
+        max_tokens_per_micro_batch=1024,
         logits_chunk=512,
-        mini_batches=1,
+        num_mini_batches=1,
         lora=None if rank is None else LoRA(rank, 8.0),
     )
     with Alive() as alive:
@@ -150,10 +150,10 @@ def test_the_sum_is_what_lives_at_the_peak_of_a_step(
         precision=precision,
         adapters=adapters,
         checkpointing=checkpointing,
-        micro_batch_tokens=1024,
+        max_tokens_per_micro_batch=1024,
         logits_chunk=512,
     )
-    parts = sizing.memory(training, CHIPS["h100"])
+    parts = sizing.memory(training, GPU_SPECS["h100"])
     assert sum(parts.values()) - parts["overhead"] == pytest.approx(alive.most, rel=0.15), parts
 
 
@@ -175,28 +175,28 @@ def test_shards_by_hand():
     parts = {}
     for name in ("zero2", "zero3", "ddp"):
         training = Training(policy=d, strategy=name, gpus=4, precision="autocast")
-        parts[name] = sizing.memory(training, CHIPS["h100"])
+        parts[name] = sizing.memory(training, GPU_SPECS["h100"])
     assert [parts[name]["weights"] for name in ("zero3", "zero2", "ddp")] == [2 * n / 4, 2 * n, 4 * n]
     assert parts["zero2"]["optimizer"] == 8 * n / 4 and parts["ddp"]["optimizer"] == 8 * n
     assert parts["zero3"]["master weights"] == 4 * n / 4 and parts["ddp"]["master weights"] == 0
     assert [parts[name]["gradients"] for name in ("zero3", "zero2", "ddp")] == [n, n, 4 * n], "sums are float32"
     assert parts["ddp"]["autocast's copies"] > d.layers * 2 * d.layer_matrices
-    again = sizing.memory(Training(policy=d, precision="autocast", checkpointing=True), CHIPS["h100"])
+    again = sizing.memory(Training(policy=d, precision="autocast", checkpointing=True), GPU_SPECS["h100"])
     assert again["autocast's copies"] == 2 * d.vocabulary * d.hidden, "one matrix at a time"
     offload = Training(policy=d, strategy="zero3", gpus=4, precision="autocast", offload_optimizer=True)
-    host = sizing.memory(offload, CHIPS["h100"])
+    host = sizing.memory(offload, GPU_SPECS["h100"])
     assert [host[part] for part in ("gradients", "master weights", "optimizer")] == [0, 0, 0]
-    assert sizing.cache_tokens(Training(policy=d, engine_share=0.5), CHIPS["h100"]) == int(
+    assert sizing.cache_tokens(Training(policy=d, engine_share=0.5), GPU_SPECS["h100"]) == int(
         (40 * GB - 2 * n - sizing.ENGINE_WORK) // (28 * 2 * 8 * 128 * 2)
     )
 
 
 def test_sharded_float32_has_masters_and_few_parameters_are_gathered():
     d = Dimensions.of(MODELS["qwen3-0.6b"])
-    parts = sizing.memory(Training(policy=d, strategy="zero3", gpus=2, live_parameters=2e8), CHIPS["h100"])
+    parts = sizing.memory(Training(policy=d, strategy="zero3", gpus=2, live_parameters=2e8), GPU_SPECS["h100"])
     assert parts["master weights"] == parts["weights"] == 4 * d.parameters / 2
     assert parts["gathered parameters"] == 8e8
-    fewer = sizing.memory(Training(policy=d, strategy="zero3", gpus=2, live_parameters=1e8), CHIPS["h100"])
+    fewer = sizing.memory(Training(policy=d, strategy="zero3", gpus=2, live_parameters=1e8), GPU_SPECS["h100"])
     assert fewer["gathered parameters"] == 4 * d.vocabulary * d.hidden, "no matrix is gathered in pieces"
 
 
@@ -219,12 +219,12 @@ def test_adapters_by_hand():
     trained = 2 * low_rank.of(d) + d.hidden + 1
     base = d.parameters + d.body - d.hidden - 1
     assert (Training(**both).frozen_base, Training(**both).trained) == (base, trained)
-    one = sizing.memory(Training(**both, checkpointing=True), CHIPS["h100"])
+    one = sizing.memory(Training(**both, checkpointing=True), GPU_SPECS["h100"])
     assert one["weights"] == 2 * base + 4 * trained and one["optimizer"] == 8 * trained
     assert one["master weights"] == 0 and "autocast's copies" not in one
     layers = [sizing.recomputed(Training(**both | {"adapters": a}, checkpointing=True)) for a in (low_rank, None)]
     assert layers[0] - layers[1] == 16384 * 2 * low_rank.inputs(d), "inputs, cast by peft"
-    eight = sizing.memory(Training(**both, strategy="zero3", gpus=8), CHIPS["h100"])
+    eight = sizing.memory(Training(**both, strategy="zero3", gpus=8), GPU_SPECS["h100"])
     assert eight["weights"] == 2 * (base + trained) / 8 and eight["master weights"] == 4 * trained / 8
 
 
@@ -284,7 +284,7 @@ def test_command(capsys, monkeypatch, tmp_path):
 def test_an_engine_gets_what_its_trajectories_need():
     from experiments.commands.size import Sized, best_share, settings
 
-    policy, chip = Dimensions.of(MODELS["qwen3-0.6b"]), CHIPS["h100"]
+    policy, chip = Dimensions.of(MODELS["qwen3-0.6b"]), GPU_SPECS["h100"]
     training = Training(policy=policy, checkpointing=True, precision="autocast", engine_share=0.1, max_length=8000)
 
     def sized(training, trajectories=128):
@@ -307,7 +307,7 @@ def test_an_engine_gets_what_its_trajectories_need():
 
 
 def test_hours_are_arithmetic():
-    policy, chip = Dimensions.of(MODELS["qwen3-0.6b"]), CHIPS["4090"]
+    policy, chip = Dimensions.of(MODELS["qwen3-0.6b"]), GPU_SPECS["4090"]
     training, run = Training(policy=policy, engine_share=0.5, max_length=4000), Run(10, 64, sampled=1500.0)
     forward = policy.forward_flops(2000)
     step = (2 * policy.parameters + 32 * 2000 * policy.kv_bytes()) / chip.bandwidth

@@ -122,7 +122,7 @@ def test_dh_is_recorded_as_the_sampler_looks_at_it(context, name):
         ("grpo_words_tiny", (), "has no teacher"),
         ("sod_tiny", ("--model.opd_mode", "none"), "has no teacher"),
         ("sdar_tiny", ("--model.skills_coef", "0"), "has no teacher"),
-        ("sod_tiny", ("--data.samples_per_prompt", "1"), "samples no groups"),
+        ("sod_tiny", ("--data.group_size", "1"), "samples no groups"),
         ("arpo_tiny_lock_step", (), "variant: lock_step.*not measured here"),
     ],
 )

@@ -67,7 +67,7 @@ def episodes(folder, window, n=4, tasks=TASKS, max_turns=5):
 class EpisodeData(L.LightningDataModule):
     """What the module asks of a RolloutDataModule, and batches of given trajectories."""
 
-    samples_per_prompt = 4
+    group_size = 4
 
     def __init__(self, rows, protocol, batches=1):
         super().__init__()

@@ -45,7 +45,7 @@ def weights(module):
 # ---------------------------------------------------------------------- hard and soft
 def test_hard_and_soft_agree_until_something_is_clipped(model_dir, monkeypatch):
     """Five passes over one batch: the first gradient is the same, the last ones are not."""
-    options = {"lr": 3e-3, "mini_batches": 1, "epochs": 5, "max_grad_norm": 0.0}
+    options = {"lr": 3e-3, "num_mini_batches": 1, "epochs": 5, "max_grad_norm": 0.0}
     (soft, figures), (hard, _) = (
         gradients(ARPO(str(model_dir), attribution, **options), [branched()], monkeypatch)
         for attribution in ("soft", "hard")
@@ -136,9 +136,9 @@ def test_advantages_are_scaled_by_the_entropy_of_the_old_policy(model_dir):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_micro_batches_and_order_change_nothing(model_dir, aggregation):
     """The released AEPO would not pass: it standardises entropies within each micro-batch."""
-    common = {"lr": 1e-3, "mini_batches": 1, "epochs": 3, "attribution": "hard", "aggregation": aggregation}
+    common = {"lr": 1e-3, "num_mini_batches": 1, "epochs": 3, "attribution": "hard", "aggregation": aggregation}
     whole = AEPO(str(model_dir), **common)
-    split = AEPO(str(model_dir), micro_batch_tokens=1, logits_chunk=3, **common)
+    split = AEPO(str(model_dir), max_tokens_per_micro_batch=1, logits_chunk=3, **common)
     one, other = fit(whole, [branched()]), fit(split, [branched()[::-1]])
     assert (weights(whole) - weights(split)).abs().max() < 5e-5
     for name, value in one.callback_metrics.items():

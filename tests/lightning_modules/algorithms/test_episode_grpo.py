@@ -16,7 +16,7 @@ from lightning_modules.annotations.signal_weights import MaskAfterError
 from lightning_modules.annotations.turns import turn_numbers, turns_by_row
 from lightning_modules.batch import collate
 from lightning_modules.training.scoring import Scores
-from rollout.trajectory import Reward, turn_rows
+from rollout.trajectory import Reward, split_turns
 from tests.lightning_modules.algorithms.episode_helpers import EpisodeData, episodes
 from tests.lightning_modules.helpers import fit
 
@@ -25,7 +25,7 @@ WINDOWS = [None, 2]
 
 def rows_of(folder, window, **options):
     whole, _ = episodes(folder, window, **options)
-    return whole, [row for t in whole for row in turn_rows(t)]
+    return whole, [row for t in whole for row in split_turns(t)]
 
 
 def advantages(module, rows):
@@ -130,7 +130,7 @@ def test_gigpo_prefers_the_way_that_is_faster_from_the_same_state(model_dir):
 def test_it_trains_on_both_and_says_how_many_actions_were_invalid(model_dir):
     for window in WINDOWS:
         whole, protocol = episodes(model_dir, window)
-        module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, lr=1e-3, mini_batches=2)
+        module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, lr=1e-3, num_mini_batches=2)
         trainer = fit(module, EpisodeData(whole, protocol))
         figures = trainer.callback_metrics
         flags = [not turn.action.well_formed for t in whole for turn in t.turns]
@@ -144,7 +144,7 @@ def test_the_last_batch_can_be_read_episode_by_episode(model_dir):
     """Whole, with each turn's advantage at its tokens, whether turns were rows or not."""
     for window in WINDOWS:
         whole, protocol = episodes(model_dir, window)
-        module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, mini_batches=1)
+        module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, num_mini_batches=1)
         fit(module, EpisodeData(whole, protocol))
         rows, batch, _, notes, _ = module._last
         expected = by_turn(notes.advantages, rows, batch)
@@ -161,9 +161,13 @@ def test_the_last_batch_can_be_read_episode_by_episode(model_dir):
 @pytest.mark.parametrize("budget", [60, 5000])
 def test_micro_batches_do_not_matter(model_dir, budget):
     whole, protocol = episodes(model_dir, 2)
-    module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, lr=1e-3, micro_batch_tokens=budget, mini_batches=1)
+    module = EpisodeGRPO(
+        str(model_dir), invalid_coef=0.1, lr=1e-3, max_tokens_per_micro_batch=budget, num_mini_batches=1
+    )
     figures = fit(module, EpisodeData(whole, protocol)).callback_metrics
-    reference = EpisodeGRPO(str(model_dir), invalid_coef=0.1, lr=1e-3, micro_batch_tokens=300, mini_batches=1)
+    reference = EpisodeGRPO(
+        str(model_dir), invalid_coef=0.1, lr=1e-3, max_tokens_per_micro_batch=300, num_mini_batches=1
+    )
     expected = fit(reference, EpisodeData(whole[::-1], protocol)).callback_metrics
     for name in ("train/grad_norm", "train/loss_policy", "train/entropy"):
         assert float(figures[name]) == pytest.approx(float(expected[name]), rel=1e-4, abs=1e-6), name
@@ -211,7 +215,7 @@ def test_what_compares_turns_is_refused_before_models_load(model_dir, make):
 
 def test_what_does_not_fit_turns_that_are_rows_says_so(model_dir, teacher_dir):
     whole, _ = episodes(model_dir, 1)
-    rows = [row for t in whole for row in turn_rows(t)]
+    rows = [row for t in whole for row in split_turns(t)]
     batch = collate(rows)
     scores = Scores(torch.zeros_like(batch.mask), torch.zeros_like(batch.mask))
     sod = SOD("p", "t")

@@ -184,7 +184,9 @@ def test_one_optimiser_step_scores_nothing_that_nobody_reads(model_dir, teacher_
     monkeypatch.setattr(on_policy, "token_logprobs", counted)
     rows = sampled_nearly_by(model_dir, groups())
     for kind in (Scoring, GRPO):
-        module = kind(str(model_dir), str(teacher_dir), kl_coef=0.1, mini_batches=1, micro_batch_tokens=80, lr=1e-3)
+        module = kind(
+            str(model_dir), str(teacher_dir), kl_coef=0.1, num_mini_batches=1, max_tokens_per_micro_batch=80, lr=1e-3
+        )
         passes.clear()
         weights, metrics = train(module, [rows, rows])
         found.append((weights, metrics, module.last_annotated, sum(passes), len(passes)))
@@ -198,11 +200,11 @@ def test_one_optimiser_step_scores_nothing_that_nobody_reads(model_dir, teacher_
 
 @pytest.mark.parametrize(
     "options",
-    [{"epochs": 2}, {"mini_batches": 2}, {"importance_cap": 2.0}, {"annotations": [attribution.EntropyScaling()]}],
+    [{"epochs": 2}, {"num_mini_batches": 2}, {"importance_cap": 2.0}, {"annotations": [attribution.EntropyScaling()]}],
 )
 def test_what_reads_the_policys_scores(options):
-    assert not GRPO("p", mini_batches=1, annotations=[attribution.HardAttribution()]).reads_policy_scores
-    assert GRPO("p", **{"mini_batches": 1} | options).reads_policy_scores
+    assert not GRPO("p", num_mini_batches=1, annotations=[attribution.HardAttribution()]).reads_policy_scores
+    assert GRPO("p", **{"num_mini_batches": 1} | options).reads_policy_scores
 
 
 SETTINGS = [
@@ -214,11 +216,11 @@ SETTINGS = [
 
 @pytest.mark.parametrize("options", SETTINGS)
 def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, options):
-    common = {"lr": 1e-3, "mini_batches": 1, "epochs": 3, "reference": str(teacher_dir), **options}
+    common = {"lr": 1e-3, "num_mini_batches": 1, "epochs": 3, "reference": str(teacher_dir), **options}
     rows = sampled_nearly_by(model_dir, groups())
     whole, figures = train(GRPO(str(model_dir), **common), [rows])
     random.Random(1).shuffle(rows)
-    split, other = train(GRPO(str(model_dir), micro_batch_tokens=1, logits_chunk=3, **common), [rows])
+    split, other = train(GRPO(str(model_dir), max_tokens_per_micro_batch=1, logits_chunk=3, **common), [rows])
     assert largest_difference(whole, split) < 5e-5
     assert figures["train/clip_fraction"] > 0
     for name, value in figures.items():
@@ -230,7 +232,7 @@ def test_the_first_loss_is_the_mean_over_sequences_of_their_means(model_dir, tea
     rows = sampled_nearly_by(model_dir, groups())
     batch = collate(rows)
     module = GRPO(str(model_dir), str(teacher_dir), kl_coef=0.5, aggregation="sequence_mean", importance_cap=1.05,
-                  mini_batches=1, micro_batch_tokens=40)  # fmt: skip
+                  num_mini_batches=1, max_tokens_per_micro_batch=40)  # fmt: skip
     _, figures = train(module, [rows])
     with torch.no_grad():
         old, reference = (token_logprobs(load_causal_lm(str(d)), batch).logprobs for d in (model_dir, teacher_dir))
@@ -248,14 +250,14 @@ def test_the_first_loss_is_the_mean_over_sequences_of_their_means(model_dir, tea
     assert figures["train/clip_fraction"] == 0.0
     tokens = [abs(a) for a, t in zip(ADVANTAGES, rows, strict=True) for _ in range(sum(t.loss_mask))]
     assert figures["train/advantage_abs"] == pytest.approx(sum(tokens) / len(tokens), rel=1e-3)
-    assert figures["train/constant_groups"] == pytest.approx(1 / 3)
+    assert figures["train/zero_variance_groups"] == pytest.approx(1 / 3)
     assert "train/discarded_groups" not in figures
 
 
 def test_what_was_rewarded_becomes_likelier(model_dir):
     rows = make_group(random.Random(3), "q", [1, 0, 0, 1])
     batch = collate(rows)
-    module = GRPO(str(model_dir), lr=1e-3, mini_batches=1)
+    module = GRPO(str(model_dir), lr=1e-3, num_mini_batches=1)
     before = token_logprobs(load_causal_lm(str(model_dir)), batch).logprobs.sum(1).detach()
     fit(module, [rows] * 3)
     moved = (token_logprobs(module.policy, batch).logprobs.sum(1) - before).tolist()
@@ -281,20 +283,20 @@ def test_failures_are_in_no_group(model_dir):
     broken = [t.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None) if i in failed else t
               for i, t in enumerate(rows)]  # fmt: skip
     left = [t for i, t in enumerate(rows) if i not in failed]
-    a, figures_a = train(GRPO(str(model_dir), lr=1e-3, mini_batches=1), [broken])
-    b, figures_b = train(GRPO(str(model_dir), lr=1e-3, mini_batches=1), [left])
+    a, figures_a = train(GRPO(str(model_dir), lr=1e-3, num_mini_batches=1), [broken])
+    b, figures_b = train(GRPO(str(model_dir), lr=1e-3, num_mini_batches=1), [left])
     assert largest_difference(a, b) == 0.0 and figures_a == figures_b
-    assert figures_a["train/constant_groups"] == pytest.approx(2 / 3)
+    assert figures_a["train/zero_variance_groups"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2])
-def test_a_failed_member_changes_neither_mean_nor_spread_nor_any_figure(model_dir, mini_batches):
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_a_failed_member_changes_neither_mean_nor_spread_nor_any_figure(model_dir, num_mini_batches):
     """Even one that was rewarded before its service failed, and however many calls it had made."""
     rows = make_group(random.Random(0), "q1", [1, 0, 0, 1, 1]) + make_group(random.Random(1), "q2", [0.2, 0.8, 0.2])
     call = ToolCall(0, ToolRequest("python", {"code": "1"}), ToolResult("", CallOutcome.INFRASTRUCTURE), 1.0)
     lost = {"stop_reason": StopReason.INFRASTRUCTURE, "calls": (call,) * 9, "reward": Reward(100.0, {"em": 100.0})}
     broken = [*rows[:4], rows[4].replace(**lost), *rows[5:]]
-    module = GRPO(str(model_dir), lr=1e-3, mini_batches=mini_batches)
+    module = GRPO(str(model_dir), lr=1e-3, num_mini_batches=num_mini_batches)
     weights, figures = train(module, [broken])
     advantages = {(t.group, t.index): notes["advantages"][0] for t, notes in module.last_annotated}
     assert advantages == {
@@ -306,7 +308,7 @@ def test_a_failed_member_changes_neither_mean_nor_spread_nor_any_figure(model_di
     assert figures["train/reward"] == pytest.approx((2 + 1.2) / 7) == figures["train/em"]
     assert figures["train/trajectories"] == 7 and figures["train/tool_calls"] == 0
     quiet = [*rows[:4], rows[4].replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None), *rows[5:]]
-    other_weights, other_figures = train(GRPO(str(model_dir), lr=1e-3, mini_batches=mini_batches), [quiet])
+    other_weights, other_figures = train(GRPO(str(model_dir), lr=1e-3, num_mini_batches=num_mini_batches), [quiet])
     assert figures == other_figures and largest_difference(weights, other_weights) == 0.0
 
 
@@ -315,7 +317,7 @@ def test_nothing_but_constant_groups_moves_nothing(model_dir):
     rows = make_group(random.Random(0), "q", [0.1] * 5)
     after, figures = train(GRPO(str(model_dir), lr=1e-2, weight_decay=0.0), [rows])
     assert largest_difference(start, after) == 0.0
-    assert figures["train/constant_groups"] == 1.0 and figures["train/advantage_abs"] == 0.0
+    assert figures["train/zero_variance_groups"] == 1.0 and figures["train/advantage_abs"] == 0.0
 
 
 def test_groups_thrown_away_by_the_data_module_are_logged(model_dir):
@@ -323,7 +325,7 @@ def test_groups_thrown_away_by_the_data_module_are_logged(model_dir):
     from torch.utils.data import DataLoader
 
     class Data(L.LightningDataModule):
-        samples_per_prompt, discarded_groups = 4, (3, 12)
+        group_size, discarded_groups = 4, (3, 12)
 
         def train_dataloader(self):
             return DataLoader([groups()], batch_size=None)
@@ -353,7 +355,7 @@ def test_impossible_settings_are_refused(options, message):
 def test_one_sample_per_prompt_is_refused_before_the_policy_is_loaded():
     def setup(size, **options):
         module = GRPO("/nowhere", **options)
-        datamodule = SimpleNamespace(samples_per_prompt=size)
+        datamodule = SimpleNamespace(group_size=size)
         module._trainer = SimpleNamespace(
             datamodule=datamodule,
             precision_plugin=SimpleNamespace(),
@@ -361,7 +363,7 @@ def test_one_sample_per_prompt_is_refused_before_the_policy_is_loaded():
         )
         module.setup("fit")
 
-    with pytest.raises(ValueError, match="samples_per_prompt is 1, so that every group advantage is 0"):
+    with pytest.raises(ValueError, match="group_size is 1, so that every group advantage is 0"):
         setup(1)
     setup(2)
     setup(1, advantage="global")

@@ -104,7 +104,12 @@ def test_gspo_trains_and_micro_batches_change_nothing(gspo, model_dir):
     found = []
     for budget in (4096, 1):
         module = gspo(
-            str(model_dir), lr=1e-3, mini_batches=1, epochs=3, mask_ratio=(1e-9, 50.0), micro_batch_tokens=budget
+            str(model_dir),
+            lr=1e-3,
+            num_mini_batches=1,
+            epochs=3,
+            mask_ratio=(1e-9, 50.0),
+            max_tokens_per_micro_batch=budget,
         )
         trainer = fit(module, [groups()])
         weights = torch.cat([p.detach().flatten() for p in module.policy.parameters()])
@@ -134,7 +139,7 @@ def test_a_run_that_cannot_learn_says_so_once(gspo, model_dir, caplog):
     equal = make_group(rng, "a", [0.0] * 3) + make_group(rng, "b", [1.0] * 2)
     trainer = fit(gspo(str(model_dir)), [*[equal] * 4, groups(), *[equal] * 6])
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert figures["train/constant_groups"] == 1.0 and figures["train/advantage_abs"] == 0.0
+    assert figures["train/zero_variance_groups"] == 1.0 and figures["train/advantage_abs"] == 0.0
     [warning] = [r.getMessage() for r in caplog.records if "rewards of every group were identical" in r.getMessage()]
     assert warning.startswith("iteration 10: in each of the last 5 iterations") and "mean is 0.4 now" in warning
     assert "\n" not in warning and "Check whether the reward can take other values" in warning
@@ -145,4 +150,4 @@ def test_the_size_of_advantages_is_logged_by_token(gspo, model_dir):
     trainer = fit(gspo(str(model_dir)), [rows])
     tokens = [abs(a) for a, t in zip(ADVANTAGES, rows, strict=True) for _ in range(sum(t.loss_mask))]
     assert float(trainer.callback_metrics["train/advantage_abs"]) == pytest.approx(sum(tokens) / len(tokens), rel=1e-3)
-    assert float(trainer.callback_metrics["train/constant_groups"]) == 0.0
+    assert float(trainer.callback_metrics["train/zero_variance_groups"]) == 0.0

@@ -41,7 +41,7 @@ def groups(protocol, tasks=TASKS):
 
 
 class Data(L.LightningDataModule):
-    samples_per_prompt = 3
+    group_size = 3
 
     def __init__(self, protocol, tasks=TASKS, **changes):
         super().__init__()
@@ -63,7 +63,7 @@ def train(module, data):
 @pytest.mark.parametrize("privilege", ["answer", "hint"])
 def test_the_teacher_reads_more_and_scores_the_same_tokens(model_dir, protocol, privilege):
     data = Data(protocol)
-    module = OPSD(str(model_dir), privilege, lr=1e-3, micro_batch_tokens=60)
+    module = OPSD(str(model_dir), privilege, lr=1e-3, max_tokens_per_micro_batch=60)
     figures = train(module, data)
     assert figures["train/opd_advantage_abs"] > 1e-3, "what it is told changes what it thinks"
     model = AutoModelForCausalLM.from_pretrained(model_dir)
@@ -160,7 +160,7 @@ def test_a_hint_that_quotes_a_control_token_is_refused_before_a_model_is_loaded(
 
 def test_without_a_rollout_system_there_is_no_prompt():
     module = OPSD("/nowhere")
-    data = SimpleNamespace(samples_per_prompt=4)
+    data = SimpleNamespace(group_size=4)
     module._trainer = SimpleNamespace(
         datamodule=data,
         precision_plugin=SimpleNamespace(),

@@ -98,7 +98,7 @@ def kl_rows(rows):
 
 
 def test_without_a_kl_no_teacher_is_looked_for_and_it_is_ppo(model_dir):
-    options = {"lr": 1e-3, "mini_batches": 1}
+    options = {"lr": 1e-3, "num_mini_batches": 1}
     plain, figures, _ = train(PPO(str(model_dir), **options))
     module = DGPO(str(model_dir), "/nowhere/at/all", kl_coef=0.0, **options)
     same, other, _ = train(module)
@@ -159,7 +159,7 @@ def one_token_rows(model_dir, n):
 
 def distance_to_teacher(model_dir, teacher_dir, rows, **options):
     """KL(student || teacher) at the answer after four updates on the same rows."""
-    settings = {"mini_batches": 1, "entropy_coef": 0.0, "kl_coef": 1.0, "weight_decay": 0.0, **options}
+    settings = {"num_mini_batches": 1, "entropy_coef": 0.0, "kl_coef": 1.0, "weight_decay": 0.0, **options}
     module = DGPO(str(model_dir), str(teacher_dir), critic_lr=0.0, **settings)
     fit(module, [rows] * 4)
     ids = torch.tensor([rows[0].prompt_ids])
@@ -172,10 +172,10 @@ def distance_to_teacher(model_dir, teacher_dir, rows, **options):
 @pytest.mark.parametrize("kl", [{"kl_in": "reward"}, {"kl_in": "loss", "kl_estimator": "k3"}, {"as_released": True}])
 def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, kl):
     rows = make_trajectories(7)
-    common = {"mini_batches": 1, "epochs": 2, "kl_coef": 0.1, **kl}
+    common = {"num_mini_batches": 1, "epochs": 2, "kl_coef": 0.1, **kl}
     whole, figures, _ = train(dgpo(model_dir, teacher_dir, **common), [rows])
     split, split_figures, _ = train(
-        dgpo(model_dir, teacher_dir, micro_batch_tokens=1, logits_chunk=3, **common), [rows[::-1]]
+        dgpo(model_dir, teacher_dir, max_tokens_per_micro_batch=1, logits_chunk=3, **common), [rows[::-1]]
     )
     assert largest_difference(whole, split) < 5e-5
     for name, value in figures.items():
@@ -185,7 +185,7 @@ def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, k
 def test_loss_is_a_token_mean_over_the_mini_batch(model_dir):
     """Against the definition, on the first step, where every ratio is 1 and every value 0."""
     rows = make_trajectories(5)
-    module = PPO(str(model_dir), mini_batches=1, entropy_coef=0.25, micro_batch_tokens=30)
+    module = PPO(str(model_dir), num_mini_batches=1, entropy_coef=0.25, max_tokens_per_micro_batch=30)
     _, figures, _ = train(module, [rows])
     tokens = [t.reward.total for t in rows for _ in range(sum(t.loss_mask))]  # V = 0: A_t = EM before whitening
     assert figures["train/loss_value"] == pytest.approx(0.5 * sum(x * x for x in tokens) / len(tokens), rel=1e-5)
@@ -198,7 +198,7 @@ def test_loss_is_a_token_mean_over_the_mini_batch(model_dir):
 
 
 def test_global_step_counts_iterations_not_optimiser_steps(model_dir, teacher_dir):
-    module, steps = dgpo(model_dir, teacher_dir, mini_batches=3, epochs=2), []
+    module, steps = dgpo(model_dir, teacher_dir, num_mini_batches=3, epochs=2), []
     module.on_before_zero_grad = lambda optimizer: steps.append(module.trainer.global_step)
     _, _, trainer = train(module, [make_trajectories(6)] * 4, max_steps=3)
     assert trainer.global_step == 3
@@ -206,7 +206,7 @@ def test_global_step_counts_iterations_not_optimiser_steps(model_dir, teacher_di
 
 
 def test_more_mini_batches_than_trajectories_and_failures_only(model_dir, teacher_dir):
-    few, *_ = train(dgpo(model_dir, teacher_dir, mini_batches=4), [make_trajectories(2)])
+    few, *_ = train(dgpo(model_dir, teacher_dir, num_mini_batches=4), [make_trajectories(2)])
     assert all(torch.isfinite(v).all() for v in few.values())
     failed = [t.replace(stop_reason=StopReason.INFRASTRUCTURE) for t in make_trajectories(3)]
     none, figures, trainer = train(dgpo(model_dir, teacher_dir, weight_decay=0.0), [failed])
@@ -248,7 +248,7 @@ def test_logged_figures(model_dir, teacher_dir):
 
 
 def test_policy_and_critic_are_clipped_apart(model_dir, monkeypatch):
-    module, after = PPO(str(model_dir), max_grad_norm=0.01, mini_batches=1), {}
+    module, after = PPO(str(model_dir), max_grad_norm=0.01, num_mini_batches=1), {}
     clip = optimisation.clip_gradients
 
     def clip_and_measure(*args):
@@ -290,8 +290,8 @@ def test_dgpo_runs_with_a_teacher_of_another_vocabulary(model_dir, teacher_dir):
 def test_refusals(model_dir):
     with pytest.raises(ValueError, match="k1 has a gradient of zero mean"):
         DGPO("p", "t", kl_in="loss")
-    with pytest.raises(ValueError, match="mini_batches is 0"):
-        PPO("p", mini_batches=0)
+    with pytest.raises(ValueError, match="num_mini_batches is 0"):
+        PPO("p", num_mini_batches=0)
     with pytest.raises(ValueError, match="temperature is 0"):
         PPO("p", temperature=0.0)
     with pytest.raises(ValueError, match="0/0 has no reward"):
@@ -342,7 +342,7 @@ def test_a_failure_moves_no_other_trajectory_to_another_step(model_dir, teacher_
     rows = make_trajectories(4)
     failed = rows[0].replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None)
     seen = []
-    module = dgpo(model_dir, teacher_dir, mini_batches=2)
+    module = dgpo(model_dir, teacher_dir, num_mini_batches=2)
     step = module._mini_batch
     module._mini_batch = lambda batch, notes, weights, index: seen.append(index) or step(batch, notes, weights, index)
     fit(module, [[failed, *rows[1:]]])

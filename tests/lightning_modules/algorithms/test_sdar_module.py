@@ -27,7 +27,7 @@ from tests.lightning_modules.helpers import fit
 from tests.rollout.scripted import TextEngine
 
 WINDOWS = [None, 1]
-EXACT = {"lr": 1e-3, "mini_batches": 1}
+EXACT = {"lr": 1e-3, "num_mini_batches": 1}
 
 
 def train(module, folder, window, batches=1, **options):
@@ -46,7 +46,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_the_teacher_reads_the_skills_and_scores_the_same_tokens(model_dir, window):
-    module = SDAR(str(model_dir), skills=skills(), micro_batch_tokens=400, **EXACT)
+    module = SDAR(str(model_dir), skills=skills(), max_tokens_per_micro_batch=400, **EXACT)
     figures = train(module, model_dir, window)
     assert figures["train/skills_tokens"] > 10 and abs(figures["train/gap"]) > 1e-4
     protocol = module.trainer.datamodule.rollouts.protocol
@@ -189,7 +189,7 @@ def test_micro_batches_and_order_do_not_matter(model_dir, budget):
     found = []
     for turned, tokens in ((False, 500), (True, budget)):
         whole, protocol = episodes(model_dir, 1)
-        options = EXACT | {"centred": True, "skills_coef": 0.5, "micro_batch_tokens": tokens}
+        options = EXACT | {"centred": True, "skills_coef": 0.5, "max_tokens_per_micro_batch": tokens}
         module = SDAR(str(model_dir), skills=skills(), **options)
         trainer = fit(module, EpisodeData(whole[::-1] if turned else whole, protocol))
         found.append({k: float(v) for k, v in trainer.callback_metrics.items()})
@@ -316,7 +316,7 @@ def test_what_stops_before_an_engine_loads(model_dir, tmp_path, options, source,
     system = RolloutSystem(TextEngine(protocol, say), protocol, Rooms, final_turn=False)
     path = tmp_path / "questions.parquet"
     write_tasks(path, [dataclasses.replace(task, data_source=source, golden_answers=("-",)) for task in TASKS])
-    data = RolloutDataModule(system, [str(path)], prompts_per_step=3, samples_per_prompt=4)
+    data = RolloutDataModule(system, [str(path)], prompts_per_iteration=3, group_size=4)
     module = SDAR(str(model_dir), skills=skills(**options), **EXACT)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     trainer = L.Trainer(accelerator="cpu", max_steps=1, **quiet)

@@ -384,11 +384,13 @@ def test_figures_and_pages_from_the_models_own_words(model_dir, teacher_dir):
      {"opd_mode": "gated", "beta_max": 1.0}, {"opd_mode": "decay_after_error"}],
 )  # fmt: skip
 def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, options):
-    common = {"lr": 1e-3, "mini_batches": 1, "epochs": 3, **options}
+    common = {"lr": 1e-3, "num_mini_batches": 1, "epochs": 3, **options}
     rows = groups()
     whole, figures = train(SOD(str(model_dir), str(teacher_dir), **common), [rows])
     random.Random(1).shuffle(rows)
-    split, other = train(SOD(str(model_dir), str(teacher_dir), micro_batch_tokens=1, logits_chunk=3, **common), [rows])
+    split, other = train(
+        SOD(str(model_dir), str(teacher_dir), max_tokens_per_micro_batch=1, logits_chunk=3, **common), [rows]
+    )
     assert largest_difference(whole, split) < 5e-5
     for name, value in figures.items():
         assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
@@ -426,7 +428,7 @@ def test_the_first_gradient_of_distillation_alone(model_dir, teacher_dir, monkey
 
     monkeypatch.setattr(optimisation, "clip_gradients", record)
     rows = groups()
-    options = {"opd_mode": "uniform", "use_grpo": False, "mini_batches": 1}
+    options = {"opd_mode": "uniform", "use_grpo": False, "num_mini_batches": 1}
     fit(SOD(str(model_dir), str(teacher_dir), **options), [rows])
     batch = collate(rows)
     student = load_causal_lm(str(model_dir))
@@ -484,12 +486,12 @@ def test_one_sample_per_prompt_is_enough_for_distillation_alone():
     def setup(**options):
         module = SOD("/nowhere", "/nowhere", **options)
         module._trainer = SimpleNamespace(
-            datamodule=SimpleNamespace(samples_per_prompt=1),
+            datamodule=SimpleNamespace(group_size=1),
             precision_plugin=SimpleNamespace(),
             strategy=SingleDeviceStrategy(),
         )
         module.setup("fit")
 
-    with pytest.raises(ValueError, match="samples_per_prompt is 1, so that every group advantage is 0"):
+    with pytest.raises(ValueError, match="group_size is 1, so that every group advantage is 0"):
         setup()
     setup(use_grpo=False)

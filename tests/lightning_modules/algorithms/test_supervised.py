@@ -57,7 +57,7 @@ def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, a
 
     rows = make_trajectories(6)
     whole, figures, _ = train(make(), [rows, rows])
-    split, split_figures, _ = train(make(micro_batch_tokens=1, logits_chunk=3), [rows[::-1], rows])
+    split, split_figures, _ = train(make(max_tokens_per_micro_batch=1, logits_chunk=3), [rows[::-1], rows])
     assert largest_difference(whole, split) < 5e-6, "0.01 % more weight for one micro-batch would be 3e-4"
     assert figures["train/loss"] == pytest.approx(split_figures["train/loss"], rel=1e-4)
 

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from lightning_modules.maths.group_advantages import constant_groups, group_advantages, shared_token_advantages
+from lightning_modules.maths.group_advantages import group_advantages, shared_token_advantages, zero_variance_groups
 
 GROUPS = ["a"] * 4
 
@@ -61,9 +61,9 @@ def test_no_rows_and_unknown_conventions():
         group_advantages(torch.zeros(1), ["a"], "population")
 
 
-def test_constant_groups_are_counted():
+def test_zero_variance_groups_are_counted():
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5])
-    assert constant_groups(rewards, ["a", "a", "b", "b", "alone"]) == 2
+    assert zero_variance_groups(rewards, ["a", "a", "b", "b", "alone"]) == 2
 
 
 # ---------------------------------------------------------------------- hard attribution

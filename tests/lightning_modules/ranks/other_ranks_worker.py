@@ -94,11 +94,11 @@ def on_policy(i):
 
 
 def made(algorithm, model, teacher):
-    common = {"max_grad_norm": 0.0, "micro_batch_tokens": 25, "logits_chunk": 4}
+    common = {"max_grad_norm": 0.0, "max_tokens_per_micro_batch": 25, "logits_chunk": 4}
     if algorithm == "kd":
         return SmoothKD(model, teacher, lr=3e-3, warmup_steps=2, weight_decay=0.1, **common), supervised
     rates = {"lr": 3e-3, "critic_lr": 1e-2, "critic_warmup_steps": 3}
-    return SmoothDGPO(model, teacher, kl_coef=0.1, mini_batches=2, weight_decay=0.1, **rates, **common), on_policy
+    return SmoothDGPO(model, teacher, kl_coef=0.1, num_mini_batches=2, weight_decay=0.1, **rates, **common), on_policy
 
 
 def strategy(name):

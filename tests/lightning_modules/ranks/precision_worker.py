@@ -27,7 +27,7 @@ GROUPS = [t for q in ("q1", "q2") for t in make_group(random.Random(ord(q[1])), 
 
 def make(model: str) -> SFT:
     """Without decay, and with betas that forget: every step of a weight is as long as the learning rate."""
-    common = {"schedule": "constant", "weight_decay": 0.0, "betas": (0.0, 0.0), "micro_batch_tokens": 40}
+    common = {"schedule": "constant", "weight_decay": 0.0, "betas": (0.0, 0.0), "max_tokens_per_micro_batch": 40}
     return SFT(model, lr=STEP, packing=True, **common)
 
 
@@ -50,7 +50,7 @@ class SGD(PPO):
 
 
 def ppo(model: str, rows: list, packing: bool, **options) -> dict:
-    common = {"max_grad_norm": 0.0, "micro_batch_tokens": 60, "logits_chunk": 4}
+    common = {"max_grad_norm": 0.0, "max_tokens_per_micro_batch": 60, "logits_chunk": 4}
     module = SGD(model, packing=packing, gradient_checkpointing=packing, **common)
     fit(module, [rows], **options)
     parts = {"policy": module.policy, "critic": module.critic}

@@ -45,9 +45,9 @@ def test_one_device_keeps_small_updates_and_resumes_exactly(model_dir, tmp_path)
 def test_the_second_mini_batch_sees_the_first_ones_update(model_dir):
     """Autocast may cache bfloat16 copies of the weights; of those of before the update the ratio would be 1 again."""
     rows = make_group(random.Random(0), "q", [1, 0, 0, 1, 1, 0])
-    trainer = fit(GRPO(str(model_dir), lr=1e-3, mini_batches=1, epochs=1), [rows], **BF16)
+    trainer = fit(GRPO(str(model_dir), lr=1e-3, num_mini_batches=1, epochs=1), [rows], **BF16)
     assert float(trainer.callback_metrics["train/ratio_max"]) == pytest.approx(1.0, abs=1e-5)
-    trainer = fit(GRPO(str(model_dir), lr=1e-3, mini_batches=1, epochs=2), [rows], **BF16)
+    trainer = fit(GRPO(str(model_dir), lr=1e-3, num_mini_batches=1, epochs=2), [rows], **BF16)
     assert float(trainer.callback_metrics["train/ratio_max"]) > 1.01
     assert float(trainer.callback_metrics["train/grad_norm"]) > 0
 

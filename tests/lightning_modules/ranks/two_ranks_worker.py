@@ -73,7 +73,7 @@ class OPSDWithSGD(SGD, OPSD):
 class Questions(L.LightningDataModule):
     """What OPSD asks of a RolloutDataModule, and one batch."""
 
-    samples_per_prompt = 4
+    group_size = 4
 
     def __init__(self, model, rows):
         super().__init__()
@@ -97,7 +97,7 @@ class Judged(L.Callback):
     def on_train_end(self, trainer, pl_module):
         mine = [t for t in self.rows if not t.failed_by_infrastructure]
         mine = mine[:1] if trainer.global_rank else mine
-        self.figures = pl_module.step_divergences(mine, self.teacher, pl_module.micro_batch_tokens)
+        self.figures = pl_module.step_divergences(mine, self.teacher, pl_module.max_tokens_per_micro_batch)
 
 
 def batch():
@@ -148,8 +148,8 @@ def alone(rows):
 
 
 def trainings(model: str, teacher: str):
-    common = {"max_grad_norm": 0.0, "micro_batch_tokens": 25, "logits_chunk": 4}
-    on_policy = {"mini_batches": 2, "entropy_coef": 0.01, **common}
+    common = {"max_grad_norm": 0.0, "max_tokens_per_micro_batch": 25, "logits_chunk": 4}
+    on_policy = {"num_mini_batches": 2, "entropy_coef": 0.01, **common}
     yield Training("kd", batch, KDWithSGD(model, teacher, schedule="constant", **common), alone)
     yield Training("dgpo", batch, DGPOWithSGD(model, teacher, kl_coef=0.1, **on_policy), alone)
     grouped = {"reference": teacher, "kl_coef": 0.1, "epochs": 2, **on_policy}
@@ -162,7 +162,7 @@ def trainings(model: str, teacher: str):
     robust = {"reference_step": "batch_median", "adv_clamp": 1.0}  # of both ranks' rows
     yield Training("sod", groups, SODWithSGD(model, teacher, epochs=2, **robust, **on_policy), alone)
     yield Training("opsd", told(model), OPSDWithSGD(model, **on_policy), lambda rows: Questions(model, rows))
-    longer = on_policy | {"micro_batch_tokens": 400, "logits_chunk": 64}  # prompts of about a hundred tokens
+    longer = on_policy | {"max_tokens_per_micro_batch": 400, "logits_chunk": 64}  # prompts of about a hundred tokens
     yield from episode_trainings(model, teacher, SGD, **longer)
 
 

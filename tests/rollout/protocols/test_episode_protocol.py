@@ -18,7 +18,7 @@ from rollout.samplers.branching import BranchingSampler
 from rollout.samplers.independent import run_independent
 from rollout.storage import load_trajectories, save_trajectories
 from rollout.system import RolloutSystem
-from rollout.trajectory import ActionKind, CallOutcome, StopReason, Task, ToolResult, turn_rows
+from rollout.trajectory import ActionKind, CallOutcome, StopReason, Task, ToolResult, split_turns
 from tests.rollout.chat_models import LLAMA, QWEN, chat_model
 from tests.rollout.scripted import TextEngine
 
@@ -103,7 +103,7 @@ def test_turn_by_turn_each_prompt_holds_the_window(folder):
 
 def test_rows_are_the_turns_with_their_prompts(folder, tmp_path):
     trajectory, _ = play(EpisodeProtocol(folder, "household", window=0), act)
-    rows = turn_rows(trajectory)
+    rows = split_turns(trajectory)
     assert [row.row for row in rows] == [0, 1, 2]
     for k, row in enumerate(rows):
         turn = trajectory.turns[k]
@@ -118,7 +118,7 @@ def test_rows_are_the_turns_with_their_prompts(folder, tmp_path):
 def test_one_conversation_is_the_templates_rendering(folder):
     protocol = EpisodeProtocol(folder, window=None, texts="short")
     trajectory, _ = play(protocol, act)
-    assert turn_rows(trajectory) == [trajectory] and trajectory.turns[0].prompt_ids is None
+    assert split_turns(trajectory) == [trajectory] and trajectory.turns[0].prompt_ids is None
     text = protocol.decode(trajectory.response_ids)
     seen = "You did <|im_end|> go to desk 1 (1).\nactions: action 1"
     assert f"</action><|im_end|>\n<|im_start|>user\n{seen}<|im_end|>\n<|im_start|>assistant\n" in text

@@ -51,10 +51,10 @@ def world_folder(tmp_path_factory):
     return path
 
 
-def rollouts(folder, slip):
+def rollouts(folder, error_rate):
     tokenizer = str(folder / "tokenizer")
     return RolloutSystem(
-        engine=ExpertEngine(tokenizer, [str(folder / "demonstrations.parquet")], slip=slip),
+        engine=ExpertEngine(tokenizer, [str(folder / "demonstrations.parquet")], error_rate=error_rate),
         protocol=SearchR1Protocol(tokenizer, template="short"),
         environment=QuestionAnswering({"search": SearchTool(WordOverlap(build_world(200, 0).passages))}),
         reward=ExactMatchReward(),
@@ -62,9 +62,9 @@ def rollouts(folder, slip):
     )
 
 
-def roll(folder, slip, mode=PromptMode.AGENT):
+def roll(folder, error_rate, mode=PromptMode.AGENT):
     tasks = load_tasks(folder / "demonstrations.parquet")
-    system = rollouts(folder, slip)
+    system = rollouts(folder, error_rate)
     try:
         return system.rollout(tasks, n=1, sampling=SAMPLING, seed=0, mode=mode)
     finally:
@@ -72,13 +72,13 @@ def roll(folder, slip, mode=PromptMode.AGENT):
 
 
 def test_a_careful_expert_needs_one_search_per_hop_and_is_right(world_folder):
-    for trajectory in roll(world_folder, slip=0.0):
+    for trajectory in roll(world_folder, error_rate=0.0):
         assert trajectory.reward.total == 1.0, trajectory.task.question
         assert len(trajectory.executed_calls) == trajectory.task.metadata["hops"]
 
 
 def test_a_careless_expert_notices_and_recovers(world_folder):
-    careless = roll(world_folder, slip=0.6)
+    careless = roll(world_folder, error_rate=0.6)
     extra = [len(t.executed_calls) - t.task.metadata["hops"] for t in careless]
     assert sum(t.reward.total for t in careless) / len(careless) > 0.95
     assert sum(e > 0 for e in extra) > 10  # careless queries did fail, and were followed by better ones
@@ -104,4 +104,4 @@ def test_an_unknown_question_is_refused(world_folder):
 
 def test_slip_must_be_a_probability():
     with pytest.raises(ValueError, match="probability"):
-        ExpertPolicy(slip=1.0)
+        ExpertPolicy(error_rate=1.0)

@@ -129,11 +129,11 @@ def test_wrong_settings():
 
 
 @pytest.mark.parametrize(("slip", "max_turns"), [(0.0, 3), (0.9, 8)])
-def test_the_expert_solves_everything(folder, world, slip, max_turns):
+def test_the_expert_solves_everything(folder, world, error_rate, max_turns):
     tokenizer, files = str(folder / "tokenizer"), [str(folder / "demonstrations.parquet")]
     tools = {"search": SearchTool(ExactPassages(world.passages), topk=2), "python": Calculator()}
     system = RolloutSystem(
-        engine=ToolExpertEngine(tokenizer, files, slip=slip),
+        engine=ToolExpertEngine(tokenizer, files, error_rate=error_rate),
         protocol=ARPOProtocol(tokenizer, system="none"),
         environment=QuestionAnswering(tools),
         reward=ExactMatchReward(),
@@ -145,14 +145,14 @@ def test_the_expert_solves_everything(folder, world, slip, max_turns):
         system.close()
     assert all(t.stop_reason is StopReason.ANSWER and t.reward.total == 1.0 for t in done)
     outcomes = [call.result.outcome for t in done for call in t.calls]
-    assert (CallOutcome.EMPTY in outcomes) == (slip > 0)
-    if slip == 0:  # no call too many
+    assert (CallOutcome.EMPTY in outcomes) == (error_rate > 0)
+    if error_rate == 0:  # no call too many
         assert all(len(t.calls) == len(t.task.metadata["steps"]) + bool(t.task.metadata["code"]) for t in done)
 
 
 def test_a_careless_program_is_repeated_with_a_print():
     task = Task("1", "?", ("6",), "s", metadata={"steps": [], "code": "2 * 3"})
-    policy = ToolExpertPolicy(slip=0.99)
+    policy = ToolExpertPolicy(error_rate=0.99)
     first = policy.next_turn(task, "")
     assert first.endswith("<python> x = 2 * 3 </python>")
     shown = " <result>\nNothing was printed.\n</result>"

@@ -33,9 +33,9 @@ def world(tmp_path_factory):
     return folder
 
 
-def system(world, slip, skills=None, max_turns=30):
+def system(world, error_rate, skills=None, max_turns=30):
     protocol = EpisodeProtocol(str(world / "tokenizer"), texts="bare", window=None, require_thinking=False)
-    engine = HouseholdExpertEngine(str(world / "tokenizer"), [str(world / "demonstrations.parquet")], slip)
+    engine = HouseholdExpertEngine(str(world / "tokenizer"), [str(world / "demonstrations.parquet")], error_rate)
     return RolloutSystem(engine, protocol, Household(), max_turns=max_turns, final_turn=False, skills=skills)
 
 
@@ -69,16 +69,16 @@ def test_words_of_the_games_are_single_tokens(world):
 
 
 @pytest.mark.parametrize("slip", [0.0, 0.3])
-def test_the_expert_wins_and_carelessness_costs_steps(world, slip):
+def test_the_expert_wins_and_carelessness_costs_steps(world, error_rate):
     tasks = load_tasks(world / "demonstrations.parquet", answers=False)
-    rollouts = system(world, slip)
+    rollouts = system(world, error_rate)
     try:
         found = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=50), seed=0)
     finally:
         rollouts.close()
     assert sum(map(is_right, found)) >= 27, "of 30, in 30 turns"
     steps = sum(t.reward.parts["steps"] for t in found) / len(found)
-    assert steps < 10 if slip == 0 else steps > 11
+    assert steps < 10 if error_rate == 0 else steps > 11
     for t in found:
         assert t.turns[0].action.well_formed and t.reward.total in (0.0, 10.0)
 

@@ -57,9 +57,9 @@ def test_the_expert_follows_what_it_is_shown_and_guesses_else(world):
     tokenizer, files = str(folder / "tokenizer"), [str(folder / "demonstrations.parquet")]
     tasks = splits["demonstrations"]
     made = {}
-    for slip in (0.0, 0.3):
+    for error_rate in (0.0, 0.3):
         rollouts = RolloutSystem(
-            engine=RecipeExpertEngine(tokenizer, files, slip),
+            engine=RecipeExpertEngine(tokenizer, files, error_rate),
             protocol=EpisodeProtocol(tokenizer, texts="bare", window=None, require_thinking=False),
             environment=Recipes(),
             skills=Skills("recipes_tiny", DemonstratedRecipe(), max_tokens=512, form="sentences", header=""),
@@ -67,7 +67,7 @@ def test_the_expert_follows_what_it_is_shown_and_guesses_else(world):
             final_turn=False,
         )
         try:
-            made[slip] = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=20), seed=0)
+            made[error_rate] = rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=20), seed=0)
         finally:
             rollouts.close()
     for careful, careless in zip(made[0.0], made[0.3], strict=True):

@@ -89,7 +89,7 @@ def slips(trajectory):
 
 
 def test_a_careful_expert_needs_a_cell_per_entry(world):
-    done, verdicts = played(world, slip=0.0)
+    done, verdicts = played(world, error_rate=0.0)
     assert all(t.reward.total == 1.0 and len(t.calls) == len(t.task.metadata["totals"]) for t in done)
     assert all(verdict is True for found in verdicts for verdict in found)
     texts = [call.result.text for call in done[0].calls]
@@ -97,16 +97,16 @@ def test_a_careful_expert_needs_a_cell_per_entry(world):
 
 
 def test_an_expert_that_repairs_gets_there_and_is_wrong_only_where_it_slips(world):
-    done, verdicts = played(world, slip=0.4, repair=1.0)
+    done, verdicts = played(world, error_rate=0.4, repair=1.0)
     assert all(t.reward.total == 1.0 for t in done) and sum(map(any, map(slips, done))) > 6
     for trajectory, found in zip(done, verdicts, strict=True):
-        assert found == [not slip for slip in slips(trajectory)]
+        assert found == [not error_rate for error_rate in slips(trajectory)]
         repairs = sum(slips(trajectory))
         assert len(trajectory.calls) == len(trajectory.task.metadata["totals"]) + 2 * repairs
 
 
 def test_an_expert_that_does_not_repair_fails_wherever_it_slipped(world):
-    done, verdicts = played(world, slip=0.4, repair=0.0)
+    done, verdicts = played(world, error_rate=0.4, repair=0.0)
     assert {t.stop_reason for t in done} == {StopReason.ANSWER}
     for trajectory, found in zip(done, verdicts, strict=True):
         went_wrong = any(slips(trajectory))
@@ -118,7 +118,7 @@ def test_an_expert_that_does_not_repair_fails_wherever_it_slipped(world):
 
 
 def test_a_fork_goes_on_in_the_notebook_of_its_parent(world):
-    made, tasks = system(world, slip=0.5, repair=1.0)
+    made, tasks = system(world, error_rate=0.5, repair=1.0)
     sampling = SamplingParams(max_new_tokens=40)
     try:
         [whole] = made.rollout(tasks[:1], sampling=sampling, seed=0)
@@ -135,8 +135,8 @@ def test_experts_differ_in_words_and_worry_after_an_error():
     start, month = task.metadata["totals"][0], task.metadata["months"][0]
     clean = f" Now note stock <python> t = {start} </python> <result>\nt = {start}\n</result>"
     sign, change = task.metadata["changes"][0].split()
-    slip = f"t = {change}; t {sign}= s"
-    slipped = f"{clean} Now {start} note {month} <python> {slip} </python> <result>\nt = {change}\n</result>"
+    error_rate = f"t = {change}; t {sign}= s"
+    slipped = f"{clean} Now {start} note {month} <python> {error_rate} </python> <result>\nt = {change}\n</result>"
 
     def leads(transcript, **options):
         return {LedgerPolicy(0.0, seed, **options).next_turn(task, transcript).split()[0] for seed in range(200)}

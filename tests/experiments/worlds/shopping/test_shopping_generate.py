@@ -136,13 +136,13 @@ def test_a_careless_expert_slips_as_often_as_it_should_and_always_at_the_same_ta
     def first(expert):
         return [expert.next_action(task, item, ["search[x]", "click[b000000001]"]) for task in tasks]
 
-    choices = first(ShoppingExpert(slip=0.25, seed=1))
+    choices = first(ShoppingExpert(error_rate=0.25, seed=1))
     slipped = [choice for choice in choices if choice != "click[red]"]
     assert set(slipped) == {"click[blue]", "click[large]"} and 70 <= len(slipped) <= 130
-    assert choices == first(ShoppingExpert(slip=0.25, seed=1)) != first(ShoppingExpert(slip=0.25, seed=2))
+    assert choices == first(ShoppingExpert(error_rate=0.25, seed=1)) != first(ShoppingExpert(error_rate=0.25, seed=2))
     assert set(first(ShoppingExpert())) == {"click[red]"}
 
 
 def test_wrong_experts_are_told():
     with pytest.raises(ValueError, match="slip is 1"):
-        ShoppingExpert(slip=1)
+        ShoppingExpert(error_rate=1)

@@ -35,10 +35,10 @@ def world(tmp_path_factory):
     return folder
 
 
-def system(world, slip, skills=None):
+def system(world, error_rate, skills=None):
     tokenizer, catalogue = str(world / "tokenizer"), world / "catalogue.jsonl"
     protocol = EpisodeProtocol(tokenizer, texts="bare", window=None, require_thinking=False)
-    engine = ShoppingExpertEngine(tokenizer, [str(world / "demonstrations.parquet")], slip)
+    engine = ShoppingExpertEngine(tokenizer, [str(world / "demonstrations.parquet")], error_rate)
     shop = Shopping(str(catalogue), WordRetriever(load_catalogue(catalogue)), topk=3)
     return RolloutSystem(
         engine, protocol, shop, max_turns=8, max_turn_tokens=32, max_observation_tokens=160, max_response_tokens=896,
@@ -46,8 +46,8 @@ def system(world, slip, skills=None):
     )  # fmt: skip
 
 
-def visits(world, slip, tasks, **options):
-    rollouts = system(world, slip, **options)
+def visits(world, error_rate, tasks, **options):
+    rollouts = system(world, error_rate, **options)
     try:
         return rollouts.rollout(tasks, sampling=SamplingParams(max_new_tokens=32), seed=0), rollouts.protocol
     finally:

@@ -87,7 +87,7 @@ def code_of(turn: str) -> str:
 
 
 def test_a_careful_expert_calculates_step_by_step(task):
-    expert, transcript = WordExpertPolicy(slip=0.0), ""
+    expert, transcript = WordExpertPolicy(error_rate=0.0), ""
     for number, (formula, result) in enumerate(zip(task.metadata["formulas"], task.metadata["results"], strict=True)):
         turn = expert.next_turn(task, transcript)
         assert code_of(turn) == f"print('=', {formula})" and turn.startswith(task.metadata["told"][number])
@@ -99,7 +99,7 @@ def test_a_careless_expert_recovers_from_each_of_its_slips(task):
     seen = set()
     formula, result = task.metadata["formulas"][1], task.metadata["results"][0]
     for seed in range(300):
-        turn = WordExpertPolicy(slip=0.99, seed=seed).next_turn(task, response(f"= {result}"))
+        turn = WordExpertPolicy(error_rate=0.99, seed=seed).next_turn(task, response(f"= {result}"))
         try:
             code = code_of(turn)
         except json.JSONDecodeError:
@@ -107,7 +107,7 @@ def test_a_careless_expert_recovers_from_each_of_its_slips(task):
             continue
         seen.add("stale" if code.startswith("print('=', x") else "silent" if code == f"x = {formula}" else "none")
         failed = response(f"= {result}") + response("NameError: x")
-        again = WordExpertPolicy(slip=0.99, seed=seed).next_turn(task, failed)
+        again = WordExpertPolicy(error_rate=0.99, seed=seed).next_turn(task, failed)
         assert again.startswith("Again") and code_of(again) == f"print('=', {formula})"
     assert {"broken", "stale", "silent"} <= seen
 
@@ -148,7 +148,7 @@ def test_shares_are_checked():
 
 def test_the_experts_turns_end_with_eos(world):
     folder, _ = world
-    engine = WordExpertEngine(str(folder / "tokenizer"), [str(folder / "demonstrations.parquet")], slip=0.0)
+    engine = WordExpertEngine(str(folder / "tokenizer"), [str(folder / "demonstrations.parquet")], error_rate=0.0)
     asyncio.run(engine.start())
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     task = load_tasks(folder / "demonstrations.parquet")[3]
