@@ -1,13 +1,11 @@
 """Each benchmark runs at a tiny size and prints rows that fit the page. How fast it was is nobody's concern here."""
 
-import asyncio
 import re
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks import household
 from experiments.registry.project import ROOT
 
 N = r"[0-9]+(\.[0-9]+)?"
@@ -18,37 +16,6 @@ SHAPES = {
         [
             rf"search takes {ms} ms \(median\): agent loop {N} trajectories/s, barrier per turn {N}/s, ratio {N}"
             for ms in (0, 50, 200)
-        ],
-    ),
-    "engine_steps": (
-        "--sequences 3 --steps 4 --repeats 1",
-        [
-            rf"3 sequences, {stop} stop strings, {top}: a step {N} ms \(vLLM's {N}, ratio {N}\), of which taking in "
-            rf"{N} ms \(vLLM's {N}, ratio {N}\)"
-            for top in ("log-probs of what was sampled", "the 10 best log-probs")
-            for stop in ("no", "2")
-        ],
-    ),
-    "orchestration": (
-        "--trajectories 16 32 --repeats 1",
-        [
-            rf"{sampler}, {n} trajectories: {N} us of processor time a turn \({N} to {N}\), {N} requests a turn"
-            for sampler in ("independent", "branching")
-            for n in (16, 32)
-        ],
-    ),
-    "household": (
-        "--steps 20",
-        [
-            rf"1 games, [0-9]+ steps: simulator {N} steps/s; no ALFWorld here \(make alfworld\)"
-            rf"|1 games, [0-9]+ steps without a difference: simulator {N} steps/s, ALFWorld {N} steps/s, ratio {N}"
-        ],
-    ),
-    "memory": (
-        "--layers 1 --hidden 64 --rows 3 --techniques packing",
-        [
-            rf"packing, padded: peak \+{N} MiB, {N} CPU s",
-            rf"packing, packed: peak \+{N} MiB, {N} CPU s; of the naive form {N} in memory, {N} in time",
         ],
     ),
     "retrieval": (
@@ -120,13 +87,6 @@ def test_loss_gradient_and_update_are_those_of_trl():
         # AdamW's first step is near lr * sign(gradient), which magnifies noise; the second pass stands on its outcome.
         assert float(gradient) < (1e-3 if "second pass" in row else 5e-5), row
         assert float(update) < 1e-2, row
-
-
-def test_household_simulator_plays_without_alfworld():
-    play = asyncio.run(household.measure(steps=20, seed=0, python=None))
-    assert play.steps >= 20
-    assert play.won == play.games >= 1
-    assert re.fullmatch(SHAPES["household"][1][0], household.metric(play))
 
 
 def test_make_benchmark_runs_every_script():
