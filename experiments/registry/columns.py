@@ -1,5 +1,7 @@
-"""Columns of results tables (``experiment.columns``), and the score by which methods are compared
-(``experiment.score``). Imports without torch."""
+"""Columns of results tables (``experiment.columns``) and the score that compares methods (``experiment.score``).
+
+Imports without torch.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ class Column:
     """One metric of a finished stage."""
 
     title: str
-    key: str  # in evaluation.json under "test"; with ``training`` in training.json
+    key: str  # in evaluation.json under "test", or with ``training`` in training.json
     interval: bool = False  # shown with its interval
     training: bool = False
-    # Columns of evaluation/test.parquet that the metric is the mean of (one) or ``per`` times the ratio of sums of
-    # (two): over several seeds its interval is computed anew from them. Empty: over seeds the mean of the means, but
-    # that metrics of several attempts (``OVER_ATTEMPTS``) are computed anew as well.
+    # Columns of evaluation/test.parquet from which the value and its interval are computed over several seeds: the mean
+    # of one column, or ``per`` times the ratio of two sums. Empty: the mean of the seeds' values, except for metrics of
+    # several attempts (``OVER_ATTEMPTS``).
     rows: tuple[str, ...] = ()
     per: float = 1000.0
-    curve: str | None = None  # metric that tells how it came about in training
+    curve: str | None = None  # metric logged in training
 
     def value(self, test: Mapping[str, Any], training: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """The metric as an ``Interval.as_json`` (training: one number, no interval); None where it was not measured."""
+        """Return the metric as an ``Interval.as_json`` (training metrics have no interval); None if not measured."""
         if not self.training:
             return test.get(self.key)
         mean = (training or {}).get(self.key)
@@ -34,7 +36,7 @@ class Column:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics of a run that show it: in its test and validations, or in training."""
+        """Names under which a run logs the metric."""
         return (self.curve,) if self.curve else () if self.training else (f"val/{self.key}", f"test/{self.key}")
 
 
@@ -42,7 +44,7 @@ def _training(title: str, key: str, curve: str = "") -> Column:
     return Column(title, key, training=True, curve=f"train/{curve}" if curve else None)
 
 
-# Means that are titled by their key.
+# Means whose title is their key
 PLAIN = (
     "searches", "tool_calls", "failed_calls", "empty_calls", "tool_productivity", "entropy_after_tools",
     "valid_actions",
@@ -75,7 +77,7 @@ COLUMNS = {
     "entropy_first": Column("entropy, first turn", "entropy_first"),
     "response_tokens": Column("tokens", "response_tokens"),
     "infrastructure_failures": Column("failed", "infrastructure_failures"),
-    # over the whole training; see callbacks.training.training_totals
+    # Over the whole training run; see callbacks.training.training_totals
     "train_trajectories": _training("trajectories in training", "trajectories"),
     "train_tool_calls": _training("tool calls in training", "tool_calls", "tool_calls"),
     "train_distinct": _training("distinct", "distinct", "distinct"),
@@ -88,28 +90,28 @@ COLUMNS = {
         "entropy after tools, last 10 iterations", "last_entropy_after_tools", "entropy_after_tools"
     ),
 }
-# of callbacks.evaluation.attempts: <k>, or <k>/<data source>
+# From callbacks.evaluation.attempts; followed by <k> or <k>/<data source>
 OVER_ATTEMPTS = (
     "average/", "average_of_sets/", "pass/", "pass_first/", "maj/", "best_bootstrap/", "maj_bootstrap/",
 )  # fmt: skip
-SHORT = {"average": "avg", "average_of_sets": "avg. of sets", "pass": "pass", "maj": "maj"}  # agreed names
-# Whatever follows is data.
+SHORT = {"average": "avg", "average_of_sets": "avg. of sets", "pass": "pass", "maj": "maj"}  # as papers write them
+# Prefixes; the rest of the name depends on the data.
 FAMILIES = ("arcap/", "em/", "f1/", "acc/", "calls/", "reward/", "stop/", "steps/", *OVER_ATTEMPTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What says how good a method is: results pages show it for every seed and by kind of question, and their paired
-    comparisons are differences in it."""
+    """The measure of a method's quality: results pages show it by seed and by kind of question, and compare methods by
+    paired differences in it."""
 
     title: str
-    column: str  # of COLUMNS; in evaluation.json also by data source, as <column>/<data source>
-    part: str  # of the reward, which training and validation log as train/<part>, val/<column>
-    meaning: str = ""  # for a page whose readers have to be told
+    column: str  # key of COLUMNS; evaluation.json has it also by data source, as <column>/<data source>
+    part: str  # part of the reward; training logs train/<part>, validation val/<column>
+    meaning: str = ""  # explained on the page, if not empty
 
     @property
     def rows(self) -> str:
-        """Its column of evaluation/test.parquet."""
+        """Name of the score's column in evaluation/test.parquet."""
         return COLUMNS[self.column].rows[0]
 
     @property
@@ -121,25 +123,21 @@ SCORES = {
     "em": Score("EM", "em", "em"),
     "average": Score(
         "accuracy", "acc", "acc",
-        "Accuracy: the share of right attempts at a problem, mean over problems (average@k, where k attempts were "
-        "made); right by the judge if there is one, else by the reward.",
+        "Accuracy: the share of correct attempts at a problem, mean over problems (average@k for k attempts). A judge "
+        "decides what is correct, or the reward if no judge is configured.",
     ),
     "success": Score(
         "success", "acc", "success",
-        "Success: the share of episodes that reached their goal, as the environment says, k of n over all episodes "
-        "(every task has as many attempts as any other).",
+        "Success: the share of episodes that reached their goal according to the environment (all tasks have the same "
+        "number of attempts).",
     ),
 }  # fmt: skip
 
 
 def score_of(name: str | None) -> Score:
-    """The score of that name; EM for None.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the score called ``name``, EM for None. Raises ValueError for an unknown name."""
     if name is not None and not (isinstance(name, str) and name in SCORES):
-        raise ValueError(f"no score {name!r}; there are: {', '.join(SCORES)}")
+        raise ValueError(f"unknown score {name!r}; expected one of {', '.join(SCORES)}")
     return SCORES[name or "em"]
 
 
@@ -148,25 +146,22 @@ def is_column(name: object) -> bool:
 
 
 def known_columns() -> list[str]:
-    """All names, for a message; a family ends in <...>."""
+    """List all column names for an error message; prefixes end in <...>."""
     return [*COLUMNS, *(f"{family}<...>" for family in FAMILIES)]
 
 
 def columns_of(names: Sequence[str] | None) -> dict[str, Column]:
-    """The columns by name, in the order chosen; the default ones for None.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Return the columns by name, in the given order; the default ones for None. Raises ValueError for an unknown
+    name."""
     chosen = DEFAULT if names is None else tuple(names)
     unknown = [name for name in chosen if not is_column(name)]
     if unknown:
-        raise ValueError(f"no column {unknown[0]!r}; there are: {', '.join(known_columns())}")
+        raise ValueError(f"unknown column {unknown[0]!r}; expected some of {', '.join(known_columns())}")
     return {name: COLUMNS.get(name) or Column(_title(name), name, name.startswith(OVER_ATTEMPTS)) for name in chosen}
 
 
 def _title(name: str) -> str:
-    """Of a family's column: as papers write it, pass@8, and before it the data source, if it is of one."""
+    """Title a prefixed column as papers do: ``pass@8``, after the data source if the name has one."""
     metric, _, rest = name.partition("/")
     attempts, _, source = rest.partition("/")
     if metric not in SHORT:

@@ -1,9 +1,9 @@
-"""Composition of experiment files: ``inherits:``, merging, command-line overrides, interpolation.
+"""Composes experiment files (``inherits:``) and resolves their interpolations. Imports without torch.
 
-Works on plain dictionaries whose strings may still hold ``${...}``; OmegaConf resolves at the end, over the whole
-configuration, so that an override reaches every place that refers to it. Imports without torch.
+Composition works on plain dictionaries whose strings may contain ``${...}``. OmegaConf resolves the whole configuration
+at the end, so that an override reaches every place that refers to it.
 
-What a file inherits is merged from left to right, the file itself last, by the rules of ``files.merge``.
+Inherited files are merged from left to right, the file itself last, by the rules of ``files.merge``.
 ``trainer.callbacks`` is a mapping from a name of your choice to ``{class_path, init_args}``, so that a file can add one
 callback, change one argument of another, or drop a third with ``null``.
 """
@@ -24,12 +24,12 @@ from experiments.registry.definitions import find
 from experiments.registry.errors import ExperimentError, require_keys
 from experiments.registry.files import Config, merge, short
 
-FREE_BLOCKS = ("paths", "values")  # only there to be referred to
+FREE_BLOCKS = ("paths", "values")  # only for references
 SECTIONS = ("experiment", "seed_everything", "trainer", "model", "data", "task", *FREE_BLOCKS)
 EXPERIMENT_KEYS = {
     "kind",
     "label",
-    "group",  # of methods that are compared with each other in a results page
+    "group",  # methods of a group are compared with each other on a results page
     "summary",
     "algorithm",
     "models",
@@ -44,7 +44,7 @@ EXPERIMENT_KEYS = {
     "score",
     "sampled",
     "needs",
-    "preconditions",  # whether `make train` measures its gates first, and goes no further where one fails
+    "preconditions",  # whether `make train` measures the gates first and stops where one fails
 }
 KINDS = ("fit", "test", "task")
 
@@ -56,8 +56,8 @@ def _resolve_stage(name: str) -> str:
 
 
 def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = ()) -> Config:
-    """The merged, uninterpolated configuration of an experiment or of a base; it shares parts with others: copy it
-    before you change it.
+    """Merge an experiment or a base with everything it inherits, without interpolation. The result shares parts with
+    other configurations: copy it before you change it.
 
     Raises:
         ExperimentError: a missing file, an inheritance cycle, an unknown top-level or ``experiment:`` key or column.
@@ -86,7 +86,7 @@ def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = 
 
 
 def check_keys(config: Config, where: str) -> None:
-    """Raises ExperimentError for a key at the top, or under ``experiment:``, that means nothing, or such a column."""
+    """Raises ExperimentError for an unknown key at the top or under ``experiment:``, or an unknown column or score."""
     require_keys(config, SECTIONS, where)
     about = config.get("experiment") or {}
     if isinstance(about, dict):
@@ -97,7 +97,7 @@ def check_keys(config: Config, where: str) -> None:
 
 
 def check_score(about: Config, where: str) -> None:
-    """Raises ExperimentError for a score that there is not, or a ``sampled`` that is neither true nor false."""
+    """Raises ExperimentError for an unknown score, or a ``sampled`` that is neither true nor false."""
     try:
         score_of(about.get("score"))
     except ValueError as error:
@@ -107,7 +107,7 @@ def check_score(about: Config, where: str) -> None:
 
 
 def check_columns(names: Any, where: str) -> None:
-    """Raises ExperimentError unless ``names`` is null or a list of columns that a table can show."""
+    """Raises ExperimentError unless ``names`` is null or a list of known columns."""
     if names is None:
         return
     if not isinstance(names, list) or not names or len(set(map(str, names))) < len(names):
@@ -121,10 +121,10 @@ def check_columns(names: Any, where: str) -> None:
 
 
 def check_experiment(config: Config, name: str) -> str:
-    """The kind of a composed experiment, once it is sure that its sections fit that kind.
+    """Return the kind of a composed experiment after a check that its sections fit the kind.
 
     Raises:
-        ExperimentError: no or unknown kind, a section missing or without ``class_path``, a section of another kind.
+        ExperimentError: a missing or unknown kind, a missing section or ``class_path``, a section of another kind.
     """
     kind = (config.get("experiment") or {}).get("kind")
     if kind not in KINDS:
@@ -143,8 +143,8 @@ def check_experiment(config: Config, name: str) -> str:
 
 
 def written_in(name: str, key: str, raw: Any, directories: tuple[Path, ...]) -> Path | None:
-    """The file that gives ``key`` of an experiment (or a base) the value ``raw``, itself or one that it inherits; None
-    where none does: it comes from the command line."""
+    """Find the file of an experiment or base, or an inherited one, that sets ``key`` to ``raw``. None means that the
+    value comes from the command line."""
     definition = find(name, directories)
     if raw is not None and _at(definition.config, key) == raw:
         return definition.path
@@ -153,7 +153,7 @@ def written_in(name: str, key: str, raw: Any, directories: tuple[Path, ...]) -> 
 
 
 def _at(config: Any, key: str) -> Any:
-    """What stands at a dotted path, lists by ``[0]``; None where nothing does."""
+    """Return the value at a dotted path (lists by ``[0]``), or None."""
     for part in key.replace("[", ".").replace("]", "").split("."):
         if isinstance(config, list) and part.isdigit() and int(part) < len(config):
             config = config[int(part)]
@@ -163,15 +163,15 @@ def _at(config: Any, key: str) -> Any:
 
 
 def resolve(config: Config, stage: Callable[[str], str], directories: tuple[Path, ...] = ()) -> Config:
-    """Interpolate everything except ``paths``/``values`` (which are dropped) and make the callbacks a list.
+    """Interpolate a composed configuration, drop ``paths`` and ``values``, and make the callbacks a list.
 
     Args:
         config: composed configuration.
-        stage: what ``${stage:NAME}`` stands for.
-        directories: where its files lie, for messages.
+        stage: returns the value of ``${stage:NAME}``.
+        directories: folders of its files, for messages.
 
     Raises:
-        ExperimentError: an interpolation to nowhere, an unset environment variable, a value left at ``???``.
+        ExperimentError: a reference to an unknown key, an unset environment variable, a value left at ``???``.
     """
     OmegaConf.register_resolver("stage", _resolve_stage, replace=True, use_cache=False)
     token = _stage_reference.set(stage)
@@ -188,7 +188,7 @@ def resolve(config: Config, stage: Callable[[str], str], directories: tuple[Path
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ExperimentError):
             cause = cause.__cause__ or cause.__context__
-        if cause is not None:  # raised inside a resolver: `stage` found something wrong further up
+        if cause is not None:  # raised by the resolver `stage`
             raise cause from None
         raise ExperimentError(
             f"{_named(config)}cannot resolve the configuration: {short(error)}{_where(error, config, directories)}"
@@ -207,13 +207,13 @@ def _named(config: Config) -> str:
 
 
 def _where(error: OmegaConfBaseException, config: Config, directories: tuple[Path, ...]) -> str:
-    """The key, what is written there, in which file, and what to do."""
+    """Name the key, its value, its file, and the remedy."""
     text, key = str(error), str(getattr(error, "full_key", None) or "")
     raw = _at(config, key)
     while (reference := re.fullmatch(r"\$\{([\w.]+)\}", str(raw))) and _at(config, reference[1]) is not None:
         key, raw = reference[1], _at(config, reference[1])
     missing = raw == "???"
-    lost = ".init_args." in short(error) and not missing  # most often an argument that a file further down has dropped
+    lost = ".init_args." in short(error) and not missing  # most often dropped by a file that changed class_path
     at = " (another class_path starts with empty init_args)" if lost else ""
     if key:
         at += f" (at '{key}'" + ("" if raw is None else f": {raw!r}")
@@ -225,4 +225,4 @@ def _where(error: OmegaConfBaseException, config: Config, directories: tuple[Pat
         return f"{at}; give it a value: --{key.replace('.init_args', '')} VALUE"
     if "nvironment variable" in text:
         return f"{at}; set it in the environment, or write a default: ${{oc.env:NAME,default}}"
-    return f"{at}; correct it there, or define what it refers to"
+    return f"{at}; correct it there, or define the key that it refers to"

@@ -22,16 +22,16 @@ BASES = "bases"
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """Configuration of an experiment, a base or a cell of a table as written, and its file."""
+    """An experiment, a base or a cell of a table: its configuration as written, and its file."""
 
     config: Config
     path: Path
 
 
 def definitions(directories: tuple[Path, ...]) -> dict[str, Definition]:
-    """All experiments by name, in the order of their names; of two folders with the same name the first one counts.
+    """Return all experiments, sorted by name. If two folders define the same name, the first folder wins.
 
-    Files that cannot be read are left out (see ``faults``): they stop only those who ask for what is in them.
+    Unreadable files are left out (see ``faults``), so that they do not block other experiments.
 
     Raises:
         ExperimentError: two files in one folder define the same name.
@@ -44,20 +44,20 @@ def definitions(directories: tuple[Path, ...]) -> dict[str, Definition]:
 
 
 def faults(directories: tuple[Path, ...]) -> list[str]:
-    """What is wrong with the files and tables that cannot be read, a message each."""
+    """Return a message for each file or table that cannot be read."""
     return [fault for folder in map(str, directories) for fault in _of_folder(folder, tuple(_scan(folder)))[1]]
 
 
 def unreadable(directories: tuple[Path, ...]) -> str:
-    """The end of a message about a name that is not there: it may be in a file that cannot be read."""
+    """End an error message about an unknown name, which may be in a file that cannot be read."""
     return "".join(f"; not read: {fault}" for fault in faults(directories))
 
 
 def find(name: str, directories: tuple[Path, ...]) -> Definition:
-    """An experiment by its name, or a base by its path without ``.yaml``.
+    """Find an experiment by its name, or a base by its path without ``.yaml``.
 
     Raises:
-        ExperimentError: there is none; the nearest name is given.
+        ExperimentError: an unknown name; the message suggests the nearest one.
     """
     if "/" not in name:
         experiments = definitions(directories)
@@ -77,7 +77,7 @@ def _listed(directories: tuple[Path, ...]) -> str:
 
 
 def _scan(folder: str) -> Iterator[tuple[str, int, int]]:
-    """(path, time of change, size) of every experiment file in ``folder`` and the folders below it."""
+    """Yield (path, modification time, size) of every experiment file in ``folder`` and its subfolders."""
     if not os.path.isdir(folder):
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -91,7 +91,7 @@ def _scan(folder: str) -> Iterator[tuple[str, int, int]]:
 
 @lru_cache(maxsize=16)
 def _of_folder(folder: str, files: tuple[tuple[str, int, int], ...]) -> tuple[dict[str, Definition], list[str]]:
-    """Its experiments by name, and what is wrong with the files that hold none."""
+    """Return a folder's experiments by name, and messages about its unreadable files."""
     found: dict[str, Definition] = {}
     wrong: list[str] = []
     for file, modified, size in files:
@@ -104,6 +104,8 @@ def _of_folder(folder: str, files: tuple[tuple[str, int, int], ...]) -> tuple[di
             continue
         for name, cell in cells.items():
             if name in found:
-                raise ExperimentError(f"{file}: there is an experiment '{name}' in {found[name].path} already")
+                raise ExperimentError(
+                    f"{file}: experiment '{name}' is defined in {found[name].path} already; rename one"
+                )
             found[name] = Definition(cell, path)
     return found, wrong

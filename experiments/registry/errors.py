@@ -1,4 +1,4 @@
-"""The one exception a user of the command line is meant to see: printed as a single message, exit code 2."""
+"""The exception for mistakes of the user; the command line prints its message and exits with code 2."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class ExperimentError(ValueError):
-    """Something the user wrote (a name, a key, a value, a path) does not fit. The message says what was found, what
-    was expected and what to do."""
+    """A wrong name, key, value or path from the user. The message says what was found, what was expected and what to
+    do."""
 
 
 def nearest(found: object, valid: Iterable[str], *, show: int = 12) -> str:
-    """``"; did you mean 'x'?"``, or the valid names when nothing is close.
+    """Return ``"; did you mean 'x'?"``, or the valid names if none is close.
 
     >>> nearest("dgpo_tniy", ["dgpo_tiny", "sft_tiny"])
     "; did you mean 'dgpo_tiny'?"
@@ -29,7 +29,7 @@ def nearest(found: object, valid: Iterable[str], *, show: int = 12) -> str:
 
 
 def require_keys(block: Any, valid: Collection[str] | None, at: str, prefix: str = "") -> None:
-    """Raises ExperimentError unless ``block`` is a mapping whose keys are ``valid`` (None: any are)."""
+    """Raises ExperimentError unless ``block`` is a mapping with ``valid`` keys (None: any keys)."""
     if not isinstance(block, dict):
         raise ExperimentError(f"{at}: expected a mapping, found {block!r}")
     for key in block:

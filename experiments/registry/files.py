@@ -16,12 +16,12 @@ from experiments.registry.errors import ExperimentError, nearest
 Config = dict[str, Any]
 
 
-# As OmegaConf reads its files (1e-3 is a number, a key twice an error), without a node object for every value.
+# OmegaConf's loader (1e-3 is a number, a duplicate key an error), without a node object for every value.
 _Loader = get_yaml_loader()
 
 
 def load_yaml(path: Path) -> Config:
-    """One file as written, interpolations untouched. Unchanged files are read once: do not change what comes back.
+    """Read one file without interpolation. Unchanged files are read once, so do not modify the result.
 
     Raises:
         ExperimentError: not readable, not YAML (with the line), or not a mapping.
@@ -36,7 +36,7 @@ def load_yaml(path: Path) -> Config:
 
 @cache
 def read_yaml(path: str, modified: int, size: int) -> Config:
-    """The file as it was when it had this time of change and this size; see ``load_yaml``."""
+    """Read a file, cached by modification time and size; see ``load_yaml``."""
     try:
         plain = parse_yaml(Path(path).read_bytes())
     except yaml.YAMLError as error:
@@ -47,40 +47,40 @@ def read_yaml(path: str, modified: int, size: int) -> Config:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """As OmegaConf reads it. Raises yaml.YAMLError."""
+    """Parse YAML as OmegaConf does. Raises yaml.YAMLError."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # PyYAML's for !!int abc is a ValueError, for !!bool abc a KeyError
+    except Exception as error:  # PyYAML raises ValueError for !!int abc, KeyError for !!bool abc
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def read_json(path: Path) -> Any:
-    """A file that we wrote. Raises FileNotFoundError; ExperimentError if it was damaged since."""
+    """Read a JSON file of this project. Raises FileNotFoundError, or ExperimentError if it is damaged."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ExperimentError(f"{path} is damaged ({short(error)}); remove its folder, and it is made anew") from error
+        raise ExperimentError(f"{path} is damaged ({short(error)}); remove its folder and run again") from error
 
 
 def data_arguments(config: Config) -> Config:
-    """What the data module of a resolved configuration is built from, or the task of a stage without one."""
+    """Return the arguments of a resolved configuration's data module, or of its task if it has no data module."""
     return (config.get("data") or config.get("task") or {}).get("init_args") or {}
 
 
 def short(error: Exception) -> str:
-    """The message on one line: all of a YAML error, which says where, of others the first line."""
+    """Shorten a message to one line: three lines of a YAML error, which names the place, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3]) if isinstance(error, yaml.YAMLError) else lines[0]
 
 
 def merge(base: Config, over: Config) -> Config:
-    """``over`` on top of ``base``; neither is changed, and the result shares parts with both: do not change it.
+    """Merge ``over`` on top of ``base``. The result shares parts with both: do not modify it.
 
-    Mappings merge key by key, everything else (lists too) is replaced. A mapping that names another ``class_path``
-    replaces the old one whole: arguments of one class mean nothing to another. A key that ends in ``+`` appends its
-    list or text to that of ``base``; where ``base`` has none, the key stays as it is, for a merge to come.
+    Mappings merge key by key; all other values, lists included, are replaced. A mapping with another ``class_path``
+    replaces the old one whole, because arguments of one class mean nothing to another. A key that ends in ``+`` appends
+    its list or text to the value in ``base``; without such a value it is kept for a later merge.
     """
     out = dict(base)
     for key, value in over.items():
@@ -100,7 +100,7 @@ def _other_class(old: Config, new: Config) -> bool:
 
 
 def init_args_of(value: Any, class_path: str) -> Iterator[Config]:
-    """The ``init_args`` of every object of that class in a nested configuration."""
+    """Yield the ``init_args`` of every object of ``class_path`` in a nested configuration."""
     if isinstance(value, dict):
         if value.get("class_path") == class_path:
             yield value["init_args"]

@@ -17,8 +17,7 @@ GPU_NAMES = ("cuda", "gpu")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """``processes`` on each of ``nodes`` machines; ``processes`` is None where the configuration leaves it open
-    (``devices: auto``)."""
+    """Number of machines, and of processes on each; ``processes`` is None for ``devices: auto``."""
 
     nodes: int
     processes: int | None
@@ -29,13 +28,13 @@ class Ranks:
 
 
 def ranks_of(config: Mapping[str, Any]) -> Ranks:
-    """Of a stage's resolved configuration. A task has one process."""
+    """Count the ranks of a stage's resolved configuration. A task has one process."""
     trainer = config.get("trainer") or {}
     return Ranks(int(trainer.get("num_nodes") or 1), count_devices(trainer.get("devices", 1)))
 
 
 def device_indices(devices: Any) -> list[str] | None:
-    """The devices that are named one by one, in a list or separated by commas; None where they are not."""
+    """Return devices listed one by one, as a list or separated by commas; None for a number or ``auto``."""
     if isinstance(devices, str) and "," in devices:
         devices = devices.split(",")
     if not isinstance(devices, (list, tuple)):
@@ -44,7 +43,7 @@ def device_indices(devices: Any) -> list[str] | None:
 
 
 def count_devices(devices: Any) -> int | None:
-    """As ``Trainer(devices=...)`` understands it: a number, a list of indices, either as text, or ``auto`` (None)."""
+    """Count devices as ``Trainer(devices=...)`` does: a number or indices, also as text; None for ``auto``."""
     if (indices := device_indices(devices)) is not None:
         return len(indices)
     try:
@@ -55,20 +54,23 @@ def count_devices(devices: Any) -> int | None:
 
 
 def require_counted(where: str, config: Mapping[str, Any]) -> None:
-    """Raises ExperimentError where the number of processes is left to each node (``devices: auto`` or -1): torchrun
-    must be told, and a rank of Lightning's counts the ranks of all nodes by its own node's devices."""
+    """Raises ExperimentError for ``devices: auto`` or -1. torchrun needs a number, and Lightning would assume that all
+    nodes have as many devices as this one."""
     if ranks_of(config).processes is None:
         devices = (config.get("trainer") or {}).get("devices")
         raise ExperimentError(
             f"{where}: trainer.devices is {devices!r}, but a launcher must know how many processes each node gets: "
-            "NPROC=8, or --trainer.devices 8 (of a stage under it: --stages.NAME.trainer.devices 8); whole commands: "
+            "NPROC=8, or --trainer.devices 8 (for a stage it depends on: --stages.NAME.trainer.devices 8); see: "
             "make help-launch"
         )
 
 
 def require_launcher(name: str, config: Mapping[str, Any], launched: int | None) -> None:
-    """Raises ExperimentError for a stage on several nodes whose ranks nobody starts, or could: those here would wait
-    for ever. ``launched``: the nodes that ``LAUNCH=torchrun`` was told of; None without it."""
+    """Raises ExperimentError for a stage on several nodes without a launcher for all of them: ranks would wait forever.
+
+    Args:
+        launched: nodes given to ``LAUNCH=torchrun``; None without it.
+    """
     nodes = ranks_of(config).nodes
     if nodes == 1:
         return
@@ -77,13 +79,13 @@ def require_launcher(name: str, config: Mapping[str, Any], launched: int | None)
         here = "nothing starts the ranks of the others" if launched is None else f"{launched} are launched"
         raise ExperimentError(
             f"'{name}': trainer.num_nodes is {nodes}, but {here}. Give LAUNCH=torchrun NNODES={nodes} MASTER_ADDR=host "
-            f"NODE_RANK=0, 1, ... on every node, or LAUNCH=slurm; or leave --trainer.num_nodes away; whole commands: "
+            f"NODE_RANK=0, 1, ... on every node, or LAUNCH=slurm; or drop --trainer.num_nodes; see: "
             "make help-launch"
         )
 
 
 def check_strategy(name: Any, where: str) -> None:
-    """Raises ExperimentError for a name that no strategy has; Lightning would say so when the stage starts."""
+    """Raises ExperimentError for an unknown strategy name, before Lightning would when the stage starts."""
     if not isinstance(name, str) or name == "auto":
         return
     from lightning.pytorch.strategies import StrategyRegistry
@@ -93,14 +95,14 @@ def check_strategy(name: Any, where: str) -> None:
     known = StrategyRegistry.available_strategies()
     if name not in known:
         raise ExperimentError(
-            f"{where}: there is no trainer.strategy '{name}'{nearest(name, ('auto', 'ddp', 'zero2', 'zero3'))} "
-            "(any other name of Lightning's or a class_path will do, too)"
+            f"{where}: unknown trainer.strategy '{name}'{nearest(name, ('auto', 'ddp', 'zero2', 'zero3'))} "
+            "(or another name that Lightning registers, or a class_path)"
         )
 
 
 def check_shares(config: Config, where: str) -> None:
-    """Raises ExperimentError if the ranks cannot have equal shares of a step's prompts, or cannot be counted although
-    there are several nodes."""
+    """Raises ExperimentError if the ranks cannot share an iteration's prompts equally, or if several nodes have an
+    unknown number of ranks."""
     prompts = ((config.get("data") or {}).get("init_args") or {}).get("prompts_per_iteration")
     ranks = ranks_of(config)
     if ranks.nodes > 1:
@@ -114,8 +116,8 @@ def check_shares(config: Config, where: str) -> None:
 
 
 def check_indices(config: Config, where: str) -> None:
-    """Raises ExperimentError for GPUs that are named by other numbers than 0, 1, ...: a rank's engine takes the GPU of
-    the rank's number, and would be on another than its trainer."""
+    """Raises ExperimentError for GPU indices other than 0, 1, ...: a rank's engine uses the GPU with the rank's number,
+    and would be on another GPU than its trainer."""
     trainer = config.get("trainer") or {}
     indices = device_indices(trainer.get("devices", 1))
     if trainer.get("accelerator") not in GPU_NAMES or indices is None:
@@ -124,12 +126,12 @@ def check_indices(config: Config, where: str) -> None:
         named = ",".join(indices)
         raise ExperimentError(
             f"{where}: trainer.devices names the GPUs {named}, but engines take the GPUs 0 to {len(indices) - 1}; "
-            f"choose by the environment instead: CUDA_VISIBLE_DEVICES={named}, and --trainer.devices {len(indices)}"
+            f"use the environment instead: CUDA_VISIBLE_DEVICES={named}, and --trainer.devices {len(indices)}"
         )
 
 
 def missing_devices(config: Config, where: str) -> list[str]:
-    """What this machine lacks for the stage, as at most one message."""
+    """Return a message if this machine has too few GPUs for the stage, else an empty list."""
     trainer = config.get("trainer") or {}
     if trainer.get("accelerator") not in GPU_NAMES:
         return []
@@ -142,13 +144,13 @@ def missing_devices(config: Config, where: str) -> list[str]:
     devices = trainer.get("devices", 1)
     return [
         f"{where}: trainer.devices is {devices} with trainer.accelerator {trainer['accelerator']}, but this machine "
-        f"has {found} CUDA devices that torch can use; add --trainer.devices {max(found, 1)}"
+        f"has {found} CUDA devices that torch can use; use --trainer.devices {max(found, 1)}"
         + ("" if found else " --trainer.accelerator cpu, or run it where there are GPUs (LAUNCH=slurm, for one)")
     ]
 
 
 def _wanted(devices: Any) -> int:
-    """How many devices there must be: a list names indices."""
+    """Number of devices that the machine must have; a list names indices."""
     if (indices := device_indices(devices)) is not None:
         return max(map(int, indices), default=0) + 1
     return int(devices) if str(devices).isdigit() else 1

@@ -1,16 +1,16 @@
-"""Content keys: the same configuration over the same inputs has the same key, anything else has another.
+"""Content keys of stages: equal keys mean the same configuration over the same inputs.
 
 A key is a SHA-256 over
 
-* the resolved configuration without the parts that only watch (progress bar, logger, trajectory pages, ...) and without
-  the number of ranks, which changes no result: a stage goes on, from its checkpoint, on as many as there are,
+* the resolved configuration, without the parts that only observe (progress bar, logger, trajectory pages, ...) and
+  without the number of ranks, which changes no result: a stage can resume on another number,
 * with every reference to another stage replaced by that stage's key,
-* and every path of an existing file or folder replaced by the hash of its contents (where it lies does not matter), in
-  options that name models and data (``INPUTS``) or that take a text by their class's annotations; a folder not in those
-  options of our own classes that are no folder's name (``FOLDERS``): a prefix ``/usr/lib`` is a text,
+* with every path of an existing file or folder replaced by the hash of its contents, wherever it is. This holds for
+  options that name models and data (``INPUTS``) and for those that accept text by their class's annotations. Our own
+  classes take folders only in the options ``FOLDERS``: elsewhere a prefix ``/usr/lib`` is text,
 * and the arguments left for the parser.
 
-Code is not part of the key; result.json records the commit, and a reused stage says with which it was made.
+Code is not part of the key; result.json records the commit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
 
-KEY_VERSION = 1  # raise to make every stage anew after a change of meaning
+KEY_VERSION = 1  # raise it after a change of meaning; every stage then runs again
 KEY_LENGTH = 12
-HASHES = ".file_hashes.json"  # in the outputs: the cache of the hasher
+HASHES = ".file_hashes.json"  # cache of the hasher, in the outputs
 
 WATCHING_TRAINER_KEYS = (
     "logger",
@@ -65,17 +65,17 @@ MODELS = ("policy", "teacher", "reference", "critic", "model", "tokenizer")  # o
 QUESTION_FILES = ("train_files", "val_files", "test_files", "files")  # or traces
 DATA = (*QUESTION_FILES, "trajectories", "corpus")  # that name files or folders
 INPUTS = (*MODELS, *DATA, "index", "vectors", "lucene", "passages_of")
-FOLDERS = (*INPUTS, "folder")  # options of our own classes that may name a folder; the others' texts name files at most
+FOLDERS = (*INPUTS, "folder")  # options of our own classes that may name a folder; other texts name files only
 OURS = ("callbacks", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")  # packages
 PATHS = (Path, os.PathLike)
 TEXTS = (str, *PATHS, Any)
-KERNEL = ("/proc", "/sys")  # whose files have no end, or wait for events
-MOST = 50_000  # files and folders of an input; ALFWorld's games are about 30,000
+KERNEL = ("/proc", "/sys")  # their files may be endless or wait for events
+MOST = 50_000  # files and folders of an input; ALFWorld has about 30,000
 FILE_SUFFIXES = (*TABLES, ".yaml", ".txt", ".ckpt", ".safetensors", ".index", ".faiss", ".pt")
 
 
 def semantic(config: Config) -> Config:
-    """The part of a resolved configuration that can change a result."""
+    """Return the part of a resolved configuration that can change a result."""
     out = {k: v for k, v in config.items() if k in ("seed_everything", "model", "data", "task")}
     out["kind"] = config["experiment"]["kind"]
     trainer = {k: v for k, v in (config.get("trainer") or {}).items() if k not in (*WATCHING_TRAINER_KEYS, *RANKS)}
@@ -95,8 +95,8 @@ def looks_like_path(text: str) -> bool:
 
 
 def is_input(text: str, root: Path) -> bool:
-    """Whether a text names an existing file or folder. Devices and pipes, a folder that has the project in it (``/``),
-    and the kernel's own files are no inputs."""
+    """Whether a text names an existing file or folder. Devices, pipes, kernel files, and folders that contain the
+    project (``/``) do not count."""
     if not looks_like_path(text):
         return False
     try:
@@ -108,14 +108,14 @@ def is_input(text: str, root: Path) -> bool:
 
 
 def takes_path(class_path: str, option: str, is_folder: bool) -> bool:
-    """Whether a class takes a path for an option, as far as annotations and ``FOLDERS`` say. The types of a
-    configuration are checked after its key is known; a folder for a learning rate must not be read before."""
+    """Whether a class accepts a path for an option, judged by annotations and ``FOLDERS``. Types are checked only after
+    the key is known, and a folder given as a learning rate must not be read before."""
     ours = class_path.partition(".")[0] in OURS
     wanted = PATHS if ours and is_folder and option not in FOLDERS else TEXTS
     module, _, name = class_path.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError):  # the check of the classes says what is wrong
+    except (ImportError, AttributeError, ValueError):  # the check of the classes reports it
         return False
     for function in constructors(target):
         try:
@@ -130,22 +130,22 @@ def takes_path(class_path: str, option: str, is_folder: bool) -> bool:
 
 
 def constructors(target: Any) -> list[Any]:
-    """The ``__init__`` of a class and of its bases, nearest first; a function itself."""
+    """Return the ``__init__`` of a class and of its bases, nearest first; for a function, itself."""
     if not inspect.isclass(target):
         return [target]
     return [vars(c)["__init__"] for c in inspect.getmro(target) if "__init__" in vars(c)]
 
 
 def _has(hint: Any, wanted: Sequence[Any]) -> bool:
-    hint = getattr(hint, "__value__", hint)  # of an alias with a name
+    hint = getattr(hint, "__value__", hint)  # a named alias
     return hint in wanted or any(_has(part, wanted) for part in get_args(hint))
 
 
 def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: Callable[[Path], str]) -> str:
-    """The key of a configuration in which ``${stage:X}`` has been resolved to ``@stage/<key of X>``.
+    """Compute the key of a configuration in which ``${stage:X}`` is resolved to ``@stage/<key of X>``.
 
     Raises:
-        ExperimentError: a folder that is too large for an input, or a file that cannot be read.
+        ExperimentError: an input folder that is too large, or an unreadable file.
     """
 
     def walk(value: Any, name: str, takes: Callable[[bool], bool]) -> Any:
@@ -173,8 +173,8 @@ def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: C
 
 
 class PathHasher:
-    """Content hash of files and folders. Large inputs (a 60 GB index) are read once: a file whose size, inode and
-    modification time have not changed since is taken from ``cache`` (what git does for its index)."""
+    """Hashes the contents of files and folders. ``cache`` keeps the hash of each file by size, inode and modification
+    time, as git's index does, so that large inputs (a 60 GB index) are read once."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
@@ -185,7 +185,7 @@ class PathHasher:
         self._changed = False
 
     def __call__(self, path: Path) -> str:
-        """Raises ValueError for a folder with more than ``MOST`` entries, OSError for a file that cannot be read."""
+        """Raises ValueError for a folder with more than ``MOST`` entries, OSError for an unreadable file."""
         if path.is_file():
             return self._file(path)
         entries = list(islice(path.rglob("*"), MOST + 1))
@@ -206,7 +206,7 @@ class PathHasher:
         return self._known[identity]
 
     def save(self) -> None:
-        """Write the cache (atomically); nothing to do when nothing new was read."""
+        """Write the cache atomically if a new file was hashed."""
         if not self._changed:
             return
         write_atomically(self.cache, json.dumps(self._known))

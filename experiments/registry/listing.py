@@ -1,4 +1,4 @@
-"""The registry: which experiments there are and what they say about themselves. Imports without torch."""
+"""Loads experiments by name and summarises them for ``make experiments``. Imports without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config
 from experiments.registry.project import Project
 
-THIS = "@stage:@"  # stands for the folder of a stage until its key is known
+THIS = "@stage:@"  # placeholder for a stage's folder until its key is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Summary:
     """One line of ``make experiments``."""
 
     name: str
-    family: str  # the outermost folder of its file, and the table's name if it has several
+    family: str  # the outermost folder of its file, followed by the file's name for a table
     kind: str
     summary: str
     algorithm: str
@@ -30,17 +30,17 @@ class Summary:
 
 
 def names(project: Project) -> list[str]:
-    """Every experiment's name, sorted; shared parts under ``bases/`` are none."""
+    """Return every experiment's name, sorted, without the shared parts under ``bases/``."""
     return list(definitions(project.experiment_dirs))
 
 
 def load(name: str, project: Project) -> Config:
-    """The composed configuration of an experiment, with what files may refer to filled in:
-    ``${experiment.name}``, ``${experiment.family}``, ``${experiment.folder}`` (the stage's own folder, known once the
-    key is) and ``${paths.outputs}``.
+    """Compose an experiment and add ``${experiment.name}``, ``${experiment.family}``, ``${experiment.folder}`` (the
+    stage's folder, a placeholder until its key is known) and ``${paths.outputs}``.
 
     Raises:
-        ExperimentError: unknown name (the nearest one is given), a malformed file, sections that do not fit the kind.
+        ExperimentError: an unknown name (the message suggests one), a malformed file, sections that do not fit the
+            kind.
     """
     config = copy.deepcopy(compose(name, project.experiment_dirs))
     check_experiment(config, name)
@@ -51,7 +51,7 @@ def load(name: str, project: Project) -> Config:
 
 
 def summary(name: str, project: Project) -> Summary:
-    """What the experiment's file says of itself."""
+    """Read an experiment's own description."""
     block = load(name, project)["experiment"]
     texts = {field.name: str(block.get(field.name) or "") for field in fields(Summary)}
     return Summary(**texts)
@@ -68,7 +68,7 @@ def _family(name: str, project: Project) -> str:
 
 
 def summaries(project: Project) -> tuple[list[Summary], list[str]]:
-    """What the experiments say of themselves, and what is wrong with those whose files cannot be used."""
+    """Return the descriptions of all usable experiments, and messages about the others."""
     found, wrong = [], faults(project.experiment_dirs)
     for name in names(project):
         try:

@@ -1,10 +1,10 @@
-"""A paper's table as one file: every cell of ``matrix:`` is an experiment. Imports without torch.
+"""Expands a table, such as a paper's, into experiments: one for every cell of ``matrix:``. Imports without torch.
 
 ::
 
-    inherits: [...]                     # and whatever else an experiment file may say: what all cells share
+    inherits: [...]                     # this and other keys of an experiment file hold for all cells
     matrix:
-      name: <method>_<model>_<world>    # of a cell's experiment
+      name: <method>_<model>_<world>    # name of a cell's experiment
       axes:                             # their values are partial experiment files, merged in this order
         method:
           grpo:
@@ -14,14 +14,14 @@
         model:
           qwen2.5_7b: {vars: {title: Qwen2.5-7B}, paths: {base: "${paths.models}/Qwen2.5-7B-Instruct"}}
         world: ...
-      cells:                            # what some cells have besides
+      cells:                            # further keys for some cells
         - where: {method: sdar, world: alfworld}
           experiment: {compare: [grpo_<model>_<world>]}
-      published:                        # the paper's numbers, as `experiment.reproduces` of the cells
+      published:                        # the paper's numbers; they become the cells' `experiment.reproduces`
         - where: {world: alfworld}
           format: "<method.row> row, average {}"
           columns: {model: [qwen3_1.7b, qwen2.5_3b, qwen2.5_7b]}
-          rows:                         # by values of the axis that is left; null: no number
+          rows:                         # by values of the remaining axis; null: no number
             sdar: [53.9, 84.4, 85.9]
 
 ``<axis>`` is replaced by a value's name, ``<axis.var>`` by one of its ``vars`` (alone in a string it keeps its type).
@@ -49,15 +49,15 @@ Cell = dict[str, str]  # axis -> value
 
 
 def expand(config: Config, path: str) -> dict[str, Config]:
-    """The cells of a table by name, each as an experiment file of its own would say it.
+    """Return the cells of a table by name, each in the form of an experiment file.
 
     Args:
-        config: the file, with ``matrix``.
-        path: of the file, for messages.
+        config: the file's content, with ``matrix``.
+        path: the file's path, for messages.
 
     Raises:
-        ExperimentError: an unknown key, axis, value or var, a name that is none or stands for two cells, a row of
-            published numbers that is too long or too short.
+        ExperimentError: an unknown key, axis, value or var, an invalid or duplicate name, or a row of published numbers
+            of the wrong length.
     """
     matrix = config["matrix"]
     require_keys(matrix, KEYS, f"{path}: matrix")
@@ -90,19 +90,19 @@ def expand(config: Config, path: str) -> dict[str, Config]:
 
 
 def _joined(parts: list[Config], cell: Cell, axes: Mapping[str, Config], path: str) -> Config:
-    """The parts' ``inherits`` one after the other, and on top of them what they say themselves."""
+    """Concatenate the parts' ``inherits`` and merge their other keys in order."""
     out: Config = {}
     for part in parts:
         own = {key: value for key, value in part.items() if key in SECTIONS and key != "inherits"}
         out = merge(out, _filled(own, cell, axes, path))
         rest = set(part) - set(SECTIONS) - {"vars", "only", "where"}
-        out |= {key: part[key] for key in rest}  # of the file itself: compose says that there is no such key
+        out |= {key: part[key] for key in rest}  # unknown keys of the file; compose refuses them
     parents = [parent for part in parts for parent in part.get("inherits") or []]
     return {"inherits": _filled(parents, cell, axes, path), **out}
 
 
 def _cells(axes: Mapping[str, Config], path: str) -> Iterator[Cell]:
-    """Every combination that the ``only`` of no value forbids."""
+    """Yield every combination of values that their ``only`` allows."""
     for axis, values in axes.items():
         for value, block in values.items():
             _check_where(block.get("only") or {}, axes, f"{path}: {axis} {value}, only")
@@ -121,18 +121,18 @@ def _values(wanted: Any) -> list[str]:
 
 
 def _extra(extra: Any, number: int, axes: Mapping[str, Config], cells: list[Cell], path: str) -> tuple[Config, Config]:
-    """An entry of ``cells`` and where it holds."""
+    """Check an entry of ``cells``; return it and its ``where``."""
     at = f"{path}: matrix.cells[{number}]"
     require_keys(extra, (*SECTIONS, "where"), at)
     where = extra.get("where") or {}
     _check_where(where, axes, f"{at}.where")
     if not any(_fits(cell, where) for cell in cells):
-        raise ExperimentError(f"{at}: there is no cell where {where}")
+        raise ExperimentError(f"{at}: no cell fits where: {where}; correct it")
     return extra, where
 
 
 def _published(tables: list[Config], axes: Mapping[str, Config], cells: list[Cell], path: str) -> dict[int, str]:
-    """What the paper says of a cell, by the cell's position among ``cells``."""
+    """Return the paper's numbers as text, by the cell's position in ``cells``."""
     texts: dict[int, str] = {}
     for number, table in enumerate(tables):
         at = f"{path}: matrix.published[{number}]"
@@ -142,7 +142,7 @@ def _published(tables: list[Config], axes: Mapping[str, Config], cells: list[Cel
         _check_where(columns, axes, f"{at}.columns")
         left = [axis for axis in axes if axis not in where and axis not in columns]
         if len(left) != 1 or len(columns) > 1:
-            raise ExperimentError(f"{at}: where and columns must leave one axis for the rows, they leave {left}")
+            raise ExperimentError(f"{at}: where and columns must leave one axis for the rows; they leave {left}")
         column_cells = [{axis: value} for axis, wanted in columns.items() for value in _values(wanted)] or [{}]
         for row, numbers in (table.get("rows") or {}).items():
             _check_where({left[0]: row}, axes, f"{at}.rows")
@@ -154,7 +154,9 @@ def _published(tables: list[Config], axes: Mapping[str, Config], cells: list[Cel
                     wanted = {**where, **column, left[0]: row}
                     found = [i for i, cell in enumerate(cells) if _fits(cell, wanted)]
                     if not found:
-                        raise ExperimentError(f"{at}: row '{row}' has a number for {wanted}, where there is no cell")
+                        raise ExperimentError(
+                            f"{at}: row '{row}' has a number for {wanted}, but no cell fits; use null"
+                        )
                     texts |= dict.fromkeys(found, _formatted(table.get("format"), entry, at))
     return texts
 
@@ -168,8 +170,11 @@ def _formatted(template: Any, entry: Any, at: str) -> str:
 
 
 def _filled(value: Any, cell: Cell, axes: Mapping[str, Config], path: str, within: tuple[str, ...] = ()) -> Any:
-    """Replace every ``<axis>`` and ``<axis.var>`` in the strings of ``value``, also in a var that holds such a text.
-    ``within``: the placeholders that are being replaced."""
+    """Replace every ``<axis>`` and ``<axis.var>`` in the strings of ``value``, also inside vars.
+
+    Args:
+        within: placeholders that are being replaced, to find circles.
+    """
     if isinstance(value, dict):
         return {key: _filled(item, cell, axes, path, within) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Command-line overrides, as Lightning CLI takes them: ``--model.kl_coef 0.01 --trainer.max_steps=20``.
+"""Applies command-line overrides in Lightning CLI's syntax: ``--model.kl_coef 0.01 --trainer.max_steps=20``.
 
-The simple ones (a dotted path to a leaf) are put into the composed configuration *before* interpolation, so that
-``${model.init_args.kl_coef}`` follows and the stage's key changes. What only the parser can do (``+=``, exchanging a
-class while keeping the arguments that fit, editing a list) is handed to it untouched and enters the key as text.
+Simple overrides (a dotted path to a leaf) change the composed configuration *before* interpolation, so that references
+such as ``${model.init_args.kl_coef}`` and the stage's key follow. Overrides that need the parser (``+=``, another class
+with the arguments that still fit, an edited list) are passed on and enter the key as text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from experiments.registry.files import Config, load_yaml, merge, parse_yaml
 STAGE_PREFIX = "stages"
 OVERRIDE_SECTIONS = [*(s for s in SECTIONS if s != "experiment"), "config"]
 CALLBACKS = "trainer.callbacks."
-NAMED = "trainer.strategy"  # takes a name (zero3) as well as a class, whose arguments then go with it
+NAMED = "trainer.strategy"  # a name (zero3) or a class; a name drops the arguments of the class
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Parsed ``ARGS``. ``own`` is for the experiment itself, except that ``--paths.NAME`` holds for all stages;
-    ``stages[NAME]`` is for a stage it depends on (``--stages.kd_tiny.trainer.max_steps 5``)."""
+    """Parsed ``ARGS``: ``own`` for the experiment itself (``--paths.NAME`` for all stages), ``stages[NAME]`` for a
+    stage that it depends on (``--stages.kd_tiny.trainer.max_steps 5``)."""
 
     own: tuple[tuple[str, str], ...] = ()
     stages: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
@@ -40,10 +40,10 @@ class Overrides:
 
 
 def parse(arguments: Sequence[str]) -> Overrides:
-    """Split ``--path value`` and ``--path=value``.
+    """Parse ``--path value`` and ``--path=value``.
 
     Raises:
-        ExperimentError: something that is not an option, an option without a value, an unknown first part.
+        ExperimentError: a word that is not an option, an option without a value, an unknown section.
     """
     own: list[tuple[str, str]] = []
     stages: dict[str, list[tuple[str, str]]] = {}
@@ -60,14 +60,14 @@ def parse(arguments: Sequence[str]) -> Overrides:
             value = rest.pop(0)
         head, _, tail = path.partition(".")
         if head == STAGE_PREFIX:
-            heads = "|".join(OVERRIDE_SECTIONS)  # names have dots, too: kd_qwen2.5_0.5b
+            heads = "|".join(OVERRIDE_SECTIONS)  # names contain dots: kd_qwen2.5_0.5b
             named = re.fullmatch(rf"(.+?)\.((?:{heads})(?:[.+].*)?)", tail)
             stage, inner = named.groups() if named else tail.partition(".")[::2]
             if not inner:
                 raise ExperimentError(f"override '--{path}': expected --stages.NAME.section.name VALUE")
             _check_head(inner)
             if inner == "paths.outputs":
-                raise ExperimentError(f"override '--{path}': the outputs lie in one folder, --paths.outputs")
+                raise ExperimentError(f"override '--{path}': all stages share one outputs folder; use --paths.outputs")
             stages.setdefault(stage, []).append((inner, value))
         else:
             _check_head(path)
@@ -83,10 +83,10 @@ def _check_head(path: str) -> None:
 
 
 def apply(config: Config, pairs: Sequence[tuple[str, str]]) -> tuple[Config, tuple[str, ...]]:
-    """Returns the configuration with the simple overrides in it, and the arguments left for the parser, in order."""
+    """Return the configuration with the simple overrides applied, and the arguments left for the parser, in order."""
     config = copy.deepcopy(config)
     for_parser: list[str] = []
-    touched: list[str] = []  # what the parser will have changed: later edits below it are the parser's, too
+    touched: list[str] = []  # changed by the parser, which must then apply later edits below it, too
     for path, value in pairs:
         if path == "config":
             extra = load_yaml(Path(value))
@@ -99,7 +99,7 @@ def apply(config: Config, pairs: Sequence[tuple[str, str]]) -> tuple[Config, tup
 
 
 def _put(config: Config, path: str, text: str) -> bool:
-    """Set a leaf in place; False when this is not a simple override."""
+    """Set a leaf in place; return False for an override that needs the parser."""
     if path.endswith("+"):
         return False
     *parents, leaf = path.split(".")
@@ -109,7 +109,7 @@ def _put(config: Config, path: str, text: str) -> bool:
         if not isinstance(node, dict):
             return False
     if leaf == "class_path" and "class_path" in node:
-        if path.startswith(CALLBACKS):  # of a mapping by name, which the parser sees as a list
+        if path.startswith(CALLBACKS):  # a mapping by name; the parser sees a list
             node |= {"class_path": text, "init_args": {}}
             return True
         return False
@@ -132,7 +132,7 @@ def _step(config: Config, node: Config, part: str) -> Any:
 
 
 def _follow(config: Config, value: Any) -> Any:
-    """The mapping that a bare reference such as ``${values.rollouts}`` stands for; any other value as it is."""
+    """Follow a bare reference such as ``${values.rollouts}`` to its mapping; return other values unchanged."""
     match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
     if not match:
         return value
@@ -143,7 +143,7 @@ def _follow(config: Config, value: Any) -> Any:
 
 
 def _read_value(text: str, old: Any) -> Any:
-    """YAML as OmegaConf reads it (``1e-3`` is a number); text stays text where text stood before."""
+    """Parse YAML as OmegaConf does (``1e-3`` is a number), but keep text where the old value is text."""
     if isinstance(old, str) and not old.startswith("${") and text.lower() not in ("null", "none"):
         return text
     if "${" in text or not text:

@@ -1,4 +1,4 @@
-"""Paths of the project: its root, the folders of experiment files, the outputs."""
+"""Paths of the project: root, folders of experiment files, outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """``experiment_dirs`` are searched in order; the first file with a name wins."""
+    """The project's folders. ``experiment_dirs`` are searched in order; the first file with a name wins."""
 
     root: Path = ROOT
     experiment_dirs: tuple[Path, ...] = (ROOT / "experiments" / "configs",)
@@ -19,12 +19,12 @@ class Project:
 
     @classmethod
     def from_environment(cls) -> Project:
-        """``COMPACT_AGENTS_OUTPUTS`` moves the outputs (a larger disk); ``COMPACT_AGENTS_EXPERIMENTS`` (folders
-        separated by ':') adds experiment files kept outside the repository."""
+        """Read ``COMPACT_AGENTS_OUTPUTS``, another folder for outputs, and ``COMPACT_AGENTS_EXPERIMENTS``, further
+        folders of experiment files, separated by ':'."""
         outputs = Path(os.environ.get("COMPACT_AGENTS_OUTPUTS", ROOT / "outputs"))
         extra = [Path(p).resolve() for p in os.environ.get("COMPACT_AGENTS_EXPERIMENTS", "").split(":") if p]
         return cls(experiment_dirs=(*extra, ROOT / "experiments" / "configs"), outputs=outputs.absolute())
 
     def relative(self, path: Path) -> str:
-        """``path`` as a user in the project's root would type it."""
+        """Return ``path`` as a user in the project's root would type it."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)

@@ -180,7 +180,7 @@ def test_an_experiment_whose_test_samples_is_tested_once_and_compared_by_its_own
 
 
 @pytest.mark.parametrize(("about", "message"), [
-    ("score: averages", "experiment.score: no score 'averages'; there are: em, average, success"),
+    ("score: averages", "experiment.score: unknown score 'averages'; expected one of em, average, success"),
     ("sampled: greedy", "experiment.sampled must be true or false, found 'greedy'"),
 ])  # fmt: skip
 def test_wrong_scores_are_refused_when_the_file_is_read(workshop, about, message):

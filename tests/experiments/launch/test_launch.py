@@ -330,7 +330,7 @@ def test_ranks_of_several_nodes_that_nobody_can_count_are_refused(devices):
 
 @pytest.mark.slow
 def test_strategies_devices_and_shares_that_cannot_be_are_refused():
-    with pytest.raises(ExperimentError, match="there is no trainer.strategy 'zero4'; did you mean 'zero3'?"):
+    with pytest.raises(ExperimentError, match="unknown trainer.strategy 'zero4'; did you mean 'zero3'?"):
         check_strategy("zero4", "here")
     [note] = missing_devices({"trainer": {"accelerator": "cuda", "devices": 64}}, "here")
     assert "CUDA devices that torch can use" in note
@@ -342,7 +342,7 @@ def test_strategies_devices_and_shares_that_cannot_be_are_refused():
 @pytest.mark.parametrize("devices", ["2,3", [1], [1, 0]])
 def test_gpus_chosen_by_number_are_refused(devices):
     """The trainer would be on other GPUs than the engines, which go by the ranks' numbers."""
-    with pytest.raises(ExperimentError, match="choose by the environment instead: CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(ExperimentError, match="use the environment instead: CUDA_VISIBLE_DEVICES="):
         check_indices({"trainer": {"accelerator": "cuda", "devices": devices}}, "here")
     for fine in (8, "8", "auto", [0, 1], "0,1"):
         check_indices({"trainer": {"accelerator": "cuda", "devices": fine}}, "here")

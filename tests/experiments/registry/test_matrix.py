@@ -113,14 +113,14 @@ def test_a_cell_can_be_inherited_by_its_name(table, workshop):
         (
             "where: {method: dgpo, model: [large]}",
             "where: {method: dgpo_ablation, model: small}",
-            "there is no cell where",
+            "no cell fits where",
         ),
         ("vars: {what: rewards}", "vars: {what: <method.what>}", "<method.what> is defined by itself"),
         ("name: <method>_<model>", "name: <method>", "gives two cells the name 'ppo'"),
         ("name: <method>_<model>", "name: <method> <model>", "'ppo small' cannot be a name"),
         ("rows: {dgpo: [24.2, null]}", "rows: {dgpo: [24.2]}", "row 'dgpo' has .24.2., expected 2 numbers"),
         ("rows: {dgpo: [24.2, null]}", "rows: {dpgo: [1, 2]}", "unknown method 'dpgo'; did you mean 'dgpo'"),
-        ("rows: {dgpo: [24.2, null]}", "rows: {dgpo_ablation: [1, 2]}", "has a number for .*, where there is no cell"),
+        ("rows: {dgpo: [24.2, null]}", "rows: {dgpo_ablation: [1, 2]}", "has a number for .*, but no cell fits"),
         ("rows: {dgpo: [24.2, null]}", "rows: {dgpo: [many, 2]}", "'many' does not fit into format"),
         ("columns: {model: [small, large]}", "columns: {}", "must leave one axis for the rows"),
         ("task: {class_path", "taks: {class_path", "unknown key 'taks'; did you mean 'task'"),
@@ -139,5 +139,5 @@ def test_one_name_is_one_experiment(workshop):
     workshop.task("x")
     (workshop.files / "more").mkdir()
     workshop.write("more/x", "{}")
-    with pytest.raises(ExperimentError, match="/x.yaml: there is an experiment 'x' in .*/x.yaml already"):
+    with pytest.raises(ExperimentError, match="/x.yaml: experiment 'x' is defined in .*/x.yaml already"):
         names(workshop.project)

@@ -104,7 +104,7 @@ def test_overrides_for_other_stages():
         (["--model.kl_coef"], "needs a value"),
         (["--model.kl_coef", "--trainer.max_steps", "1"], "'--model.kl_coef' needs a value"),
         (["--stages.kd_tiny", "1"], "expected --stages.NAME.section.name VALUE"),
-        (["--stages.kd_tiny.paths.outputs", "x"], "the outputs lie in one folder, --paths.outputs"),
+        (["--stages.kd_tiny.paths.outputs", "x"], "all stages share one outputs folder; use --paths.outputs"),
         (["--config", "/no/such.yaml"], "no configuration file /no/such.yaml"),
     ],
 )

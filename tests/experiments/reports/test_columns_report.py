@@ -88,10 +88,10 @@ def table_of(text, heading):
 def test_unknown_columns_are_refused_with_the_known_ones():
     assert tuple(columns_of(None)) == DEFAULT
     assert [c.title for c in columns_of(["calls/python", "em"]).values()] == ["calls/python", "EM"]
-    with pytest.raises(ValueError, match="no column 'emm'; there are: em, f1, .*train_tool_calls.*calls/<...>"):
+    with pytest.raises(ValueError, match="unknown column 'emm'; expected some of em, f1, .*train_tool_calls.*calls/<...>"):
         columns_of(["em", "emm"])
     for wrong in ("calls/", 3):
-        with pytest.raises(ValueError, match="no column"):
+        with pytest.raises(ValueError, match="unknown column"):
             columns_of([wrong])
     assert set(COLUMNS) < set(known_columns())
 
@@ -108,7 +108,7 @@ def test_closing_table_shows_what_was_chosen(stages):
     arpo, grpo = (next(line for line in text.splitlines() if name in line) for name in ("ARPO", "GRPO"))
     assert "750.0 [" in arpo and "250.0 [" in grpo  # 15 of 20 with one call each; 10 of 20 with two
     assert " 6 " not in arpo and "6.000" in arpo and "4.000" in grpo, "calls of the whole training"
-    with pytest.raises(ValueError, match="no column 'nothing'"):
+    with pytest.raises(ValueError, match="unknown column 'nothing'"):
         closing_table([("ARPO", stages / "arpo" / "key0")], ["nothing"])
 
 
@@ -338,5 +338,5 @@ def test_stages_without_the_score_are_not_measured(stages, tmp_path):
 def test_unknown_scores_are_refused():
     assert score_of(None) is SCORES["em"] and {s.column for s in SCORES.values()} < set(COLUMNS)
     for wrong in ("acc", 3, ["em"]):
-        with pytest.raises(ValueError, match="no score .*; there are: em, average"):
+        with pytest.raises(ValueError, match="unknown score .*; expected one of em, average"):
             score_of(wrong)
