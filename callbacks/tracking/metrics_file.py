@@ -1,7 +1,6 @@
-"""``metrics.jsonl`` of a run: every logged value, a line per call, on the disk before MLflow has it. Without torch and
-MLflow.
+"""``metrics.jsonl`` of a run: every logged value, on the disk before MLflow has it. Imports neither torch nor MLflow.
 
-A line is ``{"step": 3, "ms": 1764126000000, "metrics": {"train/loss": 0.5}}``; a value that is not finite is text, as
+A line is ``{"step": 3, "ms": 1764126000000, "metrics": {"train/loss": 0.5}}``. A value that is not finite is text, as
 "nan".
 """
 
@@ -32,12 +31,12 @@ class Row:
 
 
 class MetricsFile:
-    """Appends to the file of this process's run, and reads it while it grows.
+    """The file of this process's run, to append to and to read while it grows.
 
-    A value that was the last of its name at the same step is not written again. A line that a kill has torn is cut off.
+    Skips a value that its name already has at the same step. Cuts off a line that a kill has torn.
 
     Args:
-        path: None: a temporary file, deleted when the process ends.
+        path: None: a temporary file.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -45,15 +44,13 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab+", buffering=0) if path is not None else tempfile.TemporaryFile(buffering=0)
         self._last: dict[str, tuple[int, Any]] = {}
-        self.rewind(self.size)
+        self.rewind(self._size())
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
+    def _size(self) -> int:
         return os.fstat(self._file.fileno()).st_size
 
     def append(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of a call; text values are left out."""
+        """Write the metrics of one call, without text values."""
         values = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, str)}
         values = {name: value for name, value in values.items() if self._last.get(name) != (step, value)}
         if values:
@@ -65,31 +62,32 @@ class MetricsFile:
                 rest = rest[self._file.write(rest) :]
 
     def sync(self) -> int:
-        """Everything so far is on the disk; returns the size."""
+        """Write the file through to the disk and return its size in bytes."""
         os.fsync(self._file.fileno())
-        return self.size
+        return self._size()
 
     def rewind(self, size: int) -> None:
-        """Forget what was logged after the file had ``size`` bytes, which ``sync`` has returned."""
+        """Forget what was logged after ``sync`` returned ``size``."""
         rows, end = self.read(0, size)
         self._file.truncate(end)
         self._file.seek(end)
         self._last = {name: (row.step, _plain(value)) for row in rows for name, value in row.metrics.items()}
 
     def read(self, start: int, stop: int | None = None) -> tuple[list[Row], int]:
-        """The whole lines from byte ``start`` on, before ``stop``, and where the last of them ends."""
-        content = os.pread(self._file.fileno(), max(0, (self.size if stop is None else stop) - start), start)
-        whole = content[: content.rfind(b"\n") + 1]
-        return _rows(whole, str(self._file.name)), start + len(whole)
+        """Return the whole lines between bytes ``start`` and ``stop``, and the end of the last line."""
+        content = os.pread(self._file.fileno(), max(0, (self._size() if stop is None else stop) - start), start)
+        rows, length = _rows(content, str(self._file.name))
+        return rows, start + length
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """All rows of a file that this process does not write to. Raises FileNotFoundError."""
-    content = path.read_bytes()
-    return _rows(content[: content.rfind(b"\n") + 1], str(path))
+    """Read a file that this process does not write to. Raises FileNotFoundError."""
+    return _rows(path.read_bytes(), str(path))[0]
 
 
-def _rows(content: bytes, name: str) -> list[Row]:
+def _rows(content: bytes, name: str) -> tuple[list[Row], int]:
+    """Parse whole lines, and return their length too."""
+    content = content[: content.rfind(b"\n") + 1]
     rows = []
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -98,7 +96,7 @@ def _rows(content: bytes, name: str) -> list[Row]:
             rows.append(Row(int(found["step"]), int(found["ms"]), values))
         except (ValueError, TypeError, KeyError, AttributeError):
             logger.warning("%s: line %d holds no metrics (%.60r) and is left out", name, number, line)
-    return rows
+    return rows, len(content)
 
 
 def _plain(value: Any) -> float | str:

@@ -1,4 +1,4 @@
-"""Writes a run's metrics to a file, then uploads them to MLflow from a background thread. A resumed run goes on."""
+"""Writes a run's metrics to a file, then uploads them to MLflow from a background thread."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 import logging
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import yaml
@@ -24,126 +27,87 @@ from common.errors import one_line
 from common.make_command import same_run
 
 log = logging.getLogger(__name__)
-MODULE = "model."  # begins the names of the module's parameters
+MODULE = "model."  # prefix of the module's parameters
 STOPPING = (KeyboardInterrupt, SystemExit, RunStopped)  # Lightning's SIGTERMException is a SystemExit
 STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
-PATIENCE_S = 120  # at most, to wait for a store that neither takes nor refuses
-RETRY_S, RETRY_MOST_S = 10, 300  # between attempts, doubled each time
+PATIENCE_S = 120  # longest wait for a store that neither takes nor refuses
+RETRY_S = 30  # shortest time from a failed attempt to the next one
 
 
 def is_rank_zero() -> bool:
-    """Lightning keeps the process's rank in an attribute of this decorator."""
+    """Whether this is rank 0. Lightning keeps the rank in an attribute of this decorator."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
-class Sender:
-    """Uploads a run's metrics file and the jobs put to it to MLflow, in a background thread. A failed upload is
-    repeated later; the first failure logs one warning.
+class Uploader:
+    """Runs jobs on an MLflow run in order, in a background thread.
+
+    A job that fails stays first in line until a later job or ``flush`` starts another attempt. The first failure logs
+    one warning; the training goes on.
 
     Args:
-        run: used by this sender alone until it is open.
-        metrics: is read from its beginning; the store's own points are not sent again.
-        kept: ends the warning: what is lost, or is not.
+        kept: last sentence of the warning: whether anything is lost.
     """
 
-    def __init__(self, run: MLflowRun, metrics: MetricsFile, kept: str) -> None:
-        self.run, self._metrics, self._kept = run, metrics, kept
+    def __init__(self, run: MLflowRun, kept: str) -> None:
+        self._run, self._kept = run, kept
         self._jobs: deque[Callable[[MLflowRun], Any]] = deque()
-        self._sent = 0  # bytes of the file
-        self._reads = False  # not before the first metric: until then a resumed run may rewind the file
-        self._turn = threading.Condition()
-        self._asked = self._answered = 0
-        self._urgent = self.failing = self._told = self._works = False
+        self._asked: SimpleQueue[threading.Event | None] = SimpleQueue()
+        self._retry_at, self._warned = 0.0, False
+        threading.Thread(target=self._work, name="mlflow", daemon=True).start()
 
     def put(self, job: Callable[[MLflowRun], Any]) -> None:
-        """Jobs are done in order, each after the metrics that there are then."""
         self._jobs.append(job)
-        self._ask()
+        self._asked.put(None)
 
-    def send(self) -> None:
-        """There is more in the file."""
-        self._reads = True
-        self._ask()
-
-    def flush(self) -> bool:
-        """Wait until all that was put so far is done, or an attempt has failed, or time is up. Whether it is done."""
-        number = self._ask(urgent=True)
-        with self._turn:
-            done = self._turn.wait_for(lambda: self._answered >= number, PATIENCE_S)
-        if not done:
-            self.warn(TimeoutError(f"no answer within {PATIENCE_S} s"))
-        return done and not self.failing
-
-    def warn(self, error: BaseException) -> None:
-        """One line, once."""
-        if not self._told:
-            self._told = True
-            reason = one_line(error)[:200]
-            log.warning("MLflow (%s) does not take this run: %s: %s. %s", self.run.uri, type(error).__name__, reason,
-                        self._kept)  # fmt: skip
-
-    def _ask(self, urgent: bool = False) -> int:
-        with self._turn:
-            self._asked += 1
-            self._urgent |= urgent
-            if not self._works:
-                self._works = True
-                threading.Thread(target=self._work, name="mlflow", daemon=True).start()
-            self._turn.notify_all()
-            return self._asked
+    def flush(self) -> None:
+        """Wait until all jobs are done, or an attempt has failed, or ``PATIENCE_S`` is over."""
+        done = threading.Event()
+        self._asked.put(done)
+        if not done.wait(PATIENCE_S):
+            self._warn(TimeoutError(f"no answer within {PATIENCE_S} s"))
 
     def _work(self) -> None:
-        """Until there is nothing to do."""
-        wait = RETRY_S
         while True:
-            with self._turn:
-                if self._answered == self._asked and not self.failing:
-                    self._works = False
-                    return
-                new = self._turn.wait_for(
-                    lambda: self._urgent or (self._asked > self._answered and not self.failing),
-                    timeout=wait if self.failing else None,
-                )
-                number, self._urgent = self._asked, False
-            try:
-                self._attempt()
-                self.failing, wait = False, RETRY_S
-            except Exception as error:  # a store that is broken costs the run nothing
-                self.warn(error)
-                wait = wait if new else min(2 * wait, RETRY_MOST_S)
-                self.failing = True
-            with self._turn:
-                self._answered = number
-                self._turn.notify_all()
+            flushed = self._asked.get()
+            if flushed is not None or time.monotonic() >= self._retry_at:
+                try:
+                    self._run_jobs()
+                except Exception as error:  # a broken store must not stop the training
+                    self._warn(error)
+                    self._retry_at = time.monotonic() + RETRY_S
+            if flushed is not None:
+                flushed.set()
 
-    def _attempt(self) -> None:
-        self.run.open()
-        if self._reads:
-            rows, end = self._metrics.read(self._sent)
-            self.run.send(rows)
-            self._sent = end
+    def _run_jobs(self) -> None:
+        self._run.open()
         while self._jobs:
             try:
-                self._jobs[0](self.run)
+                self._jobs[0](self._run)
             except Exception as error:
                 if not is_refusal(error):
                     raise
-                self.warn(error)
+                self._warn(error)
             self._jobs.popleft()
+
+    def _warn(self, error: BaseException) -> None:
+        if not self._warned:
+            self._warned = True
+            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+            log.warning("MLflow (%s) does not take this run: %s. %s", self._run.uri, reason, self._kept)
 
 
 class MLflowLogger(Logger):
-    """Logs a run of Lightning's into ``<save_dir>/metrics.jsonl``, and into MLflow.
+    """Logs a Lightning run to ``<save_dir>/metrics.jsonl``, and to MLflow.
 
-    - The file comes first: a kill, or an MLflow store that is broken, locked or read-only, loses no metric and does not
-      stop the run; ``make metrics`` brings it into a store later.
-    - ``IterationCheckpoint`` keeps with each checkpoint how far the file had come, and on resume cuts off what is
-      later: it holds each iteration once.
-    - All that MLflow does, but for traces, is done in a thread (``Sender``): SQLite takes 20 ms and more a write.
-    - The run id is kept in ``<save_dir>/mlflow_run_id``. A later process with the same ``save_dir`` continues that run,
-      and sends it what it lacks. Starting afresh means an empty folder.
+    - The file comes first. A kill, or an MLflow store that is broken, locked or read-only, loses no metric and does not
+      stop the run. ``make metrics`` sends later what the store lacks.
+    - ``IterationCheckpoint`` stores the length of the file with each checkpoint. On resume it cuts off what follows, so
+      that the file has each iteration once.
+    - The run id is in ``<save_dir>/mlflow_run_id``. A later process with the same ``save_dir`` continues that run.
 
-    mlflow itself (2 s) is imported on construction, not with this module.
+    Lightning's MLFlowLogger opens the store in its constructor, waits for the store at every call, and raises when the
+    store fails.
 
     Args:
         experiment_name: MLflow experiment, the same for all stages to be compared in the UI.
@@ -168,23 +132,29 @@ class MLflowLogger(Logger):
         self._name, self._run_name = experiment_name, run_name or (self._folder.name if self._folder else "run")
         self._run = MLflowRun(experiment_name, self._run_name, tracking_uri, self._folder, artifact_location, tags)
         self._configured: set[str] = set()  # arguments that the configuration gives, as "model.lr"
-        self._opened: tuple[MetricsFile, Sender] | None = None
+        self._uploaded = 0  # bytes of the file
         if is_rank_zero():
-            import mlflow  # noqa: F401  here, so that the thread need not
+            import mlflow  # noqa: F401  # 2 s, which the thread would take from the training
 
-    def _start(self) -> tuple[MetricsFile, Sender]:
-        """At the first use, of rank 0 alone: there are loggers that log nothing."""
-        if self._opened is None:
-            path = self._folder / METRICS_FILE if self._folder is not None else None
-            kept = f"Metrics are kept in {path}; {same_run('metrics')} sends them" if path else "Its metrics are lost"
-            metrics = MetricsFile(path)
-            self._opened = metrics, Sender(self._run, metrics, kept)
-            self._opened[1].put(
-                lambda run: run.open().update_run(run.run_id, status="RUNNING")
-            )  # no longer FAILED, ...
-        return self._opened
+    @cached_property
+    def _file(self) -> MetricsFile:
+        """Opened on the first use, by rank 0 alone."""
+        return MetricsFile(self._folder / METRICS_FILE if self._folder is not None else None)
 
-    # --- what Lightning asks for ------------------------------------------------------------------------------
+    @cached_property
+    def _uploader(self) -> Uploader:
+        path = self._folder and self._folder / METRICS_FILE
+        kept = f"Metrics are kept in {path}; {same_run('metrics')} sends them" if path else "Its metrics are lost"
+        uploader = Uploader(self._run, kept)
+        uploader.put(lambda run: run.open().update_run(run.run_id, status="RUNNING"))  # a continued run was FAILED, ...
+        return uploader
+
+    def _upload_metrics(self, run: MLflowRun) -> None:
+        rows, end = self._file.read(self._uploaded)
+        run.log_metrics(rows)
+        self._uploaded = end
+
+    # --- Lightning's interface --------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -201,84 +171,65 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        file, sender = self._start()
-        file.append(metrics, step or 0)
-        sender.send()
+        self._file.append(metrics, step or 0)
+        self._uploader.put(self._upload_metrics)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | argparse.Namespace) -> None:
-        """Log parameters; a continued run keeps those it was started with."""
+        """Log the module's parameters. A continued run keeps those it was started with."""
         found = _flatten_dict(_convert_params(params))
-        if self._configured:  # these are of the module: what the configuration leaves at its default
+        if self._configured:  # the configuration is logged; add what it leaves at its default
             named = {f"{MODULE}{key}": value for key, value in found.items()}
             found = {name: value for name, value in named.items() if name not in self._configured}
-        self._start()[1].put(lambda run: run.log_parameters(found))
+        self._uploader.put(lambda run: run.log_parameters(found))
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """End the run. Lightning calls this with "failed" while it handles an exception: one that means that somebody
-        stopped the run (Ctrl-C, SIGTERM, a request) makes it KILLED."""
-        if self._opened is None:
+        """End the run. Lightning passes "failed" for any exception; after Ctrl-C, SIGTERM or a stop request the run is
+        KILLED."""
+        if "_uploader" not in self.__dict__:  # nothing was logged
             return
         status = "KILLED" if isinstance(sys.exception(), STOPPING) else STATUS.get(status, status)
-        self._opened[1].put(_flush_traces)
-        self._opened[1].put(lambda run: run.open().set_terminated(run.run_id, status))
+        self._uploader.put(lambda run: run.open().set_terminated(run.run_id, status))
         self.flush()
 
-    # --- what the project logs beside -------------------------------------------------------------------------
+    # --- the project's own ------------------------------------------------------------------------------------
 
     @rank_zero_only
     def log_config(self, yaml_text: str) -> None:
         """Log the resolved configuration (``MLflowRun.log_config``)."""
-        self._start()[1].put(lambda run: run.log_config(yaml_text))
+        self._uploader.put(lambda run: run.log_config(yaml_text))
         self._configured = {".".join(name.split(".")[:2]) for name in parameters(yaml.safe_load(yaml_text))}
 
     @rank_zero_only
     def log_datasets(self, datasets: Iterable[Any]) -> None:
         """Log the data sets (``mlflow.entities.DatasetInput``) that the run reads, once per run."""
-        self._start()[1].put(lambda run: run.log_datasets(datasets))
+        self._uploader.put(lambda run: run.log_datasets(datasets))
 
     @rank_zero_only
     def log_file(self, path: Path, artifact_folder: str) -> None:
         """Copy a file into the run's artifacts."""
-        self._start()[1].put(lambda run: run.open().log_artifact(run.run_id, str(path), artifact_folder))
-
-    @rank_zero_only
-    def trace(self, write: Callable[[MLflowRun], None]) -> None:
-        """Write traces, with the run open, in this thread, which owns Python's generator that they draw from. While the
-        store takes nothing, the traces are dropped."""
-        sender = self._start()[1]
-        if sender.failing or (self._run.client is None and not sender.flush()):
-            return
-        try:
-            write(self._run)
-        except Exception as error:  # as in the thread
-            sender.warn(error)
-
-    # --- for checkpoints --------------------------------------------------------------------------------------
+        self._uploader.put(lambda run: run.open().log_artifact(run.run_id, str(path), artifact_folder))
 
     def sync(self) -> int:
-        """Put on the disk what was logged; returns how far the file has come, in bytes (0 on other ranks than 0)."""
-        return self._start()[0].sync() if is_rank_zero() else 0
+        """Write what was logged to the disk. Returns the length of the file in bytes, on other ranks than 0 zero."""
+        return self._file.sync() if is_rank_zero() else 0
 
     @rank_zero_only
     def rewind(self, position: int) -> None:
-        """Forget what was logged after ``sync`` returned this."""
-        self._start()[0].rewind(position)
-
-    # --- the store --------------------------------------------------------------------------------------------
+        """Forget what was logged after ``sync`` returned ``position``."""
+        self._file.rewind(position)
 
     @rank_zero_only
     def flush(self) -> None:
-        """Wait until everything logged so far is in the store, or it does not take it."""
-        if self._opened is not None:
-            self._opened[1].flush()
+        """Wait until the store has everything logged so far, or does not take it."""
+        self._uploader.flush()
 
     @property
     def experiment(self) -> Any:  # jsonargparse would import mlflow (1 s) if its class were named here
-        """The MlflowClient, with the run made; None on other ranks than 0, and while the store takes nothing."""
+        """The MlflowClient. None on other ranks than 0, and while the store takes nothing."""
         if is_rank_zero() and self._run.client is None:
-            self._start()[1].flush()
+            self.flush()
         return self._run.client
 
     @property
@@ -286,14 +237,3 @@ class MLflowLogger(Logger):
         """The run's id in MLflow; "" until the run exists."""
         _ = self.experiment
         return self._run.run_id
-
-    @property
-    def experiment_id(self) -> str:
-        _ = self.experiment
-        return self._run.experiment_id
-
-
-def _flush_traces(run: MLflowRun) -> None:
-    import mlflow
-
-    mlflow.flush_trace_async_logging()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.ranks import gather_lists
 from callbacks.tracking.mlflow_logger import MLflowLogger
-from callbacks.tracking.mlflow_run import MLflowRun
-from callbacks.tracking.traces import TraceWriter
 from callbacks.tracking.trajectory_page import PageItem, render_page
 from callbacks.trainer import policy_source, stage_dir
 from common.files import write_atomically
@@ -54,8 +52,7 @@ def heading(kind: str, trajectory: Trajectory) -> str:
 
 class TrajectoryLog(EvaluationHooks):
     """Writes ``trajectories/<split>-<step>.html`` in the stage folder after each validation and test, and
-    ``trajectories/train-<iteration>.html`` every ``train_every`` iterations; MLflow gets a copy as artifact and a
-    trace of each trajectory.
+    ``trajectories/train-<iteration>.html`` every ``train_every`` iterations; MLflow gets a copy as artifact.
 
     Training pages show per-token metrics (advantage, reward, kl, ...) from the module's ``last_annotated``, a list of
     (trajectory, {name: one value per response token}); a module without that attribute (supervised learning)
@@ -68,8 +65,6 @@ class TrajectoryLog(EvaluationHooks):
     """
 
     def __init__(self, count: PositiveInt = 5, train_every: NonNegativeInt = 20, tokenizer: str | None = None) -> None:
-        if count < 1 or train_every < 0:
-            raise ValueError(f"TrajectoryLog(count={count}, train_every={train_every}): expected >= 1 and >= 0")
         self.count = count
         self.train_every = train_every
         self.tokenizer = tokenizer
@@ -114,11 +109,4 @@ class TrajectoryLog(EvaluationHooks):
         for logger in trainer.loggers:
             if isinstance(logger, MLflowLogger):
                 logger.log_file(path, "trajectories")
-                logger.trace(partial(_write_traces, name=name, chosen=chosen, tokenizer=tokenizer))
         return path
-
-
-def _write_traces(run: MLflowRun, *, name: str, chosen: Iterable[tuple[str, Annotated]], tokenizer: Any) -> None:
-    traces = TraceWriter(run.open(), run.experiment_id, run.run_id, tokenizer)
-    for kind, (trajectory, _) in chosen:
-        traces.write(f"{name} {kind}", trajectory, {"page": name, "kind": kind})

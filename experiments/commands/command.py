@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from experiments.launch.process import handling
+from experiments.launch.stage_process import handling
 from experiments.registry import overrides as cli_overrides
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext, StageFailed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 
@@ -17,7 +16,6 @@ from callbacks.evaluation.evaluation import Evaluation
 from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
 from callbacks.tracking.mlflow_logger import MLflowLogger
 from callbacks.tracking.run_info import default_tracking_uri
-from callbacks.tracking.traces import TraceWriter
 from callbacks.tracking.trajectory_log import TrajectoryLog
 from callbacks.training.stop_request import StopRequested
 from experiments.reports.compare import (
@@ -28,8 +26,6 @@ from experiments.reports.compare import (
     runs_frame,
 )
 from experiments.reports.report import closing_table, read_evaluation, write_results
-from rollout.tokenizer import load_tokenizer
-from rollout.trajectory import CallOutcome
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
 
 METHODS = {"kd": [0.0] * 30 + [1.0] * 10, "dgpo": [0.0] * 10 + [1.0] * 30}
@@ -97,44 +93,6 @@ def test_run_has_params_metrics_by_step_and_artifacts(outputs):
     assert location.startswith((outputs / "mlartifacts" / "tests").as_uri())
 
 
-def test_shown_trajectories_are_traces(outputs):
-    client = client_of(outputs)
-    experiment = client.get_experiment_by_name("tests").experiment_id
-    run_id = (outputs / "dgpo" / "key0" / "mlflow_run_id").read_text().strip()
-    found = client.search_traces(locations=[experiment], run_id=run_id, include_spans=True)
-    assert sorted((t.info.tags["page"], t.info.tags["kind"]) for t in found) == [
-        ("test-000004", "best"), ("test-000004", "best"), ("test-000004", "worst"), ("test-000004", "worst"),
-    ]  # fmt: skip
-    filtered = client.search_traces(locations=[experiment], run_id=run_id, filter_string="tags.kind = 'best'")
-    assert len(filtered) == 2
-    best = next(t for t in found if t.info.trace_id == filtered[0].info.trace_id)
-    root, *spans = sorted(best.data.spans, key=lambda span: span.start_time_ns)
-    assert [(s.name, s.span_type) for s in spans] == [("turn 1", "LLM"), ("search", "TOOL"), ("turn 2", "LLM")]
-    assert root.inputs["gold"] == ["Grey Harbor"] and root.outputs == {"answer": "grey harbor"}
-    assert all(span.parent_id == root.span_id for span in spans)
-    first, search, second = spans
-    assert first.inputs.keys() == {"prompt"} and second.inputs.keys() == {"observation"} and first.outputs["text"]
-    assert search.inputs == {"query": "q"} and search.outputs == {"text": "shown"}
-    assert (search.end_time_ns - search.start_time_ns) / 1e9 == pytest.approx(0.0125)
-    assert (root.end_time_ns - root.start_time_ns) / 1e9 == pytest.approx(0.5, abs=1e-3)
-    usage = {"input_tokens": 8 + 15, "output_tokens": 8, "total_tokens": 31}  # a prompt of 8, turns of 4, 3 observed
-    assert best.info.token_usage == usage
-
-
-def test_a_trace_has_a_span_for_the_reward_and_marks_failed_calls(outputs, model_dir):
-    logger = MLflowLogger("traces", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
-    writer = TraceWriter(logger.experiment, logger.experiment_id, logger.run_id, load_tokenizer(str(model_dir)))
-    calls = (make_call(0, "q", (), CallOutcome.ERROR),)
-    before = random.getstate()
-    writer.write("train-000020 best", make_trajectory(calls=calls, reward=0.5), {"kind": "best"})
-    assert random.getstate() == before, "the training's generator"
-    logger.finalize()
-    [trace] = client_of(outputs).search_traces(locations=[logger.experiment_id], filter_string="tags.reward = '0.5'")
-    spans = {span.name: span for span in trace.data.spans}
-    assert spans["reward"].outputs == {"total": 0.5, "em": 0.5} and spans["reward"].span_type == "EVALUATOR"
-    assert spans["search"].status.status_code.name == "ERROR" and spans["turn 1"].status.status_code.name == "OK"
-
-
 def test_resume_continues_the_run_and_repeated_steps_count_once(outputs, tmp_path):
     options = {"tracking_uri": f"sqlite:///{outputs}/mlflow.db", "save_dir": str(tmp_path)}
     first = MLflowLogger("resumes", "run", **options)
@@ -187,13 +145,17 @@ def test_a_stopped_run_is_killed_and_a_broken_one_failed(outputs, trainer_for, m
     assert client_of(outputs).get_run(logger.run_id).info.status == status
 
 
+def experiment_of(logger):
+    return logger.experiment.get_run(logger.run_id).info.experiment_id
+
+
 def test_an_experiment_opens_with_its_runs_unless_the_user_chose_otherwise(outputs):
     options = {"tracking_uri": f"sqlite:///{outputs}/mlflow.db"}
     logger = MLflowLogger("tiny", "a", **options)
-    client, experiment = logger.experiment, logger.experiment_id
+    client, experiment = logger.experiment, experiment_of(logger)
     assert client.get_experiment(experiment).tags["mlflow.experimentKind"] == "custom_model_development"
     client.set_experiment_tag(experiment, "mlflow.experimentKind", "genai_development")
-    assert MLflowLogger("tiny", "b", **options).experiment_id == experiment
+    assert experiment_of(MLflowLogger("tiny", "b", **options)) == experiment
     assert client.get_experiment(experiment).tags["mlflow.experimentKind"] == "genai_development"
 
 

@@ -118,7 +118,7 @@ def data_set(name):
     return DatasetInput(Dataset(name, "digest", "local", "{}"), [InputTag("mlflow.data.context", "training")])
 
 
-@pytest.mark.parametrize("family", ["../家 a#b?c%d", "x" * 600])
+@pytest.mark.parametrize("family", ["../家 a#b?c%d", "x" * 300])
 def test_any_experiment_name_has_runs_and_artifacts(uri, tmp_path, family):
     (tmp_path / "page.html").write_text("page")
     logger = MLflowLogger(family, f"{family}-seed0", uri)
@@ -130,5 +130,5 @@ def test_any_experiment_name_has_runs_and_artifacts(uri, tmp_path, family):
     assert run.info.status == "FINISHED" and run.data.metrics == {"x": 1.0}
     assert [a.path for a in client.list_artifacts(logger.run_id, "trajectories")] == ["trajectories/page.html"]
     assert run.info.artifact_uri.startswith(f"file://{Path(uri.removeprefix(SQLITE)).parent}/mlartifacts/")
-    stored = client.get_experiment(logger.experiment_id).name
-    assert stored == family or len(stored) == 500
+    stored = client.get_experiment(run.info.experiment_id).name
+    assert stored == family

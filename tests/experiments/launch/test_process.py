@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.launch import process
+from experiments.launch import stage_process
 from experiments.registry.project import ROOT
 from tests.processes import gone_within
 
@@ -32,7 +32,7 @@ PARENT = """
 import os, sys
 from pathlib import Path
 from experiments.launch import fork_server
-from experiments.launch.process import run_child
+from experiments.launch.stage_process import run_child
 from experiments.stages.stage import PARENT_VARIABLE
 if __name__ == "__main__":
     fork_server.LIBRARIES = ()
@@ -101,11 +101,11 @@ def test_the_child_dies_when_we_are_killed(tmp_path, start):
 
 
 def test_what_the_watch_reports_ends_a_child_that_does_not_end_by_itself(tmp_path, monkeypatch, capfdbinary):
-    monkeypatch.setattr(process, "GRACE_S", 0.1)
+    monkeypatch.setattr(stage_process, "GRACE_S", 0.1)
     reports = iter([None, "node 1 has gone"])
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(process, "WATCH_S", 0.05)
-    result = process.run_child(
+    monkeypatch.setattr(stage_process, "WATCH_S", 0.05)
+    result = stage_process.run_child(
         command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=lambda: next(reports)
     )
     assert (result.returncode, result.interrupted, result.trouble) == (-signal.SIGKILL, False, "node 1 has gone")
@@ -119,7 +119,10 @@ def test_what_this_process_logs_meanwhile_is_on_the_screen_and_in_the_log(tmp_pa
     log = tmp_path / "log"
     until = f"import time\nwhile b'killed' not in open({str(log)!r}, 'rb').read(): time.sleep(0.01)"
     command = [sys.executable, "-c", until]
-    assert process.run_child(command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=watch).returncode == 0
+    assert (
+        stage_process.run_child(command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=watch).returncode
+        == 0
+    )
     for said in (capfdbinary.readouterr().out, (tmp_path / "log").read_bytes()):
         assert said.startswith(b"the search server was killed\n")
 
@@ -127,7 +130,7 @@ def test_what_this_process_logs_meanwhile_is_on_the_screen_and_in_the_log(tmp_pa
 def test_a_child_that_fails_before_the_next_look_is_explained_by_the_watch(tmp_path):
     reports = iter([None, "node 1 has gone"])
     command = [sys.executable, "-c", "raise SystemExit(1)"]
-    result = process.run_child(
+    result = stage_process.run_child(
         command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=lambda: next(reports)
     )
     assert (result.returncode, result.trouble) == (1, "node 1 has gone")

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.progress import MARK, Progress
-from experiments.launch import screen
-from experiments.launch.screen import Screen, bar, clock, line
+from experiments.launch.screen import Screen, status
 from experiments.stages.context import Chain
 
 CHAIN = Chain(number=4, total=13, own_s=100.0, rest_s=660.0, rest_known=False)
@@ -30,28 +29,25 @@ def as_bytes(progress):
     return MARK + json.dumps(asdict(progress)).encode() + b"\n"
 
 
-def test_a_bar_says_how_far_the_stage_and_the_chain_are():
-    assert bar(at(0.5, *MANY), CHAIN, 60.0, 79) == (
-        "stage 4 of 13 train █████░░░░░  50% eta 1:00 chain >12:00 reward 0.312 em 0.300"
+def test_the_status_says_how_far_the_stage_and_the_chain_are():
+    assert status(at(0.5, *MANY), CHAIN, 60.0, 100) == (
+        "stage 4 of 13: train 50%, 1 min 00 s left, >12 min 00 s for all, reward 0.312, em 0.300"
     )
-    assert bar(at(0.5), Chain(), 60.0, 60) == "train ████████████░░░░░░░░░░░░  50% eta 1:00", (
-        "neither chain nor figures"
-    )
-    assert bar(at(0.5), CHAIN, 60.0, 37) == "4/13 train ██████░░░░░░  50% eta 1:00", "half a number would be another"
+    assert status(at(0.5), Chain(), 60.0) == "train 50%, 1 min 00 s left", "neither chain nor figures"
+    assert status(at(0.5), CHAIN, 60.0, 45) == "stage 4 of 13: train 50%, 1 min 00 s left", "no half of a part"
     known = Chain(4, 13, own_s=100.0, rest_s=660.0)
-    assert "chain 12:00 " in bar(at(0.5, "em 0.3"), known, 60.0, 100), "60 s by its pace, more than 40 by last time"
-    assert bar(None, CHAIN, 30.0, 79) == "stage 4 of 13 running for 0:30 (last time 1:40) chain >12:10"
+    assert " 12 min 00 s for all" in status(at(0.5), known, 60.0), "60 s by its pace, more than 40 by last time"
+    begun = "stage 4 of 13: running for 30.0 s (last time 1 min 40 s), >12 min 10 s for all"
+    assert status(None, CHAIN, 30.0) == begun
     never = Chain(4, 13, own_s=None, rest_s=660.0, rest_known=False)
-    assert line(at(0.0), never, 1.0, 160).endswith("chain >11:00"), "nothing is known of the stage itself"
-    assert line(at(1.0, "em 0.3"), CHAIN, 60.0, 160) == "  stage 4 of 13 train 100% in 1:00 em 0.3"
-    assert [clock(s) for s in (5, 760, 7510, math.nan)] == ["0:05", "12:40", "2:05:10", "?"]
+    assert status(at(0.0), never, 1.0).endswith(", >11 min 00 s for all"), "nothing is known of the stage itself"
+    assert status(at(1.0, "em 0.3"), Chain(4, 13), 60.0) == "stage 4 of 13: train 100% in 1 min 00 s, em 0.3"
 
 
 @pytest.mark.parametrize("width", [1, 20, 39, 59, 79, 200])
 def test_nothing_is_wider_than_the_terminal(width):
     for progress in (None, at(0.0), at(0.333, *MANY), at(math.nan, *MANY), at(1.0, *MANY, phase="a very long phase")):
-        assert len(bar(progress, CHAIN, 1e6, width)) <= width
-    assert len(line(at(0.333, *MANY), CHAIN, 1e6, 59)) <= 59
+        assert len(status(progress, CHAIN, 1e6, width)) <= width
 
 
 def test_a_log_file_has_a_line_now_and_then(tmp_path, capfdbinary, monkeypatch):
@@ -72,9 +68,9 @@ def test_a_log_file_has_a_line_now_and_then(tmp_path, capfdbinary, monkeypatch):
     assert MARK.decode() not in text and text.startswith("words of the stage\n")
 
 
-def test_a_terminal_has_a_bar_that_gives_way_to_words(tmp_path, monkeypatch):
+def test_a_terminal_has_a_status_that_gives_way_to_words(tmp_path, monkeypatch):
     ours, theirs = pty.openpty()
-    monkeypatch.setattr(screen, "_width", lambda: 60)
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((80, 24)))
     with os.fdopen(theirs, "w", buffering=1) as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         shown = Screen(tmp_path / "log", CHAIN)
@@ -90,7 +86,9 @@ def test_a_terminal_has_a_bar_that_gives_way_to_words(tmp_path, monkeypatch):
     os.close(ours)
     assert [part.strip() for part in seen.split("\r\x1b[K")] == [
         "",
-        "4/13 train ████░░░░  50% eta 1:00 chain >12:40 reward 0.312",
-        "a warning\r\n  stage 4 of 13 train 100% in 1:00 em 0.3",
+        "stage 4 of 13: train 50%, 1 min 00 s left, >12 min 40 s for all, reward 0.312",
+        "a warning\r\n  stage 4 of 13: train 100% in 1 min 00 s, >12 min 40 s for all, em 0.3",
     ]
-    assert (tmp_path / "log").read_text() == "a warning\n  stage 4 of 13 train 100% in 1:00 em 0.3\n"
+    assert (
+        tmp_path / "log"
+    ).read_text() == "a warning\n  stage 4 of 13: train 100% in 1 min 00 s, >12 min 40 s for all, em 0.3\n"
