@@ -37,7 +37,8 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
     from rich.console import Console
 
     from data_modules.loading.decoding import Decoding
-    from experiments.stages.validate import instantiate, plays_episodes
+    from experiments.stages.classes import plays_episodes
+    from experiments.stages.parser import instantiate
     from rollout.protocols.text import shows_task_prompts
 
     question = args.question

@@ -111,7 +111,7 @@ def merge(path: Path, target: Path, source: str, dtype: str | None) -> None:
 def flags_of(config: Config, target: Path, called: str) -> list[str]:
     """The flags with which ``vllm serve`` speaks the format of the configuration's rollouts; [] without rollouts."""
     from callbacks.model_export.serving import serve_flags, template_flags
-    from experiments.stages.validate import instantiate
+    from experiments.stages.parser import instantiate
 
     given = ((data_arguments(config).get("rollouts") or {}).get("init_args") or {}).get("protocol")
     if not given:

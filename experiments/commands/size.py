@@ -183,16 +183,13 @@ def frozen_models(module: Any, stage: Stage, root: Path, low_rank: bool) -> tupl
 
 def module_of(stage: Stage) -> Any:
     """The module that ``stage`` trains, without models. Raises ExperimentError where it refuses its options."""
-    from argparse import ArgumentError
-
-    from experiments.stages.validate import check_module, cli, condense, instantiate
+    from experiments.stages.parser import cli, instantiate, refusals
+    from experiments.stages.validate import check_module
 
     where = f"experiment '{stage.name}'"
     if not stage.arguments:
-        try:
+        with refusals(f"{where}: model"):
             return instantiate(stage.config["model"], "model")
-        except (ValueError, TypeError, OSError, ArgumentError) as error:
-            raise ExperimentError(f"{where}: model: {condense(str(error))}") from error
     return check_module(cli(stage.config, stage.arguments, where, instantiate=False), where)
 
 

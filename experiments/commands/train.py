@@ -17,6 +17,7 @@ from experiments.commands.command import COMPARE, command, make_graph, option, u
 from experiments.commands.models import to_meet
 from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
+from experiments.launch.secret import share_secret
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage, closure
@@ -92,7 +93,7 @@ def print_closing_words(target: Stage, context: RunContext) -> None:
             print(f"  {name:<14} {context.project.relative(path)}")
     if target.kind != "task":
         print(f"\nSee the runs in MLflow:   {context.elsewhere('ui')}")
-        from experiments.stages.validate import plays_episodes
+        from experiments.stages.classes import plays_episodes
 
         if not plays_episodes(target.config):
             print(f"Ask the model something:  {context.command('ask', Q='...')}")
@@ -160,7 +161,21 @@ def status(args: argparse.Namespace, context: RunContext) -> None:
 
 @command("stage", "run one prepared stage folder", option("folder", type=Path), experiment=False, overrides=False)
 def stage(args: argparse.Namespace, context: RunContext) -> int:
-    """The process of one stage, which the runner starts."""
-    from experiments.stages.stage import run
+    """Run a stage for the runner. Called by hand, run it in the foreground: its own terminal, exceptions with their
+    traceback, no log and no result.json."""
+    from experiments.stages.stage import PARENT_VARIABLE, execute, run, set_environment
 
-    return run(args.folder)
+    if PARENT_VARIABLE in os.environ:
+        return run(args.folder)
+    store = StageFolder(args.folder.absolute())
+    if not store.metadata():
+        raise ExperimentError(
+            f"no prepared stage in {args.folder}; expected outputs/NAME/KEY, which make train prepares"
+        )
+    if store.result() is not None:
+        raise ExperimentError(f"the stage in {args.folder} is done; to prepare it again, add FRESH=1 to make train")
+    share_secret(store.path.parents[1])
+    os.environ.update(set_environment(dict(os.environ)))
+    with store.lock.held(lambda owner: print(f"waiting for process {owner['pid']}, which works in the folder")):
+        execute(store.path)
+    return 0

@@ -17,8 +17,9 @@ from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import data_arguments
 from experiments.registry.keys import QUESTION_FILES
+from experiments.stages.classes import import_class, plays_episodes
 from experiments.stages.graph import Stage, closure
-from experiments.stages.validate import import_class, instantiate, plays_episodes
+from experiments.stages.parser import instantiate
 
 if TYPE_CHECKING:
     from data_modules.datasets.splits import Part

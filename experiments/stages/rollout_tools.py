@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from experiments.registry.compose import Config
-from experiments.registry.errors import ExperimentError
-from experiments.stages.validate import constructor_message, import_class, instantiate
+from experiments.stages.classes import import_class
+from experiments.stages.parser import instantiate, refusals
 
 
 def check_rollouts(parsed: Any, where: str) -> None:
@@ -29,7 +29,7 @@ def check_rollouts(parsed: Any, where: str) -> None:
         called = called_tools(protocol, rollouts.get("protocol.init_args.tools"))
         environment = environment_tools(rollouts.environment.class_path, rollouts.get("environment.init_args.tools"))
         sampler = rollouts.get("sampler.class_path")
-        try:
+        with refusals(where):
             if called and environment is not None:
                 check_tools(environment, called, protocol.__name__)
             given = rollouts.get("protocol.init_args") or {}
@@ -39,8 +39,6 @@ def check_rollouts(parsed: Any, where: str) -> None:
                 engine = import_class(rollouts.engine.class_path, where)
                 ahead = options.get("max_off_policy_iterations") or 0
                 check_sleep(engine, bool(rollouts.get("in_flight_updates")), ahead)
-        except ValueError as error:
-            raise ExperimentError(f"{where}: {error}") from None
         check_protocol(protocol, rollouts.protocol.as_dict(), where)
 
 
@@ -52,10 +50,8 @@ def check_protocol(protocol: type, block: Config, where: str) -> None:
     folder = Path(str((block.get("init_args") or {}).get("tokenizer", "")))
     if not issubclass(protocol, HermesProtocol) or not (folder / "tokenizer_config.json").is_file():
         return
-    try:
+    with refusals(where):
         instantiate(block, "protocol")
-    except ValueError as error:
-        raise ExperimentError(f"{where}: {constructor_message(error)}") from None
 
 
 def called_tools(protocol: type, option: Any) -> tuple[str, ...]:

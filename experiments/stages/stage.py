@@ -19,6 +19,7 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,15 @@ SRUN_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
 
 
 def run(folder: Path) -> int:
-    """Make the stage, from its checkpoint on if there is one; returns the exit code.
+    """Run a stage as a child of the runner, and return the exit code.
 
     Errors meant for the user become one message, defects a traceback."""
-    from experiments.stages.data_files import check_data_files
-    from experiments.stages.validate import check
-
-    quieten()
-    store = StageFolder(folder)
     parent = os.environ.get(PARENT_VARIABLE)
     if parent:
         die_with_parent(int(parent))
         os.environ[PARENT_VARIABLE] = str(os.getpid())  # ranks that the strategy launches are our children
     try:
-        config = yaml.safe_load(store.config_path.read_text())
-        arguments = store.metadata()["arguments"]
-        stage = prepared(store, config)
-        if notes := check(stage, ROOT):
-            raise ExperimentError(notes[0])
-        check_data_files([stage], ROOT)
-        if config["experiment"]["kind"] == "task":
-            run_task(config, arguments, folder)
-        else:
-            run_lightning(config, arguments, store)
+        execute(folder)
     except KeyboardInterrupt:
         return INTERRUPTED
     except StopRequested as stop:
@@ -80,6 +67,24 @@ def run(folder: Path) -> int:
     except Exception as error:
         return _report(error, folder)
     return 0
+
+
+def execute(folder: Path) -> None:
+    """Check the stage, then run it from its checkpoint on if there is one."""
+    from experiments.stages.data_files import check_data_files
+    from experiments.stages.validate import check
+
+    quieten()
+    store = StageFolder(folder)
+    config = yaml.safe_load(store.config_path.read_text())
+    stage = prepared(store, config)
+    if notes := check(stage, ROOT):
+        raise ExperimentError(notes[0])
+    check_data_files([stage], ROOT)
+    if stage.kind == "task":
+        run_task(config, stage.arguments, folder)
+    else:
+        run_lightning(config, stage.arguments, store)
 
 
 def prepared(store: StageFolder, config: dict[str, Any]) -> Stage:
@@ -101,8 +106,8 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_task(config: dict[str, Any], arguments: list[str], folder: Path) -> None:
-    from experiments.stages.validate import cli
+def run_task(config: dict[str, Any], arguments: Sequence[str], folder: Path) -> None:
+    from experiments.stages.parser import cli
 
     parsed = cli(config, arguments, _where(config), instantiate=True)
     seed_task(parsed.config.seed_everything)
@@ -120,10 +125,10 @@ def seed_task(seed: int) -> None:
             operator.attrgetter(function)(sys.modules[module])(seed)
 
 
-def run_lightning(config: dict[str, Any], arguments: list[str], store: StageFolder) -> None:
+def run_lightning(config: dict[str, Any], arguments: Sequence[str], store: StageFolder) -> None:
     """Trainer.fit (kind fit), then Trainer.test with the weights that fit ended with."""
     from callbacks.training.rank_watch import watch_from_the_start
-    from experiments.stages.validate import cli
+    from experiments.stages.parser import cli
 
     config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
     parsed = cli(config, arguments, _where(config), instantiate=True)

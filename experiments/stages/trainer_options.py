@@ -17,6 +17,7 @@ from experiments.registry import hardware
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
 from experiments.stages import requirements
+from experiments.stages.parser import refusals
 
 Duration = str | dict[str, int]
 Limit = NonNegativeInt | UnitInterval | None
@@ -112,11 +113,9 @@ def check_precision(module: Any, trainer: Config, where: str) -> None:
 
     if requirements.is_sharded(trainer.get("strategy")):
         return
-    try:
-        single: Any = SimpleNamespace(precision=trainer.get("precision"), strategy=None)
+    single: Any = SimpleNamespace(precision=trainer.get("precision"), strategy=None)
+    with refusals(where):
         check_master_weights(single, module.dtype_name, module.lora is not None)
-    except ValueError as error:
-        raise ExperimentError(f"{where}: {error}") from None
 
 
 def _is_duration(value: str | dict[str, Any]) -> bool:

@@ -1,40 +1,33 @@
-"""Typing and validation by the Lightning CLI's parser, before anything is built: no model is loaded here.
+"""Validates a stage without loading a model.
 
-Class paths and argument names are checked first, one by one, so that a message can name the nearest valid name; types
-and everything else are the parser's (jsonargparse).
+Checks class paths, argument names and types first, so that a message can name the nearest valid name or the values that
+an option takes. Then the parser (jsonargparse) reads the configuration, and constructors check their options.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import inspect
-import re
-import tempfile
-import warnings
-from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
-import yaml
 from annotated_types import Ge, Le
 
 from experiments.registry import hardware
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest, require_keys
-from experiments.registry.files import data_arguments
-from experiments.registry.keys import MODELS, OURS, constructors
-from experiments.registry.project import ROOT
+from experiments.registry.keys import MODELS
 from experiments.stages import option_types, requirements, startup
+from experiments.stages.classes import argument_names, import_class, parameter_of, required_arguments, unwritten
 from experiments.stages.graph import Stage, closure, require_files, strings
-from retrieval import protocols
+from experiments.stages.parser import cli, instantiate, refusals
+from experiments.stages.rollout_tools import check_rollouts
 
 # None of them takes a metric of torchmetrics.
 WITHOUT_METRICS = ("callbacks.", "data_modules.", "experiments.", "lightning", "retrieval.", "rollout.", "torch.")
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
-CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 # Arguments of earlier versions, and what to write instead.
 RENAMED = {
     "show_tools": "; now tools_in: leave it out for show_tools: true, tools_in: trained for show_tools: false",
@@ -68,8 +61,6 @@ def check(stage: Stage, root: Path) -> list[str]:
             that a module, a callback or the Trainer refuses, an unknown strategy, ranks that cannot share the prompts,
             a tool that the protocol calls and the environment lacks.
     """
-    from experiments.stages.rollout_tools import check_rollouts
-
     require_files([stage], root)
     where = f"experiment '{stage.name}'"
     paths = [text for key, text in strings(stage.config) if key.endswith("class_path")]
@@ -126,34 +117,8 @@ def check_generation_configs(stage: Stage, root: Path) -> None:
             if model and (root / text / "generation_config.json").is_file():
                 from callbacks.model_export.checkpoints import read_generation_config
 
-                try:
+                with refusals(f"experiment '{stage.name}': {key}"):
                     read_generation_config(str(root / text))
-                except ValueError as error:
-                    raise ExperimentError(f"experiment '{stage.name}': {key}: {error}") from None
-
-
-def plays_episodes(config: Config) -> bool:
-    """Whether the experiment's environment is a world that scores itself, whose tasks are no questions."""
-    environment = ((data_arguments(config).get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
-    path = environment.get("class_path")
-    return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
-
-
-def instantiate(config: Config, name: str) -> Any:
-    """One part of a configuration by itself, built from its class path and arguments; ``name`` is for messages."""
-    from jsonargparse import ArgumentParser
-
-    protocols.compare_by_calls()
-    startup.resolve_types_as_python()
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(import_class(config["class_path"], name), name, required=True)
-    parsed = parser.parse_object({name: config})
-    try:
-        return parser.instantiate_classes(parsed)[name]
-    except ValueError as error:
-        if not str(error).startswith(OF_A_UNION):
-            raise
-        raise ValueError(constructor_message(error)) from error
 
 
 def check_module(parsed: Any, where: str) -> Any:
@@ -167,10 +132,8 @@ def check_module(parsed: Any, where: str) -> Any:
         return None
     from jsonargparse import Namespace
 
-    try:
+    with refusals(f"{where}: model"):
         return parsed.parser.instantiate_classes(Namespace(model=parsed.config.model)).model
-    except (ValueError, TypeError, OSError) as error:
-        raise ExperimentError(f"{where}: model: {constructor_message(error)}") from error
 
 
 def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
@@ -186,11 +149,8 @@ def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
         files = [root / text for _, text in strings(block)]
         if any(path.is_relative_to(place) and not path.exists() for path in files for place in expected):
             continue
-        try:
+        with refusals(f"experiment '{stage.name}': {block['class_path']}"):
             instantiate(block, "callback")
-        except (ValueError, TypeError, OSError) as error:
-            why = f"{block['class_path']}: {constructor_message(error)}"
-            raise ExperimentError(f"experiment '{stage.name}': {why}") from error
 
 
 def check_data_options(module: Any, parsed: Any, where: str) -> None:
@@ -205,12 +165,9 @@ def check_data_options(module: Any, parsed: Any, where: str) -> None:
         )
     options = {"check_rows": (), "check_samples": ("group_size",), "check_sampling": ("train_sampling",)}
     for method, names in options.items():
-        if not hasattr(module, method):
-            continue
-        try:
-            getattr(module, method)(*(parsed.config.get(f"data.init_args.{name}") for name in names))
-        except ValueError as error:
-            raise ExperimentError(f"{where}: {error}") from None
+        if hasattr(module, method):
+            with refusals(where):
+                getattr(module, method)(*(parsed.config.get(f"data.init_args.{name}") for name in names))
 
 
 def check_lengths(parsed: Any, where: str) -> None:
@@ -298,53 +255,6 @@ def _part(node: Any, name: str) -> Any:
     return part[-1] if part else {}
 
 
-# -- names ----------------------------------------------------------------------------------------------------------
-
-
-def import_class(class_path: str, where: str) -> Any:
-    """The class (or function) a ``class_path`` names.
-
-    Raises:
-        ExperimentError: no such module, no such name in it, or the module fails to import.
-    """
-    module_name, _, name = class_path.rpartition(".")
-    if not module_name:
-        raise ExperimentError(f"{where}: '{class_path}' must be a full path, as rollout.system.RolloutSystem")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            hint = _elsewhere(name) or nearest(module_name, _modules_beside(module_name))
-            raise ExperimentError(f"{where}: no module '{module_name}'{hint}") from None
-        raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}': not installed") from None
-    if not hasattr(module, name):
-        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
-        hint = _elsewhere(name) or nearest(name, classes)
-        raise ExperimentError(f"{where}: no class '{name}' in {module_name}{hint}")
-    return getattr(module, name)
-
-
-def _elsewhere(name: str) -> str:
-    """Hint with the full path of a class of this project that has this name; empty if there is none."""
-    defines = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)
-    for package in OURS:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if defines.search(path.read_text(encoding="utf-8")):
-                return f"; use '{'.'.join((*path.relative_to(ROOT).with_suffix('').parts, name))}'"
-    return ""
-
-
-def _modules_beside(module_name: str) -> list[str]:
-    """All modules of the same top-level package, in whatever folder."""
-    package = module_name.partition(".")[0]
-    try:
-        folders = [Path(folder) for folder in importlib.import_module(package).__path__]
-    except (ImportError, AttributeError):
-        return []
-    found = [(folder, path) for folder in folders for path in folder.rglob("*.py") if path.stem != "__init__"]
-    return [".".join((package, *path.relative_to(folder).with_suffix("").parts)) for folder, path in found]
-
-
 def check_names(value: Any, path: str, where: str) -> None:
     """Walk a section. Every ``class_path`` must exist and take its ``init_args``."""
     if isinstance(value, list):
@@ -402,165 +312,3 @@ def check_arguments(
         if key not in given:
             expected = option_types.describe(parameter_of(target, key)[1])
             raise ExperimentError(f"{where}: '{path}.{key}' is missing, which {name} needs; expected {expected}")
-
-
-def unwritten(target: Any) -> list[str]:
-    """Abstract methods that a class has left as they are. Modules have no ABCMeta, so that Python does not refuse."""
-    if not inspect.isclass(target):
-        return []
-    static = ((name, inspect.getattr_static(target, name, None)) for name in dir(target))
-    return [f"the method '{name}'" for name, member in static if getattr(member, "__isabstractmethod__", False)]
-
-
-def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]:
-    """The parameter of a constructor, its bases' included, and its annotation; (None, Any) where it is unknown."""
-    for function in constructors(target):
-        try:
-            parameter = inspect.signature(function).parameters.get(name)
-            hint = get_type_hints(function, include_extras=True).get(name, Any) if parameter else Any
-        except Exception:  # a builtin without signature; names of a TYPE_CHECKING block
-            return None, Any
-        if parameter is not None:
-            return parameter, hint
-    return None, Any
-
-
-def required_arguments(target: Any) -> list[str]:
-    """The names that the class's own constructor cannot be called without; a base's may be given by the class."""
-    try:
-        parameters = inspect.signature(constructors(target)[0]).parameters.values()
-    except (TypeError, ValueError, IndexError):
-        return []
-    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self")
-    return [p.name for p in named if p.default is p.empty]
-
-
-def argument_names(target: Any) -> list[str] | None:
-    """Names a class accepts, ``**kwargs`` followed up through its bases; None when that cannot be told."""
-    names: list[str] = []
-    for function in constructors(target):
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # builtins have no signature
-            return None
-        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        names += [name for name in named if name != "self"]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return names
-    return None if not inspect.isclass(target) else names
-
-
-# -- types ----------------------------------------------------------------------------------------------------------
-
-
-def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bool) -> Any:
-    """A parsed command line: a LightningCLI for kinds fit and test, a parser of one class for kind task.
-
-    With ``instantiate`` the result has ``trainer``, ``model`` and ``datamodule`` (or ``task``).
-    """
-    protocols.compare_by_calls()
-    startup.resolve_types_as_python()
-    try:
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            task = config["experiment"]["kind"] == "task"
-            keys = ("seed_everything", "task") if task else CLI_KEYS
-            yaml.safe_dump({k: config[k] for k in keys if config.get(k) is not None}, file, allow_unicode=True)
-            file.flush()
-            words = ["--config", file.name, *arguments]
-            if task:
-                return _TaskCLI(config["task"]["class_path"], words, where, instantiate)
-            return _lightning_cli(words, instantiate)
-    except ArgumentError as error:
-        raise ExperimentError(f"{where}: {condense(str(error))}") from None
-    except ValueError as error:
-        if not str(error).startswith(OF_A_UNION):
-            raise
-        raise ExperimentError(f"{where}: {constructor_message(error)}") from error
-
-
-def constructor_message(error: Exception) -> str:
-    """What the constructor of a class said, without the parser's words around it: that the argument fits no type."""
-    inner: BaseException | None = error
-    while inner is not None and str(inner).startswith(OF_A_UNION):
-        inner = inner.__cause__
-    fits_another = inner is None or "does not implement protocol" in str(inner)  # the first of several in a Union
-    return condense(str(error if fits_another else inner))
-
-
-def _lightning_cli(words: list[str], instantiate: bool) -> Any:
-    from lightning.pytorch import LightningDataModule, LightningModule
-    from lightning.pytorch.cli import LightningCLI
-
-    import lightning_modules.sharding.strategies  # noqa: F401  # registers the names zero2 and zero3
-
-    class ParsedOnly(LightningCLI):
-        def instantiate_classes(self) -> None:
-            pass
-
-        def _set_seed(self) -> None:
-            pass
-
-        def _dump_config(self) -> None:  # for the hyperparameters of a module that is constructed
-            self.config_dump = {}
-
-    # It warns when `args` is given and the process has arguments of its own, as ours have.
-    warnings.filterwarnings("ignore", ".*LightningCLI's args parameter is intended.*")
-    return (LightningCLI if instantiate else ParsedOnly)(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_callback=None,
-        auto_configure_optimizers=False,
-        parser_kwargs={"exit_on_error": False},
-        seed_everything_default=0,
-        run=False,
-        args=words,
-    )
-
-
-class _TaskCLI:
-    """The same, for a class with ``run(output_dir: Path) -> dict``."""
-
-    def __init__(self, class_path: str, words: list[str], where: str, instantiate: bool) -> None:
-        from jsonargparse import ArgumentParser
-
-        target = import_class(class_path, where)
-        if not callable(getattr(target, "run", None)):
-            raise ExperimentError(f"{where}: {class_path} is no task: it has no method run(output_dir)")
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_argument("--config", action="config")
-        parser.add_argument("--seed_everything", type=int, default=0)
-        parser.add_subclass_arguments(target, "task", required=True)
-        self.config = parser.parse_args(words)
-        self.parser = parser
-        self.task: Any = parser.instantiate_classes(self.config)["task"] if instantiate else None
-
-
-OF_A_UNION = "Does not validate against any of the Union subtypes"
-NOISE = re.compile(
-    rf"^\s*(-\s*)?({OF_A_UNION}|Subtypes: .*|Errors:|Given value type: .*|Subclass types expect one of:"
-    r"|a class path \(str\)|a dict (with|without) .*|\d+ validation errors? for .*|For further information .*"
-    r"|Expected a <class 'NoneType'>.*|Given value: .*)$"
-)
-OF_A_RANGE = re.compile(r"Input should be (.*?) \[type=\w+, input_value=(.*), input_type=\w+\](?:\. Got value: .*)?")
-
-# The parser's words and ours, in the order in which they are put.
-REWORDED = (
-    (r"': Problem with given class_path '[^']+': '", "."),  # 'model': ... 'lr': becomes 'model.lr':
-    (r"(?:Does not implement protocol|Not a valid subclass of) (\w+)", r"Expected class_path and init_args of a \1"),
-    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
-    (r"(?<=[^.:;]) Expected", "; expected"),
-)  # fmt: skip
-
-
-def condense(message: str) -> str:
-    """The parser's message without what it repeats for every member of a Union, and a range's (``common.ranges``)
-    without what it says of pydantic: one line. ``option_types`` finds most faults before; texts that the parser takes
-    for numbers remain (``1e-3``, ``0x10``), and what constructors say."""
-    lines = [re.sub(r"^-\s*", "", line.strip()) for line in message.splitlines() if not NOISE.match(line)]
-    text = OF_A_RANGE.sub(r"found \2; expected \1", " ".join(line for line in lines if line))
-    text = protocols.explain(re.sub(r"Parser key \"([^\"]+)\":", r"'\1':", text) or message.strip())
-    for pattern, words in REWORDED:
-        text = re.sub(pattern, words, text)
-    return text

@@ -192,7 +192,7 @@ def prompt_ids(name: str, folder: Path) -> list[int]:
     from experiments.registry.overrides import parse
     from experiments.registry.project import Project
     from experiments.stages.graph import Graph
-    from experiments.stages.validate import instantiate
+    from experiments.stages.parser import instantiate
 
     stage = Graph(Project(), name, parse(options(name, folder.parent))).target()
     protocol = instantiate(stage.config["data"]["init_args"]["rollouts"]["init_args"]["protocol"], "protocol")

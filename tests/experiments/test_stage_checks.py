@@ -76,3 +76,22 @@ def test_a_sampler_that_forks_is_refused_where_every_turn_has_its_own_prompt(opt
         ExperimentError, match="forks trajectories .* HermesProtocol writes a new prompt for every turn"
     ):
         check_rollouts(SimpleNamespace(config=config), "x")
+
+
+def prepared_task(workshop, arguments):
+    workshop.task("a", arguments)
+    stage = workshop.graph("a").target()
+    StageFolder(stage.folder).prepare(stage, {"key": stage.key, "arguments": [], "upstream": {}}, keep=False)
+    return str(stage.folder)
+
+
+def test_a_stage_runs_in_the_foreground(workshop, monkeypatch):
+    monkeypatch.delenv(stages.PARENT_VARIABLE, raising=False)
+    folder = prepared_task(workshop, "text: words")
+    done = workshop.run("stage", folder)
+    assert (done.returncode, done.stdout) == (0, "writing words\n"), done
+    assert not StageFolder(workshop.graph("a").target().folder).result(), "the runner alone says that a stage is done"
+    failed = workshop.run("stage", prepared_task(workshop, "fault: value"))
+    assert failed.returncode == 1 and failed.stderr.endswith("ValueError: the corpus is empty\n"), failed
+    unprepared = workshop.run("stage", str(workshop.folder))
+    assert unprepared.returncode == 2 and "no prepared stage in" in unprepared.stderr

@@ -17,9 +17,10 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.overrides import apply, parse
 from experiments.registry.project import ROOT, Project
 from experiments.stages import option_types, trainer_options
+from experiments.stages.classes import import_class
 from experiments.stages.graph import Graph, Stage, missing_files
 from experiments.stages.requirements import check_packages
-from experiments.stages.validate import check_arguments, check_classes, check_names, import_class, with_arguments
+from experiments.stages.validate import check_arguments, check_classes, check_names, with_arguments
 from lightning_modules.models.packing import check_available
 from rollout.tools.limits import ToolLimits
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from experiments.registry.errors import ExperimentError
-from experiments.stages.validate import cli
+from experiments.stages.parser import cli
 
 PLAIN = """
 from typing import Any

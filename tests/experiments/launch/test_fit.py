@@ -106,7 +106,7 @@ def test_strategies_go_by_their_names():
         "data": {"class_path": "tests.experiments.toy_modules.Noise"},
     }
     code = (
-        "from experiments.stages.validate import cli\n"
+        "from experiments.stages.parser import cli\n"
         f"parsed = cli({config!r}, ['--trainer.strategy', 'zero3'], 'here', instantiate=True)\n"
         "print(type(parsed.trainer.strategy).__name__, parsed.trainer.strategy.config['communication_data_type'])\n"
     )

@@ -13,7 +13,8 @@ from experiments.registry.overrides import parse
 from experiments.registry.project import ROOT, Project
 from experiments.registry.shapes import GPU_SPECS
 from experiments.stages.graph import Graph, closure, require_files
-from experiments.stages.validate import check, check_classes, cli
+from experiments.stages.parser import cli
+from experiments.stages.validate import check, check_classes
 
 PROJECT = Project()
 NAMES = registry.names(PROJECT)

@@ -12,8 +12,9 @@ from data_modules.datasets.files import DatasetError
 from data_modules.evaluation_data import EvaluationData
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import ROOT, Project
+from experiments.stages.classes import plays_episodes
 from experiments.stages.graph import Graph
-from experiments.stages.validate import check, check_classes, plays_episodes
+from experiments.stages.validate import check, check_classes
 from rollout.engines.base import SamplingParams
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.system import RolloutSystem

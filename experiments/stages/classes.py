@@ -1,0 +1,112 @@
+"""Finds classes by their class path, and reads their constructors."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from experiments.registry.compose import Config
+from experiments.registry.errors import ExperimentError, nearest
+from experiments.registry.files import data_arguments
+from experiments.registry.keys import OURS, constructors
+from experiments.registry.project import ROOT
+
+
+def import_class(class_path: str, where: str) -> Any:
+    """The class (or function) a ``class_path`` names.
+
+    Raises:
+        ExperimentError: no such module, no such name in it, or the module fails to import.
+    """
+    module_name, _, name = class_path.rpartition(".")
+    if not module_name:
+        raise ExperimentError(f"{where}: '{class_path}' must be a full path, as rollout.system.RolloutSystem")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            hint = _elsewhere(name) or nearest(module_name, _modules_beside(module_name))
+            raise ExperimentError(f"{where}: no module '{module_name}'{hint}") from None
+        raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}': not installed") from None
+    if not hasattr(module, name):
+        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
+        hint = _elsewhere(name) or nearest(name, classes)
+        raise ExperimentError(f"{where}: no class '{name}' in {module_name}{hint}")
+    return getattr(module, name)
+
+
+def _elsewhere(name: str) -> str:
+    """Hint with the full path of a class of this project that has this name; empty if there is none."""
+    defines = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)
+    for package in OURS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if defines.search(path.read_text(encoding="utf-8")):
+                return f"; use '{'.'.join((*path.relative_to(ROOT).with_suffix('').parts, name))}'"
+    return ""
+
+
+def _modules_beside(module_name: str) -> list[str]:
+    """All modules of the same top-level package, in whatever folder."""
+    package = module_name.partition(".")[0]
+    try:
+        folders = [Path(folder) for folder in importlib.import_module(package).__path__]
+    except (ImportError, AttributeError):
+        return []
+    found = [(folder, path) for folder in folders for path in folder.rglob("*.py") if path.stem != "__init__"]
+    return [".".join((package, *path.relative_to(folder).with_suffix("").parts)) for folder, path in found]
+
+
+def plays_episodes(config: Config) -> bool:
+    """Whether the experiment's environment is a world that scores itself, whose tasks are no questions."""
+    environment = ((data_arguments(config).get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
+    path = environment.get("class_path")
+    return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
+
+
+def unwritten(target: Any) -> list[str]:
+    """Abstract methods that a class has left as they are. Modules have no ABCMeta, so that Python does not refuse."""
+    if not inspect.isclass(target):
+        return []
+    static = ((name, inspect.getattr_static(target, name, None)) for name in dir(target))
+    return [f"the method '{name}'" for name, member in static if getattr(member, "__isabstractmethod__", False)]
+
+
+def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]:
+    """The parameter of a constructor, its bases' included, and its annotation; (None, Any) where it is unknown."""
+    for function in constructors(target):
+        try:
+            parameter = inspect.signature(function).parameters.get(name)
+            hint = get_type_hints(function, include_extras=True).get(name, Any) if parameter else Any
+        except Exception:  # a builtin without signature; names of a TYPE_CHECKING block
+            return None, Any
+        if parameter is not None:
+            return parameter, hint
+    return None, Any
+
+
+def required_arguments(target: Any) -> list[str]:
+    """The names that the class's own constructor cannot be called without; a base's may be given by the class."""
+    try:
+        parameters = inspect.signature(constructors(target)[0]).parameters.values()
+    except (TypeError, ValueError, IndexError):
+        return []
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self")
+    return [p.name for p in named if p.default is p.empty]
+
+
+def argument_names(target: Any) -> list[str] | None:
+    """Names a class accepts, ``**kwargs`` followed up through its bases; None when that cannot be told."""
+    names: list[str] = []
+    for function in constructors(target):
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # builtins have no signature
+            return None
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names += [name for name in named if name != "self"]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return names
+    return None if not inspect.isclass(target) else names
