@@ -85,7 +85,7 @@ def merge(base: Config, over: Config) -> Config:
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
-        if key.endswith("+") and isinstance(value, list | str) and isinstance(out.get(key[:-1]), type(value)):
+        if str(key).endswith("+") and isinstance(value, list | str) and isinstance(out.get(key[:-1]), type(value)):
             out[key[:-1]] = out[key[:-1]] + value
             continue
         if isinstance(old, dict) and isinstance(value, dict) and not _other_class(old, value):
