@@ -31,7 +31,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help help-launch setup alfworld trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
+.PHONY: help examples help-launch setup alfworld trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
 
 help: ## this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -104,6 +104,10 @@ export: setup ## the model as a Hugging Face folder; CKPT=last|best|path TO=dir
 
 experiments: setup ## list experiments; LIKE=sod ALGORITHM=GRPO HARDWARE=cpu
 	@$(RUN) list $(if $(LIKE),--like "$(LIKE)") $(if $(ALGORITHM),--algorithm "$(ALGORITHM)") $(if $(HARDWARE),--hardware "$(HARDWARE)")
+
+examples: setup ## write examples/*.yaml again from the registry
+	@for file in examples/*.yaml; do \
+	  name=$$(basename $$file .yaml); $(RUN) flatten $$name >$$file.new && mv $$file.new $$file || exit 1; done
 
 dry-run: setup ## print and validate the configuration and its data files; loads no model
 	@$(RUN) dry-run $(EXP) $(SEED_FLAG) $(COMPARE_FLAG) $(ARGS)
