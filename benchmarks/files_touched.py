@@ -1,9 +1,9 @@
 """Count the files that a reader passes: in one batch, to the end of a loss, and from ``make train`` to a stage's work.
 
-    python -m benchmarks.files_touched                       # with the stages of `smoke`, made in outputs/ if need be
-    python -m benchmarks.files_touched --list                # with the names of the files
+    python -m benchmarks.files_touched --list [OVERRIDES]
 
-Traces real runs of `smoke` (GRPO with search and the vLLM engine; then SOD in its place). The counts:
+Traces real runs of `smoke` (GRPO with search and the vLLM engine; then SOD in its place), whose other stages it makes
+in outputs/ if need be. The counts:
 
 * *batch*: files with a function entered between the data loader's ``next`` and ``optimizer.step``, in all threads of
   the trainer and of the engine's process. Other servers are listed apart.
@@ -11,9 +11,10 @@ Traces real runs of `smoke` (GRPO with search and the vLLM engine; then SOD in i
   file; the files that call the methods an algorithm has to supply (the abstract methods of its bases); and every file
   reached from these methods, in that batch, in which a function with arithmetic was entered. A call whose value its
   caller throws away (logging) is not followed. Files without arithmetic are listed as plumbing.
-* *stage*: folders of the files entered from ``python -m experiments train`` until the stage's process has parsed its
-  configuration and builds model and trainer (LightningCLI's ``instantiate_classes``). *Returns*: how often the files,
-  in the order of their first entry, come back to a folder that they had left.
+* *stage*: packages (folders) of the files entered from ``python -m experiments train`` until the stage's process is
+  *started*, and until it is *ready*: it has checked its configuration and builds model and trainer (LightningCLI's
+  ``instantiate_classes``). *Returns*: how often the files, in the order of their first entry, come back to a package
+  that they had left.
 
 Functions that run while a module is imported are in none of the counts.
 """
@@ -48,36 +49,26 @@ HOOK = r"""
 import os, sys, threading, time
 
 ROOT, FOLDER = os.environ["TOUCHED_ROOT"] + "/", os.environ["TOUCHED_FOLDER"]
-MARKS = {
-    "__next__": "lightning/pytorch/loops/fetchers.py",
-    "step": "lightning/pytorch/core/optimizer.py",
-    "instantiate_classes": "lightning/pytorch/cli.py",
-}
+MARKS = {"__next__": "loops/fetchers.py", "step": "core/optimizer.py", "instantiate_classes": "cli.py"}
 names, noted = {}, {}
-
 
 def begin():
     global file
     file = os.open(f"{FOLDER}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     write(time.monotonic_ns(), "begin", " ".join(sys.orig_argv[1:]), "", "", 0)
 
-
 def write(*fields):
     os.write(file, ("\t".join(map(str, fields)) + "\n").encode())
-
 
 def name_of(code):
     path = code.co_filename
     if path.startswith(ROOT) and "/.venv" not in path:
         return path[len(ROOT):], code.co_qualname
-    return ("mark", code.co_name) if path.endswith(MARKS.get(code.co_name, "\n")) else None
-
+    return ("mark", code.co_name) if path.endswith("lightning/pytorch/" + MARKS.get(code.co_name, "\n")) else None
 
 def enter(frame, event, argument):
     code = frame.f_code
-    if code not in names:
-        names[code] = name_of(code)
-    name = names[code]
+    name = names[code] if code in names else names.setdefault(code, name_of(code))
     if name is None or not code.co_flags & 1:  # a module or the body of a class
         return
     caller, now = frame.f_back, time.monotonic_ns()
@@ -87,7 +78,6 @@ def enter(frame, event, argument):
     if noted.get(key) != now // 10**7:
         noted[key] = now // 10**7
         write(now, *name, *(names[caller.f_code] if caller else ("", "")), caller.f_lineno if caller else 0)
-
 
 begin()
 os.register_at_fork(after_in_child=begin)
@@ -183,9 +173,9 @@ def file_of(thing: Any) -> str:
     return Path(inspect.getfile(inspect.unwrap(thing))).resolve().relative_to(ROOT).as_posix()
 
 
-def stage_files(parent: Sequence[Call], stage: Sequence[Call]) -> list[str]:
-    """In the order of their first entry."""
-    calls = within(parent, 0, stage[0].ns) + within(stage, 0, marks(stage, "instantiate_classes")[0])
+def stage_files(parent: Sequence[Call], stage: Sequence[Call], end: int) -> list[str]:
+    """Files in the order of their first entry: the parent's until the stage's process begins, then the stage's."""
+    calls = within(parent, 0, stage[0].ns) + within(stage, 0, end)
     roots = {(call.file, call.name) for call in calls if call.caller_file == EXPERIMENTS}
     return list(dict.fromkeys([EXPERIMENTS, *(call.file for call in reached(calls, roots))]))
 
@@ -219,8 +209,10 @@ def main() -> None:
             f"loss of {name}: plumbing": plumbing,
         }
         if class_path == GRPO:
-            path = stage_files(parent, stage)
-            rows[f"stage: {len({os.path.dirname(f) for f in path})} packages, {returns(path)} returns"] = path
+            for until, ns in {"started": 0, "ready": marks(stage, "instantiate_classes")[0]}.items():
+                path = stage_files(parent, stage, ns)
+                packages = len({os.path.dirname(file) for file in path})
+                rows[f"stage {until}: {packages} packages, {returns(path)} returns"] = path
         for what, files in rows.items():
             lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
             print(f"| {what} | {len(files)} files | {lines:,} lines |", flush=True)

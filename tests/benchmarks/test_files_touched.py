@@ -48,4 +48,4 @@ def test_prints_each_count(tmp_path):
     counted = dict(re.findall(r"^\| ([^|]+) \| ([0-9]+) files", done.stdout, re.M))
     for name in ("GRPO", "SOD"):
         assert 0 < int(counted[f"loss of {name}"]) < int(counted[f"batch of {name}"])
-    assert re.search(r"stage: [0-9]+ packages, [0-9]+ returns", done.stdout)
+    assert len(re.findall(r"stage (?:started|ready): [0-9]+ packages, [0-9]+ returns", done.stdout)) == 2
