@@ -32,16 +32,27 @@ def load_tokenizer(folder: str) -> Any:
 
 
 @contextmanager
-def template_errors(tokenizer: Any) -> Iterator[None]:
-    """Turn what a chat template raises into a ValueError that names the tokenizer's folder. Many templates refuse some
-    messages: a system's, two of the user's in a row."""
+def template_errors(tokenizer: Any, *also: type[Exception]) -> Iterator[None]:
+    """Turn the errors of a chat template into a ValueError that names the tokenizer's folder. Many templates refuse a
+    system message, or two user messages in a row.
+
+    Args:
+        also: further exceptions to turn, where nothing but the template runs.
+    """
     from jinja2 import TemplateError  # with transformers, which takes seconds to import
 
     try:
         yield
-    except TemplateError as error:
+    except (TemplateError, *also) as error:
         name = getattr(tokenizer, "name_or_path", "")
         raise ValueError(f"the chat template of {name!r} cannot write the messages: {one_line(error)}") from error
+
+
+def render_chat(tokenizer: Any, messages: Iterable[Any], **options: Any) -> str:
+    """Return the text that the chat template writes, with the options of ``apply_chat_template``. Raises ValueError
+    where the template refuses the messages."""
+    with template_errors(tokenizer, TypeError):
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
 
 
 def encode(tokenizer: Any, text: str, plain: bool = False) -> list[int]:

@@ -23,7 +23,7 @@ from rollout.protocols.arpo_tags import ARGUMENT
 from rollout.protocols.boxed import boxed
 from rollout.protocols.text import control_tokens
 from rollout.rewards.arpo import EMPTY_RESULT, answer_text, format_error
-from rollout.tokenizer import Quotes, load_tokenizer, template_errors
+from rollout.tokenizer import Quotes, load_tokenizer, render_chat
 from rollout.trajectory import (
     Action,
     ActionKind,
@@ -99,8 +99,7 @@ class TaggedTraces(TraceStage[Trace]):
         if trace.fault is not None:
             raise MalformedTrace(trace.fault)
         messages = self._messages(trace)
-        with template_errors(self.tokenizer):
-            prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        prompt = render_chat(self.tokenizer, messages, add_generation_prompt=True)
         ids: list[int] = []
         turns, calls, mask = [], [], []
         pieces = cut(trace.output)

@@ -66,6 +66,7 @@ class ARPOProtocol(TextProtocol):
 
     tools: tuple[str, ...] = tuple(ARGUMENT)
     stop: tuple[str, ...]
+    block = OPEN, CLOSE
 
     def __init__(
         self,
@@ -81,16 +82,6 @@ class ARPOProtocol(TextProtocol):
         self._closing = re.compile(rf"</({'|'.join(map(re.escape, self.arguments))})>")
         self.template = DATASET if system == DATASET else read_system(system)
         self.correction = correction
-
-    def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """[P] ids of chat template, system text and question; for ARCap's gold modes also the passages as a result
-        at the beginning of the assistant's turn, and for GOLD_DIRECT an opened ``<answer>``: no room to think.
-
-        Raises ValueError if the question is empty, a gold mode meets a task without gold passages, the system text is
-        ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token.
-        """
-        messages = self._with_skills(task, self._messages(task))
-        return self._ids(self._chat(messages) + self._gold(task, mode, OPEN, CLOSE))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends there),

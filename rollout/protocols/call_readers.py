@@ -1,66 +1,60 @@
-"""Readers of one sampled turn: thinking, tool calls and answer, by the name of a call format.
+"""Readers of one sampled turn (thinking, tool calls, answer), and the choice of the one that fits a chat template.
 
-The formats of `tool_calls` and `tagged_calls` are read here. All others are vLLM's tool parsers, by the names of its
-``--tool-call-parser``. Importing them takes seconds, so they are imported only where one is needed.
+A reader fits where it reads back the calls that the template writes. Its parser comes from ``call_formats``, from vLLM
+(by the names of its ``--tool-call-parser``) or from you. vLLM's parsers take seconds to import, so they are imported
+only where one is needed.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rollout.protocols.tagged_calls import (
-    KIMI,
-    MISTRAL,
-    glm45_calls,
-    kimi_k2_calls,
-    mistral_calls,
+from rollout.protocols.call_formats import (
+    FORMATS,
+    OPEN,
+    THINKING,
+    Calls,
+    MalformedCall,
+    Tags,
+    after_thinking,
+    harmony_turn,
     parameters,
-    qwen3_coder_calls,
+    request,
 )
-from rollout.protocols.tool_calls import FORMS, OPEN, READERS, MalformedCall, after_thinking, harmony_messages, request
+from rollout.protocols.chat_boundaries import ChatBoundaries
 from rollout.trajectory import ToolRequest
 
-Calls = tuple[ToolRequest, ...]
-
 HERMES, VERL, LLAMA3, HARMONY = "hermes", "verl", "llama3", "harmony"
-PLAIN: dict[str, Callable[[str], Calls]] = {**READERS, "mistral": mistral_calls, "kimi_k2": kimi_k2_calls}
-TYPED = {"qwen3_coder": qwen3_coder_calls, "glm45": glm45_calls}  # read by the schemas of the tools
-NATIVE = (*PLAIN, *TYPED, HARMONY)
-BEGINNINGS = {LLAMA3: '{"name"', "mistral": MISTRAL, "kimi_k2": KIMI}  # of a call; all others: ``OPEN``
-SERVED_AS = {VERL: HERMES, LLAMA3: "llama3_json", HARMONY: "openai"}  # vLLM's names, where they are others
-# Of vLLM's parsers. The first four take seconds for a long call (they emit it character by character, or their patterns
-# are quadratic); hf and openai need more than a text; the others are second names of formats that are read here.
+NATIVE = tuple(FORMATS)
+# vLLM's parsers that are not offered. The first four take seconds for a long call (they emit it character by character,
+# or their patterns are quadratic). hf and openai need more than a text. The others are second names of our own formats.
 LEFT_OUT = {"granite", "plamo3", "inkling", "dots", "hf", "openai", "glm47", "qwen3_xml", "qwen3_json", "llama4_json"}
-# Tags in a turn that one of vLLM's parsers reads. A tag takes up to 0.07 ms, in which all other trajectories wait.
+# Limit on tags in a turn that one of vLLM's parsers reads. A tag takes up to 0.07 ms, and all other trajectories wait.
 MOST_TAGS = 1000
-Tags = tuple[str, str]
-# Thinking, by its tags, and vLLM's ``--reasoning-parser`` for them.
-THINKING: dict[Tags, str | None] = {
-    ("<think>", "</think>"): "deepseek_r1",
-    ("[THINK]", "[/THINK]"): "mistral",
-    ("<seed:think>", "</seed:think>"): "seed_oss",
-    ("<|channel>thought", "<channel|>"): "gemma4",
-    ("<|START_THINKING|>", "<|END_THINKING|>"): "cohere_command3",
-    ("<|inner_prefix|>", "<|inner_suffix|>"): None,
-}
+# vLLM's ``--reasoning-parser`` of models that think between <think> tags, by tool parser; others are deepseek_r1.
+REASONING = {"hermes": "qwen3", "qwen3_coder": "qwen3", "glm45": "glm45", "minimax_m2": "minimax_m2"}
 
 
 @dataclass
 class CallReader:
-    """Reads turns of one format.
+    """Reader of turns in one format.
 
     Args:
-        name: the format's, as ``call_format`` has it.
-        calls: the calls of a turn without its thinking; raises MalformedCall.
-        form: what the model is told to write after a call that cannot be read.
+        name: the name that ``call_format`` has.
+        calls: returns the calls of a turn without its thinking; raises MalformedCall.
+        form: the form that the model is told to write after a call that cannot be read.
         thinking: the tags of thinking.
-        beginning: of a call; thinking cannot end behind it.
+        beginning: the first text of a call; thinking cannot end behind it.
         tool_parser: vLLM's name for the format.
+        turn: reads a whole turn, for formats whose thinking is not a pair of tags; replaces ``calls``.
     """
 
     name: str
@@ -69,82 +63,87 @@ class CallReader:
     thinking: Tags = ("<think>", "</think>")
     beginning: str = OPEN
     tool_parser: str | None = None
+    turn: Callable[[str], tuple[str, Calls]] | None = None
 
     def read(self, turn: str) -> tuple[str, Calls]:
-        """The text of the turn without its thinking, and the calls in it.
+        """Return the text of the turn without its thinking, and its calls.
 
         Args:
-            turn: what the prompt has opened and the model has sampled, without the end of the turn.
+            turn: the text that the prompt has opened and the model has sampled, without the end of the turn.
 
         Raises:
             MalformedCall: a call that cannot be read.
             UnclosedThinking: thinking that does not end.
         """
-        if self.name == HARMONY:
-            return harmony_messages(turn)
-        said = turn if self.name == VERL else after_thinking(turn, *self.thinking, call=self.beginning)
+        if self.turn is not None:
+            return self.turn(turn)
+        said = after_thinking(turn, *self.thinking, call=self.beginning)
         return said, self.calls(said)
 
     @property
     def reasoning_parser(self) -> str | None:
         """vLLM's name of the parser for this thinking."""
-        if self.name == HARMONY:
-            return "openai_gptoss"
         return reasoning_parser(self.tool_parser, self.thinking)
 
 
 def reasoning_parser(tool_parser: str | None, thinking: Tags) -> str | None:
-    """vLLM's ``--reasoning-parser`` of models with this tool parser and these tags of thinking."""
-    if thinking[0] != "<think>":
-        return THINKING[thinking]
-    by_tools = {"hermes": "qwen3", "qwen3_coder": "qwen3", "glm45": "glm45", "minimax_m2": "minimax_m2"}
-    return by_tools.get(tool_parser or "", THINKING[thinking])
-
-
-def thinking_tags(template: str, vocabulary: Mapping[str, int]) -> Tags:
-    """The tags of thinking that a chat template writes, else those that the tokenizer has; by default ``<think>``."""
-    found = [tags for tags in THINKING if tags[0] in template] or [tags for tags in THINKING if tags[0] in vocabulary]
-    return found[0] if found else ("<think>", "</think>")
+    """Return vLLM's ``--reasoning-parser`` for models with this tool parser and these tags of thinking."""
+    if tool_parser == FORMATS[HARMONY].served_as:
+        return "openai_gptoss"
+    default = THINKING[thinking]
+    return REASONING.get(tool_parser or "", default) if thinking[0] == "<think>" else default
 
 
 def names() -> tuple[str, ...]:
-    """All formats, in the order of ``auto``."""
+    """Return the names of all formats, in the order of ``auto``."""
     return (*NATIVE, *(n for n in _vllm().ToolParserManager.list_registered() if n not in (*NATIVE, *LEFT_OUT)))
 
 
 def call_reader(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]], thinking: Tags) -> CallReader:
-    """The reader of a format.
+    """Return the reader of a format.
 
     Args:
-        name: one of ``names()``.
-        schemas: of the tools that may be called; formats without types are read by them.
+        name: one of ``names()``, or the dotted path of a function that takes the text behind the thinking, returns
+            ToolRequests, and raises MalformedCall.
+        schemas: schemas of the tools that may be called; some formats need the types of the arguments.
 
     Raises:
-        ValueError: an unknown name, or a parser of vLLM's that does not take this tokenizer.
+        ValueError: an unknown name, or one of vLLM's parsers that does not take this tokenizer.
     """
-    if name in NATIVE:
-        calls = partial(TYPED[name], schemas=parameters(schemas)) if name in TYPED else PLAIN.get(name, _none)
-        form, beginning = FORMS.get(name, FORMS[HERMES]), BEGINNINGS.get(name, OPEN)
-        return CallReader(name, calls, form, thinking, beginning, SERVED_AS.get(name, name))
-    calls = VLLMCalls(name, tokenizer, schemas)
-    return CallReader(name, calls, f"the calls of vLLM's parser {name}", thinking, "", name)
+    if name in FORMATS:
+        own = FORMATS[name]
+        calls = own.calls or no_calls
+        calls = partial(calls, schemas=parameters(schemas)) if own.typed else calls
+        return CallReader(name, calls, own.form, thinking, own.beginning, own.served_as or name, own.turn)
+    if "." in name:
+        return CallReader(name, _imported(name), "", thinking, "")
+    return CallReader(name, VLLMCalls(name, tokenizer, schemas), "", thinking, "", name)
 
 
 def reader_without_calls(tokenizer: Any, thinking: Tags) -> CallReader:
-    """The reader of turns without tools."""
-    harmony = "<|channel|>" in tokenizer.chat_template and "<|message|>" in tokenizer.chat_template
-    return CallReader(HARMONY if harmony else HERMES, _none, "", thinking, "")
+    """Return the reader of turns without tools."""
+    if "<|channel|>" in tokenizer.chat_template and "<|message|>" in tokenizer.chat_template:
+        return CallReader(HARMONY, no_calls, "", thinking, "", FORMATS[HARMONY].served_as, harmony_turn)
+    return CallReader(HERMES, no_calls, "", thinking, "")
 
 
-def _none(text: str) -> Calls:
+def no_calls(text: str) -> Calls:
     return ()
+
+
+def _imported(path: str) -> Callable[[str], Calls]:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"call_format {path!r} cannot be imported: {error}; expected MODULE.FUNCTION") from error
 
 
 class VLLMCalls:
     """The calls of a finished turn by one of vLLM's tool parsers.
 
     A parser returns no calls where it cannot read them. Therefore a call counts as begun where the turn holds
-    ``beginning``, the first text of a call that the template writes (the round trip sets it).
+    ``beginning``, the first text of a call that the template writes (``choose_reader`` sets it).
     """
 
     beginning = ""
@@ -154,7 +153,9 @@ class VLLMCalls:
     def __init__(self, name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> None:
         parsers = _vllm()
         if name in LEFT_OUT or name not in parsers.ToolParserManager.list_registered():
-            raise ValueError(f"call_format is {name!r}; expected auto or one of {', '.join(names())}")
+            raise ValueError(
+                f"call_format is {name!r}; expected auto or one of {', '.join(names())}, or MODULE.FUNCTION"
+            )
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         asked = {"messages": [{"role": "user", "content": "question"}], "tools": [dict(schema) for schema in schemas]}
@@ -175,20 +176,22 @@ class VLLMCalls:
         if text.count("<") > MOST_TAGS or text.count(self.beginning) > MOST_TAGS:
             raise MalformedCall(f"more than {MOST_TAGS} tags in one turn")
         parser = self._parser()
-        if hasattr(parser, "_parser_engine"):  # else it reads all arguments again at every "<"
+        # Without this, the parser reads all arguments again at every "<". vLLM 0.32 has no public option for it: the
+        # parsers copy their configuration when they are constructed.
+        if hasattr(parser, "_parser_engine"):
             parser._parser_engine._stream_arg_deltas = False
         try:
             found = [call.function for call in parser.extract_tool_calls(text, self._request).tool_calls]
-        except Exception as error:  # of a parser: the call is what it cannot read
+        except Exception as error:  # the parser cannot read the call
             raise MalformedCall(f"{type(error).__name__}: {error}") from error
-        calls = tuple(request({"name": call.name, "arguments": call.arguments}, ("arguments",)) for call in found)
+        calls = tuple(request({"name": call.name, "arguments": call.arguments}) for call in found)
         if len(calls) < begun:
             raise MalformedCall(f"{begun} begun, {len(calls)} complete")
         return calls
 
 
 def _vllm() -> Any:
-    """vLLM's module of tool parsers. Its parsers log every call that they cannot read; the model is told instead."""
+    """Return vLLM's module of tool parsers. Silence their logs: the model is told which call cannot be read."""
     environment = dict(os.environ)  # the import sets variables for vLLM's own processes
     try:
         import vllm.tool_parsers as parsers
@@ -204,3 +207,140 @@ def _vllm() -> Any:
     for name in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     return parsers
+
+
+# --- the choice: calls that the template writes are read back ---------------------------------------------------------
+
+_TYPES: dict[str, dict[str, Any]] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "ratio": {"type": "number"},
+    "exact": {"type": "boolean"},
+    "where": {"type": "object"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+}
+PROBES = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Probe of the call format.",
+            "parameters": {"type": "object", "properties": properties, "required": []},
+        },
+    }
+    for name, properties in (("probe", _TYPES), ("empty_probe", {}))
+]
+SINGLE, EMPTY, TWO = "text", "no arguments", "two calls"
+MANY = 3  # a message names so many formats and counts the others
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    SINGLE: {"text": "plain words"},
+    "digits": {"text": "12"},
+    "number": {"count": 3, "ratio": 2.5},
+    "boolean": {"exact": True},
+    "object": {"where": {"city": {"names": ["a", 1]}, "exact": False}},
+    "list": {"tags": ["a", "b c"]},
+    "quotes": {"text": "say \"yes\", 'no' or \\n"},
+    "lines": {"text": "for x in y:\n    if a < b and b > c:\n        print(x)\n\nprint(2)"},
+    "unicode": {"text": "Zürich 東京 😀"},
+    "several": {"text": "a", "count": 1, "exact": False},
+}
+CASES: dict[str, Calls] = {
+    **{name: (ToolRequest("probe", arguments),) for name, arguments in _ARGUMENTS.items()},
+    EMPTY: (ToolRequest("empty_probe", {}),),
+    TWO: (ToolRequest("probe", {"text": "first"}), ToolRequest("probe", {"text": "second"})),
+}
+_TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+
+
+def choose_reader(chat: ChatBoundaries, call_format: str, schemas: Sequence[dict[str, Any]]) -> tuple[CallReader, bool]:
+    """Return the reader of the calls that a template writes, and whether the template can write two in a turn.
+
+    Args:
+        chat: its ``arguments_as_text`` is set to the form that is read back.
+        call_format: see ``call_reader``, or ``auto``: the first that reads back all calls that the template can write.
+        schemas: schemas of the tools that may be called.
+
+    Raises:
+        ValueError: the calls are not read back; the message names the formats that were tried.
+    """
+    tried: list[str] = []
+    nearest: tuple[int, str] = (0, "")
+    for group in _groups(call_format):
+        tried += group
+        for as_text in (False, True):
+            chat.arguments_as_text = as_text
+            turns = written_cases(chat)
+            for name in group if turns else ():
+                try:
+                    reader = _reader(chat, name, PROBES, turns)
+                except ValueError:
+                    if call_format != "auto":
+                        raise
+                    continue
+                if name == LLAMA3 and not turns[SINGLE].lstrip().startswith(("{", "<|python_")):
+                    continue  # tags of another format around the JSON that it finds
+                lost = [case for case, turn in turns.items() if not survives(reader, turn, CASES[case])]
+                if not lost:
+                    return _reader(chat, name, schemas, turns), TWO in turns
+                if len(turns) - len(lost) > nearest[0]:
+                    nearest = (len(turns) - len(lost), f"; {name} loses {', '.join(lost)}")
+    if len(tried) > MANY:
+        tried = [*tried[:MANY], f"{len(tried) - MANY} parsers of vLLM's"]
+    raise ValueError(
+        f"{chat.where} writes tool calls that are not read back; tried {', '.join(tried)}{nearest[1]}. Expected a "
+        "call_format that reads what the template writes (auto looks for it), or tools_in: system, which brings its own"
+    )
+
+
+def _groups(call_format: str) -> Iterator[list[str]]:
+    """Yield names to try. vLLM's come last, because importing them takes seconds."""
+    if call_format != "auto":
+        yield [call_format]
+    else:
+        yield [name for name, own in FORMATS.items() if own.auto]
+        yield [name for name in names() if name not in NATIVE]
+
+
+def _reader(chat: ChatBoundaries, name: str, schemas: Sequence[dict[str, Any]], turns: dict[str, str]) -> CallReader:
+    reader = call_reader(name, chat.tokenizer, schemas, chat.thinking_tags)
+    if name in FORMATS:
+        return reader
+    single, empty, two = (
+        after_thinking(turns.get(case, ""), *chat.thinking_tags, call="").lstrip() for case in (SINGLE, EMPTY, TWO)
+    )
+    shared = os.path.commonprefix([single, empty])
+    tag = _TAG.match(shared)
+    reader.form, reader.beginning = single, tag[0] if tag else shared
+    if isinstance(reader.calls, VLLMCalls):
+        reader.calls.beginning, reader.calls.anywhere = reader.beginning, bool(tag)
+        reader.calls.one_each = bool(tag) and two.count(tag[0]) == len(CASES[TWO])
+    return reader
+
+
+def written_cases(chat: ChatBoundaries) -> dict[str, str]:
+    """Return the turns of ``CASES`` as the template writes them, without those that it cannot express."""
+    turns: dict[str, str] = {}
+    for case, calls in CASES.items():
+        try:
+            turn = chat.written_call(calls, PROBES)
+        except ValueError:
+            if case != TWO:
+                return {}
+            continue
+        if case != TWO or all(str(call.arguments["text"]) in turn for call in calls):
+            turns[case] = turn
+    return turns
+
+
+def survives(reader: CallReader, turn: str, calls: Calls) -> bool:
+    """Return whether the reader finds exactly these calls, with equal values of equal types."""
+    try:
+        _, found = reader.read(turn)
+    except ValueError:
+        return False
+    return _exact(found) == _exact(calls)
+
+
+def _exact(calls: Calls) -> str:
+    """Return JSON, which tells 1, 1.0 and true apart."""
+    return json.dumps([(call.name, call.arguments) for call in calls], sort_keys=True)

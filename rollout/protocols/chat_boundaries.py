@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout.protocols.call_readers import thinking_tags
+from rollout.protocols.call_formats import thinking_tags
 from rollout.protocols.text import check_thinking, control_tokens
-from rollout.tokenizer import Quotes, decode, encode
+from rollout.tokenizer import Quotes, decode, encode, render_chat
 from rollout.trajectory import ToolRequest
 
 Message = dict[str, Any]
@@ -96,19 +96,14 @@ class ChatBoundaries:
         Raises:
             ValueError: the template refuses the messages.
         """
-        from jinja2 import TemplateError  # with transformers, which takes seconds to import
-
         shown = self.tools if tools is True else tools or []
-        try:
-            return self.tokenizer.apply_chat_template(
-                self._adapted(messages),
-                tools=list(shown) or None,
-                add_generation_prompt=open_turn,
-                tokenize=False,
-                **self.options,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"{self.where} cannot render the messages: {error}") from error
+        return render_chat(
+            self.tokenizer,
+            self._adapted(messages),
+            tools=list(shown) or None,
+            add_generation_prompt=open_turn,
+            **self.options,
+        )
 
     def ids(self, text: str) -> list[int]:
         """Ids of rendered text: control tokens become their ids, everywhere."""

@@ -18,12 +18,11 @@ from typing import Any, Literal
 from common.ranges import PositiveInt
 from rollout.protocols.base import PromptMode, TurnPrompt
 from rollout.protocols.boxed import boxed, unwrapped
-from rollout.protocols.call_readers import HARMONY, VERL, CallReader, reader_without_calls
-from rollout.protocols.call_text import with_tool_text
+from rollout.protocols.call_formats import MalformedCall, UnclosedThinking, with_tool_text
+from rollout.protocols.call_readers import HARMONY, VERL, CallReader, choose_reader, reader_without_calls
 from rollout.protocols.chat_boundaries import ChatBoundaries, Message
-from rollout.protocols.round_trip import choose_reader
 from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
-from rollout.protocols.tool_calls import MalformedCall, UnclosedThinking
+from rollout.tokenizer import render_chat
 from rollout.tools.schemas import read_schemas, tool_names
 from rollout.trajectory import Action, ActionKind, Task, ToolCall, ToolResult, Turn
 
@@ -72,10 +71,11 @@ class HermesProtocol(TextProtocol):
         max_parallel_calls: calls of one turn that are executed; the model is told that further ones were not. null:
             as many as the template can write.
         call_format: how calls are read: ``hermes`` (``<tool_call>`` tags), ``llama3`` (a JSON object), ``harmony``
-            (gpt-oss), or the name of a tool parser of vLLM's, such as ``qwen3_coder``. ``auto`` takes the first that
-            reads back what the template writes. ``verl``: hermes as released with verl: calls that cannot be
-            read are none, so that a turn of only such calls ends the trajectory; calls inside thinking count; of
-            calls beyond the limit the model is told nothing.
+            (gpt-oss), the name of a tool parser of vLLM's, such as ``qwen3_coder``, or the dotted path of your own
+            function (see ``call_reader``). ``auto`` takes the first that reads back the calls that the template
+            writes. ``verl``: hermes as released with verl. Calls that cannot be read are dropped, and a turn of only
+            such calls ends the trajectory. Calls inside thinking count. The model is not told about calls beyond the
+            limit.
         history: what the model reads of its earlier turns. ``sampled``: its own tokens, thinking included, in one
             conversation. ``template``: a new prompt for every turn. The template writes the earlier turns as a chat
             server would (Qwen3 drops thinking before the latest question, QwQ drops all of it).
@@ -249,7 +249,7 @@ class HermesProtocol(TextProtocol):
             try:
                 own = None if missing else chat(schemas)
             except ValueError as error:
-                raise ValueError(f"{error}{self._hint(schemas)}") from error
+                raise ValueError(f"{error}; or try tools_in: system, which writes calls and results as text") from error
             if own is not None and own.writes_calls:
                 return "template", own
             if tools_in == "template":
@@ -263,23 +263,12 @@ class HermesProtocol(TextProtocol):
             self.tokenizer.chat_template = with_tool_text(self.tokenizer)
         return tools_in, chat(schemas if tools_in == "system" else ())
 
-    def _hint(self, schemas: Sequence[dict[str, Any]]) -> str:
-        """The way out of a template that cannot be used as it is, if there is one."""
-        self.tokenizer.chat_template = with_tool_text(self.tokenizer)
-        try:
-            ChatBoundaries(self.tokenizer, self.stop_token_ids, schemas)
-        except ValueError:
-            return ""
-        return "; tools_in: system would write calls and results as text"
-
     def _header(self, schemas: Sequence[dict[str, Any]]) -> str:
         """Render a question with these tools; "" where the template refuses them."""
-        from jinja2 import TemplateError
-
         question = [{"role": "user", "content": "question"}]
         try:
-            return self.tokenizer.apply_chat_template(question, tools=list(schemas) or None, tokenize=False)
-        except (TemplateError, TypeError, ValueError):
+            return render_chat(self.tokenizer, question, tools=list(schemas) or None)
+        except ValueError:
             return ""
 
     def _check_named(self, text: str, where: str) -> None:

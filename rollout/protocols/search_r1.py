@@ -60,6 +60,7 @@ class SearchR1Protocol(TextProtocol):
 
     tools = ("search",)
     stop = ("</search>", "</answer>")
+    block = OPEN, CLOSE
 
     def __init__(
         self,
@@ -74,17 +75,6 @@ class SearchR1Protocol(TextProtocol):
         self.template = DATASET if template == DATASET else read_template(template, TEMPLATES)
         self.ends_with_question_mark = template != "short"
         self.correction = correction
-
-    def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """[P] ids of chat template, instruction and question; for ARCap's gold modes also the passages as the
-        beginning of the assistant's turn, and for GOLD_DIRECT an opened ``<answer>``, which leaves no room to think.
-
-        Raises ValueError if the question is empty, a gold mode meets a task without gold passages, the template is
-        ``dataset`` and the task has no prompt, or what is shown of the task quotes a control token: the chat
-        template's own must become ids, a quoted one must not.
-        """
-        messages = self._with_skills(task, self._messages(task))
-        return self._ids(self._chat(messages) + self._gold(task, mode, OPEN, CLOSE))
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """The first complete action in the text of one turn.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.protocols.base import ChatProtocol, PromptMode
-from rollout.tokenizer import Quotes, decode, load_tokenizer
+from rollout.tokenizer import Quotes, decode, load_tokenizer, render_chat
 from rollout.tools.python.base import LEFT_OUT
 from rollout.tools.search import format_passages
 from rollout.trajectory import Task
@@ -34,6 +34,8 @@ class TextProtocol:
     Raises:
         ValueError: if the folder holds no tokenizer or one without EOS.
     """
+
+    block: tuple[str, str] = ("", "")  # tags around passages and results
 
     def __init__(self, tokenizer: str, eos_ends: bool) -> None:
         self.tokenizer = load_tokenizer(tokenizer)
@@ -70,13 +72,31 @@ class TextProtocol:
         *before, last = messages
         return [*before, {**last, "content": f"{task.skills}\n\n{last['content']}"}]
 
-    def _gold(self, task: Task, mode: PromptMode, opening: str, closing: str) -> str:
-        """What ARCap's gold modes put at the beginning of the assistant's turn; "" in the others."""
+    def _messages(self, task: Task) -> list[dict[str, str]]:
+        """Return the messages of the task's prompt."""
+        raise NotImplementedError
+
+    def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
+        """Return [P] ids of the chat template, the instruction and the question.
+
+        ARCap's gold modes also write the passages at the beginning of the assistant's turn. GOLD_DIRECT opens
+        ``<answer>``, which leaves no room to think.
+
+        Raises:
+            ValueError: the question is empty, a gold mode meets a task without gold passages, the template is
+                ``dataset`` and the task has no prompt, or the task's text quotes a control token.
+        """
+        messages = self._with_skills(task, self._messages(task))
+        return self._ids(self._chat(messages) + self._gold(task, mode))
+
+    def _gold(self, task: Task, mode: PromptMode) -> str:
+        """Return the text that ARCap's gold modes put at the beginning of the assistant's turn; "" in the others."""
         if mode not in (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK):
             return ""
         if not task.gold_passages:
             raise ValueError(f"task {task.id}: mode {mode} needs gold passages, and the task has none")
         passages = self.quotes.quote(format_passages(task.gold_passages).strip())
+        opening, closing = self.block
         return opening + passages + closing + ("<answer>" if mode is PromptMode.GOLD_DIRECT else "")
 
     def _question(self, task: Task) -> str:
@@ -98,7 +118,7 @@ class TextProtocol:
         if not self.tokenizer.chat_template:
             begin = self.tokenizer.bos_token or ""  # a base model has read texts from there
             return begin + "\n".join(message["content"] for message in messages)
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return render_chat(self.tokenizer, messages, add_generation_prompt=True)
 
     def _ids(self, text: str) -> list[int]:
         """What was quoted (``Quotes``) becomes ordinary text."""

@@ -17,12 +17,18 @@ from rollout.environments.notebook import _FRAMES
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.base import PromptMode
 from rollout.protocols.boxed import boxed, closing_brace, unwrapped
+from rollout.protocols.call_formats import (
+    after_thinking,
+    glm45_calls,
+    harmony_turn,
+    kimi_k2_calls,
+    mistral_calls,
+    qwen3_coder_calls,
+)
 from rollout.protocols.episodes import ACTION, EpisodeProtocol
 from rollout.protocols.hermes import HermesProtocol
 from rollout.protocols.search_episodes import SearchEpisodeProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol
-from rollout.protocols.tagged_calls import glm45_calls, kimi_k2_calls, mistral_calls, qwen3_coder_calls
-from rollout.protocols.tool_calls import after_thinking, harmony_messages
 from rollout.rewards.answers import choice_letter, released_program, strict_box, submitted_program, without_quotes
 from rollout.rewards.arpo import as_released, format_error, released_boxed
 from rollout.rewards.arpo_evaluation import released_answer, released_f1
@@ -122,7 +128,7 @@ READERS = {
     after_thinking: JSON,
     mistral_calls: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "a", '{"a": ', "{}", "[", " "),
     kimi_k2_calls: ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "a:0", '{"a": ', " "),
-    harmony_messages: ("<|message|>", "<|end|>", "<|channel|>final", "to=functions.a", '{"a": ', "to="),
+    harmony_turn: ("<|message|>", "<|end|>", "<|channel|>final", "to=functions.a", '{"a": ', "to="),
     boxed: ARPO,
     unwrapped: ARPO,
     choice_letter: ("\\text{", "}", "\\text", "B) "),

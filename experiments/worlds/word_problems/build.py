@@ -20,8 +20,8 @@ from experiments.worlds.word_problems.problems import (
     make_problem,
 )
 from experiments.worlds.world_task import WorldTask
+from rollout.protocols.call_formats import FORMATS
 from rollout.protocols.hermes import UNREADABLE
-from rollout.protocols.tool_calls import FORMS
 from rollout.tools.python.tool import NOTHING_PRINTED
 from rollout.trajectory import Task
 
@@ -33,7 +33,7 @@ READ = (  # what an agent reads beside numbers
     "Traceback (most recent call last):\n  File \"<program>\", line 1, in <module>\n    print('=', x + 1)\n"
     "NameError: name 'x' is not defined",
     NOTHING_PRINTED,
-    UNREADABLE.format(reason="not valid JSON: Expecting ',' delimiter at character 72", form=FORMS["hermes"]),
+    UNREADABLE.format(reason="not valid JSON: Expecting ',' delimiter at character 72", form=FORMATS["hermes"].form),
     "<|im_start|>user\n<tool_response>\n</tool_response>\n<|im_start|>assistant\n",
 )
 

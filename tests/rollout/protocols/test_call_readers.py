@@ -8,10 +8,8 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from rollout.protocols.call_readers import LEFT_OUT, NATIVE, call_reader, thinking_tags
-from rollout.protocols.round_trip import PROBES
-from rollout.protocols.tagged_calls import typed
-from rollout.protocols.tool_calls import MalformedCall, UnclosedThinking, after_thinking
+from rollout.protocols.call_formats import MalformedCall, UnclosedThinking, after_thinking, thinking_tags, typed
+from rollout.protocols.call_readers import LEFT_OUT, NATIVE, PROBES, call_reader
 from rollout.trajectory import ToolRequest
 from tests.rollout.chat_models import chat_model
 

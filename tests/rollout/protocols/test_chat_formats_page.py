@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout.protocols.call_formats import SYSTEM
 from rollout.protocols.call_readers import HARMONY, NATIVE
-from rollout.protocols.call_text import SYSTEM
 from rollout.protocols.hermes import HermesProtocol
 from tests.rollout.protocols.test_published_templates import (
     EXPECTED,

@@ -8,10 +8,9 @@ from transformers import AutoTokenizer
 
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.base import ChatProtocol, PromptMode, TurnPrompt
-from rollout.protocols.call_text import SYSTEM
+from rollout.protocols.call_formats import FORMATS, SYSTEM
 from rollout.protocols.hermes import CUT, NOT_EXECUTED, UNCLOSED, HermesProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol
-from rollout.protocols.tool_calls import FORMS
 from rollout.tokenizer import encode
 from rollout.tools.schemas import SCHEMAS
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolCall, ToolRequest, ToolResult, Turn
@@ -235,6 +234,15 @@ def test_calls_as_verl_reads_them(verl, text, expected):
         assert (action.kind, [request.arguments for request in action.calls]) == (ActionKind.CALL, [expected])
 
 
+def test_a_function_of_yours_reads_the_calls(folders):
+    path = "rollout.protocols.call_formats.hermes_calls"
+    protocol = HermesProtocol(folders["qwen3"], call_format=path)
+    assert protocol.parse(f"Now.\n{call_text(protocol)}") == CALL and protocol.reader.beginning == "<tool_call>"
+    assert "<tool_call>" in protocol.parse("<tool_call>{<|im_end|>").error
+    with pytest.raises(ValueError, match="call_format .* cannot be imported: .*expected MODULE.FUNCTION"):
+        HermesProtocol(folders["qwen3"], call_format=f"{path}s")
+
+
 def test_verls_loop_forgets_the_newline(verl, qwen):
     texts = [p.decode(p.observation_ids(CALL, [RESULT], 1000)[0]) for p in (qwen, verl)]
     assert texts[0] == "\n" + texts[1] and texts[1].startswith("<|im_start|>")
@@ -398,7 +406,7 @@ def test_a_template_without_tools_gets_them_in_the_system_message(tmp_path, befo
     prompt = protocol.decode(protocol.prompt_ids(TASK))
     role = "user" if before else "system"
     assert prompt.startswith(f"<|im_start|>{role}\n# Tools") and prompt.count("# Tools") == 1
-    assert json.dumps(SCHEMAS["code_interpreter"]) in prompt and FORMS["hermes"] in prompt
+    assert json.dumps(SCHEMAS["code_interpreter"]) in prompt and FORMATS["hermes"].form in prompt
     assert prompt.endswith(f"{TASK.question}<|im_end|>\n<|im_start|>assistant\n")
     assert protocol.parse(call_text(protocol)) == CALL
     text = protocol.decode(protocol.observation_ids(CALL, [RESULT], 1000)[0])
