@@ -36,7 +36,7 @@ class QuestionAnswering:
             None: no limit but those of the tools.
 
     Raises:
-        ValueError: ``tool_limits`` names a tool that is not there, or ``max_calls`` is negative.
+        ValueError: ``tool_limits`` names a tool that is not in ``tools``.
     """
 
     def __init__(
@@ -49,8 +49,6 @@ class QuestionAnswering:
         tool_limits = tool_limits or {}
         if unknown := sorted(set(tool_limits) - set(tools)):
             raise ValueError(f"tool_limits names {unknown}, but the tools are {sorted(tools)}")
-        if max_calls is not None and max_calls < 0:
-            raise ValueError(f"max_calls is {max_calls}; expected 0 or more, or null for no limit")
         self.max_calls = max_calls
         self.tools = {name: LimitedTool(tool, tool_limits.get(name, limits)) for name, tool in tools.items()}
 

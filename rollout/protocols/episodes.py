@@ -52,7 +52,7 @@ class EpisodeProtocol(TextProtocol):
         thinking: passed to the chat template as ``enable_thinking``; by default the template decides.
 
     Raises:
-        ValueError: no chat template, or one that cannot be cut exactly; texts that are wrong; an impossible number.
+        ValueError: no chat template, or one that cannot be cut exactly; texts that are wrong.
     """
 
     tools: ClassVar[tuple[str, ...]] = (ACT,)
@@ -69,14 +69,8 @@ class EpisodeProtocol(TextProtocol):
         thinking: bool | None = None,
     ) -> None:
         super().__init__(tokenizer, eos_ends=False)
-        if window is not None and window < 0:
-            raise ValueError(f"window is {window}; expected 0 or more past steps, or null for one conversation")
-        if fallback_characters < 1:
-            raise ValueError(f"fallback_characters is {fallback_characters}; expected at least 1")
         self.texts = read_texts(texts)
         self.form: Form = form or (FORMS[texts] if isinstance(texts, str) else "brackets")
-        if self.form not in HISTORIES:
-            raise ValueError(f"form is {form!r}; expected one of {', '.join(HISTORIES)}")
         self.window, self.require_thinking = window, require_thinking
         self.fallback_characters = fallback_characters
         self.chat = ChatBoundaries(self.tokenizer, self.stop_token_ids, thinking=thinking)

@@ -103,8 +103,6 @@ class HermesProtocol(TextProtocol):
         newline: bool = True,
     ) -> None:
         super().__init__(tokenizer, eos_ends=False)
-        if max_parallel_calls is not None and max_parallel_calls < 1:
-            raise ValueError(f"max_parallel_calls is {max_parallel_calls}; expected at least 1")
         schemas = read_schemas(tools)
         self.tools = tool_names(schemas)
         self.tools_in, self.chat = self._chat_with(schemas, tools_in, thinking, newline)

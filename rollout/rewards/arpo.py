@@ -126,7 +126,7 @@ class ArpoReward:
         math_timeout_s: see ``mathematics.math_equal``.
 
     Raises:
-        ValueError: no tokenizer in the folder, a variant that is none, or a negative bonus.
+        ValueError: no tokenizer in the folder.
     """
 
     def __init__(
@@ -136,10 +136,6 @@ class ArpoReward:
         bonus: NonNegativeFloat = 0.1,
         math_timeout_s: PositiveFloat = DEADLINE_SECONDS,
     ) -> None:
-        if variant not in ("fixed", "as_released"):
-            raise ValueError(f"variant is {variant!r}; expected 'fixed' or 'as_released'")
-        if bonus < 0 or math_timeout_s <= 0:
-            raise ValueError(f"bonus is {bonus}, math_timeout_s {math_timeout_s}; expected >= 0 and > 0")
         self.tokenizer = load_tokenizer(tokenizer)
         self.variant, self.bonus, self.math_timeout_s = variant, bonus, math_timeout_s
 

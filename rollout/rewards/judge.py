@@ -103,8 +103,6 @@ class Judge:
     prompt_version = PROMPT_VERSION
 
     def __init__(self, client: ChatClient, max_tokens: PositiveInt = 64, tries: PositiveInt = 3) -> None:
-        if max_tokens < 1 or tries < 1:
-            raise ValueError(f"expected max_tokens and tries >= 1; found {max_tokens}, {tries}")
         self.client, self.max_tokens, self.tries = client, max_tokens, tries
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from rollout.services.per_loop import PerLoop
 from rollout.trajectory import InfrastructureError
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
@@ -72,33 +73,25 @@ class LoopSession:
     def __init__(
         self, owner: str, slots: int | None = None, connector: Callable[[], aiohttp.BaseConnector] | None = None
     ) -> None:
-        self._owner, self._limit = owner, slots
-        self._connector = connector or (lambda: aiohttp.TCPConnector(limit=0))
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._session: aiohttp.ClientSession | None = None
-        self._slots: AbstractAsyncContextManager[Any] = nullcontext()
+        connect = connector or (lambda: aiohttp.TCPConnector(limit=0))
+
+        def make() -> tuple[aiohttp.ClientSession, AbstractAsyncContextManager[Any]]:
+            session = aiohttp.ClientSession(
+                connector=connect(), timeout=aiohttp.ClientTimeout(total=None), cookie_jar=aiohttp.DummyCookieJar()
+            )
+            return session, nullcontext() if slots is None else asyncio.Semaphore(slots)
+
+        self._held = PerLoop(owner, make)
 
     def open(self) -> tuple[aiohttp.ClientSession, AbstractAsyncContextManager[Any]]:
-        """The running loop's session, and what holds one of its slots. Raises RuntimeError while another live loop has
-        them."""
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop:
-            if self._session is not None and self._loop is not None and not self._loop.is_closed():
-                raise RuntimeError(f"{self._owner} serves one event loop at a time; make one per loop, or close it")
-            self._loop = loop
-            self._slots = nullcontext() if self._limit is None else asyncio.Semaphore(self._limit)
-            self._session = aiohttp.ClientSession(
-                connector=self._connector(),
-                timeout=aiohttp.ClientTimeout(total=None),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session, self._slots
+        """Return the running loop's session, and a context manager that holds one of its slots. Raises RuntimeError
+        while another live loop has them."""
+        return self._held.get()
 
     async def close(self) -> None:
         """Close the connections; a later use opens new ones."""
-        if self._session is not None and self._loop is asyncio.get_running_loop():
-            await self._session.close()
-        self._session = self._loop = None
+        if held := self._held.drop():
+            await held[0].close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,23 +11,20 @@ from rollout.trajectory import InfrastructureError, PermanentFailure
 
 Result = TypeVar("Result")
 
-_DRAWS = random.Random()  # of its own: a pause must not move the seeded generators of a run
+_DRAWS = random.Random()  # a separate generator: pauses must not move the seeded generators of a run
 
 
 def pause_before_retry(retry: int, base_s: float) -> float:
-    """Seconds before retry number ``retry`` (from 1): ``base_s * 2**(retry - 1)``, times a random factor between 0.5
-    and 1.5 so that many callers of a service that was down do not come back at once."""
+    """Return seconds before retry number ``retry`` (from 1): ``base_s * 2**(retry - 1)``, times a random factor between
+    0.5 and 1.5, so that many callers do not return to a service at the same moment."""
     return base_s * 2 ** (retry - 1) * _DRAWS.uniform(0.5, 1.5)
 
 
-def may_heal(error: BaseException) -> bool:
-    """An InfrastructureError that is not a PermanentFailure."""
-    return isinstance(error, InfrastructureError) and not isinstance(error, PermanentFailure)
-
-
 async def with_retries(attempt: Callable[[], Awaitable[Result]], retries: int, backoff_s: float) -> Result:
-    """``await attempt()``, again while it raises what may heal; raises the last error. A loop, as tenacity would take a
-    third of a turn's processor time for a tool call that succeeds at once.
+    """Await ``attempt()``, and again after an InfrastructureError other than a PermanentFailure. Raises the last error.
+
+    A loop, because tenacity takes a third of a turn's processor time for a tool call that succeeds at once, and draws
+    its jitter from the global generator.
 
     Args:
         retries: further attempts after the first.
@@ -36,8 +33,8 @@ async def with_retries(attempt: Callable[[], Awaitable[Result]], retries: int, b
     for retry in range(1, retries + 1):
         try:
             return await attempt()
-        except InfrastructureError as error:
-            if not may_heal(error):
-                raise
-        await asyncio.sleep(pause_before_retry(retry, backoff_s))
+        except PermanentFailure:
+            raise
+        except InfrastructureError:
+            await asyncio.sleep(pause_before_retry(retry, backoff_s))
     return await attempt()

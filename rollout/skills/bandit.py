@@ -31,8 +31,6 @@ class UCB(SkillRetriever):
     learns = True
 
     def __init__(self, c: NonNegativeFloat = 2**0.5, seed: NonNegativeInt = 0) -> None:
-        if not (math.isfinite(c) and c >= 0):
-            raise ValueError(f"c is {c}; expected a number of 0 or more")
         self.c, self.seed = c, seed
         self._arms: dict[str, tuple[int, float]] = {}  # rewards counted, and their sum, by category
 

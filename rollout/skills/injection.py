@@ -51,8 +51,8 @@ class Skills:
             once for an episode by its first observation.
 
     Raises:
-        ValueError: the bank cannot be used, or not with this retriever; ``max_tokens`` is impossible; ``every_turn``
-            with a retriever that learns from episodes.
+        ValueError: the bank cannot be used, or not with this retriever; ``every_turn`` with a retriever that learns
+            from episodes.
     """
 
     def __init__(
@@ -65,8 +65,6 @@ class Skills:
         place: Place = "user_turn",
         every_turn: bool = False,
     ) -> None:
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; expected at least 1 (for no skills: retriever NoSkills)")
         self.name, self.bank = bank, read_bank(bank)
         self.retriever = retriever
         retriever.bind(self.bank)

@@ -15,6 +15,7 @@ from typing import Any
 
 from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.text import whole
+from rollout.services.per_loop import PerLoop
 from rollout.services.retries import with_retries
 from rollout.tools.base import Bounded, OwnFault, Startable, Tool, own_faults
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
@@ -27,32 +28,16 @@ ENDS_MATTER = (CallOutcome.ERROR, CallOutcome.TIMEOUT)  # the reason comes last
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """Limits of one tool.
-
-    Raises:
-        ValueError: on construction, if a limit is impossible.
-    """
+    """Limits of one tool."""
 
     max_calls: NonNegativeInt | None = None  # executed calls per trajectory; further ones are REFUSED
     timeout_s: PositiveFloat = 60.0  # per attempt; the call is cancelled, not abandoned
     timeout_is_infrastructure: bool = True  # False for tools that run the model's own code: then it is a TIMEOUT result
     retries: NonNegativeInt = 1  # further attempts, after InfrastructureError only, and not after PermanentFailure
-    backoff_s: NonNegativeFloat = (
-        0.5  # pause before the first retry, doubled for each further one, times 0.5 to 1.5 at random
-    )
+    backoff_s: NonNegativeFloat = 0.5  # pause before the first retry; see ``retries.pause_before_retry``
     concurrency: PositiveInt = 64  # attempts running at once, over all trajectories; fewer if the tool says so
     max_characters: PositiveInt = 20_000  # of the text that the model reads; errors lose their middle, others their end
     cache_size: NonNegativeInt = 0  # results kept, least recently used dropped; only for tools without side effects
-
-    def __post_init__(self) -> None:
-        least_values = {"retries": 0, "backoff_s": 0, "cache_size": 0, "concurrency": 1, "max_characters": 1}
-        for name, least in least_values.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"tool limit {name} is {getattr(self, name)}; expected at least {least}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"tool limit timeout_s is {self.timeout_s}; expected more than 0 seconds")
-        if self.max_calls is not None and self.max_calls < 0:
-            raise ValueError(f"tool limit max_calls is {self.max_calls}; expected 0 or more, or null for no limit")
 
 
 class LimitedTool:
@@ -65,8 +50,8 @@ class LimitedTool:
 
     def __init__(self, tool: Tool, limits: ToolLimits) -> None:
         self.name, self.tool, self.limits = tool.name, tool, limits
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._free: asyncio.Semaphore | None = None
+        most = tool.concurrency if isinstance(tool, Bounded) else limits.concurrency
+        self._slots = PerLoop(f"tool {tool.name}", lambda: asyncio.Semaphore(min(limits.concurrency, most)))
         self._cache = SharedCache(limits.cache_size) if limits.cache_size else None
         self._told: set[str] = set()  # faults of the tool that were logged
 
@@ -88,7 +73,7 @@ class LimitedTool:
         return self._capped(result)
 
     async def _attempt(self, arguments: dict[str, Any]) -> ToolResult:
-        async with self._slots():  # the deadline counts the work, not the queue
+        async with self._slots.get():  # the deadline counts the work, not the queue
             deadline = asyncio.timeout(self.limits.timeout_s)
             try:
                 async with deadline:
@@ -112,16 +97,6 @@ class LimitedTool:
                 logger.warning("tool %s failed, and the model reads so: %s\n%s", self.name, fault, trace)
             return ToolResult(f"The tool {self.name} failed: {fault}", CallOutcome.ERROR, detail=str(fault))
 
-    def _slots(self) -> asyncio.Semaphore:
-        """The running loop's semaphore: one that ever had to wait is bound to its loop for good."""
-        loop = asyncio.get_running_loop()
-        if self._free is None or self._loop is not loop:
-            if self._loop is not None and not self._loop.is_closed():
-                raise RuntimeError(f"tool {self.name} is in use by another event loop; make one per loop, or close it")
-            most = self.tool.concurrency if isinstance(self.tool, Bounded) else self.limits.concurrency
-            self._loop, self._free = loop, asyncio.Semaphore(min(self.limits.concurrency, most))
-        return self._free
-
     def _capped(self, result: ToolResult) -> ToolResult:
         text, limit = result.text, self.limits.max_characters
         if len(text) <= limit:
@@ -134,7 +109,7 @@ class LimitedTool:
 
     async def close(self) -> None:
         """Close the tool; a later call may come from another event loop."""
-        self._loop = self._free = None
+        self._slots.drop()
         await self.tool.close()
 
 

@@ -53,8 +53,6 @@ class SearchTool:
     name = "search"
 
     def __init__(self, retriever: Retriever, topk: PositiveInt = 3) -> None:
-        if topk < 1:
-            raise ValueError(f"topk is {topk}; expected at least 1")
         self.retriever, self.topk = retriever, topk
 
     async def start(self) -> None:

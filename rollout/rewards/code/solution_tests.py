@@ -44,6 +44,7 @@ from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveInt
 from rollout.rewards.code.cases import Assertion, Calls, Case, assertions, cases, form, same_json
+from rollout.services.per_loop import PerLoop
 from rollout.services.retries import with_retries
 from rollout.tools.base import Startable
 from rollout.tools.python.base import MAX_STDIN_BYTES, Run, Runner, RunStatus
@@ -175,9 +176,6 @@ class CodeTests:
             code 0. Scripts run as they are. A function becomes a method of a class Solution, so that it cannot call
             itself by its name; what it prints is output, too. Outputs are equal as texts, but for line breaks at the
             end. An assertion is a line of ``test_code`` behind the first one, in one program with the solution.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -188,14 +186,9 @@ class CodeTests:
         as_released: bool = False,
         max_timeouts: PositiveInt | None = 3,
     ) -> None:
-        if concurrency < 1 or retries < 0:
-            raise ValueError(f"code tests: concurrency is {concurrency}, retries {retries}; expected >= 1 and >= 0")
-        if max_timeouts is not None and max_timeouts < 1:
-            raise ValueError(f"code tests: max_timeouts is {max_timeouts}; expected at least 1, or null for no limit")
-        self.runner, self.concurrency, self.retries = runner, concurrency, retries
+        self.runner, self.retries = runner, retries
         self.as_released, self.max_timeouts = as_released, max_timeouts
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._free: asyncio.Semaphore | None = None
+        self._slots = PerLoop("the reward's tests", lambda: asyncio.Semaphore(concurrency))
 
     async def start(self) -> None:
         """Start the runner."""
@@ -235,7 +228,7 @@ class CodeTests:
 
     async def close(self) -> None:
         """Close the runner; a later use may come from another event loop."""
-        self._loop = self._free = None
+        self._slots.drop()
         await self.runner.close()
 
     def _given_up(self, before: Iterable[TestOutcome]) -> bool:
@@ -317,14 +310,7 @@ class CodeTests:
         """None where it is ``needless`` by the time a slot is free."""
 
         async def attempt() -> Run | None:
-            async with self._slots():
+            async with self._slots.get():
                 return None if needless() else await self.runner.run(_around(call), stdin)
 
         return await with_retries(attempt, self.retries, BACKOFF_S)
-
-    def _slots(self) -> asyncio.Semaphore:
-        """The running loop's semaphore: one that ever had to wait is bound to its loop for good."""
-        loop = asyncio.get_running_loop()
-        if self._free is None or self._loop is not loop:
-            self._loop, self._free = loop, asyncio.Semaphore(self.concurrency)
-        return self._free

@@ -61,11 +61,6 @@ class PageFetcher:
         concurrency: PositiveInt = 32,
         allow_private_addresses: bool = False,
     ) -> None:
-        if timeout <= 0 or min(max_characters, max_bytes, concurrency) < 1:
-            raise ValueError(
-                "expected timeout > 0, max_characters, max_bytes and concurrency >= 1; found "
-                f"{timeout}, {max_characters}, {max_bytes}, {concurrency}"
-            )
         self.timeout, self.max_characters, self.max_bytes = timeout, max_characters, max_bytes
         make_socket = None if allow_private_addresses else public_socket
         self._session = LoopSession(

@@ -76,10 +76,6 @@ class BrightDataSearch:
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url is {url!r}; expected http://... or https://...")
-        if max_results < 1 or result_length < 1:
-            raise ValueError(f"expected max_results and result_length >= 1; found {max_results}, {result_length}")
-        if timeout <= 0:
-            raise ValueError(f"expected timeout > 0; found {timeout}")
         if offline and cache is None:
             raise ValueError("offline is true, so only a cache could answer; expected a file as cache, found none")
         self.zone, self.location, self.url, self.timeout = zone, location, url, timeout

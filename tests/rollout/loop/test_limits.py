@@ -207,7 +207,7 @@ def test_another_event_loop_after_contention():
 def test_a_second_loop_at_the_same_time_is_refused():
     async def in_another_thread():
         await tool.call({})
-        with pytest.raises(RuntimeError, match="tool probe is in use by another event loop"):
+        with pytest.raises(RuntimeError, match="tool probe serves one event loop at a time"):
             await asyncio.to_thread(asyncio.run, tool.call({}))
 
     tool = LimitedTool(Probe(), ToolLimits())
@@ -369,19 +369,6 @@ def test_a_fork_goes_on_counting_where_its_parent_was():
         assert [result.outcome for result in step.results] == [CallOutcome.OK, CallOutcome.REFUSED]
 
     asyncio.run(scenario())
-
-
-def test_an_impossible_limit_of_all_tools():
-    with pytest.raises(ValueError, match="max_calls is -1"):
-        QuestionAnswering({}, max_calls=-1)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"timeout_s": 0}, {"retries": -1}, {"concurrency": 0}, {"max_characters": 0}, {"max_calls": -1}]
-)
-def test_impossible_limits(wrong):
-    with pytest.raises(ValueError, match="tool limit"):
-        ToolLimits(**wrong)
 
 
 def test_limits_of_a_tool_that_is_not_there():

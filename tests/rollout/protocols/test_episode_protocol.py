@@ -256,8 +256,6 @@ WRONG = [
     ({"texts": "nowhere"}, "expected one of household"),
     ({"texts": {"first": "x"}}, "expected first, later and after"),
     ({"texts": {"first": "{observation}", "later": "{obs}", "after": "{observation}"}}, "placeholder {obs}"),
-    ({"window": -1}, "expected 0 or more"),
-    ({"fallback_characters": 0}, "at least 1"),
 ]
 
 

@@ -356,7 +356,6 @@ def test_wrong_settings(folders, tmp_path, qwen):
         ({"tools": ["serch"]}, "neither one of code_interpreter, search nor a JSON file"),
         ({"tools": ["search", "search"]}, "two tools have one name"),
         ({"tools": [str(tmp_path / "bad.json")]}, "object 'parameters'"),
-        ({"max_parallel_calls": 0}, "max_parallel_calls is 0"),
         ({"instruction": "boxd"}, "neither one of"),
     ):
         with pytest.raises(ValueError, match=reason):

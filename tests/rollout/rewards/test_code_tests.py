@@ -458,9 +458,3 @@ def test_tests_that_are_none(tests, message):
         check_tests(tests)
     with pytest.raises(ValueError, match=message):
         asyncio.run(CodeTests(Counting()).run("x", tests))
-
-
-@pytest.mark.parametrize("wrong", [{"concurrency": 0}, {"retries": -1}, {"max_timeouts": 0}])
-def test_impossible_options(wrong):
-    with pytest.raises(ValueError, match="code tests: .*(concurrency|max_timeouts)"):
-        CodeTests(Counting(), **wrong)

@@ -382,15 +382,9 @@ def test_what_cannot_be_judged(make, judge):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"math": "exact"}, "math is 'exact'; expected one of equal, strict_box"),
-        ({"tool_shaping": "yes"}, "tool_shaping is 'yes'"),
         ({"overlong_buffer": 10}, "overlong_buffer is 10, max_response_tokens None"),
         ({"overlong_buffer": 0, "max_response_tokens": 5}, "overlong_buffer is 0"),
         ({"overlong_buffer": 10, "max_response_tokens": 5}, "overlong_buffer is 10, max_response_tokens 5"),
-        ({"overlong_penalty": -1.0}, "overlong_penalty is -1.0"),
-        ({"math_timeout_s": 0.0}, "math_timeout_s 0.0"),
-        ({"max_timeouts": 0, "runner": LocalSandbox()}, "max_timeouts is 0"),
-        ({"test_concurrency": 0, "runner": LocalSandbox()}, "concurrency is 0"),
         ({}, "no usable tokenizer"),
     ],
 )

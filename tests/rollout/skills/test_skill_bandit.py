@@ -118,7 +118,5 @@ def test_what_cannot_be_learnt_from():
         with pytest.raises(ValueError, match=message):
             retriever.update([(of("clean"), 1.0), pair])
     assert retriever.state_dict() == {"arms": {}}  # not half of an update
-    with pytest.raises(ValueError, match="c is -1"):
-        UCB(c=-1)
     with pytest.raises(ValueError, match="UCB chooses a category, and the skill bank has none"):
         UCB().bind(SkillBank(BANK.general, {}))

@@ -276,9 +276,3 @@ def test_few_pages_at_once():
             return [page.text for page in pages]
 
     assert asyncio.run(main()) == ["x"] * 9 and most == 3
-
-
-@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"max_characters": 0}, {"max_bytes": 0}, {"concurrency": 0}])
-def test_impossible_options(wrong):
-    with pytest.raises(ValueError, match="expected"):
-        PageFetcher(**wrong)

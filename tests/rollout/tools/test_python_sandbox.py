@@ -419,9 +419,7 @@ def test_packages_below_tmp_are_not_covered_by_the_programs_own_folder():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout_s": 0}, "timeout_s"),
         ({"memory_mb": 1}, "memory_mb is 1; expected at least 64"),
-        ({"warm": -1}, "warm"),
         ({"mechanisms": ("magic",)}, "magic"),
         ({"packages": ("no_such_package",)}, "no_such_package.*not installed"),
     ],
