@@ -75,12 +75,12 @@ def encode(tokenizer: Any, text: str, plain: bool = False) -> list[int]:
     return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # fast: no offsets, in batches only
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of ids, special tokens kept, nothing tidied up."""
+def decode(tokenizer: Any, token_ids: Sequence[int], skip_special: bool = False) -> str:
+    """Return the text of ids without tidying spaces; special tokens stay, unless ``skip_special``."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return backend.decode(token_ids, skip_special_tokens=False)
+        return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+    return backend.decode(token_ids, skip_special_tokens=skip_special)
 
 
 class Quotes:

@@ -13,7 +13,7 @@ from common.ranges import NonNegativeFloat, PositiveFloat
 from rollout.protocols.boxed import boxed, closing_brace
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.rewards.scoring import exact_match, f1, normalize_answer
-from rollout.tokenizer import load_tokenizer
+from rollout.tokenizer import decode, load_tokenizer
 from rollout.trajectory import ActionKind, CallOutcome, Reward, Task, Trajectory
 
 BOTH_TOOLS = frozenset({"search", "python"})
@@ -157,19 +157,16 @@ class ArpoReward:
     def _response(self, trajectory: Trajectory) -> str:
         """The whole response up to its first EOS."""
         ids, eos = trajectory.response_ids, self.tokenizer.eos_token_id
-        return self._decode(ids[: ids.index(eos)] if eos in ids else ids)
+        return decode(self.tokenizer, ids[: ids.index(eos)] if eos in ids else ids, skip_special=True)
 
     def _sampled(self, trajectory: Trajectory) -> str:
         """What the model wrote, with an empty result block where one of its calls was answered."""
         texts = []
         for turn in trajectory.turns:
-            texts.append(self._decode(trajectory.response_ids[turn.start : turn.end]))
+            texts.append(decode(self.tokenizer, trajectory.response_ids[turn.start : turn.end], skip_special=True))
             if turn.action.kind is ActionKind.CALL and turn.observation_end > turn.end:
                 texts.append(EMPTY_RESULT)
         return "".join(texts)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def used_both_tools(trajectory: Trajectory) -> bool:

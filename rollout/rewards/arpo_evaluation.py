@@ -12,7 +12,8 @@ from common.ranges import PositiveFloat
 from rollout.protocols.boxed import closing_brace
 from rollout.rewards.arpo import is_math
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
-from rollout.tokenizer import load_tokenizer
+from rollout.rewards.scoring import token_f1
+from rollout.tokenizer import decode, load_tokenizer
 
 LAST_LINES = 5
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -56,14 +57,7 @@ def released_f1(answer: str, golds: Iterable[str], articles: bool = False) -> fl
     """Highest F1 over the golds, of words in lower case with their punctuation: "Paris." is not "Paris". ``articles``:
     a, an and the count as words (mathematics)."""
     said = Counter(_words(answer, articles))
-    best = 0.0
-    for gold in golds:
-        wanted = Counter(_words(gold, articles))
-        common = (said & wanted).total()
-        if common:
-            precision, recall = common / said.total(), common / wanted.total()
-            best = max(best, 2 * precision * recall / (precision + recall))
-    return best
+    return max((token_f1(said, Counter(_words(gold, articles))) for gold in golds), default=0.0)
 
 
 def _words(text: str, articles: bool) -> list[str]:
@@ -87,10 +81,7 @@ class ArpoReleasedAnswers:
     def score(self, trajectory: Any) -> Any:
         """(answer, {em, f1 and, of a mathematical task, math}) of a ``Trajectory`` (``evaluation.AnswersProtocol``)."""
         task, math = trajectory.task, is_math(trajectory.task)
-        response = self.tokenizer.decode(
-            list(trajectory.response_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        answer = released_answer(response)
+        answer = released_answer(decode(self.tokenizer, trajectory.response_ids, skip_special=True))
         said = answer or ""
         words = _words(said, math)
         parts = {

@@ -14,7 +14,7 @@ from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.rewards.answers import choice_letter, released_program, strict_box, submitted_program, without_quotes
 from rollout.rewards.code.solution_tests import CodeTests, TestOutcome, public_tests
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
-from rollout.tokenizer import load_tokenizer
+from rollout.tokenizer import decode, load_tokenizer
 from rollout.tools.python.base import Runner
 from rollout.trajectory import ActionKind, Reward, Task, Trajectory
 
@@ -151,7 +151,7 @@ class ReasoningReward:
     def _answer(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
         task = trajectory.task
         if self.math == "strict_box":
-            answer = strict_box(self._decode(trajectory.response_ids, skip_special=True))
+            answer = strict_box(decode(self.tokenizer, trajectory.response_ids, skip_special=True))
             right = answer in task.golden_answers
         else:
             answer = trajectory.answer
@@ -187,15 +187,12 @@ class ReasoningReward:
 
     def _submitted(self, trajectory: Trajectory, as_released: bool) -> str | None:
         if as_released:
-            return released_program(self._decode(trajectory.response_ids, skip_special=True))
+            return released_program(decode(self.tokenizer, trajectory.response_ids, skip_special=True))
         last = trajectory.turns[-1] if trajectory.turns else None
         if last is None or last.action.kind is not ActionKind.ANSWER:
             return None
-        return submitted_program(self._decode(trajectory.response_ids[last.start : last.end]))
-
-    def _decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
-        return text if skip_special else text.replace(self.tokenizer.eos_token, "")
+        text = decode(self.tokenizer, trajectory.response_ids[last.start : last.end])
+        return submitted_program(text.replace(self.tokenizer.eos_token, ""))
 
 
 def _by_visibility(outcomes: Sequence[TestOutcome], tests: Mapping[str, Any]) -> dict[str, float]:

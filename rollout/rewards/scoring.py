@@ -65,18 +65,21 @@ def f1(prediction: str | None, golds: Iterable[str]) -> float:
     if prediction is None:
         return 0.0
     said = normalize_answer(prediction)
-    said_tokens = said.split()
-    counts = Counter(said_tokens)
+    counts = Counter(said.split())
 
     def score(gold: str) -> float:
         wanted = normalize_answer(gold)
         if said != wanted and (said in _YES_NO or wanted in _YES_NO):
             return 0.0
-        wanted_tokens = wanted.split()
-        common = (Counter(wanted_tokens) & counts).total()
-        if not common:
-            return float(not wanted_tokens and _equal(prediction, gold))
-        precision, recall = common / len(said_tokens), common / len(wanted_tokens)
-        return 2 * precision * recall / (precision + recall)
+        return token_f1(counts, Counter(wanted.split())) if wanted.split() else float(_equal(prediction, gold))
 
     return max(map(score, golds), default=0.0)
+
+
+def token_f1(said: Counter[str], wanted: Counter[str]) -> float:
+    """Return F1 = 2 precision recall / (precision + recall) of the common tokens, in [0, 1]; 0 without one."""
+    common = (said & wanted).total()
+    if not common:
+        return 0.0
+    precision, recall = common / said.total(), common / wanted.total()
+    return 2 * precision * recall / (precision + recall)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from common.ranges import PositiveInt
@@ -43,6 +43,16 @@ def _numbered(passages: Iterable[tuple[str, str]]) -> str:
     return "".join(f"Doc {i}(Title: {heading}) {text}\n" for i, (heading, text) in enumerate(passages, start=1))
 
 
+def query_of(arguments: dict[str, Any], clean: Callable[[str], str] = str) -> str | ToolResult:
+    """Return the cleaned query of a call, an ERROR if it is missing or not a text, or REFUSED if it is empty."""
+    query = arguments.get("query")
+    if not isinstance(query, str):
+        message = f"search expects a text as its query; found {type(query).__name__}"
+        return ToolResult(message, CallOutcome.ERROR, detail=message)
+    query = clean(query)
+    return query if query.strip() else ToolResult(EMPTY_QUERY, CallOutcome.REFUSED, detail="empty query")
+
+
 class SearchTool:
     """``{"query": str}`` to the ``topk`` best passages.
 
@@ -68,12 +78,9 @@ class SearchTool:
             raise InfrastructureError(f"search cannot start: {error}") from error
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        query = arguments.get("query")
-        if not isinstance(query, str):
-            message = f"search expects a text as its query; found {type(query).__name__}"
-            return ToolResult(message, CallOutcome.ERROR, detail=message)
-        if not query.strip():
-            return ToolResult(EMPTY_QUERY, CallOutcome.REFUSED, detail="empty query")
+        query = query_of(arguments)
+        if isinstance(query, ToolResult):
+            return query
         try:
             [hits] = await self.retriever.search([query.strip()], self.topk)
         except RetrievalError as error:

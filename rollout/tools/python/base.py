@@ -55,6 +55,21 @@ def refused(code: str, stdin: str) -> Run | None:
     return Run(RunStatus.FAILED, "", TOO_LONG) if too_long else None
 
 
+def ended(code: int, output: str, timeout_s: float | None = None, killed: str = "") -> Run:
+    """Return how a program with this exit code ended.
+
+    Args:
+        timeout_s: the time limit, of a program that was stopped for it.
+        killed: the notice for a negative code.
+    """
+    if timeout_s is not None:
+        return Run(RunStatus.TIMEOUT, output, f"The program did not finish within {timeout_s:g} s and was stopped.")
+    if not code:
+        return Run(RunStatus.FINISHED, output)
+    silent = "" if output.strip() else f"The program ended with exit code {code} and printed nothing."
+    return Run(RunStatus.FAILED, output, killed if code < 0 else silent)
+
+
 def dedented(text: str) -> str:
     """``textwrap.dedent``, which compiles the margin into a pattern: a second for one of 200,000 spaces."""
     lines = [line if line.strip(" \t") else "" for line in text.split("\n")]

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from rollout.services.http_client import ApiKey, LoopSession, post_json
-from rollout.tools.python.base import Run, RunStatus, middle_cut, readable, refused
+from rollout.tools.python.base import Run, RunStatus, ended, middle_cut, readable, refused
 from rollout.trajectory import InfrastructureError
 
 DRIVER = Path(__file__).parent / "sandbox_runtime" / "program.py"
@@ -95,16 +95,11 @@ class SandboxFusion:
         text = (result.get("stdout") or "") + (result.get("stderr") or "")
         output = middle_cut(readable(text), self.max_output)
         if result["status"] == "TimeLimitExceeded":
-            notice = f"The program did not finish within {self.timeout_s:g} s and was stopped."
-            return Run(RunStatus.TIMEOUT, output, notice)
+            return ended(0, output, self.timeout_s)
         if result["status"] != "Finished" or not isinstance(result["return_code"], int):
             raise InfrastructureError(f"{self.url}: the run ended as {result['status']!r}, {text[-200:]!r}")
         code = result["return_code"]
-        if not code:
-            return Run(RunStatus.FINISHED, output)
-        killed = f"The program was killed by signal {-code}."
-        silent = f"The program ended with exit code {code} and printed nothing."
-        return Run(RunStatus.FAILED, output, killed if code < 0 else "" if output.strip() else silent)
+        return ended(code, output, killed=f"The program was killed by signal {-code}.")
 
     async def close(self) -> None:
         """Close the connections; a later program opens new ones."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.tools.python import probe
-from rollout.tools.python.base import Run, RunStatus, middle_cut, readable, refused
+from rollout.tools.python.base import Run, RunStatus, ended, middle_cut, readable, refused
 from rollout.tools.python.connection import SERVER, START_S, SandboxServer
 from rollout.tools.python.packages import package_paths
 from rollout.tools.python.probe import Protection
@@ -149,18 +149,13 @@ class LocalSandbox:
         if status == "broken":
             raise InfrastructureError(f"the sandbox could not prepare a process: {answer['output'][:300]}")
         if status == "timeout" or code == -signal.SIGXCPU:
-            notice = f"The program did not finish within {self.timeout_s:g} s and was stopped."
-            return Run(RunStatus.TIMEOUT, output, notice)
+            return ended(code, output, self.timeout_s)
         if status == "flood":
             return Run(RunStatus.FAILED, output, "The program printed far too much and was stopped.")
-        if code == -signal.SIGKILL:
-            return Run(RunStatus.FAILED, output, "The program was killed: it used too much memory or processor time.")
-        if code < 0:
-            return Run(RunStatus.FAILED, output, f"The program was ended by the signal {signal.Signals(-code).name}.")
-        if code:
-            notice = "" if output.strip() else f"The program ended with exit code {code} and printed nothing."
-            return Run(RunStatus.FAILED, output, notice)
-        return Run(RunStatus.FINISHED, output)
+        killed = "The program was killed: it used too much memory or processor time."
+        if code < 0 and code != -signal.SIGKILL:
+            killed = f"The program was ended by the signal {signal.Signals(-code).name}."
+        return ended(code, output, killed=killed)
 
     async def close(self) -> None:
         """End the server and every program; a later run starts it again."""

@@ -14,7 +14,7 @@ from common.ranges import PositiveFloat, PositiveInt
 from common.text import whole
 from rollout.services.http_client import NOT_ALLOWED, Answer, ApiKey, LoopSession, post_json
 from rollout.tools.limits import SharedCache
-from rollout.tools.search import EMPTY_QUERY
+from rollout.tools.search import query_of
 from rollout.tools.web.search_cache import SearchCache, SearchCacheError, cache_key
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, PermanentFailure, ToolResult
 
@@ -98,14 +98,8 @@ class BrightDataSearch:
             raise ValueError(f"{error}. To search in the cache alone, set the tool's offline to true") from None
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        query = arguments.get("query")
-        if not isinstance(query, str):
-            message = f"search expects a text as its query; found {type(query).__name__}"
-            return ToolResult(message, CallOutcome.ERROR, detail=message)
-        query = cache_key(query)
-        if not query.strip():
-            return ToolResult(EMPTY_QUERY, CallOutcome.REFUSED, detail="empty query")
-        return await self._running.get(query, lambda: self._search(query))
+        query = query_of(arguments, cache_key)
+        return query if isinstance(query, ToolResult) else await self._running.get(query, lambda: self._search(query))
 
     async def _search(self, query: str) -> ToolResult:
         if self.cache is not None:
