@@ -286,8 +286,6 @@ def test_impossible_options_are_refused():
         RemoteTeacher(["http://a"], "m", max_tokens_per_request=0)
     with pytest.raises(ValueError, match="patience_s is -1"):
         RemoteTeacher(["http://a"], "m", patience_s=-1)
-    with pytest.raises(ValueError, match="concurrency >= 1"):
-        RemoteTeacher(["http://a"], "m", concurrency=0)
     with pytest.raises(ValueError, match="urls: expected at least one"):
         RemoteTeacher([], "m")
 
