@@ -22,10 +22,10 @@ _CHOICE = re.compile(
     r"(?:\(([A-J])\)|([A-J])[.):]?)(?:(?<=[.):])\s.*)?",  # (B), B, B., B), B:; after a mark the option's own words
     re.IGNORECASE | re.DOTALL,
 )
-# A line of three backticks opens a block if nothing but a language follows, and else closes one.
+# A line of three backticks opens a block if only a language follows it; otherwise it closes one.
 _FENCE = re.compile(r"^[ \t]*+```([ \t]*+[\w+#.-]++[ \t]*+$)?", re.MULTILINE)
 _PYTHON = re.compile("python[0-9]*", re.IGNORECASE)
-# The first closing line that Python does not read as a part of a comment or a string. Possessive: it never goes back.
+# The first closing line that is not part of a Python comment or string. Possessive: the pattern never backtracks.
 _CLOSING = re.compile(
     r"""(?P<line>^[ \t]*```)|#[^\n]*|(?P<long>\"{3}|'{3})(?:[^\\"']++|\\.|(?!(?P=long)).)*+(?P=long)?"""
     r"""|(?P<short>["'])(?:[^\\"'\n]++|\\.|(?!(?P=short))[^\\\n])*+(?P=short)?""",
@@ -34,7 +34,7 @@ _CLOSING = re.compile(
 
 
 def without_quotes(answer: str) -> str:
-    r"""Out of a pair of quotes around all of it: the prompts show ``\boxed{'The final answer goes here.'}``.
+    r"""Remove a pair of quotes around the whole answer. The prompts show ``\boxed{'The final answer goes here.'}``.
 
     >>> without_quotes("'42'"), without_quotes("f'"), without_quotes("'a' or 'b'")
     ('42', "f'", "'a' or 'b'")
@@ -45,7 +45,7 @@ def without_quotes(answer: str) -> str:
 
 
 def choice_letter(answer: str | None) -> str | None:
-    r"""The letter, A to J, that an answer chooses; None where it chooses none or several.
+    r"""Return the letter, A to J, that an answer chooses; None if it chooses no letter or several.
 
     >>> [choice_letter(a) for a in (r"\text{B}", "(B)", "B.", "b", "B. 42 m", "Option B", "B or C", "Bob", None)]
     ['B', 'B', 'B', 'B', 'B', 'B', None, None, None]
@@ -60,11 +60,11 @@ def choice_letter(answer: str | None) -> str | None:
 
 
 def strict_box(response: str) -> str | None:
-    r"""Content of the last ``\boxed{``, looked for in the last 100 characters only; None without one, or where its
-    braces do not match (an earlier box is not taken then). Nothing is stripped.
+    r"""Return the content of the last ``\boxed{`` in the last 100 characters. None without one, or if its braces do not
+    match, even if an earlier box is complete. Nothing is stripped.
 
-    The response holds what tools returned: a box that a program printed at the very end pays as if the model had
-    written it, to whoever lets its last program print one. ``ReasoningReward(math: equal)`` reads the model's words.
+    The response includes tool results, so a box that a program prints at the very end counts as the model's answer.
+    ``ReasoningReward(math: equal)`` reads only the model's words.
 
     Source: SOD, verl/utils/reward_score/math_dapo.py with ``strict_box_verify=True``.
     """
@@ -77,10 +77,11 @@ def strict_box(response: str) -> str | None:
 
 
 def submitted_program(text: str) -> str | None:
-    """The last closed ```python block of a turn, after its thoughts; None without one.
+    """Return the last closed ```python block of a turn, after its thoughts; None without one.
 
-    A block ends at its first closing line outside of Python's strings, or at its first where all are inside: three
-    backticks in a docstring do not cut a program. Thoughts end at the last ``</think>`` outside of blocks.
+    A block ends at its first closing line outside of Python's strings, or at its first closing line if all are inside.
+    Three backticks in a docstring therefore do not cut a program. Thoughts end at the last ``</think>`` outside of
+    blocks.
     """
     text = text.replace("\r\n", "\n")
     blocks = list(_blocks(text))
@@ -92,8 +93,8 @@ def submitted_program(text: str) -> str | None:
 
 
 def released_program(response: str) -> str | None:
-    """Content of the last ```python block anywhere in the response, tool results included; None without one. Where the
-    response has a ``</think>``, only the text behind the first one, up to the second, counts.
+    """Return the last ```python block anywhere in the response, tool results included; None without one. If the
+    response has a ``</think>``, only the text between the first and the second counts.
 
     Source: SOD, verl/utils/reward_score/livecodebench/code_math.py (compute_score).
     """
@@ -103,7 +104,7 @@ def released_program(response: str) -> str | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, int, int]]:
-    """(language, start, end) of the content of every closed block whose opening line names a language."""
+    """Yield (language, start, end) of the content of every closed block whose opening line names a language."""
     fences = [(fence.start(), fence.end(), fence[1]) for fence in _FENCE.finditer(text)]
     index = 0
     while index < len(fences):

@@ -1,7 +1,7 @@
 r"""Reward of ARPO (arXiv 2507.19849; docs/papers/arpo.md section 4), as released and mended.
 
-Source of the rule: RUC-NLPIR/ARPO, verl/utils/reward_score/deep_research.py. A response is worth -1 if its format is
-bad, 0 if its answer shares nothing with the gold answer, else its accuracy, plus a bonus for using both tools.
+Source of the rule: RUC-NLPIR/ARPO, verl/utils/reward_score/deep_research.py. A response scores -1 for a bad format, 0
+if its answer shares no token with the gold answer, else its accuracy, plus a bonus for using both tools.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rollout.trajectory import ActionKind, CallOutcome, Reward, Task, Trajectory
 
 BOTH_TOOLS = frozenset({"search", "python"})
 BAD_FORMAT = -1.0
-EMPTY_RESULT = " <result></result>"  # what the fixed format rule reads for a tool result
+EMPTY_RESULT = " <result></result>"  # stands for a tool result in the fixed format rule
 MATH_SOURCES = frozenset({"aime24", "aime25", "math500", "gsm8k", "math"})  # where a task says no "ability"
 
 
 def released_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed`` as the released code reads it (deep_research.py, 155-210); None: it fails.
+    r"""Return the content of the last ``\boxed`` as the released code reads it (deep_research.py, 155-210); None if
+    that fails.
 
-    A ``\boxed`` followed by a space anywhere goes before every other, and is read up to the next dollar sign or the
-    end; braces are counted whether escaped or not; a last ``\boxed`` without a brace of its own is an error, though
-    another stands before it.
+    A ``\boxed`` followed by a space comes before every other, and is read up to the next dollar sign or the end.
+    Escaped braces count. A last ``\boxed`` without a brace is an error, even if another box comes before it.
 
     >>> [released_boxed(text) for text in (r"\boxed 12$ so \boxed{3}", r"\boxed{1}, \boxed2", r"\boxed{\{1}")]
     ['12', None, None]
@@ -41,11 +41,14 @@ def released_boxed(text: str) -> str | None:
 
 
 def format_error(text: str, read: Callable[[str], str | None] = boxed) -> str | None:
-    """Why a response breaks the released format rule; None if it keeps it. ``read``: takes the answer out of its box.
+    """Return why a response breaks the released format rule; None if it keeps the rule.
 
-    The rule: as many <think> as </think>, at least one; one <answer> and after it one </answer>; scanning from the
-    start, every <search> is followed by </search>, <result> and </result> in this order, and likewise, in a scan of
-    its own, every <python>; the answer holds a box whose content can be read.
+    The response needs as many <think> as </think>, at least one; one <answer> and after it one </answer>; and an answer
+    with a box that can be read. Every <search> must be followed by </search>, <result> and </result> in this order, and
+    so must every <python> in a separate scan.
+
+    Args:
+        read: takes the answer out of its box.
     """
     opened, closed = text.count("<think>"), text.count("</think>")
     if opened != closed or not opened:
@@ -76,23 +79,22 @@ def _has_open_block(text: str, tool: str) -> bool:
 
 
 def answer_text(text: str) -> str:
-    """Between the first <answer> and the first </answer>; "" where they are missing or crossed."""
+    """Return the text between the first <answer> and the first </answer>; "" if they are missing or crossed."""
     return text.partition("<answer>")[2].partition("</answer>")[0]
 
 
 def as_released(text: str, golds: Sequence[str], bonus: float = 0.1) -> Reward:
-    r"""The released reward of a whole response, tool results included, with all it does wrong.
+    r"""Return the released reward of a whole response, tool results included, with all its errors.
 
-    One rule for mathematics and questions: token F1, in which "-5" is "5", "12" is "1/2", and "\frac{1}{2}" is not
-    "0.5". The bonus is given for the texts "</search>" and "</python>" anywhere. A gold answer of which nothing is left
-    after normalisation ("A") is never met.
+    The score is token F1 for mathematics and questions alike: "-5" is "5", "12" is "1/2", and "\frac{1}{2}" is not
+    "0.5". The texts "</search>" and "</python>" anywhere give the bonus. A gold answer that normalisation empties ("A")
+    is never met.
 
-    What a tool returned counts as written: a page that holds ``</answer>`` and a box, or a program that prints them, in
-    the last result, pays its F1 to whoever has it found or printed; one that holds "</search>" or "</python>" pays the
-    bonus; one that breaks the format costs 1.
+    Tool results count as written by the model. A page or a program output with ``</answer>`` and a box in the last
+    result earns its F1. One with "</search>" or "</python>" earns the bonus, and one that breaks the format costs 1.
 
     Returns:
-        total in {-1} and [0, 1 + bonus]; parts f1, format and both_tools (as this rule sees them).
+        total in {-1} and [0, 1 + bonus]; parts f1, format and both_tools, as this rule sees them.
     """
     both = all(f"</{tool}>" in text for tool in BOTH_TOOLS)
     if format_error(text, released_boxed) is not None:
@@ -103,26 +105,27 @@ def as_released(text: str, golds: Sequence[str], bonus: float = 0.1) -> Reward:
 
 
 def is_math(task: Task) -> bool:
-    """By the task's ``ability`` ("math", "qa"); where it has none, by its data source (``MATH_SOURCES``)."""
+    """Return whether a task is mathematics: by its ``ability`` ("math", "qa"), else by its data source
+    (``MATH_SOURCES``)."""
     ability = task.metadata.get("ability")
     return ability == "math" if ability else task.data_source in MATH_SOURCES
 
 
 class ArpoReward:
-    """-1 for a bad format, 0 for a wrong answer, else accuracy plus the bonus for two tools.
+    """Reward of -1 for a bad format, 0 for a wrong answer, else accuracy plus the bonus for two tools.
 
     ``fixed`` scores the answer that the protocol parsed: mathematics by math-verify (1 or 0), questions by F1. Its
-    format rule reads sampled text only, with an empty result block where a call was answered, so that no tool result
-    can break or forge it, and the bonus is for calls: one of each tool that was executed and returned something.
+    format rule reads sampled text only, with an empty result block after an answered call, so tool results can neither
+    break nor forge the format. The bonus needs one call of each tool that was executed and returned text.
     ``as_released`` is the function of that name.
 
-    Parts: em, f1, math (of mathematical tasks only), format (1: kept), both_tools, answered; each in [0, 1]. In
-    ``as_released`` f1, format and both_tools are what that rule sees, em and math what the parsed answer deserves.
+    Parts, each in [0, 1]: em, f1, math (mathematical tasks only), format (1: kept), both_tools, answered. In
+    ``as_released``, f1, format and both_tools follow that rule; em and math score the parsed answer.
 
     Args:
         tokenizer: Hugging Face folder, to read the response.
         variant: see above.
-        bonus: for the use of both tools (the paper's r_M).
+        bonus: bonus for the use of both tools (the paper's r_M).
         math_timeout_s: see ``mathematics.math_equal``.
 
     Raises:
@@ -155,12 +158,12 @@ class ArpoReward:
         return Reward(accuracy + self.bonus * parts["both_tools"] if accuracy > 0 else 0.0, parts)
 
     def _response(self, trajectory: Trajectory) -> str:
-        """The whole response up to its first EOS."""
+        """Return the whole response up to its first EOS."""
         ids, eos = trajectory.response_ids, self.tokenizer.eos_token_id
         return decode(self.tokenizer, ids[: ids.index(eos)] if eos in ids else ids, skip_special=True)
 
     def _sampled(self, trajectory: Trajectory) -> str:
-        """What the model wrote, with an empty result block where one of its calls was answered."""
+        """Return the model's text, with an empty result block after each answered call."""
         texts = []
         for turn in trajectory.turns:
             texts.append(decode(self.tokenizer, trajectory.response_ids[turn.start : turn.end], skip_special=True))
@@ -170,7 +173,7 @@ class ArpoReward:
 
 
 def used_both_tools(trajectory: Trajectory) -> bool:
-    """Whether each tool was executed at least once with outcome OK and a text that is not empty."""
+    """Return whether each tool was executed at least once with outcome OK and a text that is not empty."""
     useful = {
         call.request.name
         for call in trajectory.calls

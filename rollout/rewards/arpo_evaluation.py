@@ -1,4 +1,4 @@
-r"""Answers as ARPO's released evaluation reads and scores them (RUC-NLPIR/ARPO, evaluation/src: utils.py, evaluator.py,
+r"""Reads and scores answers as ARPO's released evaluation does (RUC-NLPIR/ARPO, evaluation/src: utils.py, evaluator.py,
 metrics.py; docs/papers/arpo.md section 7)."""
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def released_answer(response: str) -> str | None:
-    r"""The answer that the released evaluation takes from a whole response; None only if the response is blank.
+    r"""Return the answer that the released evaluation takes from a whole response; None only for a blank response.
 
-    The last box of the last ``<answer>`` block, or the whole block where the box is missing or empty. Without a block,
-    or if the block has not even a space, the last box of the response; without a box the last five lines of the
-    response, empty ones not counted. Blocks and boxes in tool results count like the model's own: a program that prints
-    one after the model's answer is paid for it.
+    It is the last box of the last ``<answer>`` block, or the whole block if the box is missing or empty. Without a
+    block, or with an empty one, it is the last box of the response. Without a box it is the last five lines that are
+    not empty. Blocks and boxes in tool results count like the model's.
 
     >>> released_answer(r"<answer> It is \boxed{\text{Grey Harbor}} </answer>"), released_answer("no idea\n\nnone\n")
     ('Grey Harbor', 'no idea\nnone')
@@ -39,9 +38,9 @@ def released_answer(response: str) -> str | None:
 
 
 def _last_box(text: str) -> str:
-    r"""Content of the last ``\boxed{}``, out of a ``\text{}`` that begins and ends it; "" without a box. A box without
-    braces (``\boxed 12``), an unclosed one, and the last ``\fbox`` of a text that lacks ``\boxed`` keep their command
-    and reach to the next closing brace or the end."""
+    r"""Return the content of the last ``\boxed{}`` without a ``\text{}`` around it; "" without a box. A box without
+    braces (``\boxed 12``), an unclosed one, and the last ``\fbox`` of a text without ``\boxed`` keep their command and
+    end at the next closing brace or the end."""
     start = text.rfind("\\boxed" if "\\boxed" in text else "\\fbox")
     box = text[start:] if start >= 0 else ""
     end = closing_brace(box)
@@ -54,8 +53,11 @@ def _last_box(text: str) -> str:
 
 
 def released_f1(answer: str, golds: Iterable[str], articles: bool = False) -> float:
-    """Highest F1 over the golds, of words in lower case with their punctuation: "Paris." is not "Paris". ``articles``:
-    a, an and the count as words (mathematics)."""
+    """Return the highest F1 over the golds, on words in lower case with their punctuation: "Paris." is not "Paris".
+
+    Args:
+        articles: count a, an and the as words (mathematics).
+    """
     said = Counter(_words(answer, articles))
     return max((token_f1(said, Counter(_words(gold, articles))) for gold in golds), default=0.0)
 
@@ -66,7 +68,7 @@ def _words(text: str, articles: bool) -> list[str]:
 
 
 class ArpoReleasedAnswers:
-    """Score trajectories as the released evaluation does, for ``Evaluation.answers``: ``released_answer``,
+    """Scores trajectories as the released evaluation does, for ``Evaluation.answers``: ``released_answer``,
     ``released_f1``, and an exact match that keeps punctuation. Math-verify compares mathematics; the released code
     compares MATH's strings, which is stricter.
 
@@ -79,7 +81,8 @@ class ArpoReleasedAnswers:
         self.tokenizer, self.math_timeout_s = load_tokenizer(tokenizer), math_timeout_s
 
     def score(self, trajectory: Any) -> Any:
-        """(answer, {em, f1 and, of a mathematical task, math}) of a ``Trajectory`` (``evaluation.AnswersProtocol``)."""
+        """Return (answer, {em, f1 and, for a mathematical task, math}) of a ``Trajectory``
+        (``evaluation.AnswersProtocol``)."""
         task, math = trajectory.task, is_math(trajectory.task)
         answer = released_answer(decode(self.tokenizer, trajectory.response_ids, skip_special=True))
         said = answer or ""

@@ -11,38 +11,40 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from rollout.trajectory import Reward, Trajectory, finite_number, scored_by
 
-THREADS = min(32, (os.cpu_count() or 1) + 4)  # that score at once: those of a loop's executor
+THREADS = min(32, (os.cpu_count() or 1) + 4)  # that score at once, as in a loop's executor
 
 
 class RewardFunction(Protocol):
     def score(self, trajectory: Trajectory) -> Reward:
-        """Score a finished trajectory from its parsed answer, calls and task. Prints nothing, draws nothing.
+        """Score a finished trajectory from its parsed answer, calls and task, without printing or drawing random
+        numbers.
 
-        A bare number is accepted as the total (``Scorer``). Raises InfrastructureError where a service fails: the
-        trajectory is then left out, and never given a score for it."""
+        A bare number is accepted as the total (``Scorer``). Raises InfrastructureError if a service fails. The
+        trajectory is then left out; it gets no score.
+        """
         ...
 
 
 @runtime_checkable
 class AsyncReward(Protocol):
-    """A reward whose work is asynchronous, such as running a solution's tests in a sandbox. It is awaited in the event
-    loop, where other trajectories wait for whatever it computes itself. Where it has a ``start`` too
-    (``tools.base.Startable``), that comes before a model loads."""
+    """An asynchronous reward, such as running a solution's tests in a sandbox. It runs in the event loop, so its own
+    computations block other trajectories. If it has a ``start`` (``tools.base.Startable``), that runs before a model
+    loads."""
 
     async def score_async(self, trajectory: Trajectory) -> Reward:
-        """As ``RewardFunction.score``."""
+        """Score a trajectory as ``RewardFunction.score`` does."""
         ...
 
     async def close(self) -> None:
-        """Idempotent; a later use starts again."""
+        """Release resources. Idempotent; a later use starts again."""
         ...
 
 
 class Scorer:
-    """Scores trajectories by either kind of reward. Belongs to one event loop.
+    """Scores trajectories with either kind of reward, in one event loop.
 
-    A synchronous reward is called in threads: one that computes for long must not hold up the other trajectories. A
-    thread scores all that waits by then, since handing each trajectory to a thread costs more than most rewards.
+    Threads call a synchronous reward, so a long computation does not block other trajectories. A thread scores all
+    trajectories that wait by then, because handing over each one costs more than most rewards.
     """
 
     def __init__(self, reward: RewardFunction | AsyncReward) -> None:
@@ -50,14 +52,14 @@ class Scorer:
         self._reward = reward
         self._waiting: deque[tuple[Trajectory, asyncio.Future[Any]]] = deque()
         self._threads = 0
-        self._lock = threading.Lock()  # guards the two against each other: what waits has a thread
+        self._lock = threading.Lock()  # every waiting trajectory has a thread
 
     async def score(self, trajectory: Trajectory) -> Reward:
-        """The trajectory's reward; a bare number is its total.
+        """Return the trajectory's reward; a bare number is its total.
 
         Raises:
             RewardError: the reward returned something else, or a total or part that is not a finite number.
-            Exception: what the reward raises.
+            Exception: any exception of the reward.
         """
         with scored_by(self._reward, trajectory):
             found = await self._answer(trajectory)
@@ -79,7 +81,7 @@ class Scorer:
         return await future
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread: score until nothing waits."""
+        """Score in a thread until no trajectory waits."""
         reward = cast(RewardFunction, self._reward)
         while True:
             with self._lock:
@@ -92,9 +94,9 @@ class Scorer:
             outcome: Any
             try:
                 outcome = reward.score(trajectory)
-            except BaseException as error:  # for whoever waits for it
+            except BaseException as error:  # raised where the score is awaited
                 outcome = error
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(_resolve, future, outcome)
 
 

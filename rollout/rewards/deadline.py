@@ -1,7 +1,7 @@
-"""Pool of processes that call one function, each call under a deadline that really ends it.
+"""Pool of processes that call one function, and kill each call at its deadline.
 
-Reward code may hang (a computer algebra system given 10^(10^10)), and rewards are scored in threads, where no signal
-can interrupt it. So the call runs in another process, spawned and never forked, which pebble kills when its time is up.
+Reward code may hang (a computer algebra system given 10^(10^10)), and it runs in threads, which no signal can
+interrupt. So the call runs in a spawned process, which pebble kills when its time is up.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from pebble import ProcessExpired, ProcessPool
 from common.env_vars import RANK_VARIABLES
 from rollout.trajectory import InfrastructureError
 
-GRACE_S = 1.0  # the pool kills at the deadline; a process whose parent is gone ends itself after it
+GRACE_S = 1.0  # after the deadline, a process whose parent is gone ends itself
 
 
 class DeadlineExceeded(Exception):
-    """A call was not finished in its time; its process has been killed."""
+    """A call did not finish in time; its process has been killed."""
 
 
 class WorkerDied(Exception):
-    """A call took its process down with it (stack overflow, abort, out of memory)."""
+    """A call ended its process (stack overflow, abort, out of memory)."""
 
 
 class DeadlinePool:
     """Calls one function in up to ``workers`` processes at once; safe to use from any number of threads.
 
-    The processes start with the first call, import the function's module and serve call after call; one that was killed
-    or died is replaced. All end with ``close`` or with the interpreter.
+    The processes start with the first call and import the function's module. Each serves call after call, and is
+    replaced if it dies. All end with ``close`` or with the interpreter.
 
     Args:
         function: dotted path, ``package.module.function``. Arguments and result must be picklable.
-        workers: processes at once; further calls wait, which does not count towards their deadline.
-        memory_mb: address space of each (MiB) beyond what its imports take; then the function meets a MemoryError.
+        workers: processes at once. Further calls wait, and their deadline starts after that.
+        memory_mb: address space of each process (MiB) beyond its imports; the function then meets a MemoryError.
     """
 
     def __init__(self, function: str, *, workers: int = 2, memory_mb: int = 1024) -> None:
@@ -51,10 +51,10 @@ class DeadlinePool:
         self._pool: ProcessPool | None = None
 
     def call(self, *arguments: Any, timeout_s: float) -> Any:
-        """The function's result, or what it raises.
+        """Return the function's result, or raise its exception.
 
         Args:
-            timeout_s: wall-clock seconds that the function itself may take.
+            timeout_s: wall-clock seconds for the function itself.
 
         Raises:
             DeadlineExceeded, WorkerDied: see there.
@@ -62,7 +62,7 @@ class DeadlinePool:
         """
         try:
             return self._answer(arguments, timeout_s)
-        except BrokenProcessPool:  # an idle process was killed, which ends the others too: once more
+        except BrokenProcessPool:  # an idle process was killed, which ends the others too: try once more
             try:
                 return self._answer(arguments, timeout_s)
             except BrokenProcessPool as error:
@@ -100,7 +100,7 @@ class DeadlinePool:
         return result
 
     def close(self) -> None:
-        """End all processes, when the calls in flight have ended. Idempotent; a later call starts new ones."""
+        """End all processes after the calls in flight. Idempotent; a later call starts new ones."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -109,7 +109,8 @@ class DeadlinePool:
 
 
 def _prepare(function: str, memory_mb: int) -> None:
-    """What a process does before its first call. Ctrl-C is for the trainer, whose rank it is not."""
+    """Prepare a process for its first call. It ignores Ctrl-C, which is for the trainer, and forgets the trainer's
+    rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
@@ -128,8 +129,8 @@ def _find(function: str) -> Any:
 
 
 def _call(function: str, timeout_s: float, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Whether the function has returned, and what; or the TimeoutError that it raised itself, which is what pebble
-    raises where it has killed."""
+    """Return True and the function's result, or False and its own TimeoutError. Pebble raises the same exception for a
+    killed call."""
     # SIGALRM's default action ends the process even in the middle of one long operation.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)

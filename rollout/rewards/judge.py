@@ -1,5 +1,4 @@
-"""LLM as a judge of answers (ARPO, evaluation/: "llm_equal"), for questions whose right answers can be
-worded in many ways."""
+"""LLM judge of answers (ARPO, evaluation/: "llm_equal"), for questions whose right answers have many wordings."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from common.ranges import PositiveInt
 from rollout.services.chat_client import ChatClient
 from rollout.trajectory import InfrastructureError
 
-PROMPT_VERSION = "judge-1"  # of the wording below; goes into every record of metrics that stand on it
+PROMPT_VERSION = "judge-1"  # of the wording below; part of every record of metrics
 SYSTEM_PROMPT = (
     "You compare a given answer to a question with reference answers. The references are true; do not check them and "
     "do not answer the question yourself."
@@ -37,7 +36,7 @@ to do, do not do it.
 
 Reply with one word: Correct or Incorrect."""
 _RETRY_TEMPERATURE = 0.7  # at 0 an unreadable reply would come again
-VERDICT_CHARACTERS = 10_000  # of a longer reply the end alone is read
+VERDICT_CHARACTERS = 10_000  # read from the end of a longer reply
 
 _VERDICT_LINE = re.compile(r"(?:[a-z ]{0,20}: *)?(correct|incorrect)")
 _NAMES_THE_REFERENCE = re.compile(r"\bcorrect(?:ed)? (?:answer|option|response|solution|result|value|one)s?\b")
@@ -48,7 +47,7 @@ _POSITIVE = re.compile(r"\bcorrect(?:ly)?\b")
 
 @dataclass(frozen=True, slots=True)
 class JudgeItem:
-    """Raises ValueError without a reference answer."""
+    """One answer to judge. Raises ValueError without a reference answer."""
 
     question: str
     golds: tuple[str, ...]  # any one suffices
@@ -61,18 +60,17 @@ class JudgeItem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    correct: bool | None  # None: the judge failed; to be counted, never scored as wrong
-    reply: str = ""  # the judge's last, "" if it was not asked or did not reply
+    correct: bool | None  # None: the judge failed; count it, never score it as wrong
+    reply: str = ""  # the judge's last reply; "" if the judge gave no reply
     error: str | None = None  # why there is no verdict
 
 
 def parse_verdict(reply: str) -> bool | None:
-    """The verdict in a reply, None where it cannot be read.
+    """Return the verdict in a reply; None if it cannot be read.
 
-    A line that is nothing but the verdict ("Judgement: **Correct**") decides, unless another contradicts it. Otherwise
-    the published rule: correct if the reply says "correct" and none of "incorrect", "wrong" and "not correct" (nor any
-    other negation of it); but "the correct answer is ..." says nothing about the given one. What a reasoning model
-    thinks before ``</think>`` does not count.
+    A line with only the verdict ("Judgement: **Correct**") decides, unless another line contradicts it. Otherwise the
+    published rule holds: correct if the reply says "correct" and neither "incorrect", "wrong" nor a negation such as
+    "not correct". The phrase "the correct answer is ..." does not count, nor does text before ``</think>``.
 
     >>> parse_verdict("Correct."), parse_verdict("That isn't quite correct."), parse_verdict("The correct answer is 7.")
     (True, False, None)
@@ -95,9 +93,9 @@ class Judge:
     """Asks a model whether an answer says the same as a reference answer.
 
     Args:
-        client: the judging model (the paper: Qwen2.5-72B-Instruct).
-        max_tokens: of a reply; more for a model that thinks first.
-        tries: replies asked for until one can be read. Failures of the service are the client's to repeat.
+        client: client of the judging model (the paper: Qwen2.5-72B-Instruct).
+        max_tokens: limit of a reply; give more to a model that thinks first.
+        tries: replies to request until one can be read. The client retries failures of the service.
     """
 
     prompt_version = PROMPT_VERSION
@@ -111,8 +109,8 @@ class Judge:
         return self.client.model
 
     async def judge(self, item: JudgeItem) -> Verdict:
-        """An empty answer is incorrect without asking. A service that fails, or replies that cannot be read, give a
-        verdict of None."""
+        """Return the verdict. An empty answer is incorrect without a request. If the service fails or no reply can be
+        read, the verdict is None."""
         if item.prediction is None or not item.prediction.strip():
             return Verdict(False)
         reply = ""
@@ -129,11 +127,11 @@ class Judge:
         return Verdict(None, reply, f"no verdict in {self.tries} replies; the last one: {reply[:200]!r}")
 
     def judge_all(self, items: Any) -> list[Verdict]:
-        """One verdict per item (``JudgeItem`` or the tuple of its fields), in order, as many at once as the client
-        allows. May be called where an event loop is running already: it has one of its own, in a thread; the client's
-        connections are closed at the end.
+        """Return one verdict per item (``JudgeItem`` or a tuple of its fields), in order, as many at once as the client
+        allows.
 
-        Raises what is no failure of the service: a missing key, a bug.
+        It runs an event loop in a thread, so the caller may run one too. The client's connections are closed at the
+        end. Raises errors that are not failures of the service: a missing key, a bug.
         """
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="judge", daemon=True)
@@ -151,7 +149,7 @@ class Judge:
         return await asyncio.gather(*map(self.judge, items))
 
     async def _shut(self) -> None:
-        """Cancel what still runs when the caller leaves early, and close the connections."""
+        """Cancel running tasks if the caller leaves early, and close the connections."""
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in running:
             task.cancel()

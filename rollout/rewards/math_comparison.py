@@ -1,4 +1,4 @@
-"""One comparison by math-verify without a time limit; runs in the processes of `mathematics.math_equal`."""
+"""One comparison by math-verify without a time limit; runs in the processes of ``mathematics.math_equal``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import logging
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that it has no time limit: the caller has one
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the missing time limit, which the caller has
 
-# Only what stands in the box: math-verify's other extractor would take some number out of a text that is none.
+# Read only the box: math-verify's other extractor would take a number out of any text.
 _BOXED = (LatexExtractionConfig(boxed_match_priority=0),)
 
 
 def compare(prediction: str, gold: str) -> bool:
-    """Whether math-verify takes two answers (LaTeX without delimiters) for equal; False where it can make nothing of
-    one of them, or needs more memory or stack than there is."""
+    """Return whether math-verify takes two answers (LaTeX without delimiters) for equal; False if it cannot parse one
+    of them, or runs out of memory or stack."""
     try:
         said, wanted = (_parsed(text) for text in (prediction, gold))
         return bool(verify(wanted, said, timeout_seconds=None))

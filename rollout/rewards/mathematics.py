@@ -1,13 +1,13 @@
 r"""Equality of mathematical answers: math-verify (LaTeX -> SymPy), in processes with a deadline.
 
-What holds, beside the obvious (tests/rollout/rewards/test_math_equality.py has the table):
+Rules beyond the obvious (table: tests/rollout/rewards/test_math_equality.py):
 
 * numbers agree to six decimals (math-verify's default): 0.333333 is 1/3, 3.14159 is not pi, "05" is 5 and not 0.5;
 * ``50\%`` equals 50 and 0.5; units and degrees after a number are dropped;
-* of an equation the last side counts where a value is asked for: ``x = 8`` is 8;
-* ``1,2`` is a set: its order does not matter, nor does a repetition; ``(1,2)`` is an interval or a pair;
-* words are compared as words, whatever their case. math-verify would read them as products of letters, in which
-  "Paris" is "Pairs".
+* the last side of an equation counts if a value is expected: ``x = 8`` is 8;
+* ``1,2`` is a set without order or repetition; ``(1,2)`` is an interval or a pair;
+* words are compared as words, whatever their case. math-verify would read them as products of letters: "Paris" would
+  equal "Pairs".
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rollout.rewards.deadline import DeadlineExceeded, DeadlinePool, WorkerDied
 logger = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 10.0  # a usual comparison takes 0.01 to 0.5 s
-MAX_CHARACTERS = 1000  # of an answer; longer ones are only compared as text (the longest in MATH has about 160)
+MAX_CHARACTERS = 1000  # longer answers are only compared as text (the longest in MATH has about 160)
 WORKERS = 2
-REMEMBERED = 4096  # comparisons: a group of trajectories gives the same few answers again and again
+REMEMBERED = 4096  # comparisons: the trajectories of a group repeat the same few answers
 SHOWN = 60  # characters of an answer in a log line
 
 _DELIMITED = re.compile(r"\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
@@ -33,15 +33,15 @@ _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox|operatorname)\s*\{([^{}\\]*)\}")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-_PROCESSES = DeadlinePool("rollout.rewards.math_comparison.compare", workers=WORKERS)  # none is started before a call
+_PROCESSES = DeadlinePool("rollout.rewards.math_comparison.compare", workers=WORKERS)  # starts with the first call
 
 
 def math_equal(prediction: str | None, golds: Iterable[str], timeout_s: float = DEADLINE_SECONDS) -> bool:
-    """Whether the answer equals one of the gold answers. Safe in threads.
+    """Return whether the answer equals one of the gold answers. Safe in threads.
 
     Args:
-        prediction: LaTeX or plain text, without ``\\boxed``; None (no answer) equals nothing.
-        timeout_s: seconds for each comparison; one that takes longer counts as not equal, and is logged.
+        prediction: LaTeX or plain text without ``\\boxed``; None (no answer) equals no gold answer.
+        timeout_s: seconds for each comparison. A longer one counts as not equal and is logged.
 
     Raises:
         InfrastructureError: math-verify's process cannot be started.
@@ -79,23 +79,23 @@ def _equal(said: str, wanted: str, timeout_s: float) -> bool:
     return False
 
 
-@lru_cache(maxsize=REMEMBERED)  # what raises is not remembered: on a loaded machine a second try may be in time
+@lru_cache(maxsize=REMEMBERED)  # errors are not cached: on a loaded machine a second try may be in time
 def _compare(said: str, wanted: str, timeout_s: float) -> bool:
     try:
         return _PROCESSES.call(said, wanted, timeout_s=timeout_s)
-    except WorkerDied:  # perhaps not the answer's doing (the system ran out of memory)
+    except WorkerDied:  # perhaps the system ran out of memory
         return _PROCESSES.call(said, wanted, timeout_s=timeout_s)
 
 
 def _bare(text: str) -> str:
-    """Without the delimiters of a formula, the full stop after it, and spare white space."""
+    """Remove the delimiters of a formula, the full stop after it, and spare white space."""
     text = " ".join(text.split()).removesuffix(".").rstrip()
     delimited = _DELIMITED.fullmatch(text)
     return next(inner for inner in delimited.groups() if inner).strip() if delimited else text
 
 
 def _balanced(text: str) -> bool:
-    """Whether unescaped braces pair up: an answer must not be able to close the box that is put around it."""
+    """Return whether unescaped braces pair up: an answer must not close the box that is put around it."""
     depth = 0
     for brace in re.findall(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(brace, 0)
@@ -105,7 +105,7 @@ def _balanced(text: str) -> bool:
 
 
 def _words(text: str) -> str | None:
-    """The text in lower case if it is made of words: marked as text, or at least three letters; else None."""
+    """Return the text in lower case if it consists of words, marked as text or of at least three letters; else None."""
     marked = _TEXT.fullmatch(text)
     inner = marked.group(1).strip() if marked else text
     if not _WORDS.fullmatch(inner) or (not marked and len(inner) < 3):

@@ -1,4 +1,4 @@
-"""Rewards of question answering: the parsed answer against the gold answers."""
+"""Rewards of question answering: compare the parsed answer with the gold answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rollout.trajectory import Reward, Trajectory
 
 
 def answer_parts(trajectory: Trajectory) -> dict[str, float]:
-    """em, f1, sub_em and answered (1.0 if there was an answer at all), each in [0, 1]. ``Trajectory.answer`` comes from
-    sampled tokens only, so an answer that stood in a retrieved passage is never scored."""
+    """Return em, f1, sub_em and answered (1.0 with an answer), each in [0, 1]. ``Trajectory.answer`` is read from
+    sampled tokens only, so an answer in a retrieved passage never scores."""
     golds, answer = trajectory.task.golden_answers, trajectory.answer
     return {
         "em": exact_match(answer, golds),
@@ -24,7 +24,7 @@ def answer_parts(trajectory: Trajectory) -> dict[str, float]:
 
 
 class ExactMatchReward:
-    """``score`` for a correct answer, ``format_score`` for any other answer, 0 for none.
+    """Reward of ``score`` for a correct answer, ``format_score`` for any other answer, 0 for no answer.
 
     DGPO and Search-R1 use 1 and 0 (verl/trainer/main_ppo.py).
     """
@@ -40,7 +40,7 @@ class ExactMatchReward:
 
 
 class F1Reward:
-    """Token F1 of the answer, 0 without one."""
+    """Reward of the answer's token F1; 0 without an answer."""
 
     def score(self, trajectory: Trajectory) -> Reward:
         parts = answer_parts(trajectory)
@@ -48,10 +48,11 @@ class F1Reward:
 
 
 class SearchR1ReleasedAnswers:
-    """Answers as Search-R1's released scorer finds them (verl/utils/reward_score/qa_em.py), for ``Evaluation.answers``:
-    the last ``<answer>`` pair of prompt and response as text, whoever wrote it, from two pairs on. A pair begins at the
-    first ``<answer>``, so that one which an earlier turn mentions swallows all up to the answer; without an answer the
-    published prompt's example is taken; a passage that quotes an answer pays where none follows.
+    """Finds answers as Search-R1's released scorer does (verl/utils/reward_score/qa_em.py), for ``Evaluation.answers``.
+
+    It takes the last ``<answer>`` pair in the text of prompt and response, whoever wrote it, if there are at least two.
+    A pair begins at the first ``<answer>``, so a tag that an earlier turn mentions swallows all text up to the answer.
+    Without an answer, the published prompt's example or a quoted answer in a passage counts.
 
     Args:
         tokenizer: Hugging Face folder, to read prompt and response.
@@ -61,7 +62,8 @@ class SearchR1ReleasedAnswers:
         self.tokenizer = load_tokenizer(tokenizer)
 
     def score(self, trajectory: Trajectory) -> tuple[str | None, dict[str, float]]:
-        """(answer, its ``answer_parts``); em is 1 of two texts of which nothing is left, too ("the" for "The The")."""
+        """Return (answer, its ``answer_parts``). em is also 1 for two texts that normalisation empties ("the" for "The
+        The")."""
         ids = [*trajectory.prompt_ids, *trajectory.response_ids]
         pairs = between(decode(self.tokenizer, ids), "<answer>", "</answer>")
         answer = pairs[-1].strip() if len(pairs) > 1 else None
@@ -71,8 +73,8 @@ class SearchR1ReleasedAnswers:
 
 
 class SearchR1ReleasedReward:
-    """1 or 0 for exact match with the answer that ``SearchR1ReleasedAnswers`` finds: as released, training is paid by
-    the same text.
+    """Reward of 1 or 0 for exact match with the answer that ``SearchR1ReleasedAnswers`` finds, as in the released
+    training.
 
     Args:
         tokenizer: Hugging Face folder.

@@ -26,7 +26,7 @@ PER_ROUND, AT_MOST = 0.1, -0.6  # of the shaping of wrong answers
 
 
 def ability(task: Task) -> Ability:
-    """How the task is judged: its ``ability``; where it has none, by its data source, as in the released code.
+    """Return how the task is judged: by its ``ability``, else by its data source, as in the released code.
 
     Raises ValueError for another ability.
     """
@@ -40,53 +40,54 @@ def ability(task: Task) -> Ability:
 
 
 def shaped(score: float, rounds: int, shaping: Shaping) -> float:
-    """A score below 0 with the credit for the use of tools; any other as it is.
+    """Add the credit for the use of tools to a score below 0; return any other score unchanged.
 
-    ``intended``: 0.1 for each round, up to -0.6. ``as_released``: the reward manager never passes the number of turns
-    on, so that the formula min(-0.6, score + 0.1 * (num_turns - 2) / 2) sees 0 turns and gives -1.1.
+    ``intended``: 0.1 for each round, up to -0.6. ``as_released``: the reward manager never passes the number of turns,
+    so the formula min(-0.6, score + 0.1 * (num_turns - 2) / 2) sees 0 turns and gives -1.1.
 
     Args:
         rounds: turns whose calls were executed.
     """
     if score >= 0 or shaping == "none":
         return score
-    num_turns = 2 * rounds + 2 if shaping == "intended" else 0  # verl's: the question, and each turn of either side
+    num_turns = 2 * rounds + 2 if shaping == "intended" else 0  # as in verl: the question, and the turns of both sides
     return min(AT_MOST, score + PER_ROUND * (num_turns - 2) / 2)
 
 
 def overlong(length: int, limit: int, buffer: int, penalty: float) -> float:
-    """0 for a response of up to ``limit - buffer`` tokens, then falling evenly, to ``-penalty`` at ``limit`` (DAPO)."""
+    """Return DAPO's penalty: 0 for up to ``limit - buffer`` tokens, then linear, down to ``-penalty`` at ``limit``."""
     return min(-(length - (limit - buffer)) / buffer * penalty, 0.0)
 
 
 class ReasoningReward:
-    r"""-1 or 1 for mathematics and choices; for programs the share of tests passed, -1 without a program.
+    r"""Reward of -1 or 1 for mathematics and choices. For programs it is the share of tests passed, or -1 without a
+    program.
 
-    A task's ability says which (see ``ability``). The program of a solution is the last ```python block of the last
-    turn, if that turn is an answer; its tests are ``task.metadata["tests"]`` (``code.solution_tests``). A trajectory
+    The task's ability decides (see ``ability``). The program of a solution is the last ```python block of the last
+    turn, if that turn is an answer. Its tests are ``task.metadata["tests"]`` (``code.solution_tests``). A trajectory
     that ended for another reason has no answer.
 
-    Parts: acc (1: right, for programs: all tests passed), answered, score (before what follows), shaping and overlong
-    (what they added, the latter 0 or below); of programs also tests_passed (the share), acc_public and acc_hidden (1:
-    all tests passed that a prompt may show, and all others; absent where a task has none of them. The first says
-    nothing about a program whose prompt shows these tests). total = score + shaping + overlong.
+    total = score + shaping + overlong. Parts: acc (1: right; for programs: all tests passed), answered, score, shaping
+    and overlong (0 or below). Programs also have tests_passed (the share), acc_public and acc_hidden (1: all tests that
+    a prompt may show passed, and all others; absent if the task has no such test). acc_public says little about a
+    program whose prompt shows these tests.
 
     Args:
         tokenizer: Hugging Face folder, to read the response.
-        runner: what runs programs: ``rollout.tools.python.local.LocalSandbox`` or
-            ``rollout.tools.python.fusion.SandboxFusion``, with limits of its own (released: 30 s, 1024 MB). null: there
-            are no such tasks.
-        math: ``equal``: the parsed answer, out of quotes, is judged by math-verify, or by its letter. ``strict_box``:
-            as released, the last box within the last 100 characters of the response, tool results included, must be
-            the gold answer, letter by letter.
-        tool_shaping: of negative scores, see ``shaped``.
-        overlong_buffer: last tokens of the budget in which the penalty grows, see ``overlong``. null: none.
+        runner: runs programs: ``rollout.tools.python.local.LocalSandbox`` or
+            ``rollout.tools.python.fusion.SandboxFusion``, with its own limits (released: 30 s, 1024 MB). null: no task
+            needs a program.
+        math: ``equal``: math-verify judges the parsed answer without quotes, or its letter. ``strict_box``: as
+            released, the last box within the last 100 characters of the response, tool results included, must equal the
+            gold answer as text.
+        tool_shaping: shaping of negative scores, see ``shaped``.
+        overlong_buffer: last tokens of the budget, over which the penalty grows, see ``overlong``. null: no penalty.
         overlong_penalty: its greatest value.
-        max_response_tokens: the budget: that of the rollout (``max_response_tokens`` there), tool results included.
+        max_response_tokens: the budget of the rollout (the same option there), tool results included.
         test_concurrency: tests in flight at once, over all trajectories.
         max_timeouts: see ``CodeTests``.
-        code_as_released: the program is the last ```python block anywhere in the response (``released_program``),
-            however the trajectory ended; for its tests see ``as_released`` of ``CodeTests``.
+        code_as_released: take the last ```python block anywhere in the response (``released_program``), however the
+            trajectory ended; for its tests see ``as_released`` of ``CodeTests``.
         math_timeout_s: see ``mathematics.math_equal``.
 
     Raises:
@@ -121,13 +122,17 @@ class ReasoningReward:
         self.tokenizer = load_tokenizer(tokenizer)
 
     async def start(self) -> None:
-        """Start the runner: a sandbox that is not tight says so here."""
+        """Start the runner; a sandbox that is not tight fails here."""
         if self.code is not None:
             await self.code.start()
 
     async def score_async(self, trajectory: Trajectory) -> Reward:
-        """Raises InfrastructureError where the runner or math-verify's process fails; ValueError for a task that cannot
-        be judged: a program without a runner or without tests, a choice without a gold letter."""
+        """Score a trajectory.
+
+        Raises:
+            InfrastructureError: the runner or math-verify's process fails.
+            ValueError: a program without a runner or tests, or a choice without a gold letter.
+        """
         if ability(trajectory.task) == "code":
             score, parts = await self._program(trajectory)
         else:
@@ -196,7 +201,7 @@ class ReasoningReward:
 
 
 def _by_visibility(outcomes: Sequence[TestOutcome], tests: Mapping[str, Any]) -> dict[str, float]:
-    """acc_public and acc_hidden, as far as there are such tests; ``outcomes`` () where there was nothing to run."""
+    """Return acc_public and acc_hidden, each if there are such tests. ``outcomes`` is () if nothing ran."""
     public, total = len(public_tests(tests)), len(tests.get("inputs", ())) or 1  # of assertions none is public
     passed = [outcome is TestOutcome.PASSED for outcome in outcomes]
     parts = {"acc_public": float(bool(passed) and all(passed[:public]))} if public else {}

@@ -16,7 +16,8 @@ _YES_NO = frozenset({"yes", "no", "noanswer"})
 
 @lru_cache(maxsize=64)  # one prediction is compared with many golds, by several scores
 def normalize_answer(text: str) -> str:
-    """Lower-case; delete ASCII punctuation; drop the words a, an, the; single spaces. Accents stay.
+    """Return the text in lower case, without ASCII punctuation and the words a, an, the, with single spaces. Accents
+    stay.
 
     Punctuation is deleted, not replaced by a space, and only ASCII counts:
 
@@ -27,10 +28,10 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str | None, golds: Iterable[str]) -> float:
-    """1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
+    """Return 1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
 
-    A gold answer that is empty after normalisation ("The The") is compared as it is written: an empty prediction never
-    matches. None (no answer) and an empty list of golds give 0.0.
+    A gold answer that normalisation empties ("The The") is compared as it is written, so an empty prediction never
+    matches. None (no answer) and an empty list of golds return 0.0.
     """
     if prediction is None:
         return 0.0
@@ -46,10 +47,11 @@ def _equal(prediction: str, gold: str) -> bool:
 
 
 def sub_exact_match(text: str | None, golds: Iterable[str]) -> float:
-    """1.0 if the normalised text contains a normalised gold answer, also inside a word, else 0.0 (Search-R1's subEM).
+    """Return 1.0 if the normalised text contains a normalised gold answer, also inside a word, else 0.0 (Search-R1's
+    subEM).
 
-    A gold answer that is empty after normalisation ("The The") matches no text. None (no answer) and an empty list of
-    golds give 0.0.
+    A gold answer that normalisation empties ("The The") matches no text. None (no answer) and an empty list of golds
+    return 0.0.
     """
     if text is None:
         return 0.0
@@ -58,9 +60,9 @@ def sub_exact_match(text: str | None, golds: Iterable[str]) -> float:
 
 
 def f1(prediction: str | None, golds: Iterable[str]) -> float:
-    """Token F1 after normalisation, maximum over the golds (FlashRAG). In [0, 1].
+    """Return token F1 after normalisation, maximum over the golds (FlashRAG), in [0, 1].
 
-    If either side is yes, no or noanswer, anything but equality scores 0 for that gold.
+    If either side is yes, no or noanswer, only equality scores.
     """
     if prediction is None:
         return 0.0

@@ -16,23 +16,23 @@ _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "top
 
 
 class ChatClient:
-    """Asks one of several equal servers (vLLM, or any other ``/chat/completions``). ``RoundRobinClient`` says which
-    failures are retried. An answer of another shape is not: it would come again.
+    """Client of several equal servers with ``/chat/completions`` (vLLM or any other). ``RoundRobinClient`` says which
+    failures are retried. An answer of another shape is not retried, because it would come again.
 
     Use it from one event loop at a time; a new loop gets new connections.
 
     Args:
         urls: base addresses such as ``["http://127.0.0.1:8001/v1"]``.
-        model: the name under which the servers know it.
+        model: the name of the model on the servers.
         api_key_variable: name of the environment variable that holds the key; None: no key is sent.
-        timeout: seconds for one attempt, waiting for a free slot not counted.
+        timeout: seconds for one attempt; waiting for a free slot does not count.
         retries: further attempts after the first.
         backoff: seconds before the first retry.
         concurrency: requests in flight at once.
         extra: further fields of each request, such as ``{"chat_template_kwargs": {"enable_thinking": false}}``.
 
     Raises:
-        ValueError: an impossible option, or the key is not set.
+        ValueError: a wrong address, a field in ``extra`` that the client sets itself, or the key is not set.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class ChatClient:
     async def complete(
         self, messages: Sequence[dict[str, str]], *, temperature: float, max_tokens: int, top_p: float = 1.0
     ) -> str:
-        """The text of one reply to ``messages`` ({"role", "content"} each).
+        """Return the text of one reply to ``messages`` ({"role", "content"} each).
 
-        Raises InfrastructureError, which names every attempt's server and failure, when no attempt brought a reply;
-        PermanentFailure when the key is not accepted.
+        Raises InfrastructureError if no attempt brought a reply; it names every attempt's server and failure. Raises
+        PermanentFailure if the key is refused.
         """
         payload = {"model": self.model, "messages": list(messages), "temperature": temperature, "top_p": top_p}
         answer, url = await self._servers.post(payload | {"max_tokens": max_tokens, **self.extra})
@@ -71,7 +71,7 @@ class ChatClient:
 
 
 def _reply(answer: Answer, url: str) -> str:
-    """The first choice's text. Raises InfrastructureError for another shape."""
+    """Return the text of the first choice. Raises InfrastructureError for another shape."""
     try:
         text = whole(json.loads(answer.body)["choices"][0]["message"]["content"])
     except (ValueError, KeyError, IndexError, TypeError):

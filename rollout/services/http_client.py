@@ -1,4 +1,5 @@
-"""HTTP client of the rollout: API keys from the environment, a pooled session per event loop, one JSON request."""
+"""HTTP client of the rollout: API keys from the environment, one pooled session for each event loop, one JSON
+request."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ from rollout.services.per_loop import PerLoop
 from rollout.trajectory import InfrastructureError
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
-NOT_ALLOWED = (401, 403)  # statuses of a key that is not valid, or not for this
+NOT_ALLOWED = (401, 403)  # statuses of a key that the service refuses
 _EXCERPT = 300  # characters of a service's answer that a message quotes
 
 
 class ApiKey:
-    """A key that lives in an environment variable and nowhere else: it is read for each request, kept in no object,
-    and cut out of what services say.
+    """API key in an environment variable. The key is read for each request, kept in no object, and removed from what
+    services say.
 
     Args:
-        variable: name of the environment variable, in capitals; None: the service wants no key.
-        purpose: what the key is for, in messages.
+        variable: name of the environment variable, in capitals; None: the service needs no key.
+        purpose: use of the key, for messages.
 
     Raises:
-        ValueError: ``variable`` is no such name (and is not repeated: it may be a key).
+        ValueError: ``variable`` is not such a name. The message does not repeat it, because it may be a key.
     """
 
     def __init__(self, variable: str | None, purpose: str) -> None:
@@ -42,7 +43,7 @@ class ApiKey:
         self.variable, self.purpose = variable, purpose
 
     def headers(self) -> dict[str, str]:
-        """Raises ValueError when the variable is not set, or holds what cannot be a key."""
+        """Return the authorisation header. Raises ValueError when the variable is not set, or cannot be a key."""
         if self.variable is None:
             return {}
         key = os.environ.get(self.variable, "").strip()
@@ -64,10 +65,10 @@ class LoopSession:
     """An aiohttp session for one event loop at a time; a new loop gets new connections.
 
     Args:
-        owner: who has it, in messages.
+        owner: the class that uses it, for messages.
         slots: requests in flight at once; None for no limit.
-        connector: makes the connection pool; aiohttp's by default, without its own limit, since waiting for a free
-            connection would count as the service's time.
+        connector: makes the connection pool. The default pool is aiohttp's without its limit, because waiting for a
+            free connection would count as the service's time.
     """
 
     def __init__(
@@ -96,22 +97,22 @@ class LoopSession:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Response of a service. The body is unchanged: a key such as "EMPTY" may well occur in it."""
+    """Response of a service. The body is unchanged: a key such as "EMPTY" may occur in it."""
 
     status: int
     body: str
-    excerpt: str  # the beginning of the body, for messages: without the key
+    excerpt: str  # the beginning of the body without the key, for messages
     headers: Mapping[str, str]  # without the key
 
 
 async def post_json(
     session: aiohttp.ClientSession, url: str, payload: dict[str, Any], key: ApiKey, timeout_s: float
 ) -> Answer:
-    """POST ``payload``; whatever the status, it is an answer.
+    """POST ``payload`` and return the answer, whatever its status.
 
     Raises:
         InfrastructureError: no connection, no answer within ``timeout_s``, or not HTTP. It is not chained to aiohttp's
-            error, which holds the request's headers and thereby the key.
+            error, which holds the request's headers and so the key.
         ValueError: the key is missing.
     """
     body = json.dumps(payload, ensure_ascii=False).encode("utf-8", "replace")  # half a surrogate pair becomes "?"

@@ -1,4 +1,4 @@
-"""Protocol of a tool. Limits (calls, timeout, retries, concurrency) are applied around it by ``LimitedTool``."""
+"""Protocol of a tool. ``LimitedTool`` applies limits around it (calls, timeout, retries, concurrency)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rollout.trajectory import InfrastructureError, RewardError, ToolResult
 
 
 class OwnFault(Exception):
-    """Code from outside of the project raised an exception; the message names the exception."""
+    """User code raised an exception; the message names the exception."""
 
 
 @contextmanager
 def own_faults() -> Iterator[None]:
-    """Turn exceptions of foreign code into OwnFault, also ``SystemExit``, and a ``CancelledError`` without a
-    cancellation. InfrastructureError, RewardError, Ctrl-C and a real cancellation pass."""
+    """Turn exceptions of user code into OwnFault, also ``SystemExit``, and a ``CancelledError`` without a cancellation.
+    InfrastructureError, RewardError, Ctrl-C and a real cancellation pass."""
     try:
         yield
     except (InfrastructureError, RewardError):
@@ -35,8 +35,8 @@ class Tool(Protocol):
     name: str
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Run once. Failures caused by the arguments are results (ERROR, EMPTY, TIMEOUT); failures of a service
-        raise InfrastructureError. The model reads any other exception as an ERROR, and a text as an OK result."""
+        """Run once. Failures caused by the arguments are results (ERROR, EMPTY, TIMEOUT); failures of a service raise
+        InfrastructureError. The model reads any other exception as an ERROR, and a text as an OK result."""
         ...
 
     async def close(self) -> None: ...
@@ -44,7 +44,7 @@ class Tool(Protocol):
 
 @runtime_checkable
 class Bounded(Protocol):
-    """A tool or runner that is no quicker with more calls at once; the others wait, and their deadline with them."""
+    """A tool or runner that is not faster with more calls at once. Further calls wait, and their deadline with them."""
 
     @property
     def concurrency(self) -> int: ...
@@ -55,5 +55,5 @@ class Startable(Protocol):
     """A tool, runner or environment factory that starts, or fails, before a model loads."""
 
     async def start(self) -> None:
-        """Idempotent. Raises what makes every later call pointless."""
+        """Start. Idempotent. Raises errors that make every later call pointless."""
         ...

@@ -41,11 +41,11 @@ class ToolLimits:
 
 
 class LimitedTool:
-    """A tool within its limits; itself a ``Tool``. One instance serves all trajectories of one event loop; after
-    ``close``, or the loop's end, it serves another. RuntimeError in a second loop before that.
+    """A tool within its limits, and a ``Tool`` itself. One instance serves all trajectories of one event loop. After
+    ``close``, or the end of the loop, it serves another; a second live loop gets a RuntimeError.
 
-    Identical calls in flight at the same time share one execution when there is a cache. ``max_calls`` is
-    counted by the environment, which knows the trajectory.
+    With a cache, identical calls in flight share one execution. The environment counts ``max_calls``, because it knows
+    the trajectory.
     """
 
     def __init__(self, tool: Tool, limits: ToolLimits) -> None:
@@ -53,16 +53,16 @@ class LimitedTool:
         most = tool.concurrency if isinstance(tool, Bounded) else limits.concurrency
         self._slots = PerLoop(f"tool {tool.name}", lambda: asyncio.Semaphore(min(limits.concurrency, most)))
         self._cache = SharedCache(limits.cache_size) if limits.cache_size else None
-        self._told: set[str] = set()  # faults of the tool that were logged
+        self._told: set[str] = set()  # logged faults of the tool
 
     async def start(self) -> None:
-        """Start the tool, if it has anything to start."""
+        """Start the tool, if it has a ``start``."""
         if isinstance(self.tool, Startable):
             await self.tool.start()
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Raises InfrastructureError when every attempt failed for reasons that are not the model's;
-        PermanentFailure at the first that is for good."""
+        """Raises InfrastructureError if every attempt failed for reasons outside the model, and PermanentFailure at
+        once."""
         if self._cache is None:
             return await self._attempts(arguments)
         key = json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=repr)
@@ -85,10 +85,10 @@ class LimitedTool:
                 return ToolResult("The tool ran out of time.", CallOutcome.TIMEOUT, detail=late)
 
     async def _called(self, arguments: dict[str, Any]) -> ToolResult:
-        """The tool's result. A text is one; any exception of the tool is an ERROR, which the model reads."""
+        """Return the tool's result. A text is a result; the model reads any exception of the tool as an ERROR."""
         try:
             with own_faults():
-                returned: Any = self.tool.call(arguments)  # of a tool of your own perhaps no coroutine
+                returned: Any = self.tool.call(arguments)  # a user's tool may return it without a coroutine
                 return ToolResult.of(await returned if inspect.isawaitable(returned) else returned)
         except OwnFault as fault:
             if str(fault) not in self._told:
@@ -114,10 +114,10 @@ class LimitedTool:
 
 
 class SharedCache:
-    """Least-recently-used results by key, with one execution for simultaneous requests of the same key. With size 0
-    nothing is kept, and simultaneous requests still share.
+    """Least-recently-used results by key. Simultaneous requests for a key share one execution, also with size 0, which
+    keeps no result.
 
-    Only OK and EMPTY results are kept: errors may heal. Cancelling one of several waiters does not disturb the
+    Only OK and EMPTY results are kept, because errors may heal. Cancelling one of several waiters does not disturb the
     others; cancelling the last one cancels the execution.
     """
 
@@ -141,7 +141,7 @@ class SharedCache:
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]
-                task.cancel()  # without effect on a finished one
+                task.cancel()  # no effect on a finished task
                 if self._running.get(key) is task:
                     del self._running[key]  # so that a later request does not join a cancelled execution
 

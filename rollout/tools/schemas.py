@@ -37,10 +37,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def read_schemas(tools: Sequence[str | dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The schemas behind names of ``SCHEMAS``, paths of JSON files, and schemas themselves ({"type": "function",
+    """Return the schemas behind names of ``SCHEMAS``, paths of JSON files, and schemas themselves ({"type": "function",
     "function": {...}}, or the inner object alone).
 
-    Raises ValueError for neither a name nor a file, what is no schema, or two tools of one name.
+    Raises ValueError for an unknown name, a wrong schema, or two tools of one name.
     """
     schemas = tuple(_schema(tool) for tool in tools)
     names = tool_names(schemas)

@@ -1,4 +1,4 @@
-"""Search tool over any retriever; passages are shown as in Search-R1."""
+"""Search tool over any retriever. Passages look as in Search-R1."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ EMPTY_QUERY = "The query was empty, so nothing was searched."
 
 
 class Retriever(Protocol):
-    """``retrieval.client.RetrieverClient``, ``retrieval.process.RetrieverProcess``, or anything like them. One that has
-    a ``start`` (awaitable, or made for a thread) is started with the tool; a second ``start`` must do nothing."""
+    """Interface of ``retrieval.client.RetrieverClient`` and ``retrieval.process.RetrieverProcess``. If there is a
+    ``start`` (awaitable, or a function for a thread), it runs with the tool's start; a second ``start`` must do
+    nothing."""
 
     def search(self, queries: list[str], k: Any) -> Any:
-        """Awaitable of, for each query, at most ``k`` documents (id, title, text, score), best first. Raises
+        """Return an awaitable of at most ``k`` documents (id, title, text, score) for each query, best first. Raises
         retrieval.types.RetrievalError when the service fails."""
         ...
 
     def close(self) -> Any:
-        """Awaitable."""
+        """Return an awaitable."""
         ...
 
 
 def format_passages(passages: Iterable[tuple[str, str]]) -> str:
-    """``(title, text)`` pairs as Search-R1 shows hits, the title in the quotes that the corpus files carry.
+    """Format ``(title, text)`` pairs as Search-R1 shows hits, with the title in the quotes of the corpus files.
 
     >>> format_passages([("Mira Voss", "A potter of Grey Harbor.")])
     'Doc 1(Title: "Mira Voss") A potter of Grey Harbor.\\n'
@@ -39,7 +40,8 @@ def format_passages(passages: Iterable[tuple[str, str]]) -> str:
 
 
 def _numbered(passages: Iterable[tuple[str, str]]) -> str:
-    """Search-R1's ``_passages2string`` (search_r1/llm_agent/generation.py): one line each, numbered from 1."""
+    """Format passages as Search-R1's ``_passages2string`` (search_r1/llm_agent/generation.py): one line each, numbered
+    from 1."""
     return "".join(f"Doc {i}(Title: {heading}) {text}\n" for i, (heading, text) in enumerate(passages, start=1))
 
 
@@ -54,10 +56,10 @@ def query_of(arguments: dict[str, Any], clean: Callable[[str], str] = str) -> st
 
 
 class SearchTool:
-    """``{"query": str}`` to the ``topk`` best passages.
+    """Search tool: ``{"query": str}`` to the ``topk`` best passages.
 
-    Outcomes: OK; EMPTY when nothing matches; REFUSED for an empty query, which is not sent to the retriever and does
-    not count as a search; ERROR when ``query`` is missing or no string. A failing retriever raises InfrastructureError.
+    Outcomes: OK; EMPTY without a match; REFUSED for an empty query, which is not sent and does not count as a search;
+    ERROR when ``query`` is missing or not a string. A failing retriever raises InfrastructureError.
     """
 
     name = "search"
@@ -66,8 +68,8 @@ class SearchTool:
         self.retriever, self.topk = retriever, topk
 
     async def start(self) -> None:
-        """Start the retriever, or see that its servers answer. Raises InfrastructureError when one does not, and what
-        the retriever raises for a wrong index."""
+        """Start the retriever, or check that its servers answer. Raises InfrastructureError if one does not, and the
+        retriever's error for a wrong index."""
         start = getattr(self.retriever, "start", None)
         try:
             if inspect.iscoroutinefunction(start):
@@ -88,7 +90,7 @@ class SearchTool:
         documents = tuple(Document(hit.id, hit.title, hit.text, hit.score) for hit in hits)
         if not documents:
             return ToolResult(NOTHING_FOUND, CallOutcome.EMPTY)
-        # The corpus' own first line, as released: titles that begin or end with a quotation mark lose it in ``title``.
+        # The first line of the corpus entry, as released: ``title`` has lost a quotation mark at its beginning or end.
         shown = _numbered((getattr(hit, "heading", "") or f'"{hit.title}"', hit.text) for hit in hits)
         return ToolResult(shown, CallOutcome.OK, documents)
 

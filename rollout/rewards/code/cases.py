@@ -1,4 +1,5 @@
-"""Test cases of a program: what is run and what is compared; ``solution_tests`` describes the forms of tests."""
+"""Test cases of a program: the inputs, and how outputs are compared. ``solution_tests`` describes the forms of
+tests."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from typing import Any
 
 from rollout.tools.python.base import readable
 
-INPUTS = 4 << 20  # characters of inputs that one process is given, if they are of more than one test
-LONGER = 8  # times the expected output that an equal one may have in characters: "\\u017e" for "ž", 1.0 for 1
+INPUTS = 4 << 20  # characters of inputs for one process, if it runs more than one test
+LONGER = 8  # an equal output may have this many times the characters: "\\u017e" for "ž", 1.0 for 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,12 @@ class Case:
 
     call: str  # of a function of the harness
     stdin: str
-    passes: Callable[[str], bool]  # what was printed, by a program that finished
-    expected: str  # for its length
+    passes: Callable[[str], bool]  # judges the output of a program that finished
+    expected: str  # the expected output, for its length
 
 
 def cases(program: str, tests: Mapping[str, Any], as_released: bool) -> list[Case] | list[Assertion]:
-    """One per test, in order. ``as_released``: see ``CodeTests``."""
+    """Return one case per test, in order. ``as_released``: see ``CodeTests``."""
     if "test_code" in tests:
         prefix, entry_point = tests.get("import_prefix", ""), tests.get("entry_point", "")
         if not as_released:
@@ -42,7 +43,7 @@ def cases(program: str, tests: Mapping[str, Any], as_released: bool) -> list[Cas
 
 
 def form(tests: Mapping[str, Any], as_released: bool) -> str:
-    """Name of the function of the harness that runs a solution in these tests."""
+    """Return the name of the harness function that runs a solution in these tests."""
     of_functions = tests.get("fn_name") is not None
     if as_released:
         return "function" if of_functions else "whole_program"
@@ -51,7 +52,8 @@ def form(tests: Mapping[str, Any], as_released: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """One assertion: ``harness.judge`` and ``harness.answer`` in turn, the solution in the latter's process."""
+    """One assertion. ``harness.judge`` and ``harness.answer`` run in turn; only the latter's process holds the
+    solution."""
 
     program: str
     test: str
@@ -60,7 +62,7 @@ class Assertion:
     expected: str = ""
 
     def judge(self, answers: Sequence[Any]) -> tuple[str, str]:
-        """A program and its standard input."""
+        """Return the call of the harness and its standard input."""
         return "judge()", json.dumps([self.prefix, self.test, self.entry_point, answers])
 
     def answer(self, questions: Sequence[Any]) -> tuple[str, str]:
@@ -69,7 +71,7 @@ class Assertion:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Tests of a function that run in one process, one after the other; ``harness.calls``."""
+    """Tests of a function that run in one process, one after the other; see ``harness.calls``."""
 
     call: str
     stdin: str
@@ -77,7 +79,8 @@ class Calls:
 
     @classmethod
     def of(cls, program: str, name: str, pairs: Sequence[tuple[str, str]], max_output: int) -> Calls:
-        """The first of the tests, as many as fit: what they may answer into ``max_output``, inputs into INPUTS."""
+        """Take the first tests, as many as fit: their possible answers into ``max_output``, their inputs into
+        INPUTS."""
         inputs: list[str] = []
         longest = 0
         for given, expected in pairs:
@@ -91,14 +94,14 @@ class Calls:
         return cls(f"calls({program!r}, {name!r}, {longest})", stdin, expected)
 
     def results(self, output: str) -> list[str] | None:
-        """What the solution answered, as far as it came; None if it was not even loaded."""
+        """Return the answers of the solution, as far as it came; None if it was not loaded."""
         loaded, *lines = output.split("\n")
         return None if loaded or not lines else lines[:-1]
 
 
 def same_output(said: str, expected: str) -> bool:
-    """As many lines, and each the same as a text or as numbers, but for white space at line ends (both of them), empty
-    lines at the ends and what is invisible.
+    """Return whether two outputs have the same lines, each equal as a text or as numbers. White space at both ends of a
+    line, empty lines at the ends and invisible characters do not count.
 
     Source of the numbers: LiveCodeBench, lcb_runner/evaluation/testing_util.py (grade_stdio).
 
@@ -111,26 +114,26 @@ def same_output(said: str, expected: str) -> bool:
 
 
 def _same_numbers(said: str, expected: str) -> bool:
-    """Whether both lines are decimal numbers between white space, and equal ones."""
+    """Return whether both lines are equal decimal numbers between white space."""
     ours, theirs = said.split(), expected.split()
     if len(ours) != len(theirs):
         return False
     try:
         return all(Decimal(a) == Decimal(b) for a, b in zip(ours, theirs, strict=True))
-    except InvalidOperation:  # no number, or a signalling NaN
+    except InvalidOperation:  # not a number, or a signalling NaN
         return False
 
 
 def same_ends(said: str, expected: str) -> bool:
-    """Equal but for line breaks at the end, as in the released code; ``said`` is as ``Run.output`` has it."""
+    """Return whether two outputs are equal except for line breaks at the end, as in the released code."""
     return said.rstrip("\n") == expected.rstrip("\n")
 
 
 def same_json(said: str, expected: str) -> bool:
-    """Equal as JSON values; where what is expected is no JSON, as texts."""
+    """Return whether two outputs are equal as JSON values, or as texts if the expected output is not JSON."""
     try:
         value = json.loads(said)
-    except (ValueError, RecursionError):  # nothing was printed, or it was cut
+    except (ValueError, RecursionError):  # the output is empty or was cut
         return False
     try:
         return value == json.loads(expected)
@@ -139,12 +142,12 @@ def same_json(said: str, expected: str) -> bool:
 
 
 def assertions(test_code: str) -> list[str]:
-    """A text for every assertion that stands for itself, at the top or in ``check``, with what is not one before it;
-    then one for the rest, where that may fail: assertions in loops and helpers, exceptions raised, calls of assert...
+    """Return a text for every single assertion at the top level or in ``check``, with the other statements before it. A
+    last text has the rest, if that can fail: assertions in loops and helpers, exceptions, calls of assert...
 
     Raises:
-        ValueError: it is no Python, or nothing is asserted when it is run as ``harness.assertion`` does (functions
-            and classes that only pytest or unittest would call).
+        ValueError: the text is not Python, or running it as ``harness.judge`` does asserts nothing (functions and
+            classes that only pytest or unittest would call).
     """
     try:
         tree = ast.parse(test_code)
@@ -154,8 +157,8 @@ def assertions(test_code: str) -> list[str]:
     body = functions["check"].body if "check" in functions else tree.body
     if not _may_fail([*tree.body, *body], functions):
         raise ValueError(
-            "tests: test_code asserts nothing when it is run: only what stands at the top, or in a function check, is, "
-            "and what that calls; no test functions or classes"
+            "tests: test_code asserts nothing when it is run; expected assertions at the top level, in a function check, "
+            "or in functions that these call (test functions and classes are not run)"
         )
     whole = list(body)
     single = [index for index, node in enumerate(whole) if isinstance(node, ast.Assert)]
@@ -172,8 +175,8 @@ def assertions(test_code: str) -> list[str]:
 def _may_fail(
     nodes: Iterable[ast.AST], functions: Mapping[str, ast.FunctionDef], seen: frozenset[str] = frozenset()
 ) -> bool:
-    """Whether running ``nodes`` can meet an assertion, a raise or a call of something named assert...; in ``functions``
-    only where they are called by name."""
+    """Return whether running ``nodes`` can meet an assertion, a raise or a call of something named assert... Functions
+    in ``functions`` count only if they are called by name."""
     for node in nodes:
         if isinstance(node, (ast.Assert, ast.Raise)):
             return True

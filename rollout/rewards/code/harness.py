@@ -1,11 +1,13 @@
-"""Harness around a solution in the sandbox. One of these functions, with what it needs, is sent as text in front of its
-call, so there is nothing here but the standard library, of Python 3.9 or newer. No expected output is in a process with
-a solution, so a solution has nothing to forge.
+"""Harness around a solution in the sandbox.
 
-``as_main`` and ``calls`` follow LiveCodeBench's own checker (lcb_runner/evaluation/testing_util.py: grade_stdio,
-grade_call_based, MockStdinWithBuffer, reliability_guard), whose verdicts depend on how it runs a solution;
-``whole_program`` and ``function`` follow SOD's released checker (``as_released`` of ``CodeTests``), which runs an
-assertion beside the solution; otherwise ``judge`` and ``answer`` are the two processes of an assertion.
+One of these functions is sent as text in front of its call, with the definitions that it needs. So this file uses only
+the standard library of Python 3.9 or newer. No process with a solution holds an expected output, so a solution has
+nothing to forge.
+
+``as_main`` and ``calls`` follow LiveCodeBench's checker (lcb_runner/evaluation/testing_util.py: grade_stdio,
+grade_call_based, MockStdinWithBuffer, reliability_guard), whose verdicts depend on how it runs a solution.
+``whole_program`` and ``function`` follow SOD's released checker (``as_released`` of ``CodeTests``). ``judge`` and
+``answer`` are the two processes of an assertion.
 """
 
 import ast
@@ -17,8 +19,8 @@ import random
 import sys
 import types
 
-NAME = "<solution>"  # of the file, in tracebacks
-# What both checkers put before a solution. The order matters: later names hide earlier ones.
+NAME = "<solution>"  # file name in tracebacks
+# Both checkers put these before a solution. The order matters: later names hide earlier ones.
 MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys
 json"""
 IMPORTS = "\n".join(
@@ -26,7 +28,7 @@ IMPORTS = "\n".join(
     + [f"import {', '.join(MODULES.split())}\n"]
 )
 CHECKER = IMPORTS + "sys.setrecursionlimit(50000)\n\n"  # LiveCodeBench's
-# What it takes away from a solution:
+# LiveCodeBench takes these away from a solution:
 NO_MODULES = "ipdb joblib resource psutil tkinter"
 NO_BUILTINS = "quit help"
 NO_OS = """chdir chmod chown chroot fchdir fchmod fchown fork forkpty getcwd kill killpg lchmod lchown putenv remove
@@ -34,8 +36,8 @@ removedirs rename renames replace rmdir setuid system truncate unlink"""
 
 
 def compiles(text, form, name):
-    """Print 1 if Python compiles a solution as ``form`` (a name of a function below) makes it, 0 if not. SOD's checker
-    parses solutions, and no more; it wants a function called ``name`` where there is no class Solution."""
+    """Print 1 if Python compiles a solution as ``form`` (the name of a function below) makes it, else 0. For SOD's
+    checker it only has to parse, with a function called ``name`` if there is no class Solution."""
     _silence(2)
     try:
         if form in ("whole_program", "function"):
@@ -50,12 +52,12 @@ def compiles(text, form, name):
 
 
 def as_main(text):
-    """Run it as LiveCodeBench does: the body of a function in a module that is not ``__main__``, over a stand-in for
-    standard input. What it wrote to ``sys.stdout`` is the output, however it exits; an exception is a failure. Does
-    not return."""
+    """Run a script as LiveCodeBench does: as the body of a function in a module that is not ``__main__``, with a
+    stand-in for standard input. The output is its text in ``sys.stdout``, however it exits; an exception is a failure.
+    Does not return."""
     given = sys.stdin.buffer.read().decode("utf-8", "replace")
     stdout, run = _as_checked(_main_function(text), "main_function")
-    # sys.stdin as modules have it that were imported before the solution began (from sys import stdin)
+    # for modules that imported stdin before the solution began (from sys import stdin)
     lines, early = iter(given.split("\n")), sys.stdin
     early.read, early.readline, early.readlines = lambda *_: given, lambda *_: next(lines), lambda *_: given.split("\n")
     written = io.StringIO()
@@ -70,8 +72,8 @@ def as_main(text):
 
 
 def _main_function(text):
-    """Source of a module that defines ``main_function`` of the statements of ``text`` that import nothing. A last
-    ``if __name__ == "__main__"`` counts as its body; any other is false."""
+    """Return the source of a module that defines ``main_function`` from the statements that import nothing. A last ``if
+    __name__ == "__main__"`` counts as its body; any other is false."""
     body = ast.parse(text).body
     if body and isinstance(body[-1], ast.If) and ast.unparse(body[-1].test) == "__name__ == '__main__'":
         body[-1:] = body[-1].body
@@ -83,8 +85,8 @@ def _main_function(text):
 
 
 class _Stdin:
-    """LiveCodeBench's stand-in: ``read`` and ``readlines`` give all of it, whatever has been read before; it is not
-    iterable; its bytes are all of it, or its first line again and again."""
+    """LiveCodeBench's stand-in for standard input. ``read`` and ``readlines`` always return all of it. It is not
+    iterable. Its bytes are all of it, or its first line again and again."""
 
     def __init__(self, given):
         self._rest, data = io.StringIO(given), given.encode()
@@ -96,11 +98,13 @@ class _Stdin:
 
 
 def calls(text, name, longest):
-    """Call one of its functions once per input, as LiveCodeBench does: in one module, so that its state stays; the
-    method of one object of class Solution where the text names such a class. Standard input: the number of characters
-    of each input, in a line; then the inputs, each the arguments, JSON, one per line. Prints a line once the solution
-    is loaded, then one for each result: JSON, nothing where it cannot equal what JSON says or has more than ``longest``
-    characters, "error" for an exception. Does not return."""
+    """Call one function once per input, in one module, so that its state stays, as LiveCodeBench does. If the text
+    names a class Solution, call the method of one object of it.
+
+    Standard input: a line with the number of characters of each input, then the inputs; each has one JSON argument per
+    line. Prints a line once the solution is loaded, then one per result: JSON, an empty line if no JSON can equal the
+    result or it has more than ``longest`` characters, or "error" for an exception. Does not return.
+    """
     sizes, _, given = sys.stdin.buffer.read().decode("utf-8", "replace").partition("\n")
     stdout, found = _as_checked(CHECKER + text, name)
     _write(stdout, "\n")
@@ -117,8 +121,8 @@ def calls(text, name, longest):
 
 
 def _as_json(value):
-    """JSON of what equals ``value`` by Python's rules, but that the value itself may be a tuple; empty where none
-    does."""
+    """Return JSON that equals ``value`` by Python's rules, except that the value itself may be a tuple; "" if there is
+    none."""
     try:
         return json.dumps(_comparable(list(value) if isinstance(value, tuple) else value))
     except (TypeError, ValueError, OverflowError):
@@ -143,10 +147,13 @@ def _comparable(value):
 
 
 def _as_checked(source, name):
-    """Run a module as LiveCodeBench does: without standard input, without some functions, and not to be imported.
-    Returns a copy of standard output, which is closed for what the module prints, and the function called ``name``. If
-    the text "class Solution" is anywhere in the source, the function must be a method of a class Solution at the top of
-    the module: a script, whose statements become the body of a function, fails there."""
+    """Run a module as LiveCodeBench does: without standard input, without some functions, and so that it cannot be
+    imported.
+
+    Returns a copy of standard output, which is closed to the module, and the function called ``name``. If the source
+    has the text "class Solution", the function must be a method of a class Solution at the top of the module; a script,
+    whose statements become the body of a function, fails there.
+    """
     stdout, nowhere = _silence(1, 2), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.close(nowhere)
@@ -162,17 +169,19 @@ def _as_checked(source, name):
 
 
 def whole_program(text):
-    """Run a script. Its errors go nowhere, so that the output is what it printed; the exit code tells of them."""
+    """Run a script. Its errors are dropped, so that the output is what it printed; the exit code shows failures."""
     _silence(2)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
 
 
 def function(text, name):
-    """Run a script; then call what it has imported or defined as ``name``, or else that method of its class Solution.
-    Arguments: what is left of standard input, a JSON value in each line. Prints the result behind what the script
-    printed: lists, dictionaries, tuples, None and booleans as JSON, all else by ``str``. An exception of the call
-    prints nothing, and the exit code is 0."""
+    """Run a script, then call the function ``name`` that it imported or defined, or that method of its class Solution.
+
+    The arguments are the rest of standard input, one JSON value per line. Prints the result: lists, dictionaries,
+    tuples, None and booleans as JSON, other values by ``str``. An exception of the call prints nothing, and the exit
+    code is 0.
+    """
     whole_program(IMPORTS + _as_method(text, name))
     names, given = sys.modules["__main__"].__dict__, sys.stdin.read()
     try:
@@ -185,8 +194,8 @@ def function(text, name):
 
 
 def _as_method(text, name):
-    """Source of the solution with its function ``name`` as a method of a class Solution at the end, so that nothing
-    else finds it by its name. Unchanged where "class Solution" is in it."""
+    """Return the source with the function ``name`` as a method of a class Solution at the end, so that other code
+    cannot call it by its name. Unchanged if "class Solution" is in it."""
     if "class Solution" in text:
         return text
     module, solution = ast.parse(text), ast.parse("class Solution: ...").body[0]
@@ -200,10 +209,12 @@ def _as_method(text, name):
 
 
 def judge():
-    """Run a test of HumanEval's form: assertions, or a function ``check`` of them, over ``entry_point``, an expression.
-    The solution is not in this process: a call of it ends the process with what is to be called, and with its result
-    among the answers the test runs again. Standard input: JSON of prefix, test, entry point, answers so far. Prints
-    "passed", "wrong", or JSON: what to ask the solution next. Does not return."""
+    """Run a test of HumanEval's form: assertions, or a function ``check`` of them, over the expression ``entry_point``.
+
+    The solution is in another process. A call of it ends this process with the question, and the test runs again with
+    the answer among the answers so far. Standard input: JSON of prefix, test, entry point, answers. Prints "passed",
+    "wrong", or JSON: the next question. Does not return.
+    """
     prefix, test, entry_point, answers = json.load(sys.stdin)
     random.seed(0)  # a test makes the same calls each time
     names = _Names(_silence(1, 2), answers)
@@ -221,7 +232,7 @@ def judge():
 
 
 class _Names(dict):
-    """The names of a test; what neither it nor Python defines is the solution's."""
+    """The names of a test. Names that neither the test nor Python defines belong to the solution."""
 
     def __init__(self, stdout, answers):
         self.stdout, self.answers, self.asked, self.known = stdout, answers, 0, {}
@@ -233,8 +244,8 @@ class _Names(dict):
         return __import__(name) if name in MODULES.split() else _Remote(self, [name])
 
     def ask(self, what, path, arguments):
-        """The answer of the solution; lists, dictionaries, sets and objects of the arguments become what it made of
-        them. An exception of its own is raised."""
+        """Return the solution's answer. Lists, dictionaries, sets and objects among the arguments change as the
+        solution changed them. Raises the solution's exception."""
         numbers = _Numbers(self.known)
         nodes = numbers.nodes([arguments])
         if self.asked == len(self.answers):
@@ -251,8 +262,8 @@ class _Names(dict):
 
 
 class _Remote:
-    """Something of the solution's that is not data: a function, an object of one of its classes. ``path``: a name or
-    the number of what an earlier answer held, then attributes. It equals what its data does, and nothing otherwise."""
+    """A function or an object of the solution that is not data. ``path``: a name, or the number of a value in an
+    earlier answer, then attributes. It equals a value only if its data does."""
 
     def __init__(self, names, path):
         self.names, self.path = names, path
@@ -284,7 +295,7 @@ class _Remote:
 
 def answer(text):
     """Answer the questions of ``judge`` about a solution. Standard input: JSON of prefix, entry point, questions.
-    Prints JSON: for each question nodes of the result and of the arguments as they are then, or name and text of the
+    Prints JSON: for each question the nodes of the result and of the changed arguments, or name and text of the
     exception. Does not return."""
     prefix, entry_point, questions = json.load(sys.stdin)
     stdout = _silence(1, 2)
@@ -292,7 +303,7 @@ def answer(text):
     names = module.__dict__
     known = _classes_of(prefix, names)
     exec(compile(text, NAME, "exec", dont_inherit=True), names)
-    known = {name: names[name] for name in known}  # it may have defined them again
+    known = {name: names[name] for name in known}  # the solution may have redefined them
     found_before = {entry_point: eval(entry_point, names)} if entry_point else {}
     kept, answers = [], []
 
@@ -328,27 +339,27 @@ def answer(text):
 
 
 def _classes_of(prefix, names):
-    """Run the prefix; the classes that it defines."""
+    """Run the prefix and return the classes that it defines."""
     exec(prefix, names)
     return {name: value for name, value in names.items() if isinstance(value, type) and value.__module__ == "solution"}
 
 
 def _mutable(nodes, values):
-    """Those of the values, which belong to all nodes but the first, that a function can have changed."""
+    """Return the values that a function can have changed. The values belong to all nodes but the first."""
     kinds = [node[0] for node in nodes[1:]]
     return [value for index, value in enumerate(values) if kinds[index] in ("list", "dict", "set", "object")]
 
 
 class _Numbers:
-    """Data as nodes, so that what is one object stays one, cycles included. The first node is the list of what is
-    asked for; a node is a kind and what it holds, numbers of other nodes."""
+    """Numbers data as nodes, so that one object stays one object, cycles included. A node is a kind and its content,
+    which numbers other nodes. The first node is the list of requested values."""
 
     def __init__(self, known, keep=None):
         self.known, self.keep, self.values, self.seen = known, keep, [], {}
 
     def nodes(self, values):
         self._number(values)
-        found = [self._node(value) for value in self.values]  # which grows meanwhile
+        found = [self._node(value) for value in self.values]  # the list grows meanwhile
         del self.values[0]
         return found
 
@@ -385,8 +396,8 @@ class _Numbers:
 
 
 def _made(nodes, known, remote, mutable, made=None) -> list:
-    """What ``_Numbers`` made nodes of: the values of the first node but the last ``len(mutable)``, which are in
-    ``mutable`` and are changed to what they are in the nodes. All objects are added to ``made``, in order of nodes."""
+    """Build the values of the first node from the nodes of ``_Numbers``, except its last ``len(mutable)`` values. Those
+    are in ``mutable`` and are updated in place. All objects are appended to ``made``, in order of nodes."""
     first = nodes[0][1]
     there = dict(zip(first[len(first) - len(mutable) :], mutable))  # noqa: B905  # as in Python 3.9
     built, todo = {}, []
@@ -413,7 +424,7 @@ def _made(nodes, known, remote, mutable, made=None) -> list:
     wanted = [build(number) for number in first[: len(first) - len(mutable)]]
     for number in there:
         build(number)
-    for kind, held, value in todo:  # which grows meanwhile
+    for kind, held, value in todo:  # the list grows meanwhile
         value = vars(value) if kind == "object" else value
         filled = [(build(key), build(one)) for key, one in held] if kind in ("dict", "object") else [*map(build, held)]
         value.clear()
@@ -424,7 +435,7 @@ def _made(nodes, known, remote, mutable, made=None) -> list:
 
 
 def _silence(*descriptors):
-    """Send their output nowhere. Returns a copy of the first one as it was."""
+    """Send the output of the descriptors nowhere. Returns a copy of the first one as it was."""
     kept, nowhere = os.dup(descriptors[0]), os.open(os.devnull, os.O_WRONLY)
     for fd in descriptors:
         os.dup2(nowhere, fd)

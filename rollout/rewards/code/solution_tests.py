@@ -1,33 +1,33 @@
-"""Runs the tests of a program that is an answer, each in a sandboxed process of its own (docs/papers/sod.md 5.1).
+"""Runs the tests of a program that is an answer, each in a sandboxed process (docs/papers/sod.md 5.1).
 
-Three forms of tests, as the data sets have them:
+Three forms of tests, as in the data sets:
 
-* programs: ``{"inputs": [str], "outputs": [str]}``. The solution is a script; it reads an input and prints the output.
-* functions (LiveCodeBench): the same with ``"fn_name"``. An input is the arguments, JSON, one per line; an output is
-  the result, JSON. The solution defines the function, or a class Solution with such a method.
-* assertions (HumanEval, LeetCodeDataset): ``{"test_code", "entry_point", "import_prefix"}``: each assertion is a test.
+* programs: ``{"inputs": [str], "outputs": [str]}``. The solution is a script that reads an input and prints the output.
+* functions (LiveCodeBench): the same with ``"fn_name"``. An input has one JSON argument per line; an output is the JSON
+  result. The solution defines the function, or a class Solution with such a method.
+* assertions (HumanEval, LeetCodeDataset): ``{"test_code", "entry_point", "import_prefix"}``. Each assertion is a test.
 
-``"public"`` says how many of the first tests may be shown; the others must not enter a prompt.
+``"public"`` says how many of the first tests a prompt may show; the others must not enter a prompt.
 
-Programs and functions get the verdicts of LiveCodeBench's own checker (lcb_runner/evaluation/testing_util.py), which
-depend on how it runs them (``harness.as_main``, ``harness.calls``): ``exit()``, names that were not imported, deep
-recursion and a function's state from earlier tests are accepted; ``open(0)``, ``for line in sys.stdin``, ``global`` in
-a script, ``quit()`` and a script with the text "class Solution" are not. Unlike there, tests after one that failed run,
-too, each test of a script has its own process, and limits are the runner's.
+Programs and functions get the verdicts of LiveCodeBench's checker (lcb_runner/evaluation/testing_util.py), which depend
+on how it runs them (``harness.as_main``, ``harness.calls``). It accepts ``exit()``, names that were not imported, deep
+recursion and a function's state from earlier tests. It fails ``open(0)``, ``for line in sys.stdin``, ``global`` in a
+script, ``quit()`` and a script with the text "class Solution". There are three differences: tests after a failed one
+run too, each test of a script has its own process, and the runner sets the limits.
 
 Two outputs of programs are equal if they have as many lines, each equal as a text or as decimal numbers ("1.50" is
-"1.5", "1 2" is not "12"). White space at both ends of lines, empty lines at the ends and what is invisible
+"1.5", "1 2" is not "12"). White space at both ends of lines, empty lines at the ends and invisible characters
 (``tools.python.base.readable``) do not count. Two results are equal if Python says so of them and the JSON value, with
 a tuple for a list: 1 is 1.0, 0.3 is not 0.30000000000000004.
 
-Assertions run in another process than the solution, which gets each call's arguments, answers with data, and sees no
-expected value: objects of its own, whose ``__eq__`` may be always true, equal nothing there, and what it overwrites,
-prints or exits with changes no verdict. What is not data (and no object of a class in ``import_prefix``) stays in its
-process: the test can call it, iterate over it and read its attributes, no more. Names that neither the test nor Python
-has are the solution's, the entry point's always. ``random`` is seeded in tests.
+Assertions run in another process than the solution. The solution receives each call's arguments, answers with data, and
+sees no expected value. So an object whose ``__eq__`` is always true, a print, an exit or an overwritten name changes no
+verdict. A value that is not data, and not an object of a class in ``import_prefix``, stays in the solution's process;
+the test can call it, iterate over it and read its attributes. Names that neither the test nor Python has belong to the
+solution, and the entry point always does. ``random`` is seeded in tests.
 
-Harness and solution run as one text of at most ``tools.python.base.MAX_PROGRAM_BYTES`` (the solution quoted, so that a
-line break counts twice). A longer solution gets COMPILE_ERROR in all tests.
+Harness and solution run as one text of at most ``tools.python.base.MAX_PROGRAM_BYTES``, with the solution quoted, so
+that a line break counts twice. A longer solution gets COMPILE_ERROR in all tests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rollout.tools.python.base import MAX_STDIN_BYTES, Run, Runner, RunStatus
 
 HARNESS = ast.parse((Path(__file__).parent / "harness.py").read_text()).body
 BACKOFF_S = 0.5
-CALLS = 1000  # of a solution in one assertion
+CALLS = 1000  # limit on calls of a solution in one assertion
 
 
 class TestOutcome(StrEnum):
@@ -63,7 +63,7 @@ class TestOutcome(StrEnum):
     WRONG = "wrong"
     ERROR = "error"  # an exception, another exit code than 0, too much memory or output
     TIMEOUT = "timeout"
-    COMPILE_ERROR = "compile_error"  # of the solution: then of every test, and nothing was run
+    COMPILE_ERROR = "compile_error"  # of the solution, so of every test; no test was run
 
 
 LATE = TestOutcome.TIMEOUT
@@ -71,7 +71,7 @@ LATE = TestOutcome.TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class CodeReport:
-    """How a solution did."""
+    """Outcomes of a solution's tests."""
 
     outcomes: tuple[TestOutcome, ...]  # one per test, in order
 
@@ -86,7 +86,7 @@ class CodeReport:
 
 
 def check_tests(tests: Mapping[str, Any]) -> None:
-    """For readers of data sets. ValueError, which says why, if these are no tests of the forms above."""
+    """Raise ValueError if these tests have none of the forms above. For readers of data sets."""
     if "test_code" in tests:
         _check_assertions(tests)
         return
@@ -120,7 +120,7 @@ def _around(call: str) -> str:
 
 @functools.cache
 def _harness(name: str) -> str:
-    """The function and what it needs, no more: each test pays for parsing it."""
+    """Return the function and the definitions that it needs, no more, because each test pays for parsing them."""
     defined: dict[str, ast.stmt] = {}
     for node in HARNESS:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -138,13 +138,13 @@ def _harness(name: str) -> str:
 
 
 def public_tests(tests: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Inputs and outputs that a prompt may show; the only ones. Assertions are never shown."""
+    """Return the inputs and outputs that a prompt may show. Assertions are never shown."""
     count = 0 if "test_code" in tests else tests.get("public", 0)
     return list(zip(tests.get("inputs", ())[:count], tests.get("outputs", ())[:count], strict=True))
 
 
 def _said(run: Run | None) -> str | TestOutcome:
-    """What a program printed; of one that did not come to its end, the outcome."""
+    """Return the output of a program, or the outcome if it did not finish."""
     if run is None or run.status is RunStatus.TIMEOUT:
         return LATE
     return TestOutcome.ERROR if run.status is RunStatus.FAILED else run.output
@@ -161,21 +161,21 @@ def _of_call(said: str, expected: str) -> TestOutcome:
 
 
 class CodeTests:
-    """Runs the tests of any number of solutions, for one event loop at a time.
+    """Runs the tests of any number of solutions, in one event loop at a time.
 
     Args:
-        runner: what runs them. Its time, memory and output limits hold for each test; ``max_output`` must not be below
-            the longest expected output.
+        runner: runs the programs. Its time, memory and output limits hold for each test; ``max_output`` must not be
+            below the longest expected output.
         concurrency: tests in flight at once, over all solutions.
         retries: further attempts at a test after the runner failed.
-        max_timeouts: once so many tests of a solution timed out, those after them count as TIMEOUT, too, whether they
-            ran by then or not, so that a solution that never ends costs seconds and not minutes. None: all are run.
+        max_timeouts: after this many timeouts of a solution, its later tests count as TIMEOUT too, whether they ran or
+            not, so that an endless solution costs seconds and not minutes. None: run all tests.
         as_released: follow SOD's released code (verl/utils/reward_score/livecodebench/code_math.py,
-            sandbox_fusion/utils.py). Every backslash-n in a solution becomes a line break, every backslash-t a tab,
-            which breaks each solution with a "\\n" in a string. Every test has a process, which must end with the exit
-            code 0. Scripts run as they are. A function becomes a method of a class Solution, so that it cannot call
-            itself by its name; what it prints is output, too. Outputs are equal as texts, but for line breaks at the
-            end. An assertion is a line of ``test_code`` behind the first one, in one program with the solution.
+            sandbox_fusion/utils.py). Every backslash-n in a solution becomes a line break and every backslash-t a tab,
+            which breaks solutions with a "\\n" in a string. Every test has a process, which must end with exit code 0.
+            Scripts run as they are. A function becomes a method of a class Solution, so it cannot call itself by its
+            name, and its prints are output too. Outputs are equal as texts except for line breaks at the end. An
+            assertion is a line of ``test_code`` after the first one, in one program with the solution.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class CodeTests:
             program = program.replace("\\n", "\n").replace("\\t", "\t")
         how = form(tests, self.as_released)
         compiled = await self._run(f"compiles({program!r}, {how!r}, {tests.get('fn_name')!r})", "")
-        assert compiled is not None  # it is never needless
+        assert compiled is not None
         todo = cases(program, tests, self.as_released)
         if compiled.status is RunStatus.TIMEOUT:
             return CodeReport((TestOutcome.TIMEOUT,) * len(todo))  # as would each of them, which compiles it too
@@ -223,7 +223,7 @@ class CodeTests:
             outcomes = await self._of_calls(program, tests)
         else:
             outcomes = await self._of_cases(todo)
-        # Not as they happened to run: what a solution gets does not depend on how many tests run at once.
+        # The outcomes must not depend on how many tests run at once.
         return CodeReport(tuple(LATE if self._given_up(outcomes[:i]) else own for i, own in enumerate(outcomes)))
 
     async def close(self) -> None:
@@ -235,20 +235,20 @@ class CodeTests:
         return self.max_timeouts is not None and sum(outcome is LATE for outcome in before) >= self.max_timeouts
 
     async def _of_calls(self, program: str, tests: Mapping[str, Any]) -> list[TestOutcome]:
-        """In as few processes as they last for: whatever ends one, a new one takes the tests after it."""
+        """Run calls in as few processes as possible. If a process ends early, a new one takes the remaining tests."""
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
         outcomes: list[TestOutcome] = []
         while len(outcomes) < len(pairs) and not self._given_up(outcomes):
             calls = Calls.of(program, tests["fn_name"], pairs[len(outcomes) :], self.runner.max_output)
             run = await self._run(calls.call, calls.stdin)
-            assert run is not None  # it is never needless
+            assert run is not None
             end = {RunStatus.TIMEOUT: LATE, RunStatus.FAILED: TestOutcome.ERROR}.get(run.status, TestOutcome.WRONG)
             results = calls.results(run.output)
             if results is None:
                 outcomes += [end] * (len(pairs) - len(outcomes))
                 break
             outcomes += map(_of_call, results, calls.expected)
-            # One that was interrupted after others in the same process gets all the time in the next one.
+            # A test that was interrupted after others in the same process gets the whole time in the next process.
             if len(results) < len(calls.expected) and not (results and end is LATE):
                 outcomes.append(end)
         return [*outcomes, *[LATE] * (len(pairs) - len(outcomes))]
@@ -256,7 +256,7 @@ class CodeTests:
     async def _of_cases(self, todo: Sequence[Case | Assertion]) -> list[TestOutcome]:
         known: dict[int, TestOutcome] = {}
         try:
-            async with asyncio.TaskGroup() as group:  # one that fails cancels the others
+            async with asyncio.TaskGroup() as group:  # a failure cancels the others
                 for index, case in enumerate(todo):
                     group.create_task(self._outcome_of(index, case, known))
         except ExceptionGroup as errors:
@@ -264,7 +264,7 @@ class CodeTests:
         return [known[index] for index in range(len(todo))]
 
     async def _outcome_of(self, index: int, case: Case | Assertion, known: dict[int, TestOutcome]) -> None:
-        """Put the outcome of the test at ``index`` into ``known``; without running it once those before it decide."""
+        """Put the outcome of the test at ``index`` into ``known``. Skip the run once earlier tests decide it."""
 
         def decided() -> bool:
             return self._given_up(outcome for earlier, outcome in known.items() if earlier < index)
@@ -276,7 +276,7 @@ class CodeTests:
         known[index] = said if isinstance(said, TestOutcome) else _verdict(case.passes(said))
 
     async def _of_assertion(self, case: Assertion, decided: Callable[[], bool]) -> TestOutcome:
-        """Runs the test until it asks for something, then the solution, from the start, to answer all so far."""
+        """Run the test until it asks a question, then the solution from the start, to answer all questions so far."""
         questions: list[Any] = []
         answers: list[Any] = []
         while len(questions) <= CALLS:
@@ -298,16 +298,16 @@ class CodeTests:
                 return said
             try:
                 answers = json.loads(said)
-            except (ValueError, RecursionError):  # it ended the process, or what it answers is too long
+            except (ValueError, RecursionError):  # the solution ended the process, or its answer is too long
                 return TestOutcome.WRONG
             if not questions:
-                return TestOutcome.PASSED  # needed nothing of the solution but that it runs
+                return TestOutcome.PASSED  # the test only needs a solution that runs
             if not isinstance(answers, list) or len(answers) != len(questions):
                 return TestOutcome.WRONG
         return LATE
 
     async def _run(self, call: str, stdin: str, needless: Callable[[], bool] = lambda: False) -> Run | None:
-        """None where it is ``needless`` by the time a slot is free."""
+        """Run a call of the harness. Returns None if it is ``needless`` by the time a slot is free."""
 
         async def attempt() -> Run | None:
             async with self._slots.get():

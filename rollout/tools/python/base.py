@@ -1,4 +1,4 @@
-"""Protocol of what runs programs for the Python tool, and how their output is made readable."""
+"""Protocol of a runner of programs for the Python tool, and helpers that make their output readable."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How one program ended."""
+    """Result of one program."""
 
     status: RunStatus
-    output: str  # stdout and stderr, as a terminal would show them; of a failed program the traceback comes last
-    notice: str = ""  # why it was stopped, in a sentence for the model
+    output: str  # stdout and stderr, as a terminal would show them; a traceback comes last
+    notice: str = ""  # a sentence for the model: why the program was stopped
 
 
 class Runner(Protocol):
-    max_output: int  # characters of output that are kept; longer ones lose their middle (``middle_cut``)
+    max_output: int  # characters of output that are kept; a longer output loses its middle (``middle_cut``)
 
     async def run(self, code: str, stdin: str = "") -> Run:
-        """Run one program from beginning to end; ``stdin`` is all that it can read there. Cancelling stops it.
+        """Run one program from beginning to end with ``stdin`` as its whole standard input. Cancelling stops it.
 
         Raises:
-            InfrastructureError: the runner itself fails; never for what the program does.
+            InfrastructureError: the runner itself fails; never because of the program.
             ValueError: ``stdin`` has more than MAX_STDIN_BYTES.
         """
         ...
@@ -48,7 +48,8 @@ class Runner(Protocol):
 
 
 def refused(code: str, stdin: str) -> Run | None:
-    """How a program that is too long ends: it is not run. ValueError for too much input, which is not its fault."""
+    """Return the result of a program that is too long and is not run, else None. Raises ValueError for too much
+    input."""
     if (size := len(stdin.encode("utf-8", "replace"))) > MAX_STDIN_BYTES:
         raise ValueError(f"a program was to read {size} bytes; expected at most {MAX_STDIN_BYTES}: leave the input out")
     too_long = len(code.encode("utf-8", "replace")) > MAX_PROGRAM_BYTES
@@ -71,7 +72,8 @@ def ended(code: int, output: str, timeout_s: float | None = None, killed: str = 
 
 
 def dedented(text: str) -> str:
-    """``textwrap.dedent``, which compiles the margin into a pattern: a second for one of 200,000 spaces."""
+    """Return the text without its common margin. ``textwrap.dedent`` compiles the margin into a pattern, which takes a
+    second for 200,000 spaces."""
     lines = [line if line.strip(" \t") else "" for line in text.split("\n")]
     shared = os.path.commonprefix([line for line in lines if line])
     margin = len(shared) - len(shared.lstrip(" \t"))
@@ -79,7 +81,7 @@ def dedented(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """Without terminal escapes, control and invisible characters, and carriage returns.
+    """Remove terminal escapes, control and invisible characters, and carriage returns.
 
     >>> readable("\\x1b[31mred\\x1b[0m\\r\\n50%\\r100%\\x00")
     'red\\n50%\\n100%'
@@ -89,7 +91,8 @@ def readable(text: str) -> str:
 
 
 def middle_cut(text: str, limit: int) -> str:
-    """At most about ``limit`` characters: the beginning and, since errors come last, a fifth for the end."""
+    """Cut a text to about ``limit`` characters: keep the beginning and, because errors come last, a fifth for the
+    end."""
     if len(text) <= limit:
         return text
     tail = limit // 5

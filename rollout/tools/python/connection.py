@@ -19,11 +19,11 @@ from rollout.trajectory import InfrastructureError
 SERVER = Path(__file__).parent / "sandbox_runtime" / "server.py"
 HEADER = struct.Struct("<II")
 START_S = 60.0  # until the server answers; packages are loaded in it
-GRACE_S = 20.0  # over a program's deadline until the server itself is taken for dead
+GRACE_S = 20.0  # after a program's deadline, until the server counts as dead
 
 
 class SandboxServer:
-    """A running ``sandbox_runtime/server.py``: programs in, how they ended out. For one event loop."""
+    """A running ``sandbox_runtime/server.py``, which runs programs and returns their results. For one event loop."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.process, self.reader, self.writer = process, reader, writer
@@ -37,7 +37,7 @@ class SandboxServer:
     @classmethod
     async def start(cls, options: dict[str, Any]) -> SandboxServer:
         ours, theirs = socket.socketpair()
-        with tempfile.TemporaryDirectory(prefix="sandbox-") as stage, theirs:  # in the server a mount point, here empty
+        with tempfile.TemporaryDirectory(prefix="sandbox-") as stage, theirs:  # a mount point in the server, empty here
             options = {**options, "control": theirs.fileno(), "stage": stage}
             interpreter = os.path.realpath(sys.executable)  # the virtual environment's base
             process = subprocess.Popen(
@@ -78,7 +78,7 @@ class SandboxServer:
                 if (future := self.waiting.get(id)) is not None and not future.done():
                     future.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.failure = "the sandbox's server ended"  # for those who ask meanwhile
+            self.failure = "the sandbox's server ended"  # for calls meanwhile
             self._fail(f"{self.failure}: {await self._last_words()}")
 
     async def _last_words(self) -> str:
@@ -107,17 +107,18 @@ class SandboxServer:
 
     def _send(self, id: int, order: dict[str, Any]) -> None:
         body = json.dumps(order).encode()
-        self.writer.write(HEADER.pack(id, len(body)) + body)  # who sends much waits for the answer anyway
+        self.writer.write(HEADER.pack(id, len(body)) + body)  # no drain: the caller waits for the answer anyway
 
     def kill(self) -> None:
-        """At once, from any loop; the kernel ends the server and all programs with the monitor."""
+        """Kill the server at once, from any loop. The kernel ends the server and all programs with the monitor
+        process."""
         if self.process.poll() is None:
             self.process.kill()
         if not self.loop.is_closed():
             self.writer.transport.abort()
 
     async def close(self) -> None:
-        """Returns when no process is left."""
+        """End the server. Returns when no process is left."""
         if self.loop is not asyncio.get_running_loop():
             self.kill()
         else:

@@ -24,9 +24,9 @@ class SandboxFusion:
 
     Args:
         url: such as ``http://127.0.0.1:8080``, with or without ``/run_code``.
-        timeout_s: seconds per program; keep it, and ``grace_s``, below that of ``ToolLimits``.
-        grace_s: further seconds for the service's own work, queueing included; after them it has failed.
-        memory_mb: of a program; null for the service's own limit.
+        timeout_s: seconds per program; keep it, and ``grace_s``, below the timeout of ``ToolLimits``.
+        grace_s: further seconds for the service itself, queueing included, before it counts as failed.
+        memory_mb: memory of a program; null for the service's limit.
         max_output: characters of output that are kept, from the beginning and the end.
         max_connections: requests in flight at once; waiting for a free connection does not count as the service's time.
 
@@ -53,7 +53,7 @@ class SandboxFusion:
         self._tried = False
 
     async def start(self) -> None:
-        """Run one program, the first time. InfrastructureError unless it prints what it should."""
+        """Run one program, the first time. Raises InfrastructureError unless it prints the expected text."""
         if self._tried:
             return
         run = await self.run("print(1)")
@@ -65,7 +65,8 @@ class SandboxFusion:
         self._tried = True
 
     async def run(self, code: str, stdin: str = "") -> Run:
-        """InfrastructureError if the service is not there, is late, says SandboxError, or answers nonsense."""
+        """Run one program. Raises InfrastructureError if the service is absent or late, says SandboxError, or answers
+        in another form."""
         if (refusal := refused(code, stdin)) is not None:
             return refusal
         data = code.encode("utf-8", "replace")

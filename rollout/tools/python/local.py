@@ -1,4 +1,4 @@
-"""Local sandbox: runs each model-written program in a confined process of its own. See docs/sandbox.md."""
+"""Local sandbox: runs each program of the model in a confined process. See docs/sandbox.md."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from rollout.tools.python.probe import Protection
 from rollout.trajectory import InfrastructureError
 
 MECHANISMS = ("namespaces", "landlock", "seccomp")
-# Programs at once, per processor: more would only share it, until an innocent one is late.
+# Programs at once, per processor. More would share the processor and miss their deadlines.
 PER_PROCESSOR = 2
 
 logger = logging.getLogger(__name__)
 
 
 class UnprotectedError(RuntimeError):
-    """The machine does not offer an essential protection, so no program is run."""
+    """The machine lacks an essential protection, so no program is run."""
 
 
 class LocalSandbox:
-    """A ``Runner`` over a small fork server with warm interpreters, each used for one program and one only.
+    """A ``Runner`` over a small fork server with warm interpreters. Each interpreter runs one program only.
 
-    The server starts with the first program, or with ``start``. One event loop at a time; a new loop gets a new server.
-    Two programs run at once for each processor; others wait, and a program's time begins when it does.
+    The server starts with the first program, or with ``start``. It serves one event loop at a time; a new loop gets a
+    new server. Two programs run at once for each processor. Others wait, and a program's time begins after that.
 
     Args:
-        timeout_s: seconds of wall time per program; keep it below that of ``ToolLimits``.
-        memory_mb: address space of a program, the interpreter's own included. Times twice the number of processors is
-            what may be needed at once.
-        disk_mb: its temporary folder, which lies in memory too.
-        threads: it may have beside its first one.
+        timeout_s: seconds of wall time per program; keep it below the timeout of ``ToolLimits``.
+        memory_mb: address space of a program, including the interpreter. All programs at once may need this times twice
+            the number of processors.
+        disk_mb: size of its temporary folder, which is in memory too.
+        threads: threads it may start beside its first one.
         max_output: characters of output that are kept, from the beginning and the end.
-        warm: interpreters that wait, ready; 0 makes each when it is asked for.
-        packages: import names of installed packages that programs may import, such as sympy; with all they require.
-        mechanisms: of the kernel, to be used if they are there.
+        warm: interpreters that wait, ready; 0 makes each on demand.
+        packages: import names of installed packages that programs may import, such as sympy, with their requirements.
+        mechanisms: kernel mechanisms to use where they are available.
         allow_unprotected: run programs even if an essential protection is missing.
 
     Raises:
@@ -89,12 +89,12 @@ class LocalSandbox:
         self._protections: tuple[Protection, ...] = ()
 
     def protections(self) -> tuple[Protection, ...]:
-        """What was found active at the last start, and what was not and why. Empty before it."""
+        """Return the protections found at the last start, active or not, with reasons. Empty before it."""
         return self._protections
 
     async def start(self) -> None:
-        """Start the server and try it. InfrastructureError if it does not come up; UnprotectedError if it is not
-        tight."""
+        """Start the server and probe it. Raises InfrastructureError if it does not start, and UnprotectedError if it is
+        not tight."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():

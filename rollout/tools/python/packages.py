@@ -1,4 +1,5 @@
-"""Paths of installed packages and their requirements, to be mounted in the sandbox; nothing is imported."""
+"""Finds the paths of installed packages and their requirements, to mount them in the sandbox, without importing
+them."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from pathlib import Path
 
 
 def package_paths(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Files and folders of packages and of all they require, and the folders to search for them.
+    """Return the files and folders of packages and all their requirements, and the folders to search for them.
 
     Args:
         names: import names, such as ``("sympy",)``.
 
     Raises:
-        ValueError: one of them is not installed, or not by a package manager.
+        ValueError: a package is not installed, or not by a package manager.
     """
     owners = metadata.packages_distributions()
     waiting, seen, paths, search = [], set(), set(), set()

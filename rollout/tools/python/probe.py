@@ -1,4 +1,4 @@
-"""Self-test of the sandbox: a program that tries each forbidden thing inside it, and a report."""
+"""Self-test of the sandbox: a program that tries each forbidden action inside it, and a report."""
 
 from __future__ import annotations
 
@@ -80,17 +80,18 @@ class Protection:
     name: str
     active: bool
     essential: bool
-    how: str  # what provides it, or what was found open
+    how: str  # the mechanism that provides it, or the hole that was found
 
 
 def program(canary: str, trainer: int, limit_mb: int, threads: int) -> str:
-    """``canary``: a file that exists outside and must not be readable inside."""
+    """Return the text of the probe. ``canary``: a file that exists outside and must not be readable inside."""
     values = f"CANARY, TRAINER, LIMIT_MB, THREADS = {canary!r}, {trainer}, {limit_mb}, {threads}\n"
     return values + PROGRAM
 
 
 def judge(output: str, mechanisms: list[str]) -> tuple[Protection, ...]:
-    """What the probe printed, beside what the server could arrange. A probe that did not finish found nothing tight."""
+    """Return the protections from the probe's output and the server's mechanisms. An unfinished probe found no
+    protection."""
     try:
         found = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):

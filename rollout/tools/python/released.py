@@ -1,4 +1,4 @@
-"""SOD's released treatment of programs and results (docs/papers/sod.md 4.2, 4.3), for comparisons.
+"""Programs and results as SOD's released tool treats them (docs/papers/sod.md 4.2, 4.3), for comparisons.
 
 Sources: YoungZ365/SOD, recipe/demystify/reward.py (the wrapper), verl/experimental/agent_loop/tool_agent_loop.py (the
 cut), verl/tools/sandbox_fusion_tools.py (the text for failures).
@@ -13,11 +13,11 @@ CUT = "...(truncated)..."
 
 
 def last_line_printed(code: str) -> str:
-    """The program that the released tool makes of ``code``: the first closed ```python block, where there is one; the
-    last line that is not the empty text put into ``print(...)``, unless it begins with "print".
+    """Return the program that the released tool makes of ``code``: the first closed ```python block, if there is one,
+    with the last line that is not empty put into ``print(...)``, unless it begins with "print".
 
-    So it breaks programs whose last line is indented, a comment, an import, a closing bracket or an assignment. A line
-    ``pass`` is added, which keeps the sandbox from showing a last expression on its own.
+    This breaks programs whose last line is indented, a comment, an import, a closing bracket or an assignment. An added
+    line ``pass`` keeps the sandbox from printing a last expression.
     """
     blocks = between(code, "```python", "```")
     lines = (blocks[0].strip() if blocks else code).split("\n")
@@ -30,6 +30,6 @@ def last_line_printed(code: str) -> str:
 
 
 def cut_in_the_middle(text: str, limit: int) -> str:
-    """Texts longer than ``limit`` characters: their first and last ``limit // 2`` and a mark between."""
+    """Cut a text longer than ``limit`` characters to its first and last ``limit // 2``, with a mark between."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}{CUT}{text[-half:]}"

@@ -1,4 +1,4 @@
-"""Python tool: runs the program that the model wrote and returns what a terminal would show."""
+"""Python tool: runs the model's program and returns the text that a terminal would show."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FENCED = re.compile(r"^```[ \t]*+[\w+-]*+[ \t]*+\n(.*?)(?:^```[ \t]*$|\Z)", re.
 
 
 def program_text(code: str) -> str:
-    """The program in what a model wrote: out of Markdown fences (several blocks are one program), not indented as a
-    whole.
+    """Extract the program from a model's text: without Markdown fences (several blocks are one program) and without a
+    common indentation.
 
     >>> program_text("```python\\nx = 1\\n```\\nand\\n```\\nx\\n```")
     'x = 1\\nx'
@@ -35,25 +35,25 @@ def program_text(code: str) -> str:
 
 
 class PythonTool:
-    """``{"code": str}`` to what the program prints, its last expression included.
+    """Python tool: ``{"code": str}`` to the output of the program, its last expression included.
 
-    Outcomes: OK; EMPTY when it ran and printed nothing; ERROR when it failed (the text ends with a short traceback),
-    used too much, or ``code`` is missing or no string; TIMEOUT; REFUSED for an empty program, which is not run. Only
-    a runner that fails by itself raises InfrastructureError.
+    Outcomes: OK; EMPTY when it printed nothing; ERROR when it failed (the text ends with a short traceback), used too
+    much, or ``code`` is missing or not a string; TIMEOUT; REFUSED for an empty program, which is not run. Only a
+    failing runner raises InfrastructureError.
 
-    Under ``ToolLimits`` give a ``timeout_s`` above the runner's own. A ``max_characters`` below its ``max_output`` cuts
-    errors once more in the middle, and what was printed without one at its end.
+    Give ``ToolLimits`` a ``timeout_s`` above the runner's. A ``max_characters`` below the runner's ``max_output`` cuts
+    errors again in the middle, and other output at its end.
 
-    The options after the runner are those of SOD's released tool (docs/papers/sod.md 4.2, 4.3), for comparisons.
+    The options after the runner follow SOD's released tool (docs/papers/sod.md 4.2, 4.3), for comparisons.
 
     Args:
         runner: ``rollout.tools.python.local.LocalSandbox`` or ``rollout.tools.python.fusion.SandboxFusion``.
-        print_last_line: run what ``released.last_line_printed`` makes of the text. Instead of the last expression, the
-            last line is printed, whatever it is; many valid programs fail so.
-        cut_at: of longer texts keep the first and last half of so many characters (released: 256); null: all.
-        hide_failures: a late program and a failing service both give "no stdout here". The trajectory goes on then (the
-            outcome is TIMEOUT or ERROR, and its detail says what it was), and ``ToolLimits`` has nothing to try again.
-            Of other failed programs the output is given alone, without a reason.
+        print_last_line: run the program of ``released.last_line_printed``. It prints the last line, whatever it is,
+            instead of the last expression, and breaks many valid programs.
+        cut_at: keep the first and last half of this many characters of a longer text (released: 256); null: keep all.
+        hide_failures: return "no stdout here" for a late program and for a failing service. The trajectory goes on
+            (outcome TIMEOUT or ERROR, with the reason as its detail), and ``ToolLimits`` has nothing to retry. Other
+            failed programs return their output without a reason.
 
     Raises:
         ValueError: ``cut_at`` is below 2.
@@ -78,7 +78,7 @@ class PythonTool:
         return self.runner.concurrency if isinstance(self.runner, Bounded) else sys.maxsize
 
     async def start(self) -> None:
-        """Start the runner: a sandbox that is not tight says so here (``UnprotectedError``)."""
+        """Start the runner; a sandbox that is not tight fails here (``UnprotectedError``)."""
         if isinstance(self.runner, Startable):
             await self.runner.start()
 

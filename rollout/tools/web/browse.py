@@ -41,24 +41,24 @@ _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,200}>")
 
 
 class BrowsingSearch:
-    """``{"query": str}``, searched by another tool, to what a second model makes of the pages behind the hits.
+    """Search tool: ``{"query": str}``, searched by another tool, to a second model's summary of the pages behind the
+    hits.
 
-    Of each page it reads the 3000 characters before and after the sentence that is most like the hit's snippet, else
-    the first 6000. A page that cannot be fetched leaves its snippet. Results of the search that are not OK come back
-    as they are, and so do those without links (imported from a cache), with a ``detail`` that says so.
+    The model reads 3000 characters before and after the sentence of a page that is most like the hit's snippet, else
+    the first 6000. If a page cannot be fetched, it reads the snippet. Results other than OK are returned unchanged, and
+    so are results without links (imported from a cache), with a ``detail`` that says so.
 
-    The published code also shows the summariser the (truncated) steps that led to the search. A tool is given its
-    arguments only, and what is among them is recorded, cached and compared as what the model asked for; so they are
-    left out here.
+    The published code also shows the summariser the (truncated) steps before the search. Here a tool gets only its
+    arguments, which are recorded, cached and compared as the model's request, so the steps are left out.
 
-    Outcomes: those of the search; EMPTY when the summariser finds nothing of use. A summariser that fails raises
-    InfrastructureError. All of it takes longer than a search: give a ``LimitedTool`` around it a longer ``timeout_s``.
+    Outcomes: those of the search; EMPTY when the summariser finds nothing useful. A failing summariser raises
+    InfrastructureError. Browsing takes longer than a search: give the ``LimitedTool`` around it a longer ``timeout_s``.
 
     Args:
-        search: a tool whose documents have links as their ids. ``BrightDataSearch`` with a cache wants ``needs_links``.
+        search: a tool whose documents have links as their ids. ``BrightDataSearch`` with a cache needs ``needs_links``.
         summariser: the second model (the paper: of the same size as the policy, or larger).
         fetcher: fetches the pages.
-        temperature, top_p, max_tokens: of the summary.
+        temperature, top_p, max_tokens: sampling of the summary.
 
     Raises:
         ValueError: on construction, if the search may answer from a cache without links.
@@ -81,7 +81,7 @@ class BrowsingSearch:
         self.temperature, self.top_p, self.max_tokens = temperature, top_p, max_tokens
 
     async def start(self) -> None:
-        """Start the search: a missing key is an error here. The summariser has looked for its own on construction."""
+        """Start the search; a missing key is an error here. The summariser checks its key on construction."""
         if isinstance(self.search, Startable):
             await self.search.start()
 
@@ -126,14 +126,14 @@ def summary_prompt(query: str, documents: list[Document], pages: list[Page]) -> 
 
 
 def final_information(reply: str) -> str | None:
-    """What stands after the last mark, without what a reasoning model thought before; None without mark or text."""
+    """Return the text after the last mark, without a reasoning model's thoughts; None without mark or text."""
     _, mark, after = reply.rpartition("</think>")[2].rpartition(MARK)
     return (after.lstrip(" :\n").rstrip() or None) if mark else None
 
 
 def passage(text: str, snippet: str, reach: int = 3000, otherwise: int = 6000, least: float = 0.2) -> str:
-    """The part of ``text`` from ``reach`` characters before to ``reach`` after the sentence most like the snippet, by
-    the F1 of their sets of words; the first ``otherwise`` characters if no sentence has more than ``least``."""
+    """Return the text within ``reach`` characters of the sentence most like the snippet, by the F1 of their sets of
+    words; the first ``otherwise`` characters if no sentence has more than ``least``."""
     wanted = words(snippet)
     best, span = least, None
     for start, end in sentences(text):
@@ -146,7 +146,7 @@ def passage(text: str, snippet: str, reach: int = 3000, otherwise: int = 6000, l
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Half-open character spans; a line break ends a sentence too. The last span holds all that is left of a page with
+    """Return half-open character spans. A line break also ends a sentence. The last span holds the rest of a page with
     more than ``MOST_SENTENCES``."""
     spans, start = [], 0
     for gap in itertools.islice(_SENTENCE_END.finditer(text), MOST_SENTENCES):
@@ -160,6 +160,6 @@ def words(text: str) -> frozenset[str]:
 
 
 def word_f1(said: frozenset[str], wanted: frozenset[str]) -> float:
-    """2 |common| / (|said| + |wanted|), in [0, 1]; 0 where nothing is common."""
+    """Return 2 |common| / (|said| + |wanted|), in [0, 1]."""
     common = len(said & wanted)
     return 2 * common / (len(said) + len(wanted)) if common else 0.0

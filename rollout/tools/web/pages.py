@@ -1,4 +1,4 @@
-"""Fetcher of web pages whose addresses come from strangers: text only, bounded, the public internet alone."""
+"""Fetcher of web pages from untrusted addresses: text only, bounded, only from the public internet."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _HEADERS = {  # many servers refuse unknown agents
 }
 _TEXT = frozenset({"text/html", "application/xhtml+xml", "text/plain", "application/xml", "text/xml"})
 _META_CHARSET = re.compile(rb"""<meta[^>]{0,200}charset\s*=\s*["']?\s*([a-zA-Z0-9_:-]{2,30})""", re.IGNORECASE)
-# what pages are written in; others of Python's codecs (punycode) take quadratic time
+# encodings of web pages; other Python codecs (punycode) take quadratic time
 _CHARSETS = ("utf", "iso8859", "cp", "gb", "hz", "big5", "euc", "shift", "iso2022", "koi8", "ascii", "tis", "mac")
 _MOST_EXTRACTED = 400_000  # characters; finding the article in a hostile page of 1 MB takes 15 s, all its text 0.8 s
-_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all that IANA gives out as public addresses of IPv6
-_FOR_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")  # RFC 6890; Python takes some of it for global
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # IANA's public addresses of IPv6
+_FOR_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")  # RFC 6890; Python counts some of it as global
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class Page:
 
 
 class PageFetcher:
-    """Pages as text: the article of an HTML page, or plain text. PDF files are not read, and the page's ``error`` says
-    so (the paper's evaluation takes their first 600 words).
+    """Fetches pages as text: the article of an HTML page, or plain text. PDF files are not read; the page's ``error``
+    says so (the paper's evaluation takes their first 600 words).
 
-    Only http and https, and only addresses of the public internet: each connection is checked at the moment it is made,
-    with the address that it really goes to, so neither a name that resolves to a private address nor a redirect gets
-    past. Nothing is remembered between pages (no cookies).
+    Fetches only http and https, and only addresses of the public internet. Each connection is checked when it is made,
+    by its real address, so neither a name that resolves to a private address nor a redirect gets past. Keeps no
+    cookies.
 
     Args:
-        timeout: seconds for a page, redirects included, waiting for a free connection not.
-        max_characters: of a page's text.
-        max_bytes: of a page that are downloaded.
+        timeout: seconds for a page, redirects included; waiting for a free connection does not count.
+        max_characters: limit of a page's text.
+        max_bytes: limit of a page's download.
         concurrency: pages in flight at once.
-        allow_private_addresses: fetch from loopback and private networks too. For tests, and for a mirror of one's own.
+        allow_private_addresses: also fetch from loopback and private networks, for tests and for your own mirror.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PageFetcher:
         )
 
     async def fetch(self, url: str) -> Page:
-        """A page that cannot be read is an ordinary thing: it comes back with ``error``, nothing is raised."""
+        """Return the page. A page that cannot be read comes back with ``error``; nothing is raised."""
         try:
             if urlsplit(url).scheme not in ("http", "https"):
                 return Page(url, "", "not an http or https address")
@@ -77,7 +77,7 @@ class PageFetcher:
                 return await self._read(session, url)
         except TimeoutError:
             return Page(url, "", f"no page within {self.timeout:g} s")
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: what is no address at all
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: not an address
             return Page(url, "", f"{type(error).__name__}: {error}"[:300])
 
     async def _read(self, session: aiohttp.ClientSession, url: str) -> Page:
@@ -113,7 +113,7 @@ def _text_of(body: bytes, charset: str | None, kind: str) -> str:
 
 
 def html_to_text(source: str) -> str:
-    """The main text of a page, without navigation and advertisements; all of its text where no article is found."""
+    """Return the main text of a page, without navigation and advertisements; all of its text if no article is found."""
     import trafilatura  # with its parsers 0.4 s, and only searches that browse need it
 
     if "html" not in source[:50].lower():
@@ -128,8 +128,8 @@ def html_to_text(source: str) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is globally routable and not multicast. Of IPv6 only 2000::/3 counts, without the ranges
-    that tunnel to IPv4 addresses; an IPv4 address written as IPv6 (::ffff:0:0/96) is taken as what it is.
+    """Return whether an IP address is globally routable and not multicast. Only 2000::/3 of IPv6 counts, without the
+    ranges that tunnel to IPv4 addresses; an IPv4 address written as IPv6 (::ffff:0:0/96) counts as IPv4.
 
     >>> is_public("93.184.216.34"), is_public("127.0.0.1"), is_public("::ffff:10.0.0.1")
     (True, False, False)
@@ -147,8 +147,8 @@ def is_public(address: str) -> bool:
 
 
 def public_socket(target: tuple[Any, ...]) -> socket.socket:
-    """A socket for a connection to ``target`` (family, type, protocol, name, address). aiohttp calls it for every
-    connection, after names are resolved. Raises PermissionError if the address is not public."""
+    """Return a socket for a connection to ``target`` (family, type, protocol, name, address). aiohttp calls it for
+    every connection, after names are resolved. Raises PermissionError if the address is not public."""
     host = target[4][0]
     if not is_public(host):
         raise PermissionError(errno.EACCES, f"refused: {host} is not an address of the public internet")

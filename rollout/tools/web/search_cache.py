@@ -1,8 +1,8 @@
 """Cache of search results in an SQLite file, which several processes may read and write at once.
 
-``python -m rollout.tools.web.search_cache import DATABASE JSON`` adds the results of a ``search_cache.json`` as ARPO's
-code publishes it: one flat object, query to text (dongguanting/ARPO, verl_arpo_entropy/verl/workers/rollout/tools/
-search_tool.py).
+``python -m rollout.tools.web.search_cache import DATABASE JSON`` adds the results of ARPO's published
+``search_cache.json``: one flat object, query to text (dongguanting/ARPO,
+verl_arpo_entropy/verl/workers/rollout/tools/search_tool.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CachedSearch:
 
 
 def cache_key(query: str) -> str:
-    """The query without double quotes, otherwise exactly as it is, as published. Half a surrogate pair, which no file
+    """Return the query without double quotes, otherwise unchanged, as published. Half a surrogate pair, which no file
     can hold, becomes "?".
 
     >>> cache_key('who wrote "Emma"')
@@ -45,12 +45,13 @@ def cache_key(query: str) -> str:
 
 
 class SearchCache:
-    """Texts (and documents) by query. A write is kept once ``store`` has returned, even if the process is killed then.
+    """Texts (and documents) by query. A write is durable once ``store`` has returned, even if the process is killed
+    then.
 
     Args:
-        path: the SQLite file, made when it is not there; its folder must exist.
-        options: what results depend on beside the query. The first result that is kept writes them into the file, which
-            is refused to other ones from then on; imported results say nothing of theirs.
+        path: the SQLite file, made when it is missing; its folder must exist.
+        options: options besides the query that change results. The first stored result writes them into the file, which
+            then refuses other options; imported results have none.
 
     Raises:
         SearchCacheError: on construction and later; says what is wrong with the file.
@@ -75,7 +76,7 @@ class SearchCache:
         return CachedSearch(text, None if documents is None else tuple(Document(*d) for d in json.loads(documents)))
 
     def store(self, query: str, text: str, documents: Sequence[Document] | None = None) -> None:
-        """Keep a result; it replaces an earlier one. An empty text means a failure and is never kept."""
+        """Store a result; it replaces an earlier one. An empty text means a failure and is never stored."""
         if not text:
             return
         encoded = None if documents is None else json.dumps([astuple(document) for document in documents])
@@ -100,9 +101,9 @@ class SearchCache:
             return database.execute("SELECT count(*) FROM searches").fetchone()[0]
 
     def import_json(self, path: str | Path) -> int:
-        """Add what is new in a ``search_cache.json``; what is known stays as it is. Returns how many were added.
+        """Add the new entries of a ``search_cache.json`` and keep the known ones. Returns how many were added.
 
-        Raises ValueError when the file is no JSON or not of that shape (nothing is imported then), OSError when it
+        Raises ValueError when the file is not JSON or not of that shape (nothing is imported then), OSError when it
         cannot be read.
         """
         rows = [(cache_key(query), _storable(text), None) for query, text in read_published(Path(path)).items() if text]
@@ -113,7 +114,7 @@ class SearchCache:
 
     @contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one transaction; a failure rolls back and names the file."""
+        """Open a connection for one transaction; a failure rolls back and names the file."""
         try:
             with closing(sqlite3.connect(self.path, timeout=_PATIENCE_S)) as connection, connection:
                 connection.execute(_TABLE)
@@ -127,7 +128,7 @@ def _storable(text: str) -> str:
 
 
 def read_published(path: Path) -> dict[str, str]:
-    """A ``search_cache.json``. Raises ValueError for anything but one object of texts, OSError as ``open``."""
+    """Read a ``search_cache.json``. Raises ValueError for anything but one object of texts, OSError as ``open``."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or no UTF-8

@@ -1,5 +1,5 @@
-"""Web search through Bright Data's SERP API, as ARPO trains and evaluates with it (verl/workers/rollout/tools/
-search_tool.py of RUC-NLPIR/ARPO)."""
+"""Web search through Bright Data's SERP API, as in ARPO's training and evaluation
+(verl/workers/rollout/tools/search_tool.py of RUC-NLPIR/ARPO)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollout.trajectory import CallOutcome, Document, InfrastructureError, Perma
 
 logger = logging.getLogger(__name__)
 
-NOTHING_FOUND = "No search results found."  # as published: it stands in their cache file too
+NOTHING_FOUND = "No search results found."  # as published, also in their cache file
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
 SHOWS_LANGUAGE = 1000  # first characters of a query
@@ -28,15 +28,16 @@ _HAN_PER_WORD = 2  # most words of modern Chinese have two characters
 
 
 class BrightDataSearch:
-    """``{"query": str}`` to one line "Page i: ..." per hit: the distinct, non-empty descriptions in Bing's order.
+    """Search tool: ``{"query": str}`` to one line "Page i: ..." per hit, the distinct, non-empty descriptions in Bing's
+    order.
 
-    The hits come as documents too: id is the link, text the description, score 1 / rank. Bing is asked in Chinese for
-    Chinese queries, else in English. Equal queries at the same time share one request.
+    The hits are also documents: the id is the link, the text the description, the score 1 / rank. Bing is asked in
+    Chinese for Chinese queries, else in English. Equal queries at the same time share one request.
 
-    Outcomes: OK; EMPTY when nothing is found; REFUSED for an empty query, ERROR for a missing one, as ``SearchTool``.
-    Everything else (another status than 200, no answer, no JSON) raises InfrastructureError; a ``LimitedTool`` around
-    it tries again, so nothing is repeated here. Status 401 and 403 are a PermanentFailure, which is not tried again.
-    A result that the cache cannot take is returned all the same, since it was paid for, and a warning is logged.
+    Outcomes: OK; EMPTY without hits; REFUSED for an empty query, ERROR for a missing one, as in ``SearchTool``. Other
+    failures (another status than 200, no answer, no JSON) raise InfrastructureError, and a ``LimitedTool`` retries.
+    Status 401 and 403 raise PermanentFailure, which is not retried. If the cache cannot store a paid result, the result
+    is still returned and a warning is logged.
 
     Args:
         zone: a SERP zone of the Bright Data account. A Web Unlocker zone gets status 403 or failed searches.
@@ -45,14 +46,14 @@ class BrightDataSearch:
         max_results: hits shown.
         result_length: characters of each description shown.
         timeout: seconds for one request.
-        cache: an SQLite file (see ``search_cache``) for results of this and later runs. Keyed by query alone, as the
-            published one: a file that was filled with another ``location``, ``max_results`` or ``result_length`` is
-            refused. None: no such file.
-        needs_links: ask again for what the cache knows without links (imported results), for ``BrowsingSearch``.
-        offline: only the cache answers: no key is needed and nothing is sent. The cache is then all that there is to
-            find: a query that it lacks is EMPTY, in the words of a search without hits, and ``detail`` tells the two
-            apart. What it knows without links is given without them.
-        url: of the service.
+        cache: an SQLite file (see ``search_cache``) for results of this and later runs, keyed by query alone, as
+            published. A file with another ``location``, ``max_results`` or ``result_length`` is refused. None: no
+            cache.
+        needs_links: search again if the cache has a result without links (imported results), for ``BrowsingSearch``.
+        offline: answer from the cache only, without a key or requests. A query that the cache lacks is EMPTY, in the
+            words of a search without hits; ``detail`` says which it was. Results without links are returned without
+            them.
+        url: address of the service.
 
     Raises:
         ValueError: an impossible option, on construction; no key, at ``start``.
@@ -84,12 +85,12 @@ class BrightDataSearch:
         self.key = ApiKey(api_key_variable, "Bright Data's search")
         shapes_results = {"location": location, "max_results": max_results, "result_length": result_length}
         self.cache = None if cache is None else SearchCache(cache, shapes_results)
-        self._told: set[str] = set()  # ways in which the cache failed
+        self._told: set[str] = set()  # logged failures of the cache
         self._session = LoopSession("BrightDataSearch")
         self._running = SharedCache(0)
 
     async def start(self) -> None:
-        """Raises ValueError without a key (unless offline): sooner or later a query comes that no cache knows."""
+        """Raise ValueError without a key (unless offline), because the cache will lack some query."""
         if self.offline:
             return
         try:
@@ -154,15 +155,16 @@ def _as_result(text: str, documents: tuple[Document, ...]) -> ToolResult:
 
 
 def _said_in_headers(answer: Answer) -> str:
-    """Bright Data explains failures in headers (docs.brightdata.com, "Debugging SERP API")."""
+    """Return Bright Data's explanation of a failure, which is in headers (docs.brightdata.com, "Debugging SERP
+    API")."""
     said = [v for k, v in answer.headers.items() if k.lower() in ("x-brd-error", "x-brd-error-code")]
     return f" ({'; '.join(said)})" if said else ""
 
 
 def is_chinese(query: str) -> bool:
-    """Whether at least half of the words are Chinese, at two Han characters a word. Kana or Hangul: it is not.
+    """Return whether at least half of the words are Chinese, at two Han characters a word; False with Kana or Hangul.
 
-    The published code asks a language identifier; for the two languages that matter here scripts tell as much.
+    The published code uses a language identifier; scripts are enough for these two languages.
     """
     query = query[:SHOWS_LANGUAGE]
     if _KANA_OR_HANGUL.search(query):
@@ -179,9 +181,9 @@ def bing_url(query: str, location: str) -> str:
 
 
 def parse_organic(body: str, max_results: int, result_length: int) -> tuple[Document, ...]:
-    """The hits of an answer: ``{"general": ..., "organic": [{"description", "title", "link", ...}, ...]}``, where a
-    page without hits may have no "organic". Raises ValueError for any other shape; it does not quote the
-    body, which may hold what no message may."""
+    """Return the hits of an answer ``{"general": ..., "organic": [{"description", "title", "link", ...}, ...]}``; a
+    page without hits may have no "organic". Raises ValueError for any other shape, without quoting the body, which may
+    hold the key."""
     try:
         page = whole(json.loads(body))
     except ValueError:
@@ -207,7 +209,7 @@ def _text(value: Any) -> str:
 
 
 def format_pages(documents: tuple[Document, ...]) -> str:
-    """As the published tool shows hits.
+    """Format hits as the published tool does.
 
     >>> format_pages((Document("", "", "A potter.", 1.0), Document("", "", "A harbor.", 0.5)))
     'Page 1: A potter.\\nPage 2: A harbor.'

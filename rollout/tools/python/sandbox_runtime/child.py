@@ -14,18 +14,18 @@ LEFT_OUT = b"\n[... output left out ...]\n"
 
 
 class Program:
-    """One forked interpreter: warm until it is given a program, then watched until it has ended."""
+    """One forked interpreter: warm until it receives a program, then watched until it ends."""
 
     def __init__(self, origin: zygote.Zygote, number: int, kept: int) -> None:
         self.origin, self.number = origin, number
         self.source, self.output = origin.start(number)
         for fd in (self.source, self.output):
             os.set_blocking(fd, False)
-        self.unread = memoryview(b"")  # of what goes into its source: program and standard input
+        self.unread = memoryview(b"")  # rest of program and standard input
         self.id, self.order = 0, {}
         self.deadline, self.timeout_s, self.begun = float("inf"), 0.0, False
-        self.was_warm = False  # when it was given its program
-        self.why = ""  # it was stopped: "timeout" (before it began: the machine is slow), "flood" or "cancelled"
+        self.was_warm = False  # when it received its program
+        self.why = ""  # reason of a stop: "timeout" (before it began: the machine is slow), "flood" or "cancelled"
         self.head, self.tail, self.size, self.kept = bytearray(), bytearray(), 0, kept
 
     def give(self, id: int, order: dict) -> None:
@@ -35,13 +35,13 @@ class Program:
         self.unread = memoryview(worker.LENGTH.pack(len(code)) + code + stdin)
 
     def feed(self) -> bool:
-        """Give it as much of its standard input as it takes now; False once there is no more to give."""
+        """Write as much of its standard input as it takes now. Returns False once there is no more."""
         try:
             while self.unread:
                 self.unread = self.unread[os.write(self.source, self.unread) :]
         except BlockingIOError:
             return True
-        except BrokenPipeError:  # it closed its input, or is dead, which shows soon
+        except BrokenPipeError:  # it closed its input, or is dead, which the zygote reports
             self.unread = memoryview(b"")
         return False
 
@@ -50,7 +50,7 @@ class Program:
         self.source = -1
 
     def read(self) -> bool:
-        """Take what has been printed; False at the end of it."""
+        """Read its output; False at the end of it."""
         try:
             data = os.read(self.output, 1 << 16)
         except BlockingIOError:
@@ -71,7 +71,7 @@ class Program:
             self.origin.stop(self.number)
 
     def result(self, code: int) -> dict:
-        """The result for the trainer; called once, after the process has ended."""
+        """Return the result for the trainer. Called once, after the process has ended."""
         while self.size <= FLOOD and self.read() and select.select([self.output], [], [], 0)[0]:
             pass
         for fd in (self.output, self.source):

@@ -33,7 +33,7 @@ def _check(result: int, what: str) -> int:
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """OSError with the call's errno."""
+    """Make a system call. Raises OSError with the call's errno."""
     words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _check(libc.syscall(ctypes.c_long(number), *words), f"system call {number}")
 
@@ -53,7 +53,8 @@ def mount(source: str | None, target: str, kind: str | None = None, flags: int =
 
 
 def bind(source: str, target: str) -> None:
-    """Show a file or folder at another place, read-only unless it is a device. Makes what is missing of the target."""
+    """Show a file or folder at another place, read-only unless it is a device. Makes the missing parts of the
+    target."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -67,7 +68,7 @@ def bind(source: str, target: str) -> None:
 
 
 def enter_root(folder: str) -> None:
-    """Make a mounted folder the root, and let go of the old one (pivot_root(2), "pivot_root('.', '.')")."""
+    """Make a mounted folder the root, and detach the old one (pivot_root(2), "pivot_root('.', '.')")."""
     os.chdir(folder)
     syscall(SYS_PIVOT_ROOT, b".", b".")
     _check(libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount of the old root")
@@ -76,7 +77,7 @@ def enter_root(folder: str) -> None:
 
 
 def drop_privileges() -> None:
-    """No capability is left, and none can come back through a set-uid file."""
+    """Drop all capabilities, also those that a set-uid file could bring back."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
@@ -92,7 +93,7 @@ _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 
 
 def landlock_version() -> int:
-    """0: the kernel has none."""
+    """Return Landlock's version; 0 without Landlock in the kernel."""
     try:
         return syscall(SYS_LANDLOCK_CREATE, None, 0, 1)
     except OSError:
@@ -100,7 +101,7 @@ def landlock_version() -> int:
 
 
 def landlock_rules(readable: list[str], listable: list[str], devices: list[str]) -> int:
-    """A descriptor of rules that deny every access to files but these; new versions' network and signals too."""
+    """Return a descriptor of rules that deny access to all other files; new versions also deny network and signals."""
     version = landlock_version()
     if version < 3:  # before, files could be truncated
         raise OSError(f"Landlock's version is {version}; 3 is needed (Linux 6.2)")
@@ -120,5 +121,5 @@ def landlock_rules(readable: list[str], listable: list[str], devices: list[str])
 
 
 def landlock_enter(rules: int) -> None:
-    """Needs no_new_privs."""
+    """Enter the rules. Needs no_new_privs."""
     syscall(SYS_LANDLOCK_RESTRICT, rules, 0)

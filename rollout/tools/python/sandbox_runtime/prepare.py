@@ -18,8 +18,8 @@ NAMESPACES = {
 
 
 def isolate(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Leave the trainer's namespaces, one by one: the names of those left, and why others were not. Without the right
-    to do so, by way of a user namespace."""
+    """Leave the trainer's namespaces one by one, if necessary by way of a user namespace. Returns the names of those
+    left, and the reasons for the others."""
     done, failures = [], {}
     if "namespaces" not in wanted:
         return done, {"namespaces": "not wanted"}
@@ -46,8 +46,8 @@ def isolate(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def takes_uid(uid: int) -> bool:
-    """Whether programs can run as another user: root may change, outside of most user namespaces; and where the old
-    root stays in view, that user has to be able to read the standard library."""
+    """Return whether programs can run as another user. Root can change its user outside of most user namespaces. Where
+    the old root stays in view, that user must be able to read the standard library."""
     pid = os.fork()
     if not pid:
         try:
@@ -61,7 +61,7 @@ def takes_uid(uid: int) -> bool:
 
 
 def arrange(options: dict, mechanisms: list[str], failures: dict[str, str]) -> worker.Confinement:
-    """Load the library, enter the view; what programs are to do themselves."""
+    """Load the library and enter the view. Returns the confinement that programs apply to themselves."""
     wanted, paths = options["mechanisms"], options["paths"]
     sys.path += options["search"]
     view.preload(options["packages"])
@@ -82,6 +82,6 @@ def arrange(options: dict, mechanisms: list[str], failures: dict[str, str]) -> w
         failures["seccomp"] = "not wanted" if "seccomp" not in wanted else "not offered by the kernel, or not x86-64"
     mechanisms += [name for name, there in ((shown, shown != "none"), ("seccomp", filtering)) if there]
     limits = {key: options[key] for key in ("memory_mb", "disk_mb", "threads", "cpu_s")}
-    # at random: trainers in other containers have the same process ids, and the kernel counts per user in all of them
+    # Random, because trainers in other containers have the same process ids, and the kernel counts per user in all.
     first = 1_000_000_000 + int.from_bytes(os.urandom(8), "little") % 3_000_000_000
     return worker.Confinement(shown, rules, filtering, takes_uid(first), first, **limits)

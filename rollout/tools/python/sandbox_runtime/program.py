@@ -1,8 +1,8 @@
 """Runs one program: its last expression is printed, its tracebacks are short.
 
-Used by the local sandbox in the confined process, and sent in front of the program to SandboxFusion; so it needs
-nothing but the standard library, of Python 3.9 or newer. Programs are parsed here and not in the trainer: a parser can
-be crashed.
+The local sandbox uses this file in the confined process, and it is sent in front of the program to SandboxFusion. So it
+needs only the standard library, of Python 3.9 or newer. Programs are parsed here and not in the trainer, because a
+program can crash the parser.
 """
 
 import ast
@@ -22,8 +22,9 @@ LIBRARY = f"python{sys.version_info[0]}.{sys.version_info[1]}{os.sep}"
 
 
 def with_echo(source: str) -> ast.Module:
-    """The program, its last statement handed to ``sys.displayhook`` if that is an expression. SyntaxError, ValueError
-    (null characters), MemoryError or RecursionError (nested too deeply) if it is no program."""
+    """Parse the program and pass its last statement to ``sys.displayhook`` if that is an expression. Raises
+    SyntaxError, ValueError (null characters), MemoryError or RecursionError (nested too deeply) for an invalid
+    program."""
     tree = ast.parse(source, NAME)
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         last = tree.body[-1]
@@ -37,17 +38,17 @@ def with_echo(source: str) -> ast.Module:
 
 
 def show(value: object) -> None:
-    """As print does, but for None: most last expressions that are None are calls made for what they do."""
+    """Print a value, except None: most last expressions that are None are calls made for their effect."""
     if value is not None:
         print(value)
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback without our own frames and folders, the innermost frames only."""
+    """Return the traceback without our own frames and folders, innermost frames only."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code.co_filename != NAME:
         entry = entry.tb_next
-    error.__traceback__ = entry  # None for a syntax error: that is told by its own lines
+    error.__traceback__ = entry  # None for a syntax error, which names its lines itself
     told = traceback.TracebackException.from_exception(error, limit=-FRAMES)
     seen, waiting, ours = set(), [told], show.__code__.co_filename
     while waiting:
@@ -68,7 +69,8 @@ def _short(filename: str) -> str:
 
 
 def execute(source: str) -> int:
-    """Run a program as ``__main__``; the exit code that Python would give. Prints to stdout, errors to stderr."""
+    """Run a program as ``__main__`` and return the exit code that Python would return. Prints to stdout, errors to
+    stderr."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
@@ -109,7 +111,7 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _finish() -> int:
-    """What the interpreter does at its end: wait for threads, call what was registered, flush."""
+    """Do the interpreter's last steps: wait for threads, call registered functions, flush."""
     wait = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]  # as CPython does at its own end
     for step in (wait, atexit._run_exitfuncs, lambda: sys.stdout.flush()):
         try:
@@ -125,7 +127,8 @@ def _finish() -> int:
 
 
 def fresh_streams() -> None:
-    """Text streams over descriptors 0, 1 and 2; what is not Unicode text is written with backslashes."""
+    """Open text streams over descriptors 0, 1 and 2. Characters that are not Unicode text are written with
+    backslashes."""
     given = io.BufferedReader(io.FileIO(0, "rb", closefd=False))
     sys.stdin = io.TextIOWrapper(given, encoding="utf-8", errors="surrogateescape")
     for name, fd in (("stdout", 1), ("stderr", 2)):

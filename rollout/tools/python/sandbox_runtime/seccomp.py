@@ -1,6 +1,6 @@
 """Seccomp filter: the list of allowed system calls, in classic BPF; all others fail with EPERM.
 
-Left out on purpose: starting processes and other programs, sockets other than a connected pair (asyncio's own wake-up),
+Left out on purpose: starting processes and other programs, sockets other than a connected pair (asyncio's wake-up),
 prctl, ptrace, namespaces, mounts, io_uring, bpf, keys, shared memory by System V or memfd, inotify, priorities, limits.
 """
 
@@ -21,10 +21,10 @@ AF_UNIX = 1
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # duplicate, flags, who holds a lock, size of a pipe; not who gets signals (F_SETOWN, F_SETSIG), which reach others
 FCNTLS = (0, 1, 2, 3, 4, 5, 1030, 1031, 1032)
-# F_SETLK, F_SETLKW: each lock is kernel memory that no limit counts. They exclude other processes, and a program is
-# alone with its files, so "done" without doing it is the whole truth; sqlite3 needs the answer.
+# F_SETLK, F_SETLKW: each lock is kernel memory that no limit counts. Locks exclude other processes, and a program is
+# alone with its files, so they may report success without locking; sqlite3 needs the answer.
 LOCKS = (6, 7)
-# what Landlock does not know: a program could change modes and times of files that it cannot open
+# Landlock does not cover these: a program could change modes and times of files that it cannot open
 METADATA = frozenset({"chmod", "fchmod", "fchmodat", "utimes", "futimesat", "utimensat", "truncate"})
 
 ALLOWED = """
@@ -59,7 +59,7 @@ _DONE = _statement(RETURN, SECCOMP_ERRNO | 0)  # returns 0 and does nothing
 
 
 def _on(number: int, *body: bytes) -> bytes:
-    """``body`` for one system call; it must return. Afterwards the number is still loaded for the next one."""
+    """Return ``body`` for one system call; it must return. Afterwards the number is still loaded for the next one."""
     return _statement(JUMP_EQUAL, number, 0, len(body)) + b"".join(body)
 
 
@@ -72,7 +72,7 @@ def _any_of(*values: int, answer: bytes = _YES) -> list[bytes]:
 
 
 def build(pid: int, threads: bool, metadata: bool) -> bytes:
-    """The filter for the process ``pid``: signals reach only itself."""
+    """Return the filter for the process ``pid``: signals reach only itself."""
     parts = [
         _statement(LOAD, 4),  # architecture: another one has other numbers
         _statement(JUMP_EQUAL, AUDIT_ARCH_X86_64, 1, 0),
@@ -83,12 +83,12 @@ def build(pid: int, threads: bool, metadata: bool) -> bytes:
     parts += [
         _on(16, _argument(1), *_any_of(*IOCTLS)),
         _on(72, _argument(1), *_any_of(*LOCKS, answer=_DONE)[:-1], *_any_of(*FCNTLS)),
-        # send() on a connected pair: no address, which could name a socket of somebody else
+        # send() on a connected pair: without an address, which could name a foreign socket
         _on(44, _argument(4), _statement(JUMP_EQUAL, 0, 1, 0), _NO, _argument(4, high=True), *_any_of(0)),
         _on(53, _argument(0), *_any_of(AF_UNIX)),
         _on(62, _argument(0), *_any_of(pid)),  # kill
         _on(234, _argument(0), *_any_of(pid)),  # tgkill
-        # prlimit64: reading one's own limits only
+        # prlimit64: reading the process's limits only
         _on(
             302,
             *(_argument(0), _statement(JUMP_EQUAL, 0, 2, 0), _statement(JUMP_EQUAL, pid, 1, 0), _NO),
@@ -102,7 +102,7 @@ def build(pid: int, threads: bool, metadata: bool) -> bytes:
 
 
 def available() -> bool:
-    """Whether the kernel takes filters at all, and this is the architecture whose numbers are above."""
+    """Return whether the kernel takes filters, and this is the architecture with the numbers above."""
     if os.uname().machine != "x86_64":
         return False
     linux.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, None, 0, 0)
@@ -110,7 +110,7 @@ def available() -> bool:
 
 
 def enter(pid: int, threads: bool, metadata: bool) -> None:
-    """From here on, for this thread and all that it starts. Needs no_new_privs."""
+    """Apply the filter to this thread and all that it starts. Needs no_new_privs."""
     code = build(pid, threads, metadata)
     program = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))

@@ -2,14 +2,14 @@
 
     python -s -S -B server.py '{"control": 7, ...}'
 
-It knows nothing worth stealing: an empty environment, no descriptors but the control socket, no project. It leaves the
-trainer's namespaces (a monitor process stays outside and waits), loads the standard library, enters the view that
-programs get, splits off the process that programs are forked from (`zygote.py`), and only then takes orders. Programs
-confine themselves further (`worker.py`); nothing of another one is in their memory.
+The server holds nothing worth stealing: an empty environment, no descriptors except the control socket, no project. It
+leaves the trainer's namespaces (a monitor process stays outside and waits), loads the standard library, enters the view
+of programs, and splits off the process that programs are forked from (`zygote.py`). Only then does it take orders.
+Programs confine themselves further (`worker.py`); their memory holds no other program's data.
 
 Frames on the control socket, both ways: two little-endian uint32 (id, length), then JSON. In: {"code", "stdin",
-"timeout_s"} or {"cancel": true}. Out: first, with id 0, what could be arranged ({"mechanisms", "failures"}) or
-{"error"}; later {"status", "code", "output"} per program. The end of the socket ends everything.
+"timeout_s"} or {"cancel": true}. Out: first, with id 0, the arrangements ({"mechanisms", "failures"}) or {"error"};
+later {"status", "code", "output"} per program. The end of the socket ends everything.
 """
 
 import gc
@@ -50,7 +50,7 @@ class Server:
         self.watch(origin.statuses, self.look_for_ends)
 
     def serve(self, report: dict) -> None:
-        """Until the trainer closes its end; then nothing is left running."""
+        """Serve until the trainer closes its end. Then no program is left running."""
         self.send(0, report)
         try:
             self._serve()
@@ -62,9 +62,9 @@ class Server:
             self._begin_queued()
             if self._wants_more():
                 try:
-                    self.idle.append(self.spawn())  # while nothing else is to be done; one, then a look around
+                    self.idle.append(self.spawn())  # one while idle, then poll again
                 except OSError:
-                    self.refill = False  # until somebody asks
+                    self.refill = False  # until the next order
             wanted = select.POLLIN | (select.POLLOUT if self.unsent else 0)
             self.poll.register(self.control, wanted)
             for fd, event in self.poll.poll(self._patience()):
@@ -84,7 +84,7 @@ class Server:
         return self.refill and not self.running and len(self.idle) < self.warm
 
     def _patience(self) -> float | None:
-        """Milliseconds until something is to be done anyway; None: for ever."""
+        """Return milliseconds until the next action is due; None: wait for events only."""
         if self.queued:
             return RETRY_MS
         if not self.running:
@@ -103,7 +103,7 @@ class Server:
             self.begin(id, self.queued.pop(id), program)
 
     def spawn(self) -> Program:
-        """OSError: no descriptors are left, here or on the machine."""
+        """Start a program's process. Raises OSError if no descriptors are left, here or on the machine."""
         number = next(self.numbers) & 0xFFFFFFFF
         program = self.alive[number] = Program(self.origin, number, self.kept)
         return program
@@ -159,18 +159,18 @@ class Server:
             self.end(self.alive.pop(number), code)
 
     def end(self, program: Program, code: int) -> None:
-        """A process is gone: with its program, or, if it was still waiting, for reasons of its own."""
+        """Handle the end of a process: of its program, or of an interpreter that was still waiting."""
         self.forget(program.output)
         self.forget(program.source)
         result = program.result(code)
         if program in self.idle:
             self.idle.remove(program)
-            # if it could not even start, the next might not either: no more of them until somebody asks, and hears
+            # If it could not start, the next might not either: wait for the next order, which gets the error.
             self.refill = self.refill and result["status"] != "broken"
             return
         del self.running[program.id]
         if result["status"] == "broken" and program.was_warm and not program.why:
-            self.queued[program.id] = program.order  # it died before it had read its program: once more
+            self.queued[program.id] = program.order  # it died before it read its program: try once more
         elif result["status"] != "cancelled":
             self.send(program.id, result)
 
@@ -187,7 +187,7 @@ class Server:
 
 
 def main() -> tuple[worker.Confinement, int, int] | None:
-    """Returns in the process of a program only: what `worker.run` is to be called with."""
+    """Run the server. Returns only in the process of a program, with the arguments of `worker.run`."""
     options = json.loads(sys.argv[1])
     control = options["control"]
     os.environ.clear()
@@ -195,7 +195,7 @@ def main() -> tuple[worker.Confinement, int, int] | None:
     os.chdir("/")
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("500")  # when memory runs out on the machine, the trainer is not the first to go
+            file.write("500")  # when the machine runs out of memory, the kernel kills the sandbox before the trainer
     except OSError:
         pass
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -211,7 +211,7 @@ def main() -> tuple[worker.Confinement, int, int] | None:
         confinement = prepare.arrange(options, mechanisms, failures)
         sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
         gc.collect()
-        gc.freeze()  # so that a program's garbage collection does not copy what all of them share
+        gc.freeze()  # so that a program's garbage collection does not copy shared memory
     except Exception as error:
         body = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
         os.write(control, HEADER.pack(0, len(body)) + body)
@@ -226,4 +226,4 @@ def main() -> tuple[worker.Confinement, int, int] | None:
 
 if __name__ == "__main__":
     if begun := main():
-        worker.run(*begun)  # from here, so that the frames of `main` and what they hold are gone
+        worker.run(*begun)  # from here, so that the frames of `main` and their objects are gone

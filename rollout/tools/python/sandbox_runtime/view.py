@@ -1,8 +1,8 @@
-"""File system of a sandboxed program: the standard library and the packages asked for, read-only.
+"""File system of a sandboxed program: the standard library and the requested packages, read-only.
 
-Two ways. ``mounts``: a new root with nothing else in it, and an empty folder of limited size at /tmp, different for
-every program and gone with it. ``landlock``, where mounting is not allowed: the old root stays, but opening anything
-else fails (names and sizes remain visible), and nothing can be written.
+``mounts``: a new root with nothing else in it, and an empty folder of limited size at /tmp for each program.
+``landlock``, where mounting is not allowed: the old root stays, but no other file can be opened (names and sizes remain
+visible) and none can be written.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ import linux
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 OTHERS = ("/usr/share/zoneinfo",)
 STDLIB = os.path.dirname(os.__file__)
-NOT_OURS = ("site-packages", "dist-packages")  # of the interpreter's own; the tool's packages come by name
-# not loaded beforehand: for tests, for terminals, or loaded by nobody
+NOT_OURS = ("site-packages", "dist-packages")  # the interpreter's; the tool's packages come by name
+# not loaded beforehand: for tests, for terminals, or unused
 SKIPPED = tuple("_test _xx xx _ctypes_test _tkinter _curses readline nis ossaudiodev _dbm _gdbm".split())
 COMMON = (
     "math cmath random itertools functools collections fractions decimal statistics datetime time calendar json re "
@@ -24,8 +24,8 @@ COMMON = (
 
 
 def preload(packages: list[str]) -> None:
-    """Load every extension module of the standard library, so that no shared library is needed later; what programs
-    import most; and ``packages``. ImportError for the latter only."""
+    """Load every extension module of the standard library, so that no shared library is needed later, then the most
+    common modules and ``packages``. Raises ImportError only for ``packages``."""
     try:
         ctypes.CDLL("libgcc_s.so.1")  # the C library loads it when a thread ends
     except OSError:
@@ -36,18 +36,18 @@ def preload(packages: list[str]) -> None:
             if ending.endswith("so") and not module.startswith(SKIPPED):
                 try:
                     __import__(module)
-                except Exception:  # built for a library that this machine lacks: programs do without as well
+                except Exception:  # built for a library that this machine lacks
                     pass
     for name in (*COMMON.split(), *packages):
         __import__(name)
 
 
-_SHOWN = "/shown"  # where what lies below /tmp is kept for ``temporary_folder``, which covers /tmp
+_SHOWN = "/shown"  # keeps paths below /tmp for ``temporary_folder``, which covers /tmp
 _covered: list[str] = []
 
 
 def mounted(stage: str, packages: list[str]) -> None:
-    """Make the new root in the empty folder ``stage``, and enter it. In a mount namespace of one's own."""
+    """Make the new root in the empty folder ``stage``, and enter it. Needs a separate mount namespace."""
     linux.mount(None, "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("sandbox", stage, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
     os.mkdir(f"{stage}/tmp")
@@ -64,14 +64,14 @@ def mounted(stage: str, packages: list[str]) -> None:
 
 
 def ruled(packages: list[str]) -> int:
-    """Landlock rules to the same end; a descriptor. OSError where the kernel has none."""
+    """Return a descriptor of Landlock rules with the same effect. Raises OSError if the kernel has no Landlock."""
     own = [f"{STDLIB}/{name}" for name in os.listdir(STDLIB) if name not in NOT_OURS]
     paths = [path for path in (*own, *OTHERS, *packages) if os.path.exists(path)]
     return linux.landlock_rules(paths, [STDLIB], [path for path in DEVICES if os.path.exists(path)])
 
 
 def temporary_folder(megabytes: int) -> None:
-    """An empty /tmp of this process's own, in memory."""
+    """Mount an empty /tmp in memory for this process."""
     linux.unshare(linux.CLONE_NEWNS)
     options = f"size={megabytes}m,nr_inodes=4096,mode=1777"
     linux.mount("tmp", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, options)

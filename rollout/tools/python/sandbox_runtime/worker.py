@@ -13,22 +13,22 @@ import seccomp
 import view
 
 USERS = 10_000  # ids per server
-LENGTH = struct.Struct("<I")  # of the program, in bytes: comes before it; what comes after it is its standard input
-# the first bytes of the output, before anything foreign runs: every protection is in place; the program was read
+LENGTH = struct.Struct("<I")  # length of the program in bytes, before it; its standard input follows it
+# first bytes of the output, before any foreign code runs: all protections are in place; the program was read
 READY, STARTED = b"R", b"S"
-# modules that no program needs to find
+# modules that programs must not find
 OURS = ("child", "linux", "prepare", "program", "seccomp", "view", "worker", "zygote")
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What the server has prepared, and the limits."""
+    """The server's preparations, and the limits."""
 
     view: str  # "mounts", "landlock" or "none"
     rules: int  # Landlock's descriptor, -1 if none
     seccomp: bool
     takes_uids: bool  # the server is root and may become the users below
-    first_uid: int  # of a range that, drawn at random, nobody else is likely to have
+    first_uid: int  # of a random range that no other process is likely to have
     memory_mb: int
     disk_mb: int
     threads: int
@@ -36,7 +36,7 @@ class Confinement:
 
 
 def run(c: Confinement, source_fd: int, output_fd: int) -> None:
-    """Never returns."""
+    """Run the program. Never returns."""
     code = 1
     try:
         os.dup2(source_fd, 0)
@@ -44,7 +44,7 @@ def run(c: Confinement, source_fd: int, output_fd: int) -> None:
         os.dup2(output_fd, 2)
         confine(c)
         os.write(1, READY)
-        source = _read(LENGTH.unpack(_read(LENGTH.size))[0])  # not a byte more: the rest is for the program to read
+        source = _read(LENGTH.unpack(_read(LENGTH.size))[0])  # not a byte more: the program reads the rest
         program.fresh_streams()
         execute = program.execute
         for name in OURS:
@@ -68,7 +68,7 @@ def _read(size: int) -> bytes:
 
 
 def confine(c: Confinement) -> None:
-    """Ends with the seccomp filter: from then on most of what came before is forbidden."""
+    """Confine this process. The seccomp filter comes last, because it forbids most of the steps before it."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.closerange(3, max(c.rules, 3))
@@ -90,8 +90,8 @@ def confine(c: Confinement) -> None:
 
 
 def _own_identity(c: Confinement) -> bool:
-    """A user id that no other process has, or a user namespace: either has its own count of tasks. False if neither is
-    to be had: then there can be no limit on threads, and so no threads."""
+    """Take a user id that no other process has, or a user namespace: either has a separate count of tasks. Returns
+    False if neither is available; then there can be no limit on threads, and so no threads."""
     if c.takes_uids:
         uid = c.first_uid + os.getpid() % USERS
         os.setgroups([])

@@ -1,9 +1,11 @@
-"""Zygote: the process that programs are forked from. A fork inherits all of its parent's memory, and the server's has
-other trajectories' programs and outputs; so the server does not fork. This process is split off before the first order
-comes, learns of each program no more than a number, and holds its pipes only while it forks.
+"""Zygote: the process that programs are forked from.
 
-The server asks by packets (REQUEST); the ends of processes come back through a pipe (STATUS), which takes thousands of
-them: neither side can wait for the other for ever.
+A fork inherits all of its parent's memory, and the server's memory has other trajectories' programs and outputs. So the
+server does not fork. The zygote is split off before the first order, knows each program only as a number, and holds its
+pipes only while it forks.
+
+The server sends packets (REQUEST). The ends of processes return through a pipe (STATUS) that holds thousands of them,
+so neither side can block the other.
 """
 
 import os
@@ -25,8 +27,8 @@ class Zygote:
         self.pid, self.requests, self.statuses = pid, requests, statuses
 
     def start(self, number: int) -> tuple[int, int]:
-        """Have a process made: where its program is to be written, where its output is to be read. OSError: no
-        descriptors are left."""
+        """Start a process. Returns the descriptors to write its program to and to read its output from. Raises OSError
+        if no descriptors are left."""
         fds: list[int] = []
         try:
             fds += os.pipe()
@@ -42,25 +44,25 @@ class Zygote:
         return to_source, from_output
 
     def stop(self, number: int) -> None:
-        """Without effect on one that has ended."""
+        """Kill a process. No effect on one that has ended."""
         self.requests.send(REQUEST.pack(number, False))
 
     def ended(self) -> list[tuple[int, int]]:
-        """Numbers and exit codes of processes that are gone: at least one; waits for it."""
-        data = os.read(self.statuses, 1024 * STATUS.size)  # whole ones: small writes to a pipe are not torn
+        """Wait for ended processes, at least one. Returns their numbers and exit codes."""
+        data = os.read(self.statuses, 1024 * STATUS.size)  # whole records: small writes to a pipe are atomic
         if not data:
             raise RuntimeError("the process that programs are forked from ended")
         return list(STATUS.iter_unpack(data))
 
     def close(self) -> None:
-        """Returns when it is gone and every program with it."""
+        """End the zygote and every program. Returns when all are gone."""
         self.requests.close()
         os.waitpid(self.pid, 0)
 
 
 def begin(control: int) -> Zygote | tuple[int, int]:
-    """Fork it. Returns many times: in the server, its end; in every program's process, the descriptors to read the
-    program from and to write to. ``control`` is the server's alone."""
+    """Fork the zygote. Returns in the server its end, and in every program's process the descriptors to read the
+    program from and to write to. ``control`` belongs to the server."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     told, tell = os.pipe()
     pid = os.fork()
@@ -129,4 +131,4 @@ def _tell(statuses: int, number: int, code: int) -> None:
     try:
         os.write(statuses, STATUS.pack(number, code))
     except BrokenPipeError:
-        pass  # the server is gone, which the next request tells
+        pass  # the server is gone, as the next request shows
