@@ -1,4 +1,4 @@
-"""The environment seam: one object per trajectory executes its actions and returns their results."""
+"""Protocol of environments: one object per trajectory executes its actions and returns their results."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, Protocol
 from common.text import plain_json, whole
 from rollout.trajectory import Action, Task, ToolRequest, ToolResult
 
-SHOWN_PROBLEMS = 5  # of the tasks that an environment refuses
+SHOWN_PROBLEMS = 5  # refused tasks that a message shows
 ACT = "act"  # the one tool of an environment that takes plain actions: ToolRequest("act", {"action": "go to desk 1"})
 
 
 @dataclass(frozen=True, slots=True)
 class FirstObservation:
-    """What an environment that scores itself shows before the first action, instead of a question."""
+    """First observation of an environment that scores itself, shown before the first action instead of a question."""
 
     text: str
     info: dict[str, Any] = field(default_factory=dict)  # facts for prompts and metrics, plain JSON: {"admissible": ...}
-    measures: dict[str, float] = field(default_factory=dict)  # of an episode that ends before its first step
+    measures: dict[str, float] = field(default_factory=dict)  # if the episode ends before its first action
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
@@ -33,14 +33,15 @@ class FirstObservation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one action led to. A result whose outcome is INFRASTRUCTURE ends the trajectory as raising
-    InfrastructureError does, and keeps the failed call in the record. A result may be a text (``ToolResult.of``)."""
+    """Result of one action. A result with outcome INFRASTRUCTURE ends the trajectory, as raising InfrastructureError
+    does, and keeps the failed call in the record. A result may be a text (``ToolResult.of``)."""
 
     results: tuple[ToolResult, ...]  # one per call of the action, in order
     latencies_s: tuple[float, ...]
     done: bool = False
-    reward: float | None = None  # summed over the episode; question answering, which is scored afterwards, has none
-    # What the episode has come to so far, replacing earlier steps': parts of the reward. Tables read {"success": 1.0}.
+    reward: float | None = None  # summed over the episode; question answering has None, because it is scored afterwards
+    # Measures of the episode so far. They replace those of earlier actions and become parts of the reward, such as
+    # {"success": 1.0}.
     measures: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class Environment(Protocol):
     """One episode. With a method ``resume`` (``loop.agent_loop.Resumable``) its trajectories can be forked."""
 
     async def reset(self) -> FirstObservation | None:
-        """The first observation, or None when the task's prompt says it all. Raises as ``step``."""
+        """Return the first observation, or None when the task's prompt is complete. Raises as ``step``."""
         ...
 
     async def step(self, action: Action) -> StepResult:
@@ -68,19 +69,19 @@ class Environment(Protocol):
 
 
 class EnvironmentFactory(Protocol):
-    """Makes one environment per trajectory, and owns what they share (tools, simulators).
+    """Makes one environment per trajectory, and owns shared resources (tools, simulators).
 
-    A factory may say more of itself; nothing else in the project knows its name:
+    A factory may have these optional members:
 
-    - ``scores_itself = True``: its episodes end with a reward of their own, so its tasks need no gold answer.
+    - ``scores_itself = True``: its episodes end with a reward, so its tasks need no gold answer.
     - ``tools``: the names of the tools that it executes; a protocol that calls others is refused.
     - ``check(tasks)``: raises ValueError for tasks that it cannot play, before a model loads.
-    - ``verdicts(trajectory)``: of each turn of a finished trajectory whether it was right, None where that cannot be
-      said: an expert's opinion, for ``make preconditions`` alone; no training reads it.
-    - ``async start()``: what takes time, before the first episode.
+    - ``verdicts(trajectory)``: says of each turn of a finished trajectory whether it was right, None if unknown. Only
+      ``make preconditions`` reads this expert's opinion; no training does.
+    - ``async start()``: slow preparation, before the first episode.
 
-    ``__call__`` is annotated to return Any where it returns an Environment: jsonargparse takes a protocol whose
-    ``__call__`` returns a class for a factory of that class, and would refuse every factory object.
+    Annotate ``__call__`` to return Any, not an Environment: jsonargparse takes a protocol whose ``__call__`` returns a
+    class for a factory of that class, and would refuse every factory object.
     """
 
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Any: ...
@@ -89,12 +90,13 @@ class EnvironmentFactory(Protocol):
 
 
 def scores_itself(environment: EnvironmentFactory) -> bool:
-    """Whether the environment says that its episodes end with a reward of their own."""
+    """Return whether the episodes of the environment end with a reward."""
     return bool(getattr(environment, "scores_itself", False))
 
 
 def check_tools(environment: object, called: Iterable[str], caller: str) -> None:
-    """Raises ValueError where ``caller`` calls tools that the environment, if it says which it has, does not name."""
+    """Raise ValueError if ``caller`` calls tools that the environment does not name. An environment that names no tools
+    passes."""
     called = tuple(called)
     there = getattr(environment, "tools", called)
     if missing := sorted(set(called) - set(there)):
@@ -109,7 +111,8 @@ def check_tools(environment: object, called: Iterable[str], caller: str) -> None
 async def act_in_order(
     action: Action, act: Callable[[ToolRequest], Awaitable[ToolResult]]
 ) -> tuple[tuple[ToolResult, ...], tuple[float, ...]]:
-    """Execute the calls of an action one after the other, where each changes the world: results and seconds."""
+    """Execute the calls of an action one after the other, because each changes the world. Returns results and
+    seconds."""
     results, latencies = [], []
     for request in action.calls:
         began = time.monotonic()
@@ -119,8 +122,8 @@ async def act_in_order(
 
 
 def check_tasks(tasks: Iterable[Task], look: Callable[[Task], object], what: str) -> None:
-    """Look at every task. Raises ValueError with the first messages of the ValueErrors that ``look`` raises, a line
-    each under ``what``, if there are any."""
+    """Call ``look`` for every task. Raise ValueError with the first messages of its ValueErrors, one per line under
+    ``what``."""
     problems = []
     for task in tasks:
         try:
@@ -133,8 +136,11 @@ def check_tasks(tasks: Iterable[Task], look: Callable[[Task], object], what: str
 
 
 def refusal(request: ToolRequest, enabled: bool, over: str | None) -> str | None:
-    """Why an environment that knows ``ACT`` alone does not execute a request; None: it does. ``over``: what it says
-    once the episode has ended, None before."""
+    """Return why an environment that knows only ``ACT`` does not execute a request, or None if it does.
+
+    Args:
+        over: the reason once the episode has ended, None before.
+    """
     if not enabled:
         return f"{request.name} is not available here."
     return over if request.name == ACT else f"There is no tool named {request.name}."

@@ -1,7 +1,7 @@
-"""Question answering with a Python interpreter that persists within a trajectory, as a notebook's does.
+"""Question answering with a Python interpreter that persists within a trajectory, like a notebook.
 
-The tool below stays stateless: before each cell, the earlier cells of its trajectory run again in the same program,
-silently. Equal histories are equal programs, which the tool's cache (``cache_size``) holds, but for those that failed.
+The tool stays stateless: before each cell, the earlier cells of its trajectory run again silently in the same program.
+Equal histories are equal programs, which the tool's cache (``cache_size``) holds unless they failed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rollout.tools.limits import LimitedTool
 from rollout.tools.python.tool import program_text
 from rollout.trajectory import Action, CallOutcome, Task, ToolCall, ToolRequest, ToolResult, Turn
 
-# Runs in front of a cell, and leaves no name behind. What is watched is printed at the end of the program: also of one
-# that fails.
+# Runs in front of a cell and leaves no name behind. Watched variables are printed at the end of the program, also of a
+# program that fails.
 REPLAY = """\
 def _replay(cells, watched):
     import atexit, builtins, contextlib, io
@@ -36,22 +36,24 @@ _FRAMES = re.compile(r"^(?:Traceback \(most recent call last\):\n|(?=[ \t]+File 
 
 
 class Notebook(QuestionAnswering):
-    """Question answering in which the calls of one tool are the cells of a notebook: what a cell defines, later cells
-    of the trajectory have, also what it defined before it failed. The model reads what its last cell prints, of an
-    error the last lines alone (frames would count the lines of the replay), then the variables that are watched.
+    """Question answering where the calls of one tool are the cells of a notebook.
 
-    Cells have to be deterministic: what one drew by chance is drawn anew for every later cell. One that was stopped
-    (time, memory) leaves nothing behind. All cells of a trajectory together have the time and length of one program,
-    and ``from __future__`` belongs in none but the first. The calls of one action run in order.
+    Later cells of the trajectory have the definitions of earlier cells, also those made before a failure. The model
+    reads the output of its last cell, then the watched variables. Of an error it reads only the last lines, because
+    frames would count the lines of the replay.
+
+    Cells must be deterministic: random draws are repeated for every later cell. A cell that was stopped (time, memory)
+    leaves no definitions. All cells of a trajectory together have the time and length of one program, and only the
+    first may have ``from __future__``. The calls of one action run in order.
 
     Args:
         tools: see ``QuestionAnswering``.
         cells: name of the tool with an argument ``code`` whose calls are cells.
-        watched: variables whose values are shown after each cell, as ``t = 4``; those that are not there are left out.
+        watched: variables shown after each cell, as ``t = 4``, if they exist.
         limits: ``limits``, ``tool_limits`` and ``max_calls`` of ``QuestionAnswering``.
 
     Raises:
-        ValueError: there is no tool named ``cells``; as ``QuestionAnswering``.
+        ValueError: the tools lack ``cells``; as ``QuestionAnswering``.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class NotebookEnvironment(QuestionAnsweringEnvironment):
         return result, seconds
 
     def _with_history(self, request: ToolRequest) -> ToolRequest:
-        """The request with the earlier cells in front of its own; as it is where it holds no program."""
+        """Return the request with the earlier cells in front of its cell; unchanged if it has no program."""
         cell = self._cell(request)
         if cell is None:
             return request
@@ -115,8 +117,8 @@ class NotebookEnvironment(QuestionAnsweringEnvironment):
         return (program_text(code) or None) if request.name == self._tool and isinstance(code, str) else None
 
     def _keep(self, request: ToolRequest, result: ToolResult) -> None:
-        """A cell that was executed becomes part of the history. The tool gives the reason (``detail``) of an error that
-        is no exception of the program's own: it was stopped, and would stop every later cell."""
+        """Add an executed cell to the history. The tool gives a reason (``detail``) for an error other than the
+        program's exceptions: the cell was stopped, and would stop every later cell."""
         failed = result.outcome is CallOutcome.ERROR and result.detail is None
         cell = self._cell(request)
         if cell is not None and (failed or result.outcome in (CallOutcome.OK, CallOutcome.EMPTY)):

@@ -1,4 +1,4 @@
-"""Question answering with tools as an environment: stateless but for the counts of calls."""
+"""Question answering with tools as an environment, stateless except for the counts of calls."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DEFAULT_LIMITS = ToolLimits()
 
 
 class QuestionAnswering:
-    """Makes one environment per trajectory; the tools, their queues and caches are shared by all of them.
+    """Makes one environment per trajectory. All share the tools, their queues and caches.
 
     Args:
-        tools: by the name under which the protocol asks for them.
-        limits: of every tool that ``tool_limits`` does not name.
+        tools: tools by the name that the protocol uses.
+        limits: limits of every tool that ``tool_limits`` does not name.
         tool_limits: limits of single tools, by name.
         max_calls: executed calls per trajectory over all tools together (ARPO's call_limit); further ones are REFUSED.
-            None: no limit but those of the tools.
+            None: only the limits of the tools.
 
     Raises:
         ValueError: ``tool_limits`` names a tool that is not in ``tools``.
@@ -67,8 +67,8 @@ class QuestionAnswering:
 
 
 class QuestionAnsweringEnvironment:
-    """Runs the calls of one action at once. A call that a service failed comes back with outcome INFRASTRUCTURE, so
-    that the trajectory's record keeps it and its latency; the agent loop ends the trajectory there."""
+    """Runs the calls of one action at once. A call that a service failed has outcome INFRASTRUCTURE, so the
+    trajectory's record keeps it and its latency; the agent loop ends the trajectory there."""
 
     def __init__(self, tools: dict[str, LimitedTool], tools_enabled: bool, max_calls: int | None = None) -> None:
         self._tools, self._enabled, self._max_calls = tools, tools_enabled, max_calls
@@ -78,19 +78,19 @@ class QuestionAnsweringEnvironment:
         return None
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Continue an episode in which ``calls`` have happened. Returns the reward so far: none."""
+        """Continue an episode after ``calls``. Returns no reward so far."""
         self._used = Counter(call.request.name for call in calls if call.executed)
         return None
 
     async def step(self, action: Action) -> StepResult:
-        # Refusals are decided in order, before anything runs, so that they do not depend on which call is fastest.
+        # Refusals are decided in order, before any call runs, so that they do not depend on the calls' speed.
         refusals = [self._refusal(request) for request in action.calls]
         runs = [self._run(request, refusal) for request, refusal in zip(action.calls, refusals, strict=True)]
         timed = [await runs[0]] if len(runs) == 1 else await asyncio.gather(*runs)  # one needs no task
         return StepResult(tuple(result for result, _ in timed), tuple(seconds for _, seconds in timed))
 
     def _refusal(self, request: ToolRequest) -> ToolResult | None:
-        """None: the call may run, and is counted."""
+        """Return why a call may not run, or None if it may run, and is counted."""
         tool = self._tools.get(request.name)
         if not self._enabled:
             why = f"{request.name} is not available here."
@@ -114,8 +114,8 @@ class QuestionAnsweringEnvironment:
         except InfrastructureError as error:
             result = ToolResult("", CallOutcome.INFRASTRUCTURE, detail=str(error))
         if result.outcome is CallOutcome.REFUSED:
-            self._used[request.name] -= 1  # the tool itself declined (an empty query): nothing was executed
+            self._used[request.name] -= 1  # the tool declined (an empty query) and executed nothing
         return result, time.monotonic() - began
 
     async def close(self) -> None:
-        """Nothing of its own to close: the tools belong to the factory."""
+        """Close nothing: the tools belong to the factory."""

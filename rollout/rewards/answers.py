@@ -11,7 +11,7 @@ from rollout.tools.python.base import dedented
 
 BOX = "\\boxed{"
 QUOTES = "'\""
-STRICT_CHARACTERS = (300, 100)  # of the response's end: what the reward passes on, and what the checker looks at
+STRICT_CHARACTERS = (300, 100)  # at the response's end that the reward passes on, and that the checker reads
 CHOICE_CHARACTERS = 10_000  # a longer answer chooses no option
 STYLES = 8  # fonts that may be nested around a letter
 
@@ -45,7 +45,7 @@ def without_quotes(answer: str) -> str:
 
 
 def choice_letter(answer: str | None) -> str | None:
-    r"""Return the letter, A to J, that an answer chooses; None if it chooses no letter or several.
+    r"""Return the letter, A to J, that an answer chooses, or None if it chooses several or no letter.
 
     >>> [choice_letter(a) for a in (r"\text{B}", "(B)", "B.", "b", "B. 42 m", "Option B", "B or C", "Bob", None)]
     ['B', 'B', 'B', 'B', 'B', 'B', None, None, None]
@@ -60,8 +60,8 @@ def choice_letter(answer: str | None) -> str | None:
 
 
 def strict_box(response: str) -> str | None:
-    r"""Return the content of the last ``\boxed{`` in the last 100 characters. None without one, or if its braces do not
-    match, even if an earlier box is complete. Nothing is stripped.
+    r"""Return the content of the last ``\boxed{`` in the last 100 characters, or None if its braces do not
+    match, even if an earlier box is complete. White space stays.
 
     The response includes tool results, so a box that a program prints at the very end counts as the model's answer.
     ``ReasoningReward(math: equal)`` reads only the model's words.
@@ -77,7 +77,7 @@ def strict_box(response: str) -> str | None:
 
 
 def submitted_program(text: str) -> str | None:
-    """Return the last closed ```python block of a turn, after its thoughts; None without one.
+    """Return the last closed ```python block of a turn, after its thoughts, or None without one.
 
     A block ends at its first closing line outside of Python's strings, or at its first closing line if all are inside.
     Three backticks in a docstring therefore do not cut a program. Thoughts end at the last ``</think>`` outside of
@@ -93,7 +93,7 @@ def submitted_program(text: str) -> str | None:
 
 
 def released_program(response: str) -> str | None:
-    """Return the last ```python block anywhere in the response, tool results included; None without one. If the
+    """Return the last ```python block anywhere in the response, tool results included, or None without one. If the
     response has a ``</think>``, only the text between the first and the second counts.
 
     Source: SOD, verl/utils/reward_score/livecodebench/code_math.py (compute_score).

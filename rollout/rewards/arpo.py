@@ -41,7 +41,7 @@ def released_boxed(text: str) -> str | None:
 
 
 def format_error(text: str, read: Callable[[str], str | None] = boxed) -> str | None:
-    """Return why a response breaks the released format rule; None if it keeps the rule.
+    """Return why a response breaks the released format rule, or None if it keeps the rule.
 
     The response needs as many <think> as </think>, at least one; one <answer> and after it one </answer>; and an answer
     with a box that can be read. Every <search> must be followed by </search>, <result> and </result> in this order, and

@@ -20,7 +20,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def released_answer(response: str) -> str | None:
-    r"""Return the answer that the released evaluation takes from a whole response; None only for a blank response.
+    r"""Return the answer that the released evaluation takes from a whole response, or None only for a blank response.
 
     It is the last box of the last ``<answer>`` block, or the whole block if the box is missing or empty. Without a
     block, or with an empty one, it is the last box of the response. Without a box it is the last five lines that are

@@ -51,7 +51,7 @@ class JudgeItem:
 
     question: str
     golds: tuple[str, ...]  # any one suffices
-    prediction: str | None  # None: there was no answer
+    prediction: str | None  # None without an answer
 
     def __post_init__(self) -> None:
         if not any(gold.strip() for gold in self.golds):
@@ -66,7 +66,7 @@ class Verdict:
 
 
 def parse_verdict(reply: str) -> bool | None:
-    """Return the verdict in a reply; None if it cannot be read.
+    """Return the verdict in a reply, or None if it cannot be read.
 
     A line with only the verdict ("Judgement: **Correct**") decides, unless another line contradicts it. Otherwise the
     published rule holds: correct if the reply says "correct" and neither "incorrect", "wrong" nor a negation such as

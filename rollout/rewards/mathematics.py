@@ -40,7 +40,7 @@ def math_equal(prediction: str | None, golds: Iterable[str], timeout_s: float = 
     """Return whether the answer equals one of the gold answers. Safe in threads.
 
     Args:
-        prediction: LaTeX or plain text without ``\\boxed``; None (no answer) equals no gold answer.
+        prediction: LaTeX or plain text without ``\\boxed``, or None (no answer), which equals no gold answer.
         timeout_s: seconds for each comparison. A longer one counts as not equal and is logged.
 
     Raises:

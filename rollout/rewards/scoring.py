@@ -31,7 +31,7 @@ def exact_match(prediction: str | None, golds: Iterable[str]) -> float:
     """Return 1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
 
     A gold answer that normalisation empties ("The The") is compared as it is written, so an empty prediction never
-    matches. None (no answer) and an empty list of golds return 0.0.
+    matches. A missing answer and an empty list of golds return 0.0.
     """
     if prediction is None:
         return 0.0
@@ -50,7 +50,7 @@ def sub_exact_match(text: str | None, golds: Iterable[str]) -> float:
     """Return 1.0 if the normalised text contains a normalised gold answer, also inside a word, else 0.0 (Search-R1's
     subEM).
 
-    A gold answer that normalisation empties ("The The") matches no text. None (no answer) and an empty list of golds
+    A gold answer that normalisation empties ("The The") matches no text. A missing answer and an empty list of golds
     return 0.0.
     """
     if text is None:

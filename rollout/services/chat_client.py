@@ -24,7 +24,7 @@ class ChatClient:
     Args:
         urls: base addresses such as ``["http://127.0.0.1:8001/v1"]``.
         model: the name of the model on the servers.
-        api_key_variable: name of the environment variable that holds the key; None: no key is sent.
+        api_key_variable: name of the environment variable that holds the key, or None for no key.
         timeout: seconds for one attempt; waiting for a free slot does not count.
         retries: further attempts after the first.
         backoff: seconds before the first retry.

@@ -27,7 +27,7 @@ class ApiKey:
     services say.
 
     Args:
-        variable: name of the environment variable, in capitals; None: the service needs no key.
+        variable: name of the environment variable, in capitals, or None if the service needs no key.
         purpose: use of the key, for messages.
 
     Raises:
@@ -66,7 +66,7 @@ class LoopSession:
 
     Args:
         owner: the class that uses it, for messages.
-        slots: requests in flight at once; None for no limit.
+        slots: requests in flight at once, or None for no limit.
         connector: makes the connection pool. The default pool is aiohttp's without its limit, because waiting for a
             free connection would count as the service's time.
     """

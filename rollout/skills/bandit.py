@@ -15,24 +15,24 @@ from rollout.trajectory import Task
 class UCB(SkillRetriever):
     """General skills and those of the category with the highest upper confidence bound.
 
-    An arm is a category; its score is r_mean + c sqrt(ln N / n), where n counts the rewards of the arm and N those of
-    all arms (UCB1; Auer, Cesa-Bianchi and Fischer 2002). Arms without a reward come first. SDAR names UCB and publishes
-    neither c nor the arms nor code; the default c = sqrt(2) is UCB1's and fits rewards between 0 and 1, so give it
+    An arm is a category. Its score is r_mean + c sqrt(ln N / n), where n counts the rewards of the arm and N those of
+    all arms (UCB1; Auer, Cesa-Bianchi and Fischer 2002). Arms without a reward come first. SDAR names UCB but publishes
+    neither c, the arms nor code. The default c = sqrt(2) is UCB1's and fits rewards between 0 and 1, so give it
     success, not ALFWorld's 10.
 
-    Rewards arrive once per iteration. Until then scores stand still, and all tasks of an iteration have the same best
-    arm; among arms that score the same, (seed, task id, N) draws, so that a first iteration tries them all.
+    Rewards arrive once per iteration. Until then scores do not change, and all tasks of an iteration have the same best
+    arm. Among arms with equal scores, (seed, task id, N) draws, so that a first iteration tries all arms.
 
     Args:
         c: width of the bound; 0 is greedy.
-        seed: for ties.
+        seed: decides ties.
     """
 
     learns = True
 
     def __init__(self, c: NonNegativeFloat = 2**0.5, seed: NonNegativeInt = 0) -> None:
         self.c, self.seed = c, seed
-        self._arms: dict[str, tuple[int, float]] = {}  # rewards counted, and their sum, by category
+        self._arms: dict[str, tuple[int, float]] = {}  # count and sum of rewards by category
 
     def select(self, task: Task, text: str) -> Selection:
         scores = self.scores()
@@ -43,7 +43,7 @@ class UCB(SkillRetriever):
         )
 
     def scores(self) -> dict[str, float]:
-        """By category; infinite where there was no reward yet."""
+        """Return the scores by category; infinite for one without a reward."""
         total = sum(count for count, _ in self._arms.values())
         scores = dict.fromkeys(self.bank.by_category, math.inf)
         for name, (count, reward) in self._arms.items():
@@ -51,14 +51,14 @@ class UCB(SkillRetriever):
         return scores
 
     def observe(self, selection: Selection, reward: float) -> None:
-        """Learn from one trajectory. For an iteration use ``update``: its sums do not depend on the order."""
+        """Learn from one trajectory. For an iteration use ``update``, whose sums do not depend on the order."""
         self.update([(selection, reward)])
 
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:
-        """See ``SkillRetriever``. A selection of several categories counts for each of them.
+        """Learn from an iteration (see ``SkillRetriever``). A selection of several categories counts for each of them.
 
         Raises:
-            ValueError: a reward is not finite, or a selection is not one of this retriever's; nothing is learnt then.
+            ValueError: a reward is not finite, or a selection is not this retriever's; the update then has no effect.
         """
         rewards: dict[str, list[float]] = {}
         for selection, reward in pairs:

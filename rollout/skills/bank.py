@@ -1,4 +1,4 @@
-"""Skill banks: skills of an environment, and which of them belong to which task.
+"""Skill banks: the skills of an environment, and their tasks.
 
 Source of the form: SkillRL's skill banks (memory_data/*/claude_style_skills.json)::
 
@@ -7,8 +7,9 @@ Source of the form: SkillRL's skill banks (memory_data/*/claude_style_skills.jso
      "common_mistakes": [...],  # not read: SDAR's prompts show none
      "metadata": {...}}
 
-In ``metadata``, ``task_to_skill`` (task type or data source to category) and ``task_keywords`` (category or task type
-to keywords) say what SDAR's skill_mapping.json says beside its Markdown files (``rollout/skills/reading.py``).
+The ``metadata`` has the content of SDAR's skill_mapping.json, beside its Markdown files
+(``rollout/skills/reading.py``): ``task_to_skill`` (task type or data source to category) and ``task_keywords``
+(category or task type to keywords).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class SkillBankError(FileError):
 
 
 def _text(value: str) -> str:
-    """Something to be read, in UTF-8: JSON can write half of a surrogate pair, which no tokenizer takes."""
+    """Check that a text is not empty and valid UTF-8. JSON can write half of a surrogate pair, which no tokenizer
+    takes."""
     if not value.strip() or re.search("[\ud800-\udfff]", value):
         raise ValueError("expected a text that is not empty")
     return value
@@ -57,7 +59,7 @@ Text = Annotated[str, AfterValidator(_text)]
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Skill:
-    """One rule, and when it holds."""
+    """One rule and its occasion."""
 
     id: Annotated[Text, Field(alias="skill_id")]  # "gen_001"
     title: Text
@@ -74,16 +76,16 @@ class _Metadata(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]  # pydantic's way
 
     task_to_skill: dict[Text, str]
-    task_keywords: dict[str, list[Text]]  # " " stands in every text
+    task_keywords: dict[str, list[Text]]  # never " ", which every text contains
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class SkillBank:
-    """Skills that always hold, and skills by category of task.
+    """General skills, and skills by category of task.
 
     Raises:
-        ValidationError: on construction, for a doubled id, an empty text or one that is no UTF-8, a category whose name
-            is not a plain word, or a mapping of a nameless task or to a category that is not there. It is a ValueError.
+        ValidationError: on construction, for a duplicate id, an empty text or one that is not UTF-8, a category whose
+            name is not a plain word, or a mapping of a nameless task or to an unknown category. It is a ValueError.
     """
 
     general: Annotated[tuple[Skill, ...], Field(alias=GENERAL)]
@@ -111,7 +113,7 @@ class SkillBank:
                 )
 
     def entries(self) -> Iterator[tuple[str, Skill]]:
-        """(location in the file, skill) of every skill."""
+        """Yield (location in the file, skill) of every skill."""
         sections = [(GENERAL, self.general)]
         sections += [(f"{SPECIFIC}.{name}", skills) for name, skills in self.by_category.items()]
         for section, skills in sections:
@@ -124,14 +126,15 @@ class SkillBank:
         return dict(self.metadata.get(TASK_TO_SKILL, {}))
 
     def category_of(self, task_type: str) -> str | None:
-        """The category of a task type, by ``task_to_skill``; a category's own name is one too. None: unknown."""
+        """Return the category of a task type by ``task_to_skill``, or of a category's name, or None for an unknown
+        type."""
         if task_type in self.tasks:
             return self.tasks[task_type]
         return task_type if task_type in self.by_category else None
 
     @property
     def keywords(self) -> dict[str, tuple[str, ...]]:
-        """Keywords in lower case by category, in the order of ``task_keywords``; those without any are left out."""
+        """Keywords in lower case by category, in the order of ``task_keywords``, without empty categories."""
         found: dict[str, list[str]] = {}
         for name, words in self.metadata.get(TASK_KEYWORDS, {}).items():
             found.setdefault(str(self.category_of(name)), []).extend(word.lower() for word in words)
@@ -139,7 +142,7 @@ class SkillBank:
 
     @classmethod
     def from_json(cls, values: Any) -> SkillBank:
-        """Raises ValidationError that names the location."""
+        """Make a bank from JSON values. Raises ValidationError that names the location."""
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name != MISTAKES}
         return _BANK.validate_python(values)
@@ -150,14 +153,14 @@ _BANK = TypeAdapter(SkillBank)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """What a retriever chose for one task, in the order in which it is read."""
+    """Skills that a retriever chose for one task, in reading order."""
 
     general: tuple[Skill, ...] = ()
     by_category: tuple[tuple[str, tuple[Skill, ...]], ...] = ()  # (category, its chosen skills)
 
     @property
     def skills(self) -> tuple[Skill, ...]:
-        """General ones first, then category by category."""
+        """All skills: the general ones first, then category by category."""
         return self.general + tuple(skill for _, skills in self.by_category for skill in skills)
 
     @property
@@ -166,12 +169,12 @@ class Selection:
 
 
 def read_json(path: Path) -> Any:
-    """Raises SkillBankError (without the path) when it is not JSON in UTF-8, or an object holds a key twice."""
+    """Read JSON. Raises SkillBankError (without the path) if it is not JSON in UTF-8, or an object has a key twice."""
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_doubles)
     except SkillBankError:
         raise
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, brackets within brackets without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too many nested brackets
         raise SkillBankError(f"not JSON ({error})") from error
 
 

@@ -20,7 +20,7 @@ Place = Literal["user_turn", "before_template"]
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """Rendered skills for one prompt. ``text`` is empty where nothing was selected."""
+    """Rendered skills for one prompt. ``text`` is empty without a selection."""
 
     text: str
     selection: Selection
@@ -38,17 +38,17 @@ class Skills:
           max_tokens: 1500
 
     Args:
-        bank: the name of one of our banks (``household``, ``household_tiny``, ``recipes_tiny``, ``shopping``,
-            ``shopping_tiny``, ``search``), a ``.json`` file in SkillRL's form, or a folder of Markdown in SDAR's.
-        retriever: which skills a task gets.
-        max_tokens: of the text, header included. Beyond what the student's prompt has: nothing else is cut for it.
+        bank: name of a built-in bank (``household``, ``household_tiny``, ``recipes_tiny``, ``shopping``,
+            ``shopping_tiny``, ``search``), a ``.json`` file in SkillRL's form, or a folder of Markdown in SDAR's form.
+        retriever: chooses the skills of a task.
+        max_tokens: limit of the text, header included. It adds to the student's prompt, which is not cut.
         form: see ``rollout/skills/render.py``.
-        header: the text's first line; empty for none. (SDAR as released: "[Privileged Skill Information]".)
-        place: where a teacher reads them: in the user's turn, or, as SDAR released it, ``before_template``: before the
-            first token of the chat template, outside of any role, and cut at the left where the prompt is longer than
-            the student's may be, so that skills are what is lost first.
-        every_turn: choose anew for every turn whose prompt is its own, by all that it says (as released), instead of
-            once for an episode by its first observation.
+        header: first line of the text; empty for no header. (SDAR as released: "[Privileged Skill Information]".)
+        place: position in a teacher's prompt. ``user_turn``: in the user's turn. ``before_template``: as SDAR released
+            it, before the first token of the chat template, outside of any role. There a prompt longer than the
+            student's may be is cut at the left, so skills are lost first.
+        every_turn: choose again for every turn with its own prompt, by the whole prompt (as released), instead of once
+            for an episode by its first observation.
 
     Raises:
         ValueError: the bank cannot be used, or not with this retriever; ``every_turn`` with a retriever that learns
@@ -83,24 +83,25 @@ class Skills:
         return f"Skills({self.name!r}, {retriever}, max_tokens={self.max_tokens}, form={self.form!r})"
 
     def inject(self, task: Task, text: str, count: CountTokens) -> Injection:
-        """The skills for ``task``, whose prompt begins with ``text``.
+        """Return the skills for ``task``, whose prompt begins with ``text``.
 
         Args:
-            count: tokens of a text, by the tokenizer of the model that will read it (``render.token_counter``).
+            count: counts tokens with the tokenizer of the reading model (``render.token_counter``).
 
         Raises:
-            ValueError: they do not fit ``max_tokens``, or the retriever does not know the task.
+            ValueError: the skills do not fit ``max_tokens``, or the retriever does not know the task.
         """
         selection = self.retriever.select(task, text)
         text, tokens = self._render(selection, count)
         return Injection(text, selection, tokens)
 
     def check(self, count: CountTokens, control_tokens: Sequence[str] = ()) -> None:
-        """Try what the retriever can select against ``max_tokens``, and all texts against what would end or open a turn
-        of the chat, before a model loads. ValueError as in ``inject``.
+        """Try possible selections against ``max_tokens``, and all texts against control tokens, before a model loads.
+        Raises ValueError as ``inject`` does.
 
         Args:
-            control_tokens: of the tokenizer; the protocol refuses a prompt with one of them.
+            control_tokens: tokens that would end or open a turn of the chat; the protocol refuses a prompt with one of
+                them.
         """
         entries = ((location, "\n".join(dataclasses.astuple(entry))) for location, entry in self.bank.entries())
         texts = [("header", self.header), *entries]
@@ -114,12 +115,12 @@ class Skills:
             self._render(selection, count)
 
     def check_tasks(self, tasks: Iterable[Task]) -> None:
-        """Raises ValueError for the first task for which the retriever knows no skills; computes no selection."""
+        """Raise ValueError for the first task that the retriever does not know. Computes no selection."""
         for task in tasks:
             self.retriever.check_task(task)
 
     def _render(self, selection: Selection, count: CountTokens) -> tuple[str, int]:
-        """The text, and its tokens."""
+        """Return the text and its number of tokens."""
         text = render(selection, self.form, self.header)
         tokens = count(text)
         if tokens > self.max_tokens:

@@ -1,5 +1,5 @@
-"""Reads skill banks: ours by name, a user's by path, as JSON in SkillRL's form or Markdown in SDAR's: files, and
-skill_mapping.json that names them.
+"""Reads skill banks: built-in ones by name, a user's by path, as JSON in SkillRL's form or as SDAR's Markdown files
+with a skill_mapping.json that names them.
 
 ::
 
@@ -9,7 +9,7 @@ skill_mapping.json that names them.
         general_skills.md    headings and introductions, then "1. Title: principle. Apply this when ..."
         clean.md
 
-The form holds no ids; they are made anew (``cle_001``).
+The Markdown form has no ids; they are generated (``cle_001``).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ITEM = re.compile(rf"\d+\. (?>(?P<title>.+?): )(?P<principle>.+) {APPLY}(?P<whe
 
 
 def read_bank(path: str | Path) -> SkillBank:
-    """A ``.json`` file in SkillRL's form, a folder of Markdown as SDAR injects it, or the name of a bank of ours.
+    """Read a ``.json`` file in SkillRL's form, a folder of SDAR's Markdown, or a built-in bank by name.
 
     Raises:
-        SkillBankError: nothing there, or not such a bank; names the file and the location.
+        SkillBankError: no such bank, or a faulty one; names the file and the location.
     """
     own = sorted(file.stem for file in OWN_BANKS.glob("*.json"))
     file = OWN_BANKS / f"{path}.json" if str(path) in own else Path(path)
@@ -51,7 +51,7 @@ def read_bank(path: str | Path) -> SkillBank:
 
 
 class _Mapping(BaseModel):
-    """skill_mapping.json. What its last two hold is checked with the bank."""
+    """The file skill_mapping.json. The bank checks its last two fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -61,8 +61,8 @@ class _Mapping(BaseModel):
 
 
 def read_markdown(folder: str | Path) -> SkillBank:
-    """Raises SkillBankError that names file and line. What stands before a file's first numbered line is a heading or
-    an introduction, and no part of the bank."""
+    """Read a folder of Markdown. The text before a file's first numbered line is not part of the bank. Raises
+    SkillBankError that names file and line."""
     path = Path(folder) / MAPPING
     if not path.is_file():
         raise SkillBankError(f"{path}: missing; expected a JSON object with skill_files and task_to_skill")
@@ -108,6 +108,6 @@ def _read_skills(path: Path, prefix: str) -> tuple[Skill, ...]:
 
 
 def _prefixes(names: dict[str, str]) -> list[str]:
-    """Of ids: three letters, or the whole name where another category begins with them too."""
+    """Return prefixes of ids: three letters, or the whole name if another category begins with the same letters."""
     short = [name[:3] for name in names]
     return [name if short.count(name[:3]) > 1 else name[:3] for name in names]

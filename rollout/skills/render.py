@@ -21,12 +21,13 @@ APPLY = "Apply this "
 
 
 def token_counter(tokenizer: Any) -> CountTokens:
-    """Counts with a Hugging Face tokenizer, without the special tokens that it may put around a text."""
+    """Return a function that counts tokens with a Hugging Face tokenizer, without special tokens around the text."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def render(selection: Selection, form: Form = "released", header: str = "") -> str:
-    """General skills, then each category; "" where nothing is selected, whatever the ``header`` (a first line)."""
+    """Render general skills, then each category. Returns "" for an empty selection, whatever the ``header`` (a first
+    line)."""
     sections = _sections(selection, form)
     if not sections:
         return ""
@@ -36,7 +37,7 @@ def render(selection: Selection, form: Form = "released", header: str = "") -> s
 
 
 def too_long(selection: Selection, form: Form, tokens: int, max_tokens: int, count: CountTokens) -> ValueError:
-    """The refusal of a text of ``tokens`` tokens; names the sizes of its parts."""
+    """Return the error for a text of ``tokens`` tokens; it names the sizes of its parts."""
     parts = [("general", Selection(selection.general))]
     parts += [(name, Selection((), ((name, skills),))) for name, skills in selection.by_category]
     sizes = ", ".join(
@@ -48,7 +49,7 @@ def too_long(selection: Selection, form: Form, tokens: int, max_tokens: int, cou
 
 
 def numbered_item(number: int, skill: Skill) -> str:
-    """The released form of one skill.
+    """Render one skill in the released form.
 
     >>> numbered_item(2, Skill("gen_002", "Take at Sight", "Take the object at once", "When it is seen."))
     '2. Take at Sight: Take the object at once. Apply this when it is seen.'
@@ -58,7 +59,7 @@ def numbered_item(number: int, skill: Skill) -> str:
 
 
 def _sections(selection: Selection, form: Form) -> list[tuple[str, str]]:
-    """(heading, body) of those that hold anything."""
+    """Return (heading, body) of the sections that are not empty."""
     found = [(GENERAL_HEADING, selection.general)]
     found += [(CATEGORY_HEADING.format(category=name), skills) for name, skills in selection.by_category]
     return [(heading, "\n".join(_items(skills, form))) for heading, skills in found if skills]
@@ -76,5 +77,5 @@ def _sentence(text: str) -> str:
 
 
 def _lower_first(text: str) -> str:
-    """For the middle of a sentence; what begins with two capitals ("ID ...") stays."""
+    """Lower the first letter for the middle of a sentence; a text that begins with two capitals ("ID ...") stays."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]

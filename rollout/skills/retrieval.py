@@ -1,7 +1,7 @@
 """Skill retrievers: the base class, and those that do not learn.
 
 Source: SDAR, section 2.1 (full, random, keyword matching, UCB) and its released verl/trainer/ppo/rlsd_utils.py, which
-holds full, the game's path, the data source and keywords. UCB is in ``bandit.py``.
+has full, the game's path, the data source and keywords. UCB is in ``bandit.py``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rollout.skills.bank import Selection, SkillBank
 from rollout.trajectory import Task
 
 COMPARE = "compare"
-# Data sources whose category the released rule decides before it looks for a comparison.
+# The released rule decides these data sources before it looks for a comparison.
 _DECIDED_BY_SOURCE = frozenset({"popqa", "nq", "triviaqa", "hotpotqa"})
-# The released rule itself (rlsd_utils.py 75-141), which the released search skills rely on: they map no data source.
+# The released rule (rlsd_utils.py 75-141). The released search skills need it, because they map no data source.
 _RELEASED_SOURCES = {
     "popqa": "entity_attribute_lookup",
     **dict.fromkeys(("nq", "triviaqa"), "direct_retrieval"),
@@ -29,14 +29,14 @@ _RELEASED_SOURCES = {
 
 
 class SkillRetriever(ABC):
-    """Chooses skills of one bank. ``bind`` comes first, once; then ``select``, which draws no unseeded numbers."""
+    """Chooses skills of one bank. Call ``bind`` once, then ``select``, which draws no unseeded numbers."""
 
     learns: ClassVar[bool] = False  # whether ``update`` changes what is selected
     _bank: SkillBank | None = None
 
     def bind(self, bank: SkillBank) -> None:
-        """Take the skills from ``bank``. Raises ValueError when it lacks what this retriever goes by, or another bank
-        was bound before."""
+        """Take the skills from ``bank``. Raises ValueError if the bank lacks data that this retriever needs, or another
+        bank was bound before."""
         if self._bank is not None and self._bank != bank:
             raise ValueError(f"this {type(self).__name__} already chooses from another bank; make one for each bank")
         self._check(bank)
@@ -50,42 +50,42 @@ class SkillRetriever(ABC):
 
     @abstractmethod
     def select(self, task: Task, text: str) -> Selection:
-        """Skills for ``task``, whose first ``text`` (prompt and first observation) the model reads."""
+        """Return skills for ``task``. ``text``: the first prompt or observation that the model reads."""
 
     def possible(self) -> Iterable[Selection]:
-        """Selections to try a budget with before a model loads: all of them where they are few, else examples."""
+        """Return selections to check a budget before a model loads: all of them if they are few, else examples."""
         return (self.with_categories(name) for name in self.bank.by_category)
 
     def check_task(self, task: Task) -> None:
-        """Raises ValueError where ``select`` would, whatever the text; for all tasks before a model loads, so that it
-        computes next to nothing."""
+        """Raise ValueError where ``select`` would, whatever the text. Cheap, because it runs for all tasks before a
+        model loads."""
         return None
 
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:
-        """Learn from an iteration: what was selected for a trajectory, and its reward. The order does not matter."""
+        """Learn from an iteration: pairs of a trajectory's selection and its reward, in any order."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt, as plain JSON."""
+        """Return the learned state as plain JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError when ``state`` is another retriever's."""
+        """Load the state. Raises ValueError if ``state`` is another retriever's."""
         if state:
             raise ValueError(f"{type(self).__name__} has learnt nothing, but the state holds {sorted(state)}")
 
     def with_categories(self, *names: str) -> Selection:
-        """The general skills and those of the named categories, in the bank's order."""
+        """Return the general skills and those of the named categories, in the bank's order."""
         chosen = [(name, skills) for name, skills in self.bank.by_category.items() if name in names]
         return Selection(self.bank.general, tuple(chosen))
 
     def _check(self, bank: SkillBank) -> None:
-        """Raises ValueError when the bank lacks something."""
+        """Raise ValueError if the bank lacks required data."""
         return None
 
 
 class NoSkills(SkillRetriever):
-    """Nothing: the control."""
+    """Selects no skills: the control."""
 
     def select(self, task: Task, text: str) -> Selection:
         return Selection()
@@ -95,7 +95,7 @@ class NoSkills(SkillRetriever):
 
 
 class Full(SkillRetriever):
-    """Every skill of the bank (``skill_all`` in the released code)."""
+    """Selects every skill of the bank (``skill_all`` in the released code)."""
 
     def select(self, task: Task, text: str) -> Selection:
         return self.with_categories(*self.bank.by_category)
@@ -105,10 +105,10 @@ class Full(SkillRetriever):
 
 
 class TaskType(SkillRetriever):
-    """General skills and those of the task's true type: ``task.data_source`` by the bank's ``task_to_skill``.
+    """Selects general skills and those of the task's true type: ``task.data_source`` by the bank's ``task_to_skill``.
 
-    An oracle, for no test says its type aloud; the released code reads it from the path of the game. A data source
-    that the bank does not map is an error.
+    It is an oracle, because no evaluation task reveals its type; the released code reads it from the path of the game.
+    A data source that the bank does not map is an error.
     """
 
     def select(self, task: Task, text: str) -> Selection:
@@ -124,8 +124,8 @@ class TaskType(SkillRetriever):
 
 
 class Random(SkillRetriever):
-    """General skills and those of one category, drawn anew for each task from (seed, task id): a resumed run, and every
-    member of a group, draws the same."""
+    """Selects general skills and those of one category, drawn for each task from (seed, task id). A resumed run, and
+    every member of a group, draws the same category."""
 
     def __init__(self, seed: NonNegativeInt = 0) -> None:
         self.seed = seed
@@ -138,8 +138,8 @@ class Random(SkillRetriever):
 
 
 class Shuffled(SkillRetriever):
-    """General skills, and in the place of the categories that ``retriever`` chooses as many of the others, drawn from
-    (seed, task id): advice of the same form about something else, as a control. All others where they are fewer."""
+    """Selects general skills, and instead of the categories that ``retriever`` chooses as many others, drawn from
+    (seed, task id). As a control: advice of the same form about something else. Takes all others if they are fewer."""
 
     def __init__(self, retriever: SkillRetriever, seed: NonNegativeInt = 0) -> None:
         if retriever.learns:
@@ -162,21 +162,21 @@ class Shuffled(SkillRetriever):
 
 
 class Keyword(SkillRetriever):
-    """General skills and every category any of whose keywords stands in the text, as part of a word or whole.
+    """Selects general skills and every category with a keyword in the text, also as part of a word.
 
-    The released code asks further rules first. Each is an option here; the first that applies decides:
+    The released code applies further rules first. Each is an option here; the first that applies decides:
 
     Args:
         path: the first task type of ``task_to_skill`` that is part of the path of the task's game
-            (``task.metadata[environment]["file"]``), where it has one.
+            (``task.metadata[environment]["file"]``), if it has one.
         data_source: the category of ``task.data_source`` by ``task_to_skill``, else the released code's for the seven
             sets of search questions; and ``compare`` for a question with "which" and "or", unless its source is popqa,
-            nq, triviaqa or hotpotqa. A source without a category is an error where no keyword of the question decides.
-        compare: whether ``data_source`` looks for a comparison: "which" and "or" among the words of the question. The
-            released code looks in the whole text for them and for no "for", which its template holds, so that it never
-            chooses ``compare``: false.
-        unknown_sources: what a data source without a category gets: ``refuse`` stops, ``general`` (as released) gives
-            the general skills alone.
+            nq, triviaqa or hotpotqa. A source without a category is an error if no keyword of the question decides.
+        compare: let ``data_source`` look for a comparison: "which" and "or" among the words of the question. The
+            released code never chooses ``compare`` (false), because it requires a text without "for", which its
+            template contains.
+        unknown_sources: treatment of a data source without a category: ``refuse`` stops, ``general`` (as released)
+            selects only the general skills.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Keyword(SkillRetriever):
         )
 
     def possible(self) -> Iterable[Selection]:
-        """Everything, since a text may hold the words of all categories."""
+        """Return the full bank, because a text may contain the words of all categories."""
         return (self.with_categories(*self.bank.by_category),)
 
     def check_task(self, task: Task) -> None:
@@ -227,17 +227,17 @@ class Keyword(SkillRetriever):
 
 
 def draw(names: list[str], seed: int, *rest: object) -> str:
-    """One of ``names``, the same for the same seed and rest on every machine."""
+    """Return one of ``names``, the same for the same seed and rest on every machine."""
     return random.Random("/".join(map(str, (seed, *rest)))).choice(names)
 
 
 def require_categories(retriever: SkillRetriever, bank: SkillBank) -> None:
-    """Raises ValueError for a bank without categories."""
+    """Raise ValueError for a bank without categories."""
     if not bank.by_category:
         raise ValueError(f"{type(retriever).__name__} chooses a category, and the skill bank has none")
 
 
 def _game_file(task: Task) -> str:
-    """Path of the file of the task's environment; empty for a generated game, which has none."""
+    """Return the path of the file of the task's environment; empty for a generated game, which has no file."""
     files = (value.get("file") for value in task.metadata.values() if isinstance(value, dict))
     return next((file for file in files if isinstance(file, str)), "")

@@ -94,7 +94,7 @@ class Calls:
         return cls(f"calls({program!r}, {name!r}, {longest})", stdin, expected)
 
     def results(self, output: str) -> list[str] | None:
-        """Return the answers of the solution, as far as it came; None if it was not loaded."""
+        """Return the answers of the solution, as far as it came, or None if it was not loaded."""
         loaded, *lines = output.split("\n")
         return None if loaded or not lines else lines[:-1]
 
@@ -157,8 +157,8 @@ def assertions(test_code: str) -> list[str]:
     body = functions["check"].body if "check" in functions else tree.body
     if not _may_fail([*tree.body, *body], functions):
         raise ValueError(
-            "tests: test_code asserts nothing when it is run; expected assertions at the top level, in a function check, "
-            "or in functions that these call (test functions and classes are not run)"
+            "tests: test_code asserts nothing when it is run; expected assertions at the top level, in a function "
+            "check, or in functions that these call (test functions and classes are not run)"
         )
     whole = list(body)
     single = [index for index, node in enumerate(whole) if isinstance(node, ast.Assert)]

@@ -126,7 +126,7 @@ def summary_prompt(query: str, documents: list[Document], pages: list[Page]) -> 
 
 
 def final_information(reply: str) -> str | None:
-    """Return the text after the last mark, without a reasoning model's thoughts; None without mark or text."""
+    """Return the text after the last mark, without a reasoning model's thoughts, or None without mark or text."""
     _, mark, after = reply.rpartition("</think>")[2].rpartition(MARK)
     return (after.lstrip(" :\n").rstrip() or None) if mark else None
 

@@ -7,7 +7,7 @@ import time
 import worker
 import zygote
 
-FLOOD = 16 << 20  # bytes of output after which a program is stopped
+FLOOD = 16 << 20  # bytes of output; a program that prints more is stopped
 START_S = 15.0  # until a process has confined itself and read its program
 BEGUN = worker.READY + worker.STARTED
 LEFT_OUT = b"\n[... output left out ...]\n"

@@ -84,7 +84,7 @@ class Server:
         return self.refill and not self.running and len(self.idle) < self.warm
 
     def _patience(self) -> float | None:
-        """Return milliseconds until the next action is due; None: wait for events only."""
+        """Return milliseconds until the next action is due, or None to wait for events only."""
         if self.queued:
             return RETRY_MS
         if not self.running:
