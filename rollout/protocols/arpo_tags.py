@@ -1,9 +1,9 @@
 """ARPO's protocol: <think>, <search>, <python>, <result>, <answer> as plain text in one assistant turn.
 
-Source of the format: RUC-NLPIR/ARPO (docs/papers/arpo.md sections 1.4 and 5). Mended here: a call is read from its own
-turn only, never from the prompt, whose example holds tags, too; results are tokenised without special tokens; one that
-is too long loses its own text, never its closing tag; a call limit ends the trajectory without an EOS that nobody
-sampled.
+Source of the format: RUC-NLPIR/ARPO (docs/papers/arpo.md sections 1.4 and 5). Differences from the released code: a
+call is read only from its own turn, never from the prompt, whose example has tags too; results are tokenised without
+special tokens; a long result loses text, never its closing tag; a call limit ends the trajectory without an EOS that
+was not sampled.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rollout.protocols.text import DATASET, TextProtocol
 from rollout.tags import last_between
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
-# The meaning of ARPO's system prompt in our own words. Checkpoints trained on the published wording need exactly that
-# wording: ARPO's question files carry it, ``system: dataset`` takes it from there.
+# ARPO's system prompt in our words. Checkpoints trained on the published wording need that wording: ARPO's question
+# files have it, and ``system: dataset`` takes it from there.
 SYSTEM = (
     "You solve questions step by step and may use two tools as often as you need them: a Wikipedia search engine and a "
     "Python interpreter. Think between <think> and </think> first. To search, write <search> your query </search>; to "
@@ -37,31 +37,30 @@ CORRECTION = (
     "Nothing was called. Write <search> a query </search>, or <python> a program </python>, or close with "
     "<answer> \\boxed{the answer} </answer>."
 )
-ARGUMENT = {"search": "query", "python": "code"}  # by tool: the name of what stands between its tags
+ARGUMENT = {"search": "query", "python": "code"}  # by tool: the argument between its tags
 
 
 class ARPOProtocol(TextProtocol):
     """Prompts, actions and results of ARPO with the tokenizer of one model.
 
-    A turn ends at the closing tag of a tool or with EOS. Its answer is the last ``\\boxed{}`` in the last
-    ``<answer>`` block (the whole block where nothing is boxed), out of a ``\\text{}`` that holds all of it, and ends
-    the trajectory when the turn calls no tool.
+    A turn ends at the closing tag of a tool or with EOS. A turn without a call ends the trajectory with its answer: the
+    last ``\\boxed{}`` in the last ``<answer>`` block, without a ``\\text{}`` around it, or the whole block without a
+    box.
 
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt.
-        system: ``arpo`` (the full instruction, in our words), ``none`` (for tiny models trained without), a file with
-            your own text, or a question file (.parquet) whose first row's system message is taken, for questions that
-            bring no prompt of their own. The user's turn is the bare question. Or ``dataset``: the messages of the
-            task's own ``prompt``, word by word.
-        eos_ends: whether a turn that ends with EOS and holds neither call nor answer ends the trajectory (as released);
+        system: ``arpo`` (the full instruction, in our words), ``none`` (for tiny models trained without it), a file
+            with your own text, or a question file (.parquet). The system message of its first row serves questions
+            without a prompt. The user's turn is the bare question. Or ``dataset``: the messages of the task's
+            ``prompt``, word by word.
+        eos_ends: whether a turn that ends with EOS and has neither call nor answer ends the trajectory (as released);
             else the model reads the correction.
         correction: the result of a turn without a call.
-        tools: what may be called, and the argument that stands between its tags; by default ``{search: query, python:
-            code}``. The system text has to tell the model of others.
+        tools: tools that may be called, and the argument between their tags; by default ``{search: query, python:
+            code}``. The system text must describe others to the model.
 
     Raises:
-        ValueError: if the system text is neither a name nor a file, or the folder holds no tokenizer or one without
-            EOS.
+        ValueError: the system text is neither a name nor a file, or the folder has no tokenizer or one without EOS.
     """
 
     tools: tuple[str, ...] = tuple(ARGUMENT)
@@ -84,11 +83,11 @@ class ARPOProtocol(TextProtocol):
         self.correction = correction
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """The action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends there),
-        else its answer.
+        """Return the action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends
+        there), else its answer.
 
-        The content of a call is what follows its last opening tag, so that tags which the model merely mentions are not
-        read as content. An empty call is a CALL (the tool refuses it), an empty answer is an ANSWER (it scores 0).
+        The content of a call starts after its last opening tag, so that tags which the model only mentions are not
+        content. An empty call is a CALL (the tool refuses it), an empty answer is an ANSWER (it scores 0).
         """
         closing = self._closing.search(text)
         if closing is not None:
@@ -105,8 +104,8 @@ class ARPOProtocol(TextProtocol):
         return Action(ActionKind.INVALID, error="neither a call nor a complete answer")
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Ids of the ``<result>`` block, and whether text was cut; after an INVALID action it holds the correction.
-        What does not fit loses the end of the text; the tags stay. ``([], True)`` if not even they fit."""
+        """Return ids of the ``<result>`` block, and whether text was cut. After an INVALID action the block has the
+        correction. A long text loses its end; the tags stay. Returns ``([], True)`` if the tags do not fit."""
         texts = [self.correction] if action.kind is ActionKind.INVALID else [result.text.strip() for result in results]
         return self._block(OPEN, "\n".join(texts), CLOSE, budget)
 
@@ -118,8 +117,8 @@ class ARPOProtocol(TextProtocol):
 
 
 def read_system(system: str) -> str:
-    """The text behind a built-in name or a file path. Raises ValueError if it is neither, or a question file without a
-    system message."""
+    """Return the text of a built-in name or a file. Raises ValueError for anything else, and for a question file
+    without a system message."""
     if system in SYSTEMS:
         return SYSTEMS[system]
     path = Path(system)

@@ -1,4 +1,4 @@
-"""The protocol seam: prompts, actions read from text, observations as tokens."""
+"""Interface of protocols: prompts, actions read from text, observations as tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.trajectory import Action, Task, ToolCall, ToolResult, Turn
 
-# Keys of a task's metadata, in an episode whose environment has a first observation: its ``FirstObservation.info``, and
-# the task's own question, which the observation's text replaces.
+# Keys of a task's metadata in an episode whose environment has a first observation: its ``FirstObservation.info``, and
+# the task's question, which the observation's text replaces.
 FIRST_OBSERVATION, OWN_QUESTION = "first_observation", "own_question"
 
 
 class PromptMode(StrEnum):
-    """How the task is put to the model. The last two are ARCap's diagnostic prompts."""
+    """How the prompt presents the task. The last two are ARCap's diagnostic prompts."""
 
     AGENT = "agent"  # the normal search loop
     GOLD_DIRECT = "gold_direct"  # gold passages given, answer at once, no thinking, no search
@@ -30,12 +30,12 @@ class ChatProtocol(Protocol):
     tools: tuple[str, ...]  # names of the tools that its calls ask for
     stop: tuple[str, ...]  # stop strings of one model turn
     stop_token_ids: tuple[int, ...]  # EOS ids
-    eos_ends: bool  # a turn that ends with EOS and holds no action ends the trajectory; else it is INVALID
+    eos_ends: bool  # a turn that ends with EOS and has no action ends the trajectory; else it is INVALID
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled ids, special tokens kept."""
+        """Return the text of sampled ids, special tokens kept."""
         ...
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
@@ -43,24 +43,24 @@ class ChatProtocol(Protocol):
         ...
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Ids of what the model reads next, at most ``budget`` of them with every closing tag kept, and whether
-        text had to be dropped. For an INVALID action ``results`` is empty and the observation is the
-        protocol's correction note."""
+        """Return ids of the model's next input, at most ``budget`` of them, with every closing tag kept, and
+        whether text was dropped. For an INVALID action ``results`` is empty and the observation is the protocol's
+        correction."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    ids: tuple[int, ...]  # [P]; empty: it does not fit, even without history
-    shown: int  # past steps that it holds
-    cut: bool  # fewer than the window has room for, because of the limit
+    ids: tuple[int, ...]  # [P]; empty if the prompt does not fit, even without history
+    shown: int  # past turns in the prompt
+    cut: bool  # the limit left out turns of the window
 
 
 @runtime_checkable
 class PerTurnPrompts(Protocol):
-    """A protocol that can write a prompt of its own for every turn. ``observation_ids`` is then never called."""
+    """A protocol that can write a separate prompt for every turn. ``observation_ids`` is then never called."""
 
-    per_turn_prompts: bool  # whether it does
+    per_turn_prompts: bool  # whether it writes them
 
     def turn_prompt(
         self,
@@ -71,19 +71,19 @@ class PerTurnPrompts(Protocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """The prompt of the turn that follows ``turns`` (and the ``calls`` made in them).
+        """Return the prompt of the turn that follows ``turns`` (and their ``calls``).
 
-        A function of its arguments: called again with another task (its ``skills``), and with the number of past steps
-        that the student was shown, it writes what a privileged teacher reads.
+        A function of its arguments: with another task (its ``skills``) and the number of past turns that the student
+        was shown, it writes a privileged teacher's prompt.
 
         Args:
-            limit: most ids; history is left out for it.
-            shown: so many past steps, whatever the window.
-            sampled: the token ids of each of the ``turns``, for protocols that show what the model has said.
+            limit: most ids; history is left out to keep it.
+            shown: number of past turns to show, whatever the window.
+            sampled: token ids of each of the ``turns``, for protocols that show the model's words.
         """
         ...
 
 
 def sampled_turns(response_ids: Sequence[int], turns: Sequence[Turn]) -> list[Sequence[int]]:
-    """The sampled token ids of each turn."""
+    """Return the sampled token ids of each turn."""
     return [response_ids[turn.start : turn.end] for turn in turns]

@@ -1,4 +1,4 @@
-r"""Reading answers out of LaTeX's ``\boxed{}``."""
+r"""Reads answers from LaTeX's ``\boxed{}``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed``: of its braces, matched, or for ``\boxed 8`` what follows up to the end of the
-    formula or the line. None if there is none, or its brace is never closed.
+    r"""Return the content of the last ``\boxed``: of its matched braces, or for ``\boxed 8`` the text up to the end of
+    the formula or line. None without a box, or if its brace is never closed.
 
     >>> boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -32,7 +32,8 @@ def boxed(text: str) -> str | None:
 
 
 def closing_brace(text: str) -> int | None:
-    r"""Position of the brace that closes the first one opened, escaped ones counted, as released code does; else None.
+    r"""Return the position of the brace that closes the first one opened, or None. Escaped braces count, as in released
+    code.
 
     >>> closing_brace(r"\{a{b}} c"), closing_brace("a{b")
     (6, None)
@@ -42,7 +43,7 @@ def closing_brace(text: str) -> int | None:
 
 
 def unwrapped(answer: str) -> str:
-    r"""An answer in words out of LaTeX's ``\text{...}`` (or a font) that holds all of it; any other as it is.
+    r"""Remove LaTeX's ``\text{...}`` (or a font) around a whole answer; return any other answer unchanged.
 
     >>> unwrapped(r"\text{Grey Harbor}"), unwrapped(r"5 \text{ cm}")
     ('Grey Harbor', '5 \\text{ cm}')
@@ -52,5 +53,5 @@ def unwrapped(answer: str) -> str:
 
 
 def mended(text: str) -> str:
-    r"""A published prompt with its ``\boxed`` as it was meant."""
+    r"""Repair ``\boxed`` in a published prompt."""
     return text.replace(BROKEN_BOX, "\\boxed")

@@ -1,9 +1,9 @@
-"""Exact tokens between two sampled turns, as a model's own chat template writes them.
+"""Exact tokens between two sampled turns, as a model's chat template writes them.
 
-A template renders whole conversations; a rollout needs what it writes *after* a sampled end of turn: for Qwen the line
-break behind ``<|im_end|>`` (verl #6501 left it out), the tool messages, the header of the next turn. So a conversation
-of placeholders is rendered and cut behind the end of its assistant's turn. Whatever the template does with earlier
-turns (strip their thinking, rewrite their calls) lies before the cut and so cannot matter.
+A template renders whole conversations; a rollout needs its text *after* a sampled end of turn: for Qwen the line break
+behind ``<|im_end|>`` (verl #6501 left it out), the tool messages, the header of the next turn. So a conversation of
+placeholders is rendered and cut behind the end of its assistant's turn. Changes of earlier turns by the template
+(dropped thinking, rewritten calls) are before the cut, so they do not matter.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class ChatBoundaries:
 
     Args:
         tokenizer: Hugging Face tokenizer with a chat template.
-        stop_token_ids: of the ends of a turn; the template's own must be one of them.
-        tools: schemas that the template is given; empty: none.
+        stop_token_ids: ids of the ends of a turn; the template's end must be one of them.
+        tools: schemas for the template; empty for no tools.
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
         newline: false: without the line break that the template writes behind an end of turn (verl #6501).
 
     Raises:
-        ValueError: no chat template; one that cannot render tool messages, does not end the assistant's turn with one
-            of ``stop_token_ids``, or writes after a turn what depends on the turns before; ``thinking`` for a template
-            without such a choice.
+        ValueError: no chat template; a template that cannot render tool messages, does not end the assistant's turn
+            with one of ``stop_token_ids``, or writes text after a turn that depends on earlier turns; ``thinking`` for
+            a template without such a choice.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class ChatBoundaries:
         check_thinking(tokenizer, thinking, bool(self.opened))
 
     def without_end(self, text: str) -> tuple[str, bool]:
-        """A sampled turn without the token that ends it, and whether there was one."""
+        """Return a sampled turn without the token that ends it, and whether there was one."""
         end = next((end for end in self.ends if text.endswith(end)), None)
         return text.removesuffix(end or ""), end is not None
 
     def render(
         self, messages: Sequence[Message], *, tools: bool | Sequence[Message] = True, open_turn: bool = True
     ) -> str:
-        """The template's text.
+        """Return the template's text.
 
         Args:
-            messages: in OpenAI's form; the arguments of calls are objects.
-            tools: the chat's own, none, or these schemas.
+            messages: messages in OpenAI's form; the arguments of calls are objects.
+            tools: the chat's tools, no tools, or these schemas.
             open_turn: with the header of the assistant's next turn.
 
         Raises:
@@ -106,23 +106,23 @@ class ChatBoundaries:
         )
 
     def ids(self, text: str) -> list[int]:
-        """Ids of rendered text: control tokens become their ids, everywhere."""
+        """Return ids of rendered text; control tokens become their ids everywhere."""
         return encode(self.tokenizer, text)
 
     def ids_after(self, messages: Sequence[Message], *, called: Sequence[str] = (), ended: bool = True) -> list[int]:
-        """Ids of everything between an assistant's turn and its next one: ``messages``, then the header.
+        """Return ids of everything between an assistant's turn and its next one: ``messages``, then the header.
 
         Args:
-            messages: of the tools, or a user's; see ``hide`` for what their contents quote.
-            called: the names of the tools that the turn before has called.
-            ended: the turn before holds its end; else the ids begin with it.
+            messages: messages of the tools or the user; see ``hide`` for quoted tags in their contents.
+            called: names of the tools that the turn before has called.
+            ended: the turn before has its end; else the ids begin with it.
         """
         written = self.quotes.ids(self.text_after(self.hide(messages), called=called))
         return written if ended else [self.end_id, *written]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a whole prompt that ends with the header of the assistant's turn; see ``hide`` for what the contents
-        quote."""
+        """Return ids of a whole prompt that ends with the header of the assistant's turn; see ``hide`` for quoted
+        tags."""
         return self.quotes.ids(self.render(self.hide(messages)))
 
     def text_after(
@@ -138,7 +138,7 @@ class ChatBoundaries:
 
     def written_call(self, calls: Sequence[ToolRequest], tools: Sequence[Message]) -> str:
         """Return the turn that the template writes for these calls, as a model would sample it: behind the header and
-        without its end. Raises ValueError where the template refuses the calls."""
+        without its end. Raises ValueError if the template refuses the calls."""
         header = self.ids(self.render([_USER], tools=tools))
         whole = self.ids(self.render([_USER, self.message(calls)], tools=tools, open_turn=False))
         shared = len(os.path.commonprefix([header, whole]))  # a template may open thinking that it drops from history
@@ -146,7 +146,7 @@ class ChatBoundaries:
         return opened + self._end.split(decode(self.tokenizer, whole[shared:]), maxsplit=1)[0]
 
     def takes_results(self, called: Sequence[str], count: int) -> bool:
-        """Whether the template writes so many tool messages after these calls."""
+        """Return whether the template writes this many tool messages after these calls."""
         texts = [f"result {index}" for index in range(count)]
         try:
             text = self.text_after([{"role": "tool", "content": content} for content in texts], called=called)
@@ -155,13 +155,14 @@ class ChatBoundaries:
         return all(content in text for content in texts)
 
     def hide(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages quoted (``Quotes``): of tools' contents, which come from outside, all tags; of others' the
-        control tokens, since a prompt may ask for ``<think>``: who puts text from outside into one quotes it there."""
+        """Return the messages quoted (``Quotes``). Contents of tools are untrusted, so all their tags are quoted. Of
+        other contents only control tokens are quoted, because a prompt may ask for ``<think>``; quote untrusted text in
+        them before."""
         quote = {"tool": self.quotes.quote}
         return [{**m, "content": quote.get(m["role"], self.quotes.quote_special)(m["content"])} for m in messages]
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as this template takes them."""
+        """Return the messages in the form that this template takes."""
         adapted: list[Message] = []
         names: list[tuple[str, str]] = []  # of the latest calls: id and name
         for message in messages:
@@ -186,7 +187,7 @@ class ChatBoundaries:
         return {"name": function["name"], "arguments": arguments}
 
     def message(self, calls: Sequence[ToolRequest], quote: Callable[[str], str] = str) -> Message:
-        """The assistant's message with these calls; ``quote`` is applied to the texts among their arguments."""
+        """Return the assistant's message with these calls; ``quote`` is applied to the texts among their arguments."""
         written = [
             {"type": "function", "function": {"name": call.name, "arguments": _mapped(call.arguments, quote)}}
             for call in calls
@@ -217,7 +218,8 @@ class ChatBoundaries:
             return False
 
     def _behind_turn(self, rendered: str, called: bool = False) -> tuple[str, str]:
-        """The token that ends the placeholder's turn, and what follows it. Raises ValueError without one."""
+        """Return the token that ends the placeholder's turn, and the text behind it. Raises ValueError without such a
+        token."""
         _, found, rest = rendered.rpartition(_TURN)
         end = self._end.search(rest)
         other = None if called else self._any_special.search(rest[: end.start()] if end else rest)
@@ -233,8 +235,8 @@ class ChatBoundaries:
         return end is not None and not rest[: end.start()].strip()
 
     def _choose_answer(self) -> None:
-        """Whether a tool message may answer a turn without a call; else a user's does. Where the end of a turn is the
-        beginning of the next one (GLM), a model that calls nothing has begun the user's."""
+        """Choose whether a tool message or a user's message answers a turn without a call. If the end of a turn is the
+        beginning of the next one (GLM), a model that calls nothing has begun the user's turn."""
         ends = []
         before = self._plain | {"content": "before"}
         for self.answer_role in ("user", "tool"):
@@ -248,7 +250,8 @@ class ChatBoundaries:
             self.answer_role = "user"
 
     def _checked(self) -> dict[bool, str]:
-        """The template's ends of a turn, by whether it called. Raises ValueError where cutting would not be exact."""
+        """Return the template's ends of a turn, by whether it called. Raises ValueError if cutting would not be
+        exact."""
         quote = f"[{next(iter(self._special))}]"
         ends: dict[bool, str] = {}
         for called in ((), (self._tool_name(),)):
@@ -280,7 +283,7 @@ class ChatBoundaries:
 
 
 def _mapped(value: Any, quote: Callable[[str], str]) -> Any:
-    """A JSON value with ``quote`` applied to its texts."""
+    """Return a JSON value with ``quote`` applied to its texts."""
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, dict):

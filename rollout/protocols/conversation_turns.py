@@ -1,4 +1,5 @@
-"""Splits a conversation into a rollout's turns: what the model would have sampled, and what it would have read."""
+"""Splits a conversation into a rollout's turns: the text that the model would have sampled, and the text it would have
+read."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ class AssistantTurn:
 
 
 def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tuple[list[AssistantTurn], bool]:
-    """The turns, and whether the template rewrites history.
+    """Return the turns, and whether the template rewrites history.
 
-    The conversation is rendered once and cut at the positions where a rollout changes hands: behind the header of each
-    turn and at its end. What lies between must be what a rollout would have read there, and the turns must say all that
-    they say when they are the last. Where that is not so, the template renders earlier turns differently once others
-    follow (Qwen3 strips the thinking of all but the latest question, and without thinking the header that was read);
-    then every turn is taken from a rendering in which it is the last, as the model would have said it.
+    The conversation is rendered once and cut behind the header of each turn and at its end. The text between must be a
+    rollout's, and the turns must be complete. Otherwise the template renders earlier turns differently once others
+    follow: Qwen3 drops the thinking of all but the latest question, and the header of a turn without thinking. Then
+    every turn is taken from a rendering in which it is the last.
 
-    Taking differences of growing renderings without that look is verl #3477: where the two disagree, it loses as many
-    characters of the tool's message as the empty thinking is long, silently.
+    Differences of growing renderings without this check lose text (verl #3477): where the two disagree, the tool's
+    message silently loses as many characters as the empty thinking has.
 
     Args:
         messages: begin with the prompt; only tools' contents may quote control tokens.
 
-    Raises ValueError where a turn does not begin with its header even when it is the last.
+    Raises:
+        ValueError: a turn does not begin with its header even when it is the last.
     """
     hidden = chat.hide([message for message in messages if message["role"] == "tool"])
     results = iter(hidden)
@@ -62,7 +63,7 @@ def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tup
 
 
 def parts_left_out(message: Message, text: str) -> int:
-    """How many parts of an assistant's message (thinking, content) the text of its turn leaves out."""
+    """Return how many parts of an assistant's message (thinking, content) the text of its turn leaves out."""
     thinking, _, content = message["content"].rpartition("</think>")
     parts = (message.get("reasoning_content", ""), thinking.replace("<think>", ""), content)
     return sum(part.strip() not in text for part in parts)
@@ -73,7 +74,7 @@ def _called(message: Message) -> tuple[str, ...]:
 
 
 def _cut(whole: str, prompt: str, follows: Sequence[str], end: str) -> list[str] | None:
-    """The texts between ``prompt``, the ``follows`` and ends of turns, if ``whole`` is made up of just these."""
+    """Return the texts between ``prompt``, the ``follows`` and ends of turns, or None if ``whole`` has other parts."""
     texts = []
     position = 0
     for given in (prompt, *follows):

@@ -1,12 +1,12 @@
-"""Prompt templates of episodes: the meaning of verl-agent's (docs/papers/sdar.md 3.2) in our own words.
+"""Prompt templates of episodes: the meaning of verl-agent's (docs/papers/sdar.md 3.2) in our words.
 
-Checkpoints that were trained on the published wording need just that wording; give it as files (``EpisodeProtocol``'s
-option ``texts``).
+Checkpoints trained on the published wording need that wording; give it as files (``EpisodeProtocol``'s option
+``texts``).
 
-Placeholders. In all: ``{observation}`` and ``{actions}``. In ``first`` and ``later`` also ``{task}``, which a shop's
-texts need in both: its pages are shown without their instruction (but for a first one whose text has no ``{task}``,
-which is shown whole, as it came). In ``later`` also ``{history}``, ``{taken}`` (steps taken so far), ``{shown}`` (how
-many of them the history shows) and ``{step}`` (number of the step to come).
+Placeholders: all texts may have ``{observation}`` and ``{actions}``; ``first`` and ``later`` also ``{task}``. A shop's
+texts need ``{task}`` in both, because its pages are shown without their instruction (only a first page whose text lacks
+``{task}`` is shown whole). ``later`` also has ``{history}``, ``{taken}`` (turns so far), ``{shown}`` (turns in the
+history) and ``{step}`` (number of the next turn).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LATER = FIRST | {"history", "taken", "shown", "step"}
 @dataclass(frozen=True, slots=True)
 class EpisodeTexts:
     first: str  # the prompt of the first turn
-    later: str  # of every later turn, where each has a prompt of its own
-    after: str  # what the user's turn says after an action, where all is one conversation
+    later: str  # the prompt of every later turn, with prompts for each turn
+    after: str  # the user's turn after an action, in one conversation
 
     def __post_init__(self) -> None:
         for name, known in (("first", FIRST), ("later", LATER), ("after", AFTER)):
@@ -41,7 +41,7 @@ class EpisodeTexts:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """In one pass: what stands in braces in a value stays as it is."""
+    """Fill the placeholders in one pass; braces in a value stay as they are."""
     return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
 
 
@@ -92,10 +92,10 @@ TEXTS: dict[str, EpisodeTexts] = {
 
 
 def read_texts(texts: str | Mapping[str, str]) -> EpisodeTexts:
-    """Those of a built-in name, or ``first``, ``later`` and ``after``, each a file or the text itself.
+    """Return the texts of a built-in name, or ``first``, ``later`` and ``after``, each a file or the text itself.
 
     Raises:
-        ValueError: an unknown name, missing or unknown parts, or a text with placeholders that nothing fills.
+        ValueError: an unknown name, missing or unknown parts, or an unknown placeholder.
     """
     if isinstance(texts, str):
         if texts not in TEXTS:
@@ -117,7 +117,7 @@ def _text(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PastStep:
-    """One step of an episode: what was seen before the action, what was done, what came of it."""
+    """One turn of an episode: the observation before the action, the action, and its result."""
 
     observation: str
     action: str
@@ -125,7 +125,7 @@ class PastStep:
 
 
 def household_history(steps: Sequence[PastStep], number: int) -> str:
-    """ "[Observation i: '..', Action i: '..']" for each; ``number``: of the first one."""
+    """Write "[Observation i: '..', Action i: '..']" for each turn; ``number``: number of the first one."""
     shown = [
         f"[Observation {i}: '{step.observation}', Action {i}: '{step.action}']" for i, step in enumerate(steps, number)
     ]
@@ -133,7 +133,7 @@ def household_history(steps: Sequence[PastStep], number: int) -> str:
 
 
 def search_history(steps: Sequence[PastStep], number: int) -> str:
-    """ "Step i:<search>..</search> <information>..</information>" for each."""
+    """Write "Step i:<search>..</search> <information>..</information>" for each turn."""
     return "\n".join(
         f"Step {i}:{step.action} <information>{step.result}</information>" for i, step in enumerate(steps, number)
     )

@@ -1,7 +1,7 @@
 """verl-agent's protocol for environments with text actions (docs/papers/sdar.md 3.2 and 3.3).
 
-Every turn reasons in ``<think>`` and acts in ``<action>``. With a window each turn gets a prompt of its own, which
-holds the last steps only (as published); without one the episode is one conversation.
+Every turn reasons in ``<think>`` and acts in ``<action>``. With a window, each turn gets a separate prompt with only
+the last turns (as published); without one, the episode is one conversation.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ PAGE_BREAK = " [SEP] "
 
 
 class EpisodeProtocol(TextProtocol):
-    """Prompts and actions of worlds that show what can be done and say what came of it.
+    """Prompts and actions for environments that list admissible actions and describe results.
 
     A turn's action is the text between its first ``<action>`` and the first ``</action>``, in lower case. As in the
-    released code a turn without them acts all the same, with its last characters, and is not well-formed; nor is one
-    without ``<think>`` and ``</think>`` (where thinking is required), or with Chinese characters. Whether the world
-    admits an action is the world's business.
+    released code, a turn without them acts with its last characters, and is not well-formed. Neither is a turn without
+    ``<think>`` and ``</think>`` (if thinking is required) or with Chinese characters. The environment decides whether
+    an action is admissible.
 
-    In one conversation an observation that does not fit ``max_observation_tokens`` loses its middle, never the list of
-    actions: give it room for both.
+    In one conversation, an observation longer than ``max_observation_tokens`` loses its middle, never the list of
+    actions, so leave room for both.
 
     Args:
         tokenizer: Hugging Face folder with a chat template.
-        texts: what prompts say: household, shopping, short (for tiny models), bare (without admissible actions), or
+        texts: texts of the prompts: household, shopping, short (for tiny models), bare (without admissible actions), or
             ``first``, ``later`` and ``after``, each a file or the text itself (see ``episode_texts``).
-        window: so many past steps stand in each turn's prompt (published: 2; search: 4); the oldest are left out where
-            the prompt would be too long. null: one conversation, in which everything stays.
-        form: how past steps and admissible actions are written; by default that of ``texts``.
+        window: number of past turns in each turn's prompt (published: 2; search: 4); the oldest are left out of a
+            prompt that would be too long. null: one conversation with all turns.
+        form: form of past turns and admissible actions; by default that of ``texts``.
         require_thinking: a turn without thinking is not well-formed.
-        fallback_characters: of a turn without an action that are sent as one (published: 30 household, 20 shopping).
+        fallback_characters: characters of a turn without an action that are sent as one (published: 30 household, 20
+            shopping).
         thinking: passed to the chat template as ``enable_thinking``; by default the template decides.
 
     Raises:
-        ValueError: no chat template, or one that cannot be cut exactly; texts that are wrong.
+        ValueError: no chat template, or one that cannot be cut exactly; wrong texts.
     """
 
     tools: ClassVar[tuple[str, ...]] = (ACT,)
@@ -81,7 +82,8 @@ class EpisodeProtocol(TextProtocol):
 
     # ------------------------------------------------------------------ prompts
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """[P] ids of the first turn's prompt. Raises ValueError for a task that shows nothing, or another mode."""
+        """Return [P] ids of the first turn's prompt. Raises ValueError for a task without an observation, or another
+        mode."""
         if mode is not PromptMode.AGENT:
             raise ValueError(f"mode {mode} asks for an answer without acting, which an episode does not allow")
         if not task.question.strip():
@@ -97,7 +99,7 @@ class EpisodeProtocol(TextProtocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """See ``PerTurnPrompts``."""
+        """Return the prompt of the next turn (see ``PerTurnPrompts``)."""
         steps = self._steps(task, turns, calls)
         wanted = min(self.window or 0, len(steps)) if shown is None else shown
         for past in range(wanted, -1, -1):
@@ -130,11 +132,12 @@ class EpisodeProtocol(TextProtocol):
         return self._filled(self.texts.later, values)
 
     def _filled(self, text: str, values: Mapping[str, str]) -> str:
-        """What the world says and the model did is quoted: its tags are text, those of ``text`` are not."""
+        """Fill a text. Observations and the model's words are quoted, so their tags are text; those of ``text`` are
+        not."""
         return fill(text, {k: v if k == "history" else self.quotes.quote(v) for k, v in values.items()})
 
     def _goal(self, task: Task) -> str:
-        """What is to be done, by the first observation: its sentence, its instruction, or all of it."""
+        """Return the goal from the first observation: its sentence, its instruction, or all of it."""
         instruction, _ = _after_instruction(task.question)
         if instruction:
             return instruction
@@ -155,8 +158,8 @@ class EpisodeProtocol(TextProtocol):
         return " ".join(str(call.arguments.get("action", "")) for call in action.calls)
 
     def _shown(self, text: str) -> str:
-        """A page without its parts up to the instruction, which the prompt says; in brackets each part in quotes, as
-        verl-agent shows WebShop's."""
+        """Return a page without its parts up to the instruction, which the prompt has. In brackets each part has
+        quotes, as verl-agent shows WebShop's pages."""
         if self.form == "search" or PAGE_BREAK not in text:
             return text.strip()
         quote = "'" if self.form == "brackets" else ""
@@ -168,7 +171,7 @@ class EpisodeProtocol(TextProtocol):
 
     # ------------------------------------------------------------------ turns
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """The action of a turn, always a CALL; see the class."""
+        """Return the action of a turn, always a CALL; see the class."""
         said, ended = self.chat.without_end(text)
         said = (self.chat.opened + said).lower()
         opening, closing = ACTION
@@ -188,8 +191,8 @@ class EpisodeProtocol(TextProtocol):
         return Action(ActionKind.CALL, (request,), error=fault, ended=ended, well_formed=fault is None)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Ids of the user's turn that shows what came of the action, up to the model's next token, and whether text was
-        cut (its middle is left out); ``([], True)`` if not even the template's own tokens fit."""
+        """Return ids of the user's turn with the result of the action, up to the model's next token, and whether text
+        was cut (its middle is left out). Returns ``([], True)`` if the template's tokens do not fit."""
         text = "\n".join(result.text.strip() for result in results) or (action.error or "")
         facts = results[-1].info if results else {}
         shown = self._shown(text)
@@ -203,7 +206,7 @@ class EpisodeProtocol(TextProtocol):
 
 
 def _after_instruction(page: str) -> tuple[str, list[str]]:
-    """A shop's page: its instruction ("" where it shows none), and the parts that follow it."""
+    """Return the instruction of a shop's page ("" without one), and the parts that follow it."""
     parts = page.strip().split(PAGE_BREAK)
     if "Instruction:" not in parts[:-1]:
         return "", parts

@@ -1,13 +1,13 @@
-"""Tool calling in a model's own chat format: template, call syntax, exact tokens between turns.
+"""Tool calling in a model's chat format: template, call syntax, exact tokens between turns.
 
 Source: the Hermes format of Qwen2.5 and Qwen3 (docs/papers/sod.md 4.2), the JSON calls of Llama 3, and the formats
-listed in docs/chat_formats.md. Mended here: the line break after an end of turn is kept (verl #6501); a call that
-cannot be read is answered with the reason (verl drops it, and the trajectory ends); calls beyond the limit are
-answered, not ignored; calls inside thinking are not executed.
+listed in docs/chat_formats.md. Differences from verl: the line break after an end of turn is kept (verl #6501); a call
+that cannot be read is answered with the reason (verl drops it, and the trajectory ends); calls beyond the limit are
+answered; calls inside thinking are not executed.
 
-Why not PyPI's ``renderers`` 0.1.12, which does the same with hand-written templates: it finds them by the exact
-published name, so a fine-tune, a folder or a tokenizer made here gets a generic one that cannot bridge tool turns; it
-has none for Qwen2.5; and it brings openai, openai-harmony, tiktoken and prime-pydantic-config along.
+PyPI's ``renderers`` 0.1.12 does the same with hand-written templates. It finds them by the exact published name, so a
+fine-tune or a folder gets a generic template that cannot bridge tool turns. It has none for Qwen2.5, and depends on
+openai, openai-harmony, tiktoken and prime-pydantic-config.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NOT_EXECUTED = "Only the first {limit} of the {found} tool calls of this turn we
 
 
 def boxed_instruction(tools: Sequence[str]) -> str:
-    """How to answer a question, with the purposes of the tools that the prompt shows."""
+    """Return the text that says how to answer a question, with the purposes of the tools in the prompt."""
     if not tools:
         return "{question}\n\nReason step by step. Put the final answer in \\boxed{}."
     purposes = [PURPOSES.get(tool, "") for tool in tools]
-    help_you = ",".join(purposes) if all(purposes) else ""  # the schemas of your own tools say what these are for
+    help_you = ",".join(purposes) if all(purposes) else ""  # the schemas of your tools describe their purposes
     return (
         f"{{question}}\n\nReason step by step. Use the tools wherever they help you{help_you}. Once you are sure, call "
         "no tool any more and put the final answer in \\boxed{}."
@@ -51,41 +51,40 @@ def boxed_instruction(tools: Sequence[str]) -> str:
 class HermesProtocol(TextProtocol):
     """Prompts, tool calls and tool results in the chat format of one model.
 
-    A turn ends with an end-of-turn token, which stays in it. The text behind its thinking is read: with
-    tool calls the turn is a CALL, without one an ANSWER, the content of its last ``\\boxed{}`` (None where nothing is
-    boxed; the trajectory ends then, too). A turn that was cut, whose thinking is not closed, or with a call that cannot
-    be read is INVALID: the reason comes back as a tool's result, and the trajectory goes on.
+    A turn ends with an end-of-turn token, which stays in it. The protocol reads the text behind its thinking. With tool
+    calls the turn is a CALL. Without one it is an ANSWER, the content of its last ``\\boxed{}`` (None without a box),
+    and ends the trajectory. A turn that was cut, has unclosed thinking, or has a call that cannot be read is INVALID:
+    the reason comes back as a tool's result, and the trajectory goes on.
 
     Args:
         tokenizer: Hugging Face folder with a chat template.
-        tools: what the model may call: names of ``rollout.tools.schemas.SCHEMAS``, JSON files with a schema, or
+        tools: tools that the model may call: names of ``rollout.tools.schemas.SCHEMAS``, JSON files with a schema, or
             schemas themselves. Empty: every turn is an answer.
-        tools_in: where the prompt shows the tools. ``template``: the chat template gets the schemas. ``system``: the
+        tools_in: place of the tools in the prompt. ``template``: the chat template gets the schemas. ``system``: the
             system message lists the schemas and the form of a call, for templates without tools. ``none``: nowhere;
             ``instruction`` must name them. ``trained``: nowhere, for a model that was trained to call them unasked.
-            ``auto``: template where the template shows tools and writes calls and results, else system.
-        instruction: the text of the user's turn about the question: ``none`` (the question alone), ``boxed`` (how to
-            answer and what the shown tools are for, in our words), a file with your own text, or the text itself, which
-            must hold ``{question}``. Or ``dataset``: the messages of the task's own ``prompt``, word by word.
+            ``auto``: template if the template shows tools and writes calls and results, else system.
+        instruction: text of the user's turn about the question: ``none`` (the question alone), ``boxed`` (how to answer
+            and the purposes of the shown tools, in our words), a file with your own text, or the text itself with
+            ``{question}``. Or ``dataset``: the messages of the task's ``prompt``, word by word.
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
-        max_parallel_calls: calls of one turn that are executed; the model is told that further ones were not. null:
-            as many as the template can write.
-        call_format: how calls are read: ``hermes`` (``<tool_call>`` tags), ``llama3`` (a JSON object), ``harmony``
-            (gpt-oss), the name of a tool parser of vLLM's, such as ``qwen3_coder``, or the dotted path of your own
-            function (see ``call_reader``). ``auto`` takes the first that reads back the calls that the template
-            writes. ``verl``: hermes as released with verl. Calls that cannot be read are dropped, and a turn of only
-            such calls ends the trajectory. Calls inside thinking count. The model is not told about calls beyond the
-            limit.
-        history: what the model reads of its earlier turns. ``sampled``: its own tokens, thinking included, in one
-            conversation. ``template``: a new prompt for every turn. The template writes the earlier turns as a chat
-            server would (Qwen3 drops thinking before the latest question, QwQ drops all of it).
-        newline: keep the line break that the template writes behind an end of turn; false: as released with verl,
-            whose loop forgets it (verl #6501).
+        max_parallel_calls: calls of one turn that are executed; the model is told that further ones were not. null: as
+            many as the template can write.
+        call_format: reader of calls: ``hermes`` (``<tool_call>`` tags), ``llama3`` (a JSON object), ``harmony``
+            (gpt-oss), a tool parser of vLLM's, such as ``minimax_m2``, or the dotted path of your function (see
+            ``call_reader``). ``auto`` takes the first that reads back the calls that the template writes. ``verl``:
+            hermes as released with verl: calls that cannot be read are dropped, and a turn of only such calls ends the
+            trajectory; calls inside thinking count; the model is not told about calls beyond the limit.
+        history: earlier turns as the model reads them. ``sampled``: its tokens, thinking included, in one conversation.
+            ``template``: a new prompt for every turn; the template writes the earlier turns as a chat server
+            would (Qwen3 drops thinking before the latest question, QwQ drops all of it).
+        newline: keep the line break that the template writes behind an end of turn; false: as released with verl, whose
+            loop forgets it (verl #6501).
 
     Raises:
         ValueError: a template without a stop token at the end of a turn, or one that cannot be cut there exactly; calls
             that are not read back; ``thinking`` for a template without such a choice; an unknown tool or instruction;
-            an instruction that does not name the tools that nothing else shows.
+            an instruction that does not name tools which the prompt shows nowhere else.
     """
 
     stop: tuple[str, ...] = ()
@@ -128,10 +127,10 @@ class HermesProtocol(TextProtocol):
         return self.history == "template"
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """[P] ids of the template with tools and the header of the assistant's turn; CLOSED_BOOK: without tools.
+        """Return [P] ids of the template with tools and the header of the assistant's turn; CLOSED_BOOK: without tools.
 
-        Raises ValueError if the question is empty, the instruction is ``dataset`` and the task has no prompt, what is
-        shown of the task quotes a control token, or for a gold mode: its passages would be an assistant's words.
+        Raises ValueError if the question is empty, the instruction is ``dataset`` and the task has no prompt, the
+        task's text quotes a control token, or for a gold mode, whose passages would be an assistant's words.
         """
         if mode not in (PromptMode.AGENT, PromptMode.CLOSED_BOOK):
             raise ValueError(
@@ -151,7 +150,8 @@ class HermesProtocol(TextProtocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """See ``PerTurnPrompts``. All turns stay; where the prompt is too long, results lose their middle."""
+        """Return the prompt of the next turn (see ``PerTurnPrompts``). All turns stay; results in a long prompt lose
+        their middle."""
         if not turns:
             return TurnPrompt(tuple(self.prompt_ids(task)), 0, False)
         prompt = self._with_skills(task, self._messages(task))
@@ -172,7 +172,7 @@ class HermesProtocol(TextProtocol):
         return TurnPrompt(tuple(ids), len(turns) if ids else 0, cut)
 
     def _said(self, action: Action, text: str) -> Message:
-        """An earlier turn as a message. Its tags are text, but for those of its thinking."""
+        """Return an earlier turn as a message. Its tags are text, except those of its thinking."""
         turn, _ = self.chat.without_end(text)
         turn = self.chat.opened + turn
         try:
@@ -191,7 +191,7 @@ class HermesProtocol(TextProtocol):
         return [{"role": role, "content": self.chat.quotes.quote(text)} for text in texts]
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """The action of one turn; see the class."""
+        """Return the action of one turn; see the class."""
         turn, ended = self.chat.without_end(text)
         if not ended:
             return Action(ActionKind.INVALID, error=CUT, ended=False)
@@ -210,17 +210,19 @@ class HermesProtocol(TextProtocol):
         return Action(ActionKind.CALL, calls[:limit], error=note)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Ids of everything up to the model's next token, and whether text was cut: the end of the turn where the model
-        did not get to it, a tool message for each result and one for ``action.error``, the header of the next turn.
-        Where the budget is too small, the middle of the longest texts is left out; ``([], True)`` if not even the
-        template's own tokens fit."""
+        """Return ids of everything up to the model's next token, and whether text was cut.
+
+        They have the end of the turn if the model did not write it, a tool message for each result and one for
+        ``action.error``, and the header of the next turn. A small budget leaves out the middle of the longest texts.
+        Returns ``([], True)`` if the template's tokens do not fit.
+        """
         names = tuple(call.name for call in action.calls)
         texts = self._texts(action, results)
         longest = max(map(len, texts), default=0)
         return fitting(lambda limit: self._observation(action, names, texts, limit), longest, budget)
 
     def _texts(self, action: Action, results: Sequence[ToolResult]) -> list[str]:
-        """The texts that follow a turn, one a message."""
+        """Return the texts that follow a turn, one per message."""
         texts = [result.text.strip() for result in results] + ([action.error] if action.error else [])
         names = tuple(call.name for call in action.calls)
         if len(texts) > len(names) > 0 and not self.chat.takes_results(names, len(texts)):
@@ -234,7 +236,7 @@ class HermesProtocol(TextProtocol):
     def _chat_with(
         self, schemas: Sequence[dict[str, Any]], tools_in: ToolsIn, thinking: bool | None, newline: bool
     ) -> tuple[ToolsIn, ChatBoundaries]:
-        """Choose where the tools are shown, and make the chat for it."""
+        """Choose the place of the tools, and make the chat for it."""
 
         def chat(shown: Sequence[dict[str, Any]]) -> ChatBoundaries:
             return ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline)
@@ -270,7 +272,7 @@ class HermesProtocol(TextProtocol):
             return ""
 
     def _check_named(self, text: str, where: str) -> None:
-        """Raises ValueError for a prompt that nowhere names a tool."""
+        """Raise ValueError for a prompt that does not name the tools."""
         unnamed = [name for name in self.tools if name not in text]
         if self.tools_in == "none" and unnamed:
             raise ValueError(

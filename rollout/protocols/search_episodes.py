@@ -18,17 +18,17 @@ _CLOSING = re.compile(r"</(search|answer)>")
 
 
 class SearchEpisodeProtocol(EpisodeProtocol):
-    """As ``EpisodeProtocol``, with ``<search>`` and ``<answer>`` instead of actions.
+    """``EpisodeProtocol`` with ``<search>`` and ``<answer>`` instead of actions.
 
     A turn ends at its first ``</search>`` or ``</answer>``. It is not well-formed if it opens both, or one twice; as in
-    the released code the search then counts before the answer. Thinking is asked for and not required. A turn with
-    neither is INVALID and answered with a correction.
+    the released code, the search then counts before the answer. Prompts ask for thinking but do not require it. A turn
+    with neither is INVALID and answered with a correction.
 
     Args:
         tokenizer: Hugging Face folder with a chat template.
         texts: see ``EpisodeProtocol``.
-        window: so many past steps stand in each turn's prompt (published: 4); null: one conversation.
-        correction: what the model reads after a turn without a search or an answer.
+        window: number of past turns in each turn's prompt (published: 4); null: one conversation.
+        correction: text that the model reads after a turn without a search or an answer.
         thinking: passed to the chat template as ``enable_thinking``; by default the template decides.
     """
 

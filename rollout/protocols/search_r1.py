@@ -1,8 +1,8 @@
 """Search-R1's protocol: <think>, <search>, <information>, <answer> as plain text in one assistant turn.
 
-Source of the format: PeterGriffinJin/Search-R1, search_r1/llm_agent/generation.py. Mended here: real stop strings
-instead of sampling on and cutting; sampled ids kept as they are; an observation that is too long loses document text,
-never its closing tag; EOS and empty queries are decided, not accidental.
+Source of the format: PeterGriffinJin/Search-R1, search_r1/llm_agent/generation.py. Differences: real stop strings
+instead of cutting later; sampled ids are never changed; a long observation loses document text, never its closing tag;
+EOS and empty queries have defined results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rollout.protocols.base import PromptMode
 from rollout.protocols.text import DATASET, TextProtocol, read_template
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
-# The meaning of Search-R1's instruction in our own words. Checkpoints trained on the published wording need exactly
-# that wording: Search-R1's question files carry it, ``template: dataset`` takes it from there.
+# Search-R1's instruction in our words. Checkpoints trained on the published wording need that wording: Search-R1's
+# question files have it, and ``template: dataset`` takes it from there.
 INSTRUCTION = (
     "Your task is to answer the question at the end. Each time you receive new information, begin by reasoning about "
     "it between <think> and </think>. When your reasoning shows that you lack knowledge, call the search engine by "
@@ -42,19 +42,19 @@ class SearchR1Protocol(TextProtocol):
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt; without a chat template
             the prompt is the bare text.
-        template: ``search_r1`` (the full instruction, in our words), ``short`` ("Question: ...", for tiny models that
-            were trained on it), a file with your own text, or the text itself. Must hold ``{question}``. Or a question
-            file (.parquet) whose prompts' wording is taken, for questions that bring none of their own; or ``dataset``:
-            the messages of the task's own ``prompt``, word by word.
-        eos_ends: what a turn means that ends with EOS without an action. False: it is invalid, the model reads the
+        template: ``search_r1`` (the full instruction, in our words), ``short`` ("Question: ...", for tiny models
+            trained on it), a file with your own text, or the text itself; it must have ``{question}``. Or a question
+            file (.parquet), whose wording serves questions without a prompt; or ``dataset``: the messages of the task's
+            ``prompt``, word by word.
+        eos_ends: meaning of a turn that ends with EOS without an action. False: it is invalid, the model reads the
             correction and the trajectory goes on (as in Search-R1). True: the trajectory ends there.
-        correction: what the model reads after an invalid turn.
-        opening_tag: of several before a closing tag, the one that an action begins at. last: what the model merely
-            mentions before is no content. first: as released (generation.py, postprocess_predictions), for checkpoints
-            that learnt by it.
+        correction: text that the model reads after an invalid turn.
+        opening_tag: the opening tag where an action begins, if there are several. last: tags that the model only
+            mentions before it are not content. first: as released (generation.py, postprocess_predictions), for
+            checkpoints trained with it.
 
     Raises:
-        ValueError: if the template is neither a name nor a file nor a text with ``{question}``, or the folder holds no
+        ValueError: the template is neither a name, a file nor a text with ``{question}``, or the folder has no
             tokenizer or one without EOS.
     """
 
@@ -77,12 +77,12 @@ class SearchR1Protocol(TextProtocol):
         self.correction = correction
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """The first complete action in the text of one turn.
+        """Return the first complete action in the text of one turn.
 
-        An action is complete at a closing tag whose opening tag came before it; it holds what follows the last such
-        opening tag, or the first, by ``opening_tag``. An empty query is a CALL
-        (the tool refuses it without asking the server), an empty answer is an ANSWER (it scores 0). In GOLD_DIRECT
-        the prompt has opened ``<answer>``, so the text up to ``</answer>`` is the answer.
+        An action is complete at a closing tag after its opening tag. Its content starts after the last such opening
+        tag, or the first, by ``opening_tag``. An empty query is a CALL (the tool refuses it without a request), an
+        empty answer is an ANSWER (it scores 0). In GOLD_DIRECT the prompt has opened ``<answer>``, so the text up to
+        ``</answer>`` is the answer.
         """
         opened: dict[str, int] = {"answer": 0} if mode is PromptMode.GOLD_DIRECT else {}
         for tag in _TAG.finditer(text):
@@ -98,9 +98,10 @@ class SearchR1Protocol(TextProtocol):
         return Action(ActionKind.INVALID, error=found)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Ids of the ``<information>`` block, or of the correction after an INVALID action, and whether text was cut.
+        """Return ids of the ``<information>`` block, or of the correction after an INVALID action, and whether text was
+        cut.
 
-        What does not fit loses the end of the documents; the tags stay. ``([], True)`` if not even they fit.
+        A long block loses the end of the documents; the tags stay. Returns ``([], True)`` if the tags do not fit.
         """
         if action.kind is ActionKind.INVALID:
             ids = self._ids(self.correction)

@@ -14,25 +14,25 @@ from rollout.tools.python.base import LEFT_OUT
 from rollout.tools.search import format_passages
 from rollout.trajectory import Task
 
-DATASET = "dataset"  # a template's name: the messages of the task's own ``prompt``, word by word
+DATASET = "dataset"  # a template's name: the messages of the task's ``prompt``, word by word
 
 
 def shows_task_prompts(protocol: ChatProtocol) -> bool:
-    """Whether a protocol was given the template ``dataset``; they call the choice by different names."""
+    """Return whether a protocol has the template ``dataset``; protocols call this option by different names."""
     return DATASET in (getattr(protocol, "template", None), getattr(protocol, "instruction", None))
 
 
 class TextProtocol:
-    """Base of the protocols. Subclasses say how a task becomes messages, and how text becomes actions.
+    """Base of the protocols. Subclasses turn a task into messages, and text into actions.
 
     Args:
-        tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt; without a chat template
-            (a base model) the prompt is BOS, where the tokenizer has one, and the bare text.
-        eos_ends: what a turn means that ends with EOS without an action. False: it is invalid, and the model reads the
+        tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt. Without one (a base
+            model) the prompt is BOS, if the tokenizer has it, and the bare text.
+        eos_ends: meaning of a turn that ends with EOS without an action. False: it is invalid, and the model reads the
             correction. True: the trajectory ends there.
 
     Raises:
-        ValueError: if the folder holds no tokenizer or one without EOS.
+        ValueError: the folder has no tokenizer or one without EOS.
     """
 
     block: tuple[str, str] = ("", "")  # tags around passages and results
@@ -45,11 +45,11 @@ class TextProtocol:
         self.quotes = Quotes(self.tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled ids, special tokens kept."""
+        """Return the text of sampled ids, special tokens kept."""
         return decode(self.tokenizer, token_ids)
 
     def _dataset_messages(self, task: Task, otherwise: str) -> list[dict[str, str]]:
-        """The task's own prompt, checked; ``otherwise``: the template to take if there is none."""
+        """Return the task's prompt, checked; ``otherwise``: the template that the error message suggests."""
         roles = [role for role, _ in task.prompt]
         if not roles or roles[-1] != "user" or (len(roles) > 1 and not self.tokenizer.chat_template):
             expected = "messages that end with the user's" if self.tokenizer.chat_template else "one user message"
@@ -64,8 +64,8 @@ class TextProtocol:
         return [{"role": role, "content": content} for role, content in task.prompt]
 
     def _with_skills(self, task: Task, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """The messages with the task's skills at the beginning of the last one, the user's; a proper turn of the chat,
-        where the released code of SDAR puts them before its first control token (docs/papers/sdar.md 2.2)."""
+        """Return the messages with the task's skills at the beginning of the last one, the user's. SDAR's released code
+        puts them before the first control token instead (docs/papers/sdar.md 2.2)."""
         if not task.skills:
             return list(messages)
         self._refuse_control_tokens(task, "the skills", task.skills)
@@ -80,7 +80,7 @@ class TextProtocol:
         """Return [P] ids of the chat template, the instruction and the question.
 
         ARCap's gold modes also write the passages at the beginning of the assistant's turn. GOLD_DIRECT opens
-        ``<answer>``, which leaves no room to think.
+        ``<answer>``, so the model cannot think first.
 
         Raises:
             ValueError: the question is empty, a gold mode meets a task without gold passages, the template is
@@ -121,12 +121,12 @@ class TextProtocol:
         return render_chat(self.tokenizer, messages, add_generation_prompt=True)
 
     def _ids(self, text: str) -> list[int]:
-        """What was quoted (``Quotes``) becomes ordinary text."""
+        """Return ids of a text; quoted tags (``Quotes``) become ordinary text."""
         return self.quotes.ids(text)
 
     def _block(self, opening: str, body: str, closing: str, budget: int) -> tuple[list[int], bool]:
-        """Ids of ``opening + body + closing`` within ``budget``, and whether text was cut: what does not fit loses the
-        end of the body, the tags stay. ``([], True)`` if not even they fit. The body is from outside."""
+        """Return ids of ``opening + body + closing`` within ``budget``, and whether text was cut. A long body, which is
+        untrusted text, loses its end; the tags stay. Returns ``([], True)`` if the tags do not fit."""
         body = self.quotes.quote(body)
         ids = self._ids(opening + body + closing)
         if len(ids) <= budget:
@@ -136,18 +136,19 @@ class TextProtocol:
         for _ in range(3):  # a character has at most four bytes, so at most three tokens of a broken one are left
             if head and self.decode(head[-4:]).endswith("\ufffd"):
                 head.pop()
-        # Where one token spans the opening tag and the first letters of the text, the tag may need more than its own.
+        # If one token spans the opening tag and the first letters of the text, the tag may not fit alone.
         return (head + tail, True) if self.decode(head).startswith(opening) else ([], True)
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """The texts that the tokenizer reads as one special token wherever they stand, sorted."""
+    """Return the texts that the tokenizer reads as one special token everywhere, sorted."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return tuple(sorted(added | set(tokenizer.all_special_tokens)))
 
 
 def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's EOS and those of generation_config.json (Qwen lists two), without repetition."""
+    """Return the ids of the tokenizer's EOS and those in generation_config.json (Qwen lists two), without
+    repetition."""
     ids = [tokenizer.eos_token_id]
     config = Path(folder) / "generation_config.json"
     if config.is_file():
@@ -157,8 +158,11 @@ def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_thinking(tokenizer: Any, thinking: bool | None, opened: bool) -> None:
-    """Raises ValueError for ``enable_thinking`` with a template that does not know it, unless it does just that anyhow;
-    ``opened``: its header opens the thinking."""
+    """Raise ValueError for ``enable_thinking`` with a template that does not know it and thinks otherwise.
+
+    Args:
+        opened: the template's header opens the thinking.
+    """
     known = "enable_thinking" in (tokenizer.chat_template or "")
     if thinking is not None and not known and thinking != opened:
         raise ValueError(
@@ -168,8 +172,8 @@ def check_thinking(tokenizer: Any, thinking: bool | None, opened: bool) -> None:
 
 
 def read_template(template: str, built_in: Mapping[str, str]) -> str:
-    """The text behind a built-in name, a file path (of a question file, .parquet: its prompts' wording), or the text
-    itself. Raises ValueError if it is none of them."""
+    """Return the text of a built-in name or a file (of a question file, .parquet: its prompts' wording), or the text
+    itself. Raises ValueError for anything else."""
     if template in built_in:
         return built_in[template]
     if "{question}" in template:
@@ -187,8 +191,8 @@ def read_template(template: str, built_in: Mapping[str, str]) -> str:
 
 
 def _worded_in(path: Path) -> str:
-    """The wording of a question file (Search-R1's): its first row's user turn, with {question} for the question and the
-    mark that ends it. Raises ValueError where the turn does not hold the question."""
+    """Return the wording of a question file (Search-R1's): its first row's user turn, with {question} instead of the
+    question and its question mark. Raises ValueError if the turn does not contain the question."""
     import polars as pl
 
     frame = pl.scan_parquet(path).head(1)
@@ -203,9 +207,13 @@ def _worded_in(path: Path) -> str:
 
 
 def fitting(write: Callable[[int | None], list[int]], longest: int, budget: int) -> tuple[list[int], bool]:
-    """The longest of ``write(limit)`` that has at most ``budget`` ids, and whether anything had to be cut for it;
-    ``([], True)`` if nothing has. ``write`` keeps texts to ``limit`` characters each, None: as they are; ``longest`` is
-    the length of the longest."""
+    """Return the longest of ``write(limit)`` that has at most ``budget`` ids, and whether anything was cut; ``([],
+    True)`` if nothing fits.
+
+    Args:
+        write: writes texts cut to ``limit`` characters each, or uncut for None.
+        longest: length of the longest text.
+    """
     ids = write(None)
     if len(ids) <= budget:
         return ids, False
@@ -218,11 +226,11 @@ def fitting(write: Callable[[int | None], list[int]], longest: int, budget: int)
 
 
 def shortened(text: str, limit: int) -> str:
-    """At most ``limit`` characters: the beginning and a fifth for the end, errors come last; below what the note in
-    between needs, the beginning alone.
+    """Cut a text to ``limit`` characters: the beginning and, because errors come last, a fifth for the end. A limit too
+    small for the note between keeps only the beginning.
 
     >>> shortened("a" * 100, 40), shortened("abc", 2)
-    ('aaaaaaaa\\n[... output left out ...]\\naa', 'ab')
+    ('aaaaaaaaaaa\\n[... output left out ...]\\naa', 'ab')
     """
     if len(text) <= limit:
         return text
