@@ -1,7 +1,7 @@
-"""An engine that writes what a scripted expert of a generated world would say: the source of demonstrations.
+"""Base classes of a world's scripted expert, which writes demonstrations in place of a model.
 
-The ordinary agent loop drives it with the real tools or environment, so that its demonstrations are ordinary
-trajectories; only the sampling of tokens is special. A world subclasses ``WorldExpert`` with its policy.
+The ordinary agent loop drives the expert with the real tools or environment, so demonstrations are ordinary
+trajectories. A world subclasses ``WorldExpert`` with its policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CarelessPolicy:
-    """An expert with habits that cost calls: with probability ``error_rate`` a step is taken carelessly at first."""
+    """An expert with costly habits: with probability ``error_rate`` it starts a turn carelessly."""
 
     def __init__(self, error_rate: float = 0.15, seed: int = 0) -> None:
         if not 0 <= error_rate < 1:
@@ -30,7 +30,8 @@ class CarelessPolicy:
         self.error_rate, self.seed = error_rate, seed
 
     def slips(self, task: Task, step: int) -> random.Random | None:
-        """What a careless step goes on to draw from, the same whenever it is asked; None for a careful one."""
+        """Return the random generator of a careless turn, or None for a careful turn. The same arguments give the same
+        draws."""
         rng = random.Random(f"{self.seed}:{task.id}:{step}")
         return rng if rng.random() < self.error_rate else None
 
@@ -39,15 +40,15 @@ class WorldExpert:
     """Engine over a policy that knows the answers. Subclasses set the class variables.
 
     Args:
-        tokenizer: Hugging Face folder of the tokenizer in which to write.
-        files: question files of the world; their metadata hold what the policy has to know.
-        error_rate: probability that a step is careless at first (see the policy).
-        seed: of the slips.
+        tokenizer: Hugging Face folder of the tokenizer.
+        files: question files of the world, whose metadata hold the answers.
+        error_rate: probability that a turn starts carelessly (see the policy).
+        seed: seed of the careless turns.
     """
 
-    QUESTION: ClassVar[re.Pattern[str]]  # its first group is the question, found in the prompt
+    QUESTION: ClassVar[re.Pattern[str]]  # finds the question in the prompt, as its first group
     Policy: ClassVar[Any]  # (error_rate, seed) -> an object with next_turn(task, transcript)
-    ends_turns: ClassVar[bool] = False  # with the tokenizer's EOS, as chats do
+    ends_turns: ClassVar[bool] = False  # with the tokenizer's EOS, as in chats
 
     def __init__(self, tokenizer: str, files: list[str], error_rate: BelowOne = 0.15, seed: NonNegativeInt = 0) -> None:
         self._tokenizer_path, self._files = tokenizer, files
@@ -78,7 +79,7 @@ class WorldExpert:
         return Generation(tuple(ids), (0.0,) * len(ids), "stop" if stop else "eos", 0, stop_string=stop)
 
     def _choose(self, tasks: Sequence[Task], transcript: str) -> Task:
-        """Of several tasks that ask the same, which one it is."""
+        """Choose one of several tasks that ask the same question."""
         return tasks[-1]
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:

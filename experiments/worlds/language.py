@@ -1,4 +1,4 @@
-"""Writes the language of a generated world: a tokenizer for its words, and plain text for a tiny model to learn."""
+"""Tokenizer and plain text of a generated world, from which a tiny model learns the language."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.storage import save_trajectories
 from rollout.trajectory import Action, ActionKind, StopReason, Task, Trajectory, Turn
 
 LISTS = 0.3  # share of the texts that are lists
-ADVICE = 0.1  # share that are skills
+ADVICE = 0.1  # share of the texts that are skills
 TOKENIZER_TEXTS = 3000
 
 Draw = Callable[[random.Random], str]
@@ -29,13 +29,13 @@ def write_language(
     digits: int = 1,
     further: Sequence[str] = (),
 ) -> int:
-    """Write ``tokenizer/`` and ``articles.parquet``. Deterministic. Returns the size of the vocabulary.
+    """Write ``tokenizer/`` and ``articles.parquet``; return the vocabulary size. Deterministic.
 
     Args:
         text: draws a text.
-        articles: sequences of texts, one after the other, cut to ``article_tokens`` ids.
+        articles: number of sequences; each joins texts and is cut to ``article_tokens`` ids.
         digits: see ``train_tokenizer``.
-        further: texts for the tokenizer alone.
+        further: additional texts for the tokenizer.
     """
     drawn = random.Random(f"texts:{seed}")
     words = [*(text(drawn) for _ in range(TOKENIZER_TEXTS)), *further]
@@ -50,7 +50,7 @@ def write_language(
 
 
 def save_language(folder: Path, tokenizer: Any, sequences: Iterable[list[int]]) -> int:
-    """Write ``tokenizer/`` and, of sequences of ids, ``articles.parquet``. Returns the size of the vocabulary."""
+    """Write ``tokenizer/`` and, if there are sequences, ``articles.parquet``; return the vocabulary size."""
     tokenizer.save_pretrained(folder / "tokenizer")
     articles = [as_trajectory(ids, number, tokenizer.pad_token_id) for number, ids in enumerate(sequences)]
     save_trajectories(folder / "articles.parquet", articles)
@@ -58,7 +58,7 @@ def save_language(folder: Path, tokenizer: Any, sequences: Iterable[list[int]]) 
 
 
 def as_trajectory(ids: list[int], number: int, bos_id: int) -> Trajectory:
-    """A text as a trajectory whose every token is in the loss, so that `SFT` trains on it unchanged."""
+    """Wrap a text as a trajectory whose every token is in the loss, so that `SFT` trains on it unchanged."""
     turn = Turn(0, len(ids), Action(ActionKind.INVALID, error="plain text"), "length", 0, len(ids))
     return Trajectory(
         task=Task(id=f"article-{number}", question="", golden_answers=(), data_source="articles"),
@@ -75,7 +75,7 @@ def as_trajectory(ids: list[int], number: int, bos_id: int) -> Trajectory:
 
 
 def token_sequences(texts: Callable[[], Iterator[str]], tokenizer: Any, count: int, length: int) -> Iterator[list[int]]:
-    """``count`` sequences of ``length`` ids: for each ``texts`` is called, and what it yields tokenised and cut."""
+    """Return ``count`` sequences of ``length`` ids. Each tokenises what one call of ``texts`` yields."""
     for _ in range(count):
         ids: list[int] = []
         drawn = texts()
@@ -85,7 +85,7 @@ def token_sequences(texts: Callable[[], Iterator[str]], tokenizer: Any, count: i
 
 
 def mixed_text(rng: random.Random, bank: SkillBank, thing: Draw, episode: Draw) -> str:
-    """A list of things, two skills of the bank, or (mostly) an episode as a transcript."""
+    """Draw a list of things, two skills of the bank or, mostly, the transcript of an episode."""
     drawn = rng.random()
     if drawn < LISTS:
         return repeated_list(rng, thing)
@@ -96,6 +96,6 @@ def mixed_text(rng: random.Random, bank: SkillBank, thing: Draw, episode: Draw) 
 
 
 def repeated_list(rng: random.Random, thing: Draw, length: int = 12) -> str:
-    """Names of things in no order, then the same once more: nothing but copying says what comes next."""
+    """Write names in random order, then the same names again, which teaches copying."""
     items = " ".join(thing(rng) for _ in range(length))
     return f"List: {items}\nAgain: {items}\n"

@@ -1,8 +1,7 @@
 """A small byte-level BPE tokenizer with Qwen3's special tokens and chat format, trained on given texts.
 
-Qwen3 pre-tokenises with one regular expression (letters with an optional leading symbol, single digits, runs of
-punctuation, line breaks); the same split is used here, so that whatever is learnt about token boundaries at tag
-strings carries over to the real models.
+The text is first split as in Qwen3 (letters with an optional leading symbol, single digits, runs of punctuation, line
+breaks), so token boundaries at tags are the same as in the real models.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Order and special-ness as in Qwen3's tokenizer_config.json: the control tokens are special (skipped on decode when
-# asked), the tag tokens are ordinary added tokens.
+# In the order of Qwen3's tokenizer_config.json. Control tokens are special (decode can skip them); tags are ordinary
+# added tokens.
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
@@ -24,22 +23,24 @@ PRE_TOKENIZER_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Qwen's chat format in our own words: a system message that lists the tools, calls between <tool_call> tags, and the
-# results of tools as <tool_response> blocks in a user's turn, adjacent ones in one turn. Without tools, plain turns.
+# Qwen's chat format in our own words: a system message lists the tools, calls stand between <tool_call> tags, and
+# adjacent tool results share one user message as <tool_response> blocks. Without tools, the turns are plain.
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, digits: int = 1, spaced_numbers: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Train on ``texts``; the result has at most ``vocab_size`` entries, added tokens included.
+    """Train on ``texts``; the vocabulary has at most ``vocab_size`` entries, added tokens included.
 
-    ``digits``: of a number stay together, counted from its left: 1 as Qwen, 3 as Llama 3. A tiny model copies tokens,
-    not orders of digits. ``spaced_numbers``: a number holds the space before it, as words do. To copy " 47" a tiny
-    model looks for the word that came before; with Qwen's split a bare space comes before every number.
+    ``digits`` is the number of digits in one token, counted from the left: 1 as in Qwen, 3 as in Llama 3. A tiny model
+    can
+    copy tokens but not the order of digits. With ``spaced_numbers`` a number includes the space before it, as words do.
+    To
+    copy " 47" a tiny model looks for the word before the number; in Qwen's split a bare space precedes every number.
 
-    EOS is ``<|im_end|>`` and padding is ``<|endoftext|>``: two different ids, so that a real EOS is never mistaken
-    for padding. Deterministic: the same texts in the same order give the same tokenizer.
+    EOS is ``<|im_end|>`` and padding is ``<|endoftext|>``, so a real EOS is never taken for padding. Deterministic: the
+    same texts in the same order give the same tokenizer.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Base of the stages that generate a world: question files, a tokenizer, and text to learn from."""
+"""Base of the stages that generate a world: question files, a tokenizer and text to learn from."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rollout.trajectory import Task
 
 
 class WorldTask(ABC):
-    """Deterministic. All splits are disjoint.
+    """Generates the files of a world. Deterministic; the splits are disjoint.
 
     Args:
-        seed: of everything.
-        train: training tasks.
-        val: validation tasks.
-        test: test tasks.
-        demonstrations: tasks for the expert.
-        vocab_size: of the tokenizer.
-        articles: sequences of plain text, to teach a model the language.
-        article_tokens: length of each.
+        seed: seed of all draws.
+        train: number of training tasks.
+        val: number of validation tasks.
+        test: number of test tasks.
+        demonstrations: number of tasks for the expert.
+        vocab_size: vocabulary size of the tokenizer.
+        articles: number of plain-text sequences that teach a model the language.
+        article_tokens: tokens per sequence.
     """
 
     def __init__(
@@ -45,31 +45,32 @@ class WorldTask(ABC):
         self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``{demonstrations,train,val,test}.parquet``, ``tokenizer/``, ``articles.parquet`` (if it has text)."""
+        """Write ``{demonstrations,train,val,test}.parquet``, ``tokenizer/`` and, for worlds with text,
+        ``articles.parquet``."""
         splits = self._splits()
         figures = write_splits(output_dir, splits, self._prompt)
         return {"vocabulary": self._write_language(output_dir, splits["demonstrations"])} | figures
 
     @abstractmethod
     def _splits(self) -> dict[str, list[Task]]:
-        """Tasks by the name of their file, of the sizes that were asked for."""
+        """Return the tasks by file name, in the requested sizes."""
 
     @abstractmethod
     def _write_language(self, folder: Path, demonstrations: list[Task]) -> int:
-        """Write ``tokenizer/``, and ``articles.parquet`` if it has text. Returns the size of the vocabulary."""
+        """Write ``tokenizer/`` and, for worlds with text, ``articles.parquet``; return the vocabulary size."""
 
     def _prompt(self, task: Task) -> str:
-        """Text of the task's prompt in its file."""
+        """Return the prompt text of a task for the question file."""
         return task.question
 
 
 def write_splits(
     folder: Path, splits: Mapping[str, Sequence[Task]], render: Callable[[Task], str] = lambda task: task.question
 ) -> dict[str, int]:
-    """Write ``NAME.parquet`` for each split. Returns their sizes, and those of the data sources of "train".
+    """Write ``NAME.parquet`` for each split; return the sizes of the splits and of each data source of "train".
 
     Args:
-        render: text of a task's prompt, as in ``write_tasks``.
+        render: returns the prompt text of a task, as in ``write_tasks``.
     """
     for name, tasks in splits.items():
         write_tasks(folder / f"{name}.parquet", tasks, render)

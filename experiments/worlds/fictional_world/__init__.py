@@ -1,1 +1,1 @@
-"""An invented world: a corpus, questions about it, and an expert who answers them by searching."""
+"""An invented world: a corpus, questions about it, and an expert that answers them by searching."""

@@ -1,7 +1,7 @@
-"""Plain text of an invented world, for teaching a tiny model the language before anything else.
+"""Plain text about an invented world, from which a tiny model learns the language.
 
-Real base models have read the web; a model made from nothing has read nothing and cannot even copy a name. Articles
-about *another* world (same words, other facts) give it the language without a single fact that questions ask about.
+A model with random weights has read nothing and cannot even copy a name. The articles describe *another* world (same
+words, other facts), so they teach the language but none of the facts that questions ask about.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from rollout.tools.search import format_passages
 
 
 def article(world: World, entity: Entity, rng: random.Random, shown: int = 3, notes: int = 2) -> str:
-    """``shown`` passages about one entity, as search results are printed, then ``notes`` that restate facts of them.
+    """Write ``shown`` passages about one entity, in the format of search results, then ``notes`` that restate some
+    facts.
 
-    The notes are what makes a model read: to go on after "It is" it has to find the passage that is meant.
+    The notes make a model read: to continue after "It is" it must find the right passage.
     """
     relations = rng.sample(RELATIONS_OF[entity.kind], shown)
     passages = [world.passages[world.passage_of[entity.id, r.keyword]] for r in relations]
@@ -28,7 +29,7 @@ def article(world: World, entity: Entity, rng: random.Random, shown: int = 3, no
 
 
 def linked_articles(world: World, rng: random.Random, article: Callable[..., str]) -> Iterator[str]:
-    """Articles without end: the first about any entity, each further one about an entity of a fact of the last."""
+    """Yield articles without end: each one is about an entity that a fact of the previous one names."""
     entity = rng.choice(world.entities)
     while True:
         text = article(world, entity, rng)

@@ -1,4 +1,4 @@
-"""Stage: writes the fictional world to disk (corpus, questions, tokenizer, articles)."""
+"""Stage that writes the fictional world: corpus, questions, tokenizer and articles."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from rollout.tools.search import format_passages
 from rollout.trajectory import Task
 
 UNSEEN_SHARE = 0.15  # of the entities of each kind: kept away from training questions
-HOP_TOLERANCE = 0.05  # besides chance
-LANGUAGE_SEED_OFFSET = 1_000_003  # the articles' world: same words, other facts
+HOP_TOLERANCE = 0.05  # at least, besides chance
+LANGUAGE_SEED_OFFSET = 1_000_003  # the world of the articles: same words, other facts
 
 
 class FictionalWorldTask(WorldTask):
-    """What the tasks that write a fictional world have in common.
+    """Base of the stages that write a fictional world.
 
     Args:
-        entities: number of entities; the corpus has five passages for each, seven with numbers.
-        test_unseen: test questions about entities that training questions never start at; ``test`` are about those
-            that training asks about, too.
-        vocab_size: of the tokenizer; enough to hold every word of names whole.
-        world: see ``WorldTask``. The articles are about another world.
+        entities: number of entities; each has five passages, or seven in the world with numbers.
+        test_unseen: number of test questions about entities at which no training question starts. The ``test``
+            questions
+            start at entities that training questions use too.
+        vocab_size: vocabulary size of the tokenizer; it should hold each word of a name as one token.
+        world: see ``WorldTask``. The articles describe another world.
     """
 
-    digits: ClassVar[int] = 1  # of a number that the tokenizer keeps together
-    questions: ClassVar[str]  # names the random numbers of the questions
+    digits: ClassVar[int] = 1  # digits of a number in one token
+    questions: ClassVar[str]  # seed name of the questions
 
     def __init__(
         self,
@@ -62,18 +63,20 @@ class FictionalWorldTask(WorldTask):
         self, world: World, name: str, subjects: list[Entity], count: int, avoid: set[int], rng: random.Random,
         taken: set[Any],
     ) -> list[Task]:  # fmt: skip
-        """Tasks that start at one of ``subjects``, do without the entities in ``avoid`` (ids), and are not in ``taken``
-        (which grows)."""
+        """Draw tasks that start at one of ``subjects``, avoid the entities of ``avoid`` (ids) and are not in ``taken``.
+
+        Adds the tasks to ``taken``.
+        """
 
     @abstractmethod
     def _article(self, world: World, entity: Entity, rng: random.Random) -> str: ...
 
     @abstractmethod
     def _transcript(self, task: Task) -> list[str]:
-        """How an agent writes about a task, for the tokenizer."""
+        """Write a task as an agent would, for the tokenizer."""
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """As every world, and ``corpus.jsonl``."""
+        """Write the files of every world, and ``corpus.jsonl``."""
         with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
             for passage in self.world.passages:
                 file.write(json.dumps({"id": passage.id, "contents": passage.contents}) + "\n")
@@ -81,14 +84,14 @@ class FictionalWorldTask(WorldTask):
 
     @functools.cached_property
     def world(self) -> World:
-        """The world that the corpus and the questions are about."""
+        """Return the world that the corpus and the questions describe."""
         return self._world(self.seed)
 
     def _prompt(self, task: Task) -> str:
         return f"{QUESTION_MARKER} {task.question}\n"
 
     def _splits(self) -> dict[str, list[Task]]:
-        """The unseen part of the test split starts at an entity at which training never does."""
+        """Draw the splits. The unseen part of the test starts at entities at which no training question starts."""
         world = self.world
         rng = random.Random(f"{self.questions}:{self.seed}")
         unseen: set[int] = set()  # ids of the entities kept away from training
@@ -105,7 +108,7 @@ class FictionalWorldTask(WorldTask):
         return splits
 
     def _write_language(self, folder: Path, demonstrations: list[Task]) -> int:
-        """The tokenizer is trained on articles, passages, questions, and how an agent writes."""
+        """Train the tokenizer on articles, passages, questions and an agent's text."""
         other, rng = self._world(self.seed + LANGUAGE_SEED_OFFSET), random.Random(f"texts:{self.seed}")
         texts = [self._article(other, entity, rng) for entity in other.entities]
         texts += [passage.contents for passage in self.world.passages]
@@ -121,7 +124,7 @@ class FictionalWorldTask(WorldTask):
 class BuildWorld(FictionalWorldTask):
     """Make an invented world: corpus, questions, tokenizer and articles. Deterministic.
 
-    Training questions neither ask about the unseen entities nor pass through them.
+    No training question starts at an unseen entity or passes through one.
 
     Args:
         hop_shares: weights of one-, two- and three-hop questions.
@@ -159,7 +162,8 @@ class BuildWorld(FictionalWorldTask):
         return tasks
 
     def _check_hops(self, name: str, tasks: list[Task]) -> None:
-        # A question already asked is drawn anew, hops and all: where one-hop ones run out, others take their place.
+        # If a question exists already, draw again, with a new number of hops: when one-hop questions run out, others
+        # replace them.
         if not tasks:
             return
         wanted = [share / sum(self.hop_shares) for share in self.hop_shares]
@@ -172,7 +176,7 @@ class BuildWorld(FictionalWorldTask):
             )
 
     def _transcript(self, task: Task) -> list[str]:
-        """The expert's turns when every search shows exactly the gold passages."""
+        """Write the expert's turns as if every search returned exactly the gold passages."""
         information = f"\n\n<information>{format_passages(task.gold_passages)}</information>\n\n"
         first, last = (self._expert.next_turn(task, seen) for seen in ("", information))
         return [f"Question: {task.question}\n", first, information, last]

@@ -1,4 +1,4 @@
-"""An expert of the fictional world: it searches by the answer's chain, which the task's metadata hold."""
+"""An expert of the fictional world, which searches along the answer's chain in the task's metadata."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from rollout.trajectory import Task
 
 
 class ExpertPolicy(CarelessPolicy):
-    """Text in, text out: what the expert writes next in one trajectory.
+    """Writes the expert's next turn of a trajectory, text in and text out.
 
-    The chain comes from the task's metadata: ``mentions`` (subject, then the entity each hop reaches) and
-    ``relations`` (keywords). With probability ``error_rate`` a hop starts with a broad query, mostly the name alone;
-    when its results do not hold the fact, the expert says so and searches again, now for the relation, too.
+    The chain comes from the task's metadata: ``mentions`` (the subject, then the entity of each hop) and ``relations``
+    (keywords). With probability ``error_rate`` a hop starts with a broad query, mostly the name alone. If the results
+    lack
+    the fact, the expert says so and searches again with the relation added.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
+        """Return the next turn, tags included, after ``transcript`` (everything since the prompt)."""
         mentions, relations = task.metadata["mentions"], task.metadata["relations"]
         facts = [f"The {r} of {mentions[h]} is {mentions[h + 1]}." for h, r in enumerate(relations)]
         blocks = between(transcript, "<information>", "</information>")
         known = 0  # hops whose fact has been read, in order
         while known < len(facts) and any(facts[known] in block for block in blocks):
             known += 1
-        if transcript.endswith("<answer>"):  # ARCap's probe without thinking
+        if transcript.endswith("<answer>"):  # ARCap's diagnostic prompt without thinking
             return f" {mentions[-1]} </answer>"
         if known == len(facts):
             return f"<think>It is {mentions[-1]}.</think>\n<answer> {mentions[-1]} </answer>"
@@ -34,7 +35,7 @@ class ExpertPolicy(CarelessPolicy):
             thought = f"First {', then '.join(relations)}."
         elif known and facts[known - 1] in blocks[-1]:
             thought = f"It is {mentions[known]}. Next {relations[known]}."
-        else:  # the last search brought nothing new: it was careless
+        else:  # the last search was careless and returned nothing new
             return self._turn(f"Not found. Search {relations[known]}.", query)
         return self._turn(thought, self._careless(task, mentions[known], known) or query)
 

@@ -11,8 +11,8 @@ from experiments.worlds.fictional_world.schema import QUANTITIES_OF, RELATIONS_O
 from experiments.worlds.fictional_world.world import Entity, World
 from rollout.trajectory import Task
 
-# What can be asked of one number and of two: formula in Python, wordings. No wording names a constant of its formula: a
-# tiny model copies the numbers it has just read well, and others badly.
+# Formulas over one and two numbers, in Python, with wordings. No wording contains a constant of its formula, because a
+# tiny model copies numbers that it has just read and few others.
 ONE_NUMBER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{a} ** 2", ("What is the square of {np}?", "Square {np}.")),
     ("{a} * 12", ("What is a dozen times {np}?", "Multiply {np} by a dozen.")),
@@ -25,7 +25,7 @@ TWO_NUMBERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One fact that has to be looked up."""
+    """One fact to look up."""
 
     entity: Entity
     keyword: str
@@ -34,11 +34,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question's meaning: facts to look up in order, then a formula over them."""
+    """The meaning of a question: facts to look up in order, then a formula over them."""
 
     family: str
     steps: tuple[Step, ...]
-    code: str  # Python, the numbers filled in; "" where nothing is computed
+    code: str  # Python with the numbers filled in; empty if there is nothing to compute
     answers: tuple[str, ...]
     question: str
 
@@ -58,7 +58,7 @@ def _number(world: World, entity: Entity, rng: random.Random) -> tuple[Step, str
 
 
 def _computed(family: str, steps: tuple[Step, ...], code: str, question: str) -> Problem:
-    value = eval(code, {"__builtins__": {}})  # our own formula, our own numbers
+    value = eval(code, {"__builtins__": {}})  # a formula and numbers of this module
     return Problem(family, steps, code, (str(value),), question)
 
 
@@ -69,7 +69,7 @@ def _one(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
 
 
 def _hop(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
-    """The number of an entity that has to be found first."""
+    """Draw a question about the number of an entity that another fact names."""
     subject = rng.choice(subjects)
     relation = rng.choice(RELATIONS_OF[subject.kind])
     found = world.entities[world.facts[subject.id, relation.keyword]]
@@ -92,7 +92,7 @@ def _two(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
 
 
 def _lookup(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
-    """Needs no computing."""
+    """Draw a question that needs no computation."""
     entity = rng.choice(subjects)
     step, phrase = _number(world, entity, rng)
     question = rng.choice(WRAPPERS).format(np=phrase.format(x=_noun(entity)))
@@ -100,7 +100,7 @@ def _lookup(world: World, subjects: list[Entity], rng: random.Random) -> Problem
 
 
 def _compute(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
-    """Needs no search."""
+    """Draw a question that needs no search."""
     formula, wordings = rng.choice(TWO_NUMBERS)
     a, b = rng.randint(11, 99), rng.randint(11, 99)
     return _computed("compute", (), formula.format(a=a, b=b), rng.choice(wordings).format(np=a, np2=b))
@@ -124,11 +124,12 @@ def draw_problems(
     taken: set[object],
     avoid: frozenset[int] = frozenset(),
 ) -> list[Problem]:
-    """``count`` problems, families drawn by ``shares``, none whose key or question is in ``taken`` (which grows), and
-    none that looks up a fact of an entity in ``avoid``.
+    """Draw ``count`` problems with new keys and questions, with families weighted by ``shares``.
+
+    None looks up a fact of an entity in ``avoid``. Adds the problems to ``taken``.
 
     Raises:
-        ValueError: the world holds too few.
+        ValueError: the world has too few problems.
     """
     problems: list[Problem] = []
     for _ in range(50 * count + 1000):

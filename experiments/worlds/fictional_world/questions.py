@@ -15,11 +15,11 @@ WRAPPERS = ("What is {np}?", "Name {np}.", "Tell me {np}.")
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A question's meaning: start at ``subject`` and follow ``relations``."""
+    """The meaning of a question: start at ``subject`` and follow ``relations``."""
 
     subject: Entity
     relations: tuple[Relation, ...]
-    path: tuple[Entity, ...]  # the entity reached after each relation; the last one is the answer
+    path: tuple[Entity, ...]  # the entity after each relation; the last one is the answer
 
     @property
     def key(self) -> tuple[int, tuple[str, ...]]:
@@ -27,7 +27,7 @@ class Chain:
 
 
 def draw_chain(world: World, subject: Entity, hops: int, rng: random.Random) -> Chain | None:
-    """A chain that never comes back to an entity or a name it has passed, or None if this draw does."""
+    """Draw a chain that visits no entity or name twice; return None if this draw does."""
     here, relations, path = subject, [], []
     names = {subject.name}
     for _ in range(hops):
@@ -42,7 +42,7 @@ def draw_chain(world: World, subject: Entity, hops: int, rng: random.Random) -> 
 
 
 def phrase(chain: Chain, rng: random.Random) -> str:
-    """Word the chain as a question. Relations are paraphrased: their keywords never appear."""
+    """Word the chain as a question. Relations are paraphrased: the question contains no keyword of a relation."""
     subject = chain.subject
     text = f"the {subject.mention}" if subject.qualifier else subject.mention
     for relation in chain.relations:
@@ -76,7 +76,7 @@ def as_task(world: World, chain: Chain, question: str, task_id: str, split: str)
 def draw_questions(
     world: World, subjects: list[Entity], count: int, hop_shares: tuple[float, ...], rng: random.Random, taken: set
 ) -> Iterator[Chain]:
-    """``count`` chains that are not in ``taken`` (which grows), hops drawn with ``hop_shares``."""
+    """Draw ``count`` new chains with hops weighted by ``hop_shares``, and add them to ``taken``."""
     made = 0
     for _ in range(50 * count + 1000):
         if made == count:

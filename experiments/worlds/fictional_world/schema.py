@@ -1,7 +1,7 @@
 """Word pools, kinds of entities, relations and quantities of the fictional world. The words are in ``schema.json``.
 
-Every name is put together from a small pool of reusable words that the tokenizer holds whole, shared between
-entities, so that retrieval has to tell entities apart and a tiny model still has to copy two or three tokens only.
+Names combine words of a small pool, each one token, and entities share words. So retrieval must distinguish similar
+entities, while a tiny model copies only two or three tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Kind(StrEnum):
 class Relation:
     """A functional relation ``subject -> object``.
 
-    ``keyword`` is the only word by which passages name it; none of ``phrases`` contains it, so a query that repeats
-    the question finds the wrong passage: the query has to be rewritten.
+    Passages name it only by ``keyword``, and no entry of ``phrases`` contains that word. So a query that repeats the
+    question finds the wrong passage, and the agent must rewrite it.
     """
 
     keyword: str
@@ -38,7 +38,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number that every entity of a kind has. As with relations, no phrase contains the keyword."""
+    """A number that every entity of a kind has. No phrase contains the keyword, as for relations."""
 
     keyword: str
     kind: Kind

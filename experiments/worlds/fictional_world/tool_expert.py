@@ -1,4 +1,4 @@
-"""An expert that searches and computes: the source of the demonstrations of the world with numbers."""
+"""An expert that searches and computes, for demonstrations in the world with numbers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ RESULT = " <result>\n", "\n</result>"
 
 
 class ToolExpertPolicy(CarelessPolicy):
-    """Text in, text out, in ARPO's format: what the expert writes next in one trajectory.
+    """Writes the expert's next turn of a trajectory, in ARPO's format.
 
-    The task's metadata say what is to be looked up (``steps``: mention, keyword, what the passage tells) and computed
-    (``code``). It has two habits that cost calls. With probability ``error_rate`` a search starts with the bare name,
-    and when the result does not hold the fact, the expert says so and searches for the keyword, too. With the same
-    probability its first program keeps the result to itself, and a second one has to print it.
+    The task's metadata list the facts to look up (``steps``: mention, keyword, content of the passage) and the program
+    (``code``). The expert has two costly habits. With probability ``error_rate`` a search starts with the bare name; if
+    the
+    result lacks the fact, the expert says so and adds the keyword. With the same probability its first program prints
+    nothing, and a second program must print the result.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """The expert's next turn, tags included, after ``transcript`` (everything since the prompt)."""
+        """Return the next turn, tags included, after ``transcript`` (everything since the prompt)."""
         steps, code = task.metadata["steps"], task.metadata["code"]
         facts = [f"The {keyword} of {mention} is {told}." for mention, keyword, told in steps]
         results, computed = between(transcript, *RESULT), between(transcript, f"</python>{RESULT[0]}", RESULT[1])
@@ -35,7 +36,7 @@ class ToolExpertPolicy(CarelessPolicy):
             return self._compute(task, code, steps, bool(computed))
         mention, keyword, _ = steps[known]
         kept = _kept(steps[:known])
-        if f"<search> {mention} </search>" in transcript:  # it was careless, and did not bring the fact
+        if f"<search> {mention} </search>" in transcript:  # the search was careless and did not return the fact
             return self._search(f"Not found.{kept} Search {keyword}.", f"{mention} {keyword}")
         if not known:
             thought = f"First {', then '.join(keyword for _, keyword, _ in steps)}."
@@ -56,12 +57,12 @@ class ToolExpertPolicy(CarelessPolicy):
 
 
 def _kept(steps: list[list[str]]) -> str:
-    """Numbers found earlier are said again, so that what is needed next always stands near."""
+    """Repeat the numbers found so far, so that the next turn can copy them from nearby."""
     return "".join(f" Keep {told}." for _, _, told in steps if told.isdigit())
 
 
 class ToolExpertEngine(WorldExpert):
-    """Engine over ``ToolExpertPolicy``; ``error_rate``: probability of a careless search or program."""
+    """Engine over ``ToolExpertPolicy``; ``error_rate`` is the probability of a careless search or program."""
 
     QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
     Policy = ToolExpertPolicy

@@ -1,4 +1,4 @@
-"""Stage: writes the fictional world with numbers to disk, for experiments with search and Python."""
+"""Stage that writes the fictional world with numbers, for experiments with search and Python."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ SHARES = {"one": 0.35, "two": 0.3, "hop": 0.25, "lookup": 0.05, "compute": 0.05}
 
 class BuildToolWorld(FictionalWorldTask):
     """Make an invented world with numbers: corpus, questions that need search and Python, tokenizer, articles.
-    Deterministic.
 
-    Training questions never look up an unseen entity; what lies behind the hops of the unseen test they may.
+    Deterministic. Training questions never look up an unseen entity, but may pass through entities that the unseen test
+    reaches by a hop.
 
     Args:
-        shares: weights of the families of questions: ``one`` number looked up, ``two`` numbers, a number behind a
-            ``hop``, all three computed with; ``lookup`` alone, ``compute`` alone. Default: SHARES.
+        shares: weights of the families of questions. ``one`` looks up one number, ``two`` two numbers, ``hop`` a number
+            behind a hop, and all three compute with them; ``lookup`` only looks up, ``compute`` only computes.
+            Default: SHARES.
         world: see ``FictionalWorldTask``.
     """
 
@@ -43,8 +44,10 @@ class BuildToolWorld(FictionalWorldTask):
         return build_number_world(self.entities, seed)
 
     def _article(self, world: World, entity: Entity, rng: random.Random) -> str:
-        """Passages about one entity, as search results are printed, then notes that restate some of them, and a receipt
-        whose number is written twice: to go on after "It is" a model has to find what is meant, and copy it."""
+        """Write passages about one entity, in the format of search results, notes that restate some, and a receipt.
+
+        The receipt has its number twice. To continue after "It is", a model must find the right passage and copy it.
+        """
         facts = (*RELATIONS_OF[entity.kind], *QUANTITIES_OF[entity.kind])
         keywords = rng.sample([fact.keyword for fact in facts], 3)
         passages = [world.passages[world.passage_of[entity.id, keyword]] for keyword in keywords]
@@ -62,7 +65,7 @@ class BuildToolWorld(FictionalWorldTask):
         return [as_task(world, problem, f"{name}-{i}", name) for i, problem in enumerate(problems)]
 
     def _transcript(self, task: Task) -> list[str]:
-        """The expert's turns when one search shows exactly the gold passages."""
+        """Write the expert's turns as if one search returned exactly the gold passages."""
         found = f" <result>\n{format_passages(task.gold_passages)}\n</result>"
         computed = f"</python> <result>\n{task.golden_answers[0]}\n</result>"
         turns = (self._expert.next_turn(task, transcript) for transcript in ("", found, found + computed))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from experiments.worlds.fictional_world.schema import QUANTITIES_OF, RELATIONS, WORDS, Kind
 
-# Shares of the kinds among the entities. Persons are most, as in encyclopaedias.
+# Shares of the kinds among the entities. Most are persons, as in encyclopaedias.
 SHARES = {Kind.PERSON: 0.40, Kind.TOWN: 0.15, Kind.COMPANY: 0.15, Kind.BOOK: 0.20, Kind.FESTIVAL: 0.10}
 
 
@@ -17,11 +17,11 @@ class Entity:
     id: int
     kind: Kind
     name: str  # "Mira Voss"; not unique: another person, or a book and a town, may share it
-    qualifier: str = ""  # persons only: their profession, which tells namesakes apart
+    qualifier: str = ""  # persons only: their profession, which distinguishes namesakes
 
     @property
     def mention(self) -> str:
-        """How text refers to it: "potter Mira Voss", "Grey Harbor"."""
+        """Return the name as passages write it: "potter Mira Voss", "Grey Harbor"."""
         return f"{self.qualifier} {self.name}" if self.qualifier else self.name
 
     @property
@@ -30,7 +30,7 @@ class Entity:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Accepted answers, the plain name first."""
+        """Return the accepted answers, the plain name first."""
         if self.kind is Kind.PERSON:
             return (self.name, self.mention)
         return (self.name, f"the {self.kind} {self.name}", f"the {self.kind} of {self.name}")
@@ -44,7 +44,7 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """Search-R1's corpus format: quoted title, line break, text."""
+        """Return the passage in Search-R1's corpus format: quoted title, line break, text."""
         return f'"{self.title}"\n{self.text}'
 
 
@@ -57,7 +57,7 @@ class World:
     numbers: dict[tuple[int, str], int] = field(default_factory=dict)  # (entity id, keyword) -> 11 .. 99
 
     def told(self, entity: Entity, keyword: str) -> str:
-        """What the passage about this fact says: a number, or the mention of an entity."""
+        """Return the content of a fact's passage: a number, or the mention of an entity."""
         if (entity.id, keyword) in self.numbers:
             return str(self.numbers[entity.id, keyword])
         return self.entities[self.facts[entity.id, keyword]].mention
@@ -72,7 +72,7 @@ def _name(kind: Kind, rng: random.Random) -> tuple[str, str]:
 
 
 def _entities(count: int, rng: random.Random) -> tuple[Entity, ...]:
-    """``count`` entities, unique by (kind, name, qualifier)."""
+    """Draw ``count`` entities, unique by (kind, name, qualifier)."""
     seen: set[tuple[Kind, str, str]] = set()
     entities: list[Entity] = []
     for kind, share in SHARES.items():
@@ -99,8 +99,8 @@ def build_world(entities: int, seed: int) -> World:
     """Draw a world. The same arguments give the same world on every machine.
 
     Args:
-        entities: how many entities; each has one passage per relation of its kind (five).
-        seed: of the world.
+        entities: number of entities; each has one passage per relation of its kind (five).
+        seed: seed of the world.
     """
     rng = random.Random(f"world:{seed}")
     everyone = _entities(entities, rng)
@@ -119,7 +119,7 @@ def build_world(entities: int, seed: int) -> World:
 
 
 def build_number_world(entities: int, seed: int) -> World:
-    """As ``build_world``, with numbers: each entity has two quantities, and a passage for each of them, too."""
+    """Draw a world as ``build_world`` does, with two quantities and their passages for each entity."""
     world = build_world(entities, seed)
     rng = random.Random(f"numbers:{seed}")
     numbers = {

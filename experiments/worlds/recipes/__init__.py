@@ -1,1 +1,1 @@
-"""A world of recipes that must be read or learnt: where a self-teacher with skills (SDAR) has something to say."""
+"""A world of recipes that a model must read or learn: a test of self-teachers with skills (SDAR)."""

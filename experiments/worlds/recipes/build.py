@@ -1,4 +1,4 @@
-"""Stage: writes orders of products whose recipes are the skills of a bank, and a tokenizer."""
+"""Stage that writes orders, a skill bank of their recipes, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from rollout.skills.reading import read_bank
 from rollout.trajectory import Task
 
 SOURCE = "recipes"
-ORDERS = range(1000, 10_000)  # numbers of orders, by which those of one product differ
-DIGITS = 2  # of a number that stay together
+ORDERS = range(1000, 10_000)  # numbers of orders, which distinguish orders of one product
+DIGITS = 2  # digits of a number in one token
 STEP = re.compile(r"step (\d+) (\w+)")
 
 
 class BuildRecipes(WorldTask):
-    """Orders for products, each with a recipe of some devices in order. Deterministic.
+    """Orders for products, each with a recipe: some devices in order. Deterministic.
 
-    In train, val and test a product has the recipe that its skill says, which stands in no order: to know it is what
-    can be learnt, so that the three ask for the same products (no order is in two of them). In the demonstrations
-    every order has a recipe of its own, and a share of them is shown it (``DemonstratedRecipe``): they teach to read
-    recipes, and no recipe.
+    In train, val and test, the recipe of a product is the one in its skill; the order does not contain it. So the
+    recipe is
+    what a model can learn, and the three splits order the same products (no order is in two of them). In the
+    demonstrations every order has its own recipe, and a share of the orders shows it (``DemonstratedRecipe``). So
+    demonstrations teach how to read a recipe, but no recipe.
 
     Args:
-        seed: of everything.
-        bank: skills, one for each product, which is the name of its category: name or file.
+        seed: seed of all draws.
+        bank: skill bank with one skill per product (the product is the skill's category): name or file.
         train: orders for training.
         val: orders for validation.
         test: orders for the test.
         demonstrations: orders for an expert.
-        shown: share of these that are shown their recipe.
-        vocab_size: of the tokenizer.
+        shown: share of the demonstrations that show their recipe.
+        vocab_size: vocabulary size of the tokenizer.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class BuildRecipes(WorldTask):
         return len(tokenizer)
 
     def _orders(self, split: str, n: int, rng: random.Random, taken: set[str]) -> list[Task]:
-        """``n`` orders that are not in ``taken`` (which grows); products take turns."""
+        """Draw ``n`` new orders, the products in turn, and add them to ``taken``."""
         tasks: list[Task] = []
         while len(tasks) < n:
             product, recipe = list(self.recipes.items())[len(tasks) % len(self.recipes)]
@@ -87,13 +88,13 @@ class BuildRecipes(WorldTask):
 
 
 def read_recipe(skill: Skill) -> list[str]:
-    """The devices that a skill names, in order.
+    """Return the devices that a skill names, in order.
 
     >>> read_recipe(Skill("cider", "Making cider", "For cider: step 1 mill, step 2 press", "when cider is ordered"))
     ['mill', 'press']
 
     Raises:
-        ValueError: it does not name a device for step 1, 2 and so on.
+        ValueError: the skill does not name a device for step 1, 2 and so on.
     """
     found = STEP.findall(skill.principle)
     if not found or [number for number, _ in found] != [str(i) for i in range(1, len(found) + 1)]:
@@ -102,13 +103,13 @@ def read_recipe(skill: Skill) -> list[str]:
 
 
 def with_recipe(product: str, recipe: Sequence[str]) -> Skill:
-    """A skill that says this recipe, as the bank's say theirs."""
+    """Make a skill with this recipe, worded as in the bank."""
     steps = ", ".join(f"step {number} {device}" for number, device in enumerate(recipe, 1))
     return Skill(product, f"Making {product}", f"For {product}: {steps}.", f"when {product} is ordered")
 
 
 def texts(orders: Sequence[Task]) -> list[str]:
-    """What the tokenizer is trained on: all that an agent reads and writes here."""
+    """Yield the tokenizer's training texts: all that an agent reads and writes here."""
     facts = [(task.metadata["product"], task.metadata["recipe"], task.question) for task in orders[:2000]]
     prompts = [f"<|im_start|>user\n{with_recipe(name, recipe).principle}\n{asked}" for name, recipe, asked in facts]
     actions = [f"<|im_start|>assistant\n<action> step 1 {d} </action>" for d in orders[0].metadata["devices"]] * 200

@@ -1,8 +1,8 @@
-"""A workshop with recipes: a product takes its devices in the right order, and nobody says which they are.
+"""A workshop in which a product must pass through its devices in the right order, which the agent is not told.
 
-``task.metadata["recipe"]`` is the list of devices. The first observation is the task's question, which ends with
-"step 1"; every later one ends with the step that comes next, so that progress can be read and the recipe cannot. An
-action is a step and a device, "step 1 kiln"; of any but the right one nothing happens.
+``task.metadata["recipe"]`` lists the devices. The first observation is the question, which ends with "step 1". Every
+later observation ends with the next step, so the agent can read its progress but not the recipe. An action is a step
+and a device, "step 1 kiln"; only the right device has an effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Recipes:
     """Makes one environment per trajectory.
 
     Args:
-        reward: for a finished product, which ends the episode; else 0.
+        reward: reward for a finished product, which ends the episode; otherwise 0.
     """
 
     scores_itself: ClassVar[bool] = True
@@ -32,15 +32,15 @@ class Recipes:
         return RecipeEpisode(task, self.reward, tools_enabled)
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Raises ValueError for tasks without a recipe."""
+        """Raise ValueError for tasks without a recipe."""
         check_tasks(tasks, recipe_of, "tasks without a recipe")
 
     async def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: episodes share nothing."""
 
 
 def recipe_of(task: Task) -> list[str]:
-    """The devices in order. Raises ValueError where the task has none."""
+    """Return the devices in order. Raises ValueError if the task has none."""
     recipe = task.metadata.get("recipe")
     if not isinstance(recipe, list) or not recipe or not all(isinstance(device, str) for device in recipe):
         raise ValueError(f"task {task.id}: metadata['recipe'] is {recipe!r:.100}; expected a list of devices")
@@ -48,7 +48,7 @@ def recipe_of(task: Task) -> list[str]:
 
 
 class RecipeEpisode:
-    """One product. Its measures: ``success`` (0 or 1) and ``steps`` (devices used)."""
+    """The episode of one product. Its measures are ``success`` (0 or 1) and ``steps`` (devices used)."""
 
     def __init__(self, task: Task, reward: float, tools_enabled: bool) -> None:
         self._task, self._reward, self._enabled = task, reward, tools_enabled
@@ -63,7 +63,7 @@ class RecipeEpisode:
         return FirstObservation(self._task.question, measures=self._measures())
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Continue an episode in which ``calls`` have happened. Returns the reward so far."""
+        """Continue an episode after ``calls``; return the reward so far."""
         for call in calls:
             if call.executed:
                 await self._act(call.request)
@@ -88,4 +88,4 @@ class RecipeEpisode:
         return ToolResult("done" if self._done else f"step {self._right + 1}", CallOutcome.OK)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""

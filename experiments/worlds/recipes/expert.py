@@ -1,4 +1,4 @@
-"""An expert that follows a recipe where it is shown one, and guesses where it is not."""
+"""An expert that follows a recipe if it is shown one, and guesses otherwise."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STEP = re.compile(r"step (\d+)")
 
 
 class RecipeExpertPolicy(CarelessPolicy):
-    """With probability ``error_rate`` it uses any device, although it has been shown which comes next."""
+    """Writes the next step. With probability ``error_rate`` it uses a random device although the recipe is shown."""
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """The next turn, without the token that ends it, after ``transcript``: everything since the question."""
+        """Return the next turn, without its end token, after ``transcript`` (everything since the question)."""
         turn = len(between(transcript, *ACTION))
         step = int((STEP.findall(transcript) or ["1"])[-1])
         careless = self.slips(task, turn)
@@ -33,7 +33,7 @@ class RecipeExpertPolicy(CarelessPolicy):
 
 
 class RecipeExpertEngine(WorldExpert):
-    """Engine over ``RecipeExpertPolicy``; turns end with the tokenizer's EOS; ``error_rate``: see the policy."""
+    """Engine over ``RecipeExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate``: see the policy."""
 
     QUESTION = re.compile(r"(make \w+, order \d+\. step 1)")
     Policy = RecipeExpertPolicy
@@ -41,7 +41,8 @@ class RecipeExpertEngine(WorldExpert):
 
 
 class DemonstratedRecipe(SkillRetriever):
-    """The demonstration's own recipe as a skill, whatever the bank says of the product; nothing where none is shown."""
+    """Shows a demonstration's own recipe as a skill, whatever the bank's recipe is; shows nothing for orders without
+    one."""
 
     def select(self, task: Task, text: str) -> Selection:
         if not task.metadata["shown"]:

@@ -1,4 +1,4 @@
-"""Stage: writes ledgers and a tokenizer for them. A model learns their language from demonstrations."""
+"""Stage that writes ledgers and a tokenizer. A model learns their language from demonstrations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from experiments.worlds.world_task import WorldTask
 from rollout.trajectory import Task
 
 SIZES = range(6, 9)  # changes of a problem
-DEMONSTRATED = range(2, 9)  # the same of an expert's: short ones teach to copy
-DIGITS = 2  # of a number that the tokenizer keeps together
+DEMONSTRATED = range(2, 9)  # changes of an expert's problem: short ones teach copying
+DIGITS = 2  # digits of a number in one token
 EXPERT_TEXTS = 1000
 UNDEFINED = "NameError: name 's' is not defined\n"
 
@@ -24,12 +24,12 @@ class BuildLedgers(WorldTask):
     """Write problems and a tokenizer for them. Deterministic.
 
     Args:
-        seed: see ``WorldTask``, as all.
+        seed: see ``WorldTask``, as for all arguments.
         train: training tasks.
         val: validation tasks.
         test: test tasks.
         demonstrations: tasks for the expert.
-        vocab_size: of the tokenizer.
+        vocab_size: vocabulary size of the tokenizer.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class BuildLedgers(WorldTask):
 
 
 def texts(tasks: list[Task], seed: int) -> list[str]:
-    """What the tokenizer is trained on: ledgers, and how the expert and the notebook write (with any totals)."""
+    """Yield the tokenizer's training texts: ledgers, and turns of the expert and the notebook with any totals."""
     rng, expert = random.Random(f"texts:{seed}"), LedgerPolicy(error_rate=0.4, seed=seed, repair=0.5)
     numbers = " ".join(map(str, range(11, 100)))
-    found: list[str] = [numbers, numbers]  # however few ledgers there are
+    found: list[str] = [numbers, numbers]  # also for a few ledgers
     for task in tasks[:EXPERT_TEXTS]:
         transcript = turn = ""
         while not turn.endswith("</answer>"):

@@ -1,4 +1,4 @@
-"""A notebook in which one running total is kept, with an expert's opinion of every turn."""
+"""A notebook that keeps one running total, and an expert's verdict on every turn."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from rollout.environments.notebook import Notebook
 from rollout.tools.base import Tool
 from rollout.trajectory import ActionKind, CallOutcome, Trajectory
 
-TOTAL = "t"  # the variable
+TOTAL = "t"  # name of the variable
 _SHOWN = re.compile(rf"^{TOTAL} = (-?\d{{1,4000}})$", re.MULTILINE)  # int() takes 4300 digits
 
 
 def shown_total(text: str) -> int | None:
-    """The total that a cell's result ends with; None where there is none."""
+    """Return the total at the end of a cell's result, or None."""
     found = _SHOWN.findall(text)
     return int(found[-1]) if found else None
 
 
 class Ledger(Notebook):
-    """A notebook that shows the running total ``t`` after each cell. Tasks have the right totals, from the first to
-    the answer, as ``metadata["totals"]``.
+    """A notebook that shows the running total ``t`` after each cell.
+
+    ``metadata["totals"]`` of a task lists the right totals, from the first to the answer.
 
     Args:
-        notebook: see ``Notebook``; what it watches is given.
+        notebook: see ``Notebook``; ``watched`` is set here.
     """
 
     def __init__(self, tools: dict[str, Tool], **notebook: Any) -> None:
@@ -33,12 +34,17 @@ class Ledger(Notebook):
 
     @staticmethod
     def verdicts(trajectory: Trajectory) -> Sequence[bool | None]:
-        """Of each turn whether it was right where it was taken. While the total is right: the next total, or after the
-        last one the answer. While it is wrong: the last right total, or the one after it. A cell that leaves a right
-        total as it is says nothing, unless it fails; nor does a last turn that was cut off."""
+        """Return for each turn whether it was right in its situation, or None without a verdict.
+
+        While the total is right, the next total is right, or the answer after the last one. While the total is wrong,
+        the last
+        right total is right, or the one after it. A cell that leaves a right total unchanged has no verdict unless it
+        fails;
+        neither has a last turn that was cut off.
+        """
         totals = [int(total) for total in trajectory.task.metadata["totals"]]
         calls = {call.turn: call for call in trajectory.calls}
-        known, sound = -1, True  # index of the last total that was right; whether the notebook's is that one
+        known, sound = -1, True  # index of the last right total; whether the notebook shows it now
         found: list[bool | None] = []
         for number, turn in enumerate(trajectory.turns):
             call = calls.get(number)
@@ -57,6 +63,6 @@ class Ledger(Notebook):
                     right = (None if call.result.outcome is CallOutcome.OK else False) if sound else True
                     sound = True
                 else:
-                    sound, right = sound and value is None, False  # nothing is shown of a cell that did not run
+                    sound, right = sound and value is None, False  # a cell that did not run shows nothing
                 found.append(right)
         return found

@@ -1,4 +1,4 @@
-"""An expert that keeps a ledger in a notebook, a cell per change, in ARPO's format."""
+"""An expert that keeps a ledger in a notebook, one cell per change, in ARPO's format."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from experiments.worlds.repair.problems import WORDS, moved
 from rollout.trajectory import Task
 
 _CELL = re.compile(r"<python> (.*?) </python> <result>\n(.*?)\n</result>", re.DOTALL)
-_OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")  # an error, or without its second half the start or a repair
+# matches an error; without the second half, the start or a repair
+_OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")
 
 
 class LedgerPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
-    The first cell is ``t = 57``, then one per change, ``t = t + 12``; each turn reads the last total back, and the
-    change, which a tiny model then copies from beside the cell. With probability ``error_rate`` a change goes wrong:
-    ``t = 12; t += s`` fails half-way, and the total is gone, which the result shows. With probability ``repair`` the
-    next cell gives ``t`` the value back that was shown before, and the change is entered again; else the expert goes on
-    as if nothing had happened, and never comes back to it. While the total is wrong, its turns begin with other words:
-    a teacher that saw no error has never used them.
+    The first cell is ``t = 57``; each later cell enters a change, ``t = t + 12``. Each turn repeats the last total and
+    the
+    change, which a tiny model copies from beside the cell. With probability ``error_rate`` a change goes wrong: ``t =
+    12;
+    t += s`` fails half-way, and the result shows that the total is lost. With probability ``repair`` the next cell sets
+    ``t`` to the value shown before, and then the change is entered again. Otherwise the expert continues and never
+    repairs
+    it. While the total is wrong, its turns begin with other words, which a teacher without errors has never used.
 
     Args:
-        error_rate: see above.
-        seed: of all draws.
-        repair: see above.
-        backwards: prefer the last words of each list instead of the first: two experts speak differently.
+        error_rate: probability that a change goes wrong.
+        seed: seed of all draws.
+        repair: probability that the next cell repairs an error.
+        backwards: prefer the last words of each list instead of the first, so that two experts speak differently.
     """
 
     def __init__(self, error_rate: float = 0.15, seed: int = 0, repair: float = 1.0, backwards: bool = False) -> None:
@@ -39,7 +42,7 @@ class LedgerPolicy(CarelessPolicy):
         self.repair, self.backwards = repair, backwards
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """The expert's next turn, tags included, after ``transcript``: everything since the prompt."""
+        """Return the next turn, tags included, after ``transcript`` (everything since the prompt)."""
         cells = _CELL.findall(transcript)
         changes, start = task.metadata["changes"], task.metadata["totals"][0]
         overwritten = [_OVERWRITES.fullmatch(code) for code, _ in cells]
@@ -53,7 +56,7 @@ class LedgerPolicy(CarelessPolicy):
         words = f"{lead} {total} {verb}"
         if slips[-1] and random.Random(f"repair:{self.seed}:{task.id}:{len(cells)}").random() < self.repair:
             return f" {words} back {_cell(f'{TOTAL} = {shown_total(cells[-2][1])}')}"
-        entered = len(cells) - 1 - 2 * repairs  # a repair takes its error back
+        entered = len(cells) - 1 - 2 * repairs  # a repair removes its error
         if entered == len(changes):
             return f" {words} total <answer> {total} </answer>"
         sign, change = changes[entered].split()
@@ -77,8 +80,8 @@ class LedgerExpertEngine(WorldExpert):
         tokenizer: see ``WorldExpert``.
         files: see ``WorldExpert``.
         error_rate: probability that a change goes wrong.
-        seed: of all draws.
-        repair: probability that what went wrong is repaired.
+        seed: seed of all draws.
+        repair: probability that an error is repaired.
         backwards: see ``LedgerPolicy``.
     """
 

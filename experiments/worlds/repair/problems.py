@@ -1,4 +1,4 @@
-"""Ledgers: a stock and its changes by month, all of them numbers of two digits, which are one token each."""
+"""Ledgers: a stock and its changes by month. All numbers have two digits, one token each."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pathlib import Path
 from rollout.trajectory import Task
 
 WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
-# Apart, so that a tiny model can tell them apart: a total that was overwritten by a change is one that no careful
-# ledger has held.
+# The ranges do not overlap, so that a tiny model can distinguish them: a total that a change overwrote never occurs in
+# a careful ledger.
 TOTALS = range(40, 100)
 CHANGES = range(11, 40)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``months``: of the changes; ``changes``: with their signs, as a formula writes them ("+ 12"); ``totals``: from
-    the start to the answer."""
+    """One ledger.
+
+    ``months`` are those of the changes, ``changes`` have their signs, as a formula writes them ("+ 12"), and ``totals``
+    run
+    from the start to the answer.
+    """
 
     question: str
     months: tuple[str, ...]
@@ -28,8 +32,10 @@ class Problem:
 
 
 def make_problem(rng: random.Random, changes: int) -> Problem:
-    """One problem with so many changes (1 to 12), no two alike: a month each. The first is any month, so that where a
-    month stands says nothing of its name: a change is found by reading."""
+    """Draw a problem with ``changes`` changes (1 to 12), each in a different month.
+
+    The first month is random, so its position says nothing about its name: a model must read to find a change.
+    """
     year = WORDS["months"]
     if not 1 <= changes <= len(year):
         raise ValueError(f"a problem has 1 to {len(year)} changes, not {changes}")
@@ -51,7 +57,8 @@ def make_problem(rng: random.Random, changes: int) -> Problem:
 
 
 def moved(change: str) -> str:
-    """A change as a ledger says it. The number comes first, so that one word before tells where to go on copying.
+    """Write a change as a ledger does. The number comes first, so that one word before it tells where to continue
+    copying.
 
     >>> moved("+ 12"), moved("- 30")
     ('12 in', '30 out')
@@ -61,8 +68,7 @@ def moved(change: str) -> str:
 
 
 def draw_problems(count: int, sizes: range, rng: random.Random, taken: set[str]) -> list[Problem]:
-    """``count`` problems, their numbers of changes drawn from ``sizes``, none whose question is in ``taken`` (which
-    grows)."""
+    """Draw ``count`` new problems with numbers of changes from ``sizes``, and add their questions to ``taken``."""
     problems: list[Problem] = []
     while len(problems) < count:
         problem = make_problem(rng, rng.choice(sizes))
@@ -73,7 +79,7 @@ def draw_problems(count: int, sizes: range, rng: random.Random, taken: set[str])
 
 
 def as_task(problem: Problem, task_id: str) -> Task:
-    """Its metadata: ``months``, ``changes`` and ``totals``, see ``Problem``."""
+    """Make the task; its metadata are ``months``, ``changes`` and ``totals`` of ``Problem``."""
     return Task(
         id=task_id,
         question=problem.question,

@@ -1,4 +1,4 @@
-"""Stage: writes word problems, a tokenizer, and text to learn from."""
+"""Stage that writes word problems, a tokenizer and text to learn from."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rollout.trajectory import Task
 SHARES = {2: 0.3, 3: 0.4, 4: 0.3}
 LISTS = 0.4  # share of the sequences that are lists
 RETOLD = 0.5  # share of the solutions that begin with the story
-DIGITS = 2  # of a number that the tokenizer keeps together
-READ = (  # what an agent reads beside numbers
+DIGITS = 2  # digits of a number in one token
+READ = (  # text that an agent reads besides numbers
     "Traceback (most recent call last):\n  File \"<program>\", line 1, in <module>\n    print('=', x + 1)\n"
     "NameError: name 'x' is not defined",
     NOTHING_PRINTED,
@@ -42,7 +42,7 @@ class BuildWordProblems(WorldTask):
     """Write word problems, a tokenizer for them, and worked solutions as plain text. Deterministic.
 
     Args:
-        shares: weights of problems by their number of calculations. Default: SHARES.
+        shares: weights of problems by number of calculations. Default: SHARES.
         world: see ``WorldTask``.
     """
 
@@ -67,7 +67,7 @@ class BuildWordProblems(WorldTask):
         return save_language(folder, tokenizer, articles)
 
     def _texts(self, demonstrations: list[Task]) -> list[str]:
-        """What the tokenizer is trained on: stories, worked solutions, and how an agent writes."""
+        """Yield the tokenizer's training texts: stories, worked solutions and an agent's turns."""
         rng = random.Random(f"texts:{self.seed}")
         expert = WordExpertPolicy(error_rate=0.3, seed=self.seed)
         texts = [worked(make_problem(rng, 3)) for _ in range(1000)]
@@ -82,7 +82,7 @@ class BuildWordProblems(WorldTask):
         return [*texts, *READ * 50]
 
     def _article(self, rng: random.Random, tokenizer: Any) -> Iterator[str]:
-        """Lists, or worked solutions, without end."""
+        """Yield lists, or worked solutions, without end."""
         lists = rng.random() < LISTS
         while True:
             if lists:
@@ -93,17 +93,19 @@ class BuildWordProblems(WorldTask):
 
 
 def repeated_list(rng: random.Random, length: int = 20) -> str:
-    """Names, things and numbers in no order, then the same once more. Nothing but copying says what comes next, and so
-    copying is learnt first."""
+    """Write names, things and numbers in random order, then the same again, which teaches copying first."""
     words = [*WORDS["names"], *WORDS["things"], *WORDS["holders"]]
     items = " ".join(str(rng.randint(11, 99)) if rng.random() < 0.5 else rng.choice(words) for _ in range(length))
     return f"List: {items}\nAgain: {items}\n"
 
 
 def worked(problem: Problem, tokenizer: Any = None, retold: bool = False) -> str:
-    """A problem and its solution as a schoolbook prints it, sentences, calculations and results, as a chat if there is
-    a ``tokenizer``: to go on, a model has to read the story and copy from it. ``retold``: the solution begins with the
-    story, which teaches copying fastest. It shows no program and no tool."""
+    """Write a problem and its solution as in a schoolbook: sentences, calculations and results, without a program or
+    tool.
+
+    With a ``tokenizer`` it is a chat. To continue, a model must read the story and copy from it. With ``retold`` the
+    solution begins with the story, which teaches copying fastest.
+    """
     lines = [f"{problem.told[i]} {problem.formula(i)} = {result}" for i, result in enumerate(problem.results)]
     solution = [problem.question] * retold + [*lines, f"It is {problem.answer}."]
     messages = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": "\n".join(solution)}]

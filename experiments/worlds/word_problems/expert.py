@@ -10,22 +10,24 @@ from rollout.tags import between
 from rollout.trajectory import Task
 
 TOOL = "code_interpreter"
-SLIPS = ("stale", "silent", "broken")  # what a careless step does at first ...
-WEIGHTS = (5, 4, 1)  # ... and how often
+SLIPS = ("stale", "silent", "broken")  # mistakes of a careless turn ...
+WEIGHTS = (5, 4, 1)  # ... and their weights
 
 
 class WordExpertPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
-    The task's metadata hold ``formulas``, ``results`` and ``told``, the sentences that ask for them, which the expert
-    says again before it calculates: so it, and a tiny model that imitates it, knows how far it has come. With
-    probability ``error_rate`` a calculation goes wrong at first, in one of three ways: it uses a variable of an earlier
-    program, which is gone (an error); it keeps the result to itself (nothing is printed); or the call is not
-    well-formed JSON. Having read so, the expert does it again, well.
+    The task's metadata hold ``formulas``, ``results`` and ``told``, the sentences that ask for them. The expert repeats
+    the
+    sentence before each calculation, which shows how far it has come. With probability ``error_rate`` a calculation
+    first
+    goes wrong in one of three ways: it uses a variable of an earlier program, which no longer exists; it prints
+    nothing; or
+    the call is not well-formed JSON. After reading the result, the expert repeats the calculation correctly.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """The expert's next turn, without the token that ends it, after ``transcript``: everything since the prompt."""
+        """Return the next turn, without its end token, after ``transcript`` (everything since the prompt)."""
         formulas, results = task.metadata["formulas"], task.metadata["results"]
         responses = between(transcript, "<tool_response>\n", "\n</tool_response>")
         known = 0
@@ -51,23 +53,23 @@ class WordExpertPolicy(CarelessPolicy):
 
 
 def printing(formula: str) -> str:
-    """A program that prints a label and the value: with the label there is a space before every number."""
+    """Write a program that prints a label and the value; the label puts a space before every number."""
     return f"print('=', {formula})"
 
 
 def call(code: str) -> str:
-    """A call of the code interpreter as Qwen's template writes it."""
+    """Write a call of the code interpreter as Qwen's template does."""
     return f"<tool_call>\n{json.dumps({'name': TOOL, 'arguments': {'code': code}})}\n</tool_call>"
 
 
 def response_failed(response: str) -> bool:
-    """Whether a tool's response is not a labelled number."""
+    """Return whether a tool's response is anything but a labelled number."""
     return not response.strip().removeprefix("= ").removeprefix("-").isdigit()
 
 
 class WordExpertEngine(WorldExpert):
-    """Engine over ``WordExpertPolicy``; turns end with the tokenizer's EOS; ``error_rate``: probability that a
-    calculation goes wrong at first."""
+    """Engine over ``WordExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate`` is the probability that a
+    calculation first goes wrong."""
 
     QUESTION = re.compile(r"<\|im_start\|>user\n((?:(?!<tool_response>).)*?)<\|im_end\|>", re.DOTALL)
     Policy = WordExpertPolicy

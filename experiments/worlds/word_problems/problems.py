@@ -1,7 +1,7 @@
-"""Word problems that take two to five calculations with two-digit numbers: too large for the head of a tiny model.
+"""Word problems with two to five calculations on two-digit numbers, too hard for a tiny model without a tool.
 
-A problem is a story told in order. Every sentence that matters adds one operation (or two) to the running value; one
-that does not matter may stand between them, with a number of its own.
+A problem is a story told in order. Every sentence that matters adds one or two operations to the running value. One
+irrelevant sentence, with its own number, may stand between them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``calculations``: each a formula of two operands, in which "{0}", "{1}" are the results of earlier ones;
-    ``told``: the sentence that asks for it."""
+    """One problem.
+
+    ``calculations`` are formulas of two operands, in which "{0}" and "{1}" are earlier results. ``told`` are the
+    sentences
+    that ask for them.
+    """
 
     family: str  # by the number of calculations: "2", "3", ...
     question: str
@@ -34,7 +38,7 @@ class Problem:
         return str(self.results[-1])
 
     def formula(self, index: int) -> str:
-        """With the earlier results filled in."""
+        """Return calculation ``index`` with the earlier results filled in."""
         return self.calculations[index].format(*self.results)
 
 
@@ -52,17 +56,18 @@ class _Story:
         self.results: list[int] = []
 
     def tell(self, sort: str, **numbers: int) -> None:
-        """Add a sentence of this sort, one of the lists of ``WORDS``."""
+        """Add a sentence of this sort (a list of ``WORDS``)."""
         self.sentences.append(self.rng.choice(WORDS[sort]).format(**self.words, **numbers))
 
     def calculate(self, formula: str, told: str | None = None) -> None:
         self.told.append(told or self.sentences[-1].split(". ")[0].rstrip(".") + ".")
         self.calculations.append(formula)
-        self.results.append(eval(formula.format(*self.results), {"__builtins__": {}}))  # our own formula and numbers
+        # a formula and numbers of this module
+        self.results.append(eval(formula.format(*self.results), {"__builtins__": {}}))
 
     @property
     def value(self) -> str:
-        """The running value, as a formula writes it."""
+        """Return the running value, as a formula writes it."""
         return f"{{{len(self.results) - 1}}}"
 
     def number(self, low: int = 11, high: int = 99) -> int:
@@ -89,16 +94,16 @@ def _more_packed(story: _Story) -> None:
     story.calculate(f"{before} + {story.value}", told="Together.")
 
 
-MIDDLES: tuple[tuple[Callable[[_Story], None], int, int], ...] = (  # (what it does, its calculations, its weight)
+MIDDLES: tuple[tuple[Callable[[_Story], None], int, int], ...] = (  # (operation, its calculations, its weight)
     (_more, 1, 2),
     (_fewer, 1, 2),
     (_more_packed, 2, 1),
 )
-IDLE_SHARE = 0.3  # of problems with a sentence that does not matter
+IDLE_SHARE = 0.3  # share of problems with an irrelevant sentence
 
 
 def make_problem(rng: random.Random, calculations: int) -> Problem:
-    """One problem with so many calculations (at least 2)."""
+    """Draw a problem with this number of calculations (at least 2)."""
     if calculations < 2:
         raise ValueError(f"a problem has at least 2 calculations, not {calculations}")
     story = _Story(rng)
@@ -126,13 +131,13 @@ def make_problem(rng: random.Random, calculations: int) -> Problem:
 
 
 def draw_problem(rng: random.Random, shares: dict[int, float]) -> Problem:
-    """One problem, its number of calculations drawn by ``shares``."""
+    """Draw a problem; ``shares`` weight its number of calculations."""
     return make_problem(rng, rng.choices(list(shares), weights=list(shares.values()))[0])
 
 
 def draw_problems(count: int, shares: dict[int, float], rng: random.Random, taken: set[str]) -> list[Problem]:
-    """``count`` problems, their numbers of calculations drawn by ``shares``, none whose question is in ``taken``
-    (which grows)."""
+    """Draw ``count`` new problems with numbers of calculations weighted by ``shares``; add their questions to
+    ``taken``."""
     problems: list[Problem] = []
     while len(problems) < count:
         problem = draw_problem(rng, shares)
@@ -160,7 +165,7 @@ def as_task(problem: Problem, task_id: str, split: str) -> Task:
 
 
 def hint(problem: Problem) -> str:
-    """How to go about it, without a result: the formulas with names for what is not known yet."""
+    """Describe the solution without a result: the formulas, with names for unknown values."""
     names = tuple("ABCDEFGH")
     parts = [f"{names[i]} = {formula.format(*names)}" for i, formula in enumerate(problem.calculations)]
     return "; ".join(parts)
