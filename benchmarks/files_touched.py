@@ -97,6 +97,11 @@ class Call:
     caller: str
     line: int
 
+    @staticmethod
+    def read(text: str) -> Call:
+        ns, file, name, caller_file, caller, line = text.split("\t")
+        return Call(int(ns), file, name, caller_file, caller, int(line))
+
 
 def trace(options: Sequence[str], folder: Path) -> list[list[Call]]:
     """``train smoke`` with these options; the calls of each of its processes in order, ``begin`` first."""
@@ -106,7 +111,7 @@ def trace(options: Sequence[str], folder: Path) -> list[list[Call]]:
     paths = os.pathsep.join([str(folder / "hook"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     train(options, PYTHONPATH=paths, TOUCHED_ROOT=str(ROOT), TOUCHED_FOLDER=str(folder / "notes"))
     texts = [path.read_text().splitlines() for path in (folder / "notes").iterdir()]
-    found = [[Call(int(f[0]), *f[1:5], int(f[5])) for f in (line.split("\t") for line in text)] for text in texts]
+    found = [[Call.read(line) for line in text] for text in texts]
     return sorted(found, key=lambda calls: calls[0].ns)
 
 
@@ -202,7 +207,7 @@ def main() -> None:
         batch = files_of(call for calls in others if calls not in servers for call in within(calls, *window))
         loss, plumbing = loss_files(class_path, within(stage, *window))
         name = class_path.rpartition(".")[2]
-        rows = {
+        rows: dict[str, Iterable[str]] = {
             f"batch of {name}": batch,
             f"batch of {name}: search server alone": files_of(c for s in servers for c in within(s, *window)) - batch,
             f"loss of {name}": loss,
@@ -213,10 +218,11 @@ def main() -> None:
                 path = stage_files(parent, stage, ns)
                 packages = len({os.path.dirname(file) for file in path})
                 rows[f"stage {until}: {packages} packages, {returns(path)} returns"] = path
-        for what, files in rows.items():
+        for what, found in rows.items():
+            files = found if isinstance(found, list) else sorted(found)
             lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
             print(f"| {what} | {len(files)} files | {lines:,} lines |", flush=True)
-            for file in (files if isinstance(files, list) else sorted(files)) if options.list else ():
+            for file in files if options.list else ():
                 print(f"    {file}")
 
 
