@@ -34,10 +34,9 @@ def train_tokenizer(
     """Train on ``texts``; the vocabulary has at most ``vocab_size`` entries, added tokens included.
 
     ``digits`` is the number of digits in one token, counted from the left: 1 as in Qwen, 3 as in Llama 3. A tiny model
-    can
-    copy tokens but not the order of digits. With ``spaced_numbers`` a number includes the space before it, as words do.
-    To
-    copy " 47" a tiny model looks for the word before the number; in Qwen's split a bare space precedes every number.
+    can copy tokens but not the order of digits. With ``spaced_numbers`` a number includes the space before it, as words
+    do. To copy " 47" a tiny model looks for the word before the number; in Qwen's split a bare space precedes every
+    number.
 
     EOS is ``<|im_end|>`` and padding is ``<|endoftext|>``, so a real EOS is never taken for padding. Deterministic: the
     same texts in the same order give the same tokenizer.

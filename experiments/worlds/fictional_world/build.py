@@ -34,8 +34,7 @@ class FictionalWorldTask(WorldTask):
     Args:
         entities: number of entities; each has five passages, or seven in the world with numbers.
         test_unseen: number of test questions about entities at which no training question starts. The ``test``
-            questions
-            start at entities that training questions use too.
+            questions start at entities that training questions use too.
         vocab_size: vocabulary size of the tokenizer; it should hold each word of a name as one token.
         world: see ``WorldTask``. The articles describe another world.
     """

@@ -14,8 +14,7 @@ class ExpertPolicy(CarelessPolicy):
 
     The chain comes from the task's metadata: ``mentions`` (the subject, then the entity of each hop) and ``relations``
     (keywords). With probability ``error_rate`` a hop starts with a broad query, mostly the name alone. If the results
-    lack
-    the fact, the expert says so and searches again with the relation added.
+    lack the fact, the expert says so and searches again with the relation added.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:

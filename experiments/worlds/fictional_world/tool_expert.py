@@ -16,9 +16,8 @@ class ToolExpertPolicy(CarelessPolicy):
 
     The task's metadata list the facts to look up (``steps``: mention, keyword, content of the passage) and the program
     (``code``). The expert has two costly habits. With probability ``error_rate`` a search starts with the bare name; if
-    the
-    result lacks the fact, the expert says so and adds the keyword. With the same probability its first program prints
-    nothing, and a second program must print the result.
+    the result lacks the fact, the expert says so and adds the keyword. With the same probability its first program
+    prints nothing, and a second program must print the result.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:

@@ -25,8 +25,8 @@ class BuildToolWorld(FictionalWorldTask):
 
     Args:
         shares: weights of the families of questions. ``one`` looks up one number, ``two`` two numbers, ``hop`` a number
-            behind a hop, and all three compute with them; ``lookup`` only looks up, ``compute`` only computes.
-            Default: SHARES.
+            behind a hop, and all three compute with them; ``lookup`` only looks up, ``compute`` only computes. Default:
+            SHARES.
         world: see ``FictionalWorldTask``.
     """
 

@@ -1,4 +1,4 @@
-"""Stage: writes generated household games, a tokenizer, and text to learn from."""
+"""Stage that writes generated household games, a tokenizer, and text to learn from."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rollout.skills.bank import SkillBank
 from rollout.skills.reading import read_bank
 from rollout.trajectory import Task
 
-RANDOM_STEPS = 0.5  # probability that a step of the games in the texts is a random one
+RANDOM_STEPS = 0.5  # probability of a random step in the games of the texts
 STEPS = 14
-TRIES = 200  # draws of a game that is like no other
+TRIES = 200  # attempts to draw a new game
 
 
 class BuildHousehold(WorldTask):
     """Write household games, a tokenizer for them, and plain text about other games. Deterministic.
 
-    No game is in two splits, or twice in one; two may have the same first observation and differ in where objects are.
-    Task types come in equal numbers.
+    No game occurs twice, in one split or in two. Two games may have the same first observation and differ in where
+    objects are. All task types are equally frequent.
 
     Args:
-        size: of the rooms: small, or full as ALFWorld has them.
-        bank: skills whose words the tokenizer and the texts shall hold: name or file.
+        size: size of the rooms: small, or full as in ALFWorld.
+        bank: skill bank whose words the tokenizer and the texts must contain: name or file.
         world: see ``WorldTask``.
     """
 
@@ -61,7 +61,7 @@ class BuildHousehold(WorldTask):
         return tasks
 
     def _new_game(self, kind: str, rng: random.Random, taken: set[str] | None = None) -> tuple[Game, str]:
-        """A game that is not in ``taken`` (which grows), and its first observation."""
+        """Draw a game that is not in ``taken``, add it there, and return it with its first observation."""
         for _ in range(TRIES):
             game = generate_game(kind, rng.randrange(2**31), size=self.size)
             name = json.dumps(game.to_json(), sort_keys=True)
@@ -82,8 +82,8 @@ def numbered_name(rng: random.Random) -> str:
 
 
 def transcript(game: Game, rng: random.Random) -> str:
-    """A game as a transcript, ">" before each command, half of the steps taken at random: what commands look like and
-    what they lead to, and not how to win."""
+    """Write a game as a transcript with ">" before each command. Half of the steps are random, so the text shows
+    commands and their effects but not how to win."""
     simulator, expert = Simulator(game), Expert(game.goal)
     observation = simulator.reset()
     lines = [observation.text.strip()]

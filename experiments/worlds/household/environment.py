@@ -1,7 +1,7 @@
-"""ALFWorld's household tasks as an environment: one text command an action, reward 10 for success, else 0.
+"""ALFWorld's household tasks as an environment: one text command per action, reward 10 for success, otherwise 0.
 
-``task.metadata["household"]`` is {"game": a game of `games.py` as JSON} or {"file": path of a game.tw-pddl}. Reward
-and end are verl-agent's: 10 when the goal is reached, which ends the episode. The limit of turns is the agent loop's.
+``task.metadata["household"]`` is {"game": a game of `games.py` as JSON} or {"file": path of a game.tw-pddl}. Reward and
+end are verl-agent's: the goal gives 10 and ends the episode. The agent loop limits the number of turns.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Household:
     """Makes one environment per trajectory.
 
     Args:
-        engine: "simulator" plays generated games in this process; "alfworld" plays them, and downloaded ones, in the
-            package itself, in child processes (a tenth of a second per step).
-        reward: for reaching the goal.
-        python: for "alfworld": the Python that has the package; None: what the variable
-            COMPACT_AGENTS_ALFWORLD_PYTHON names, or that of ``make alfworld``.
-        workers: for "alfworld": child processes, and so episodes at once; further episodes wait at their beginning.
-        step_timeout_s: for "alfworld": of one command.
+        engine: "simulator" plays generated games in this process. "alfworld" plays generated and downloaded games with
+            the alfworld package, in child processes (a tenth of a second per step).
+        reward: reward for reaching the goal.
+        python: for "alfworld": a Python that has the package. Default: the variable COMPACT_AGENTS_ALFWORLD_PYTHON,
+            else the environment of ``make alfworld``.
+        workers: for "alfworld": number of child processes, which is the number of concurrent episodes.
+        step_timeout_s: for "alfworld": deadline of one command in seconds.
 
     Raises:
         ValueError: unknown engine, or a number out of range.
@@ -63,10 +63,10 @@ class Household:
         return HouseholdEnvironment(task, self._pool, self.reward, tools_enabled)
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Look at every task's game, before anything is trained on: is it there, is it one, can this engine play it?
+        """Check, before training starts, that every task has a game that this engine can play.
 
         Raises:
-            ValueError: naming the first of those that are not.
+            ValueError: names the first task without one.
         """
 
         def look(task: Task) -> None:
@@ -80,7 +80,7 @@ class Household:
         check_tasks(tasks, look, "household games that cannot be played")
 
     async def start(self) -> None:
-        """Raises InfrastructureError where the engine is "alfworld" and there is none."""
+        """Start the engine. Raises InfrastructureError if the engine is "alfworld" and ALFWorld is missing."""
         if self._pool is not None:
             await self._pool.start()
 
@@ -98,7 +98,7 @@ class Engine(Protocol):
 
 
 class HouseholdEnvironment:
-    """One episode. Its measures: ``success`` (0 or 1) and ``steps`` (commands given)."""
+    """One episode. Its measures are ``success`` (0 or 1) and ``steps`` (number of commands)."""
 
     def __init__(self, task: Task, pool: PddlPool | None, reward: float, tools_enabled: bool) -> None:
         self._task, self._pool, self._reward, self._enabled = task, pool, reward, tools_enabled
@@ -106,18 +106,19 @@ class HouseholdEnvironment:
         self._steps, self._won = 0, False
 
     async def reset(self) -> FirstObservation:
-        """Raises InfrastructureError where the task's game is none, naming it: `Household.check` says so earlier."""
+        """Start the game. Raises InfrastructureError if the task has no valid game; `Household.check` reports this
+        earlier."""
         try:
             game = _game_of(self._task, self._pool is not None)
         except ValueError as error:
             raise InfrastructureError(f"task {self._task.id}: {error}") from None
-        self._engine = await self._pool.open(game) if self._pool else _InThisProcess(cast(Game, game))  # no file
+        self._engine = await self._pool.open(game) if self._pool else _InThisProcess(cast(Game, game))  # not a file
         observation = await self._engine.reset()
         return FirstObservation(observation.text, {"admissible": list(observation.admissible)}, self._measures())
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Continue, after `reset`, an episode in which ``calls`` have happened: its commands are given again. Returns
-        the reward so far."""
+        """Continue an episode after ``calls`` by repeating their commands; return the reward so far. Call `reset`
+        first."""
         for call in calls:
             if call.executed:
                 await self._act(call.request)
@@ -155,7 +156,7 @@ class HouseholdEnvironment:
 
 
 class _InThisProcess:
-    """The simulator, some microseconds a step, behind the same seam as ALFWorld's processes."""
+    """Gives the simulator the interface of ALFWorld's processes. A step takes some microseconds."""
 
     def __init__(self, game: Game) -> None:
         self._simulator = Simulator(game)
@@ -167,11 +168,11 @@ class _InThisProcess:
         return self._simulator.step(command)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 def _game_of(task: Task, files: bool) -> Game | str:
-    """A task's game, or the path of its file. Raises ValueError."""
+    """Return a task's game, or the path of its file. Raises ValueError."""
     world: Any = task.metadata.get("household")
     if not isinstance(world, dict) or len(world) != 1 or not world.keys() <= {"game", "file"}:
         raise ValueError(f"metadata['household'] is {world!r:.100}; expected {{'game': ...}} or {{'file': path}}")

@@ -1,8 +1,7 @@
-"""A scripted expert of household games: it knows the task and sees only what an agent sees. For demonstrations.
+"""A scripted expert of household games, for demonstrations. It knows the task and sees what an agent sees.
 
-It looks for the object where such things may lie, one receptacle after another, opens what is closed, and remembers
-what it saw. It reads the engine's sentences alone, so it plays on either engine, also
-after commands that were not its own.
+It searches the receptacles that may hold the object, opens closed ones, and remembers what it saw. It reads only the
+engine's sentences, so it plays on either engine, also after commands that were not its own.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ _TREATED = re.compile(rf"You (clean|heat|cool) the ({_NAME}) using")
 
 
 def kind_of(name: str) -> str:
-    """Of "countertop 2" the "countertop"."""
+    """Return the type of a numbered name: "countertop" for "countertop 2"."""
     return name.rpartition(" ")[0]
 
 
 class Expert:
-    """For one episode. ``act`` must be given every observation, the first one included.
+    """Plays one episode. ``act`` needs every observation, including the first.
 
     Args:
-        goal: what is to be done.
+        goal: the goal of the game.
     """
 
     def __init__(self, goal: Goal) -> None:
@@ -46,21 +45,21 @@ class Expert:
         self._target = goal.target.lower()
         self._held: str | None = None
         self._at: str | None = None
-        self._seen: dict[str, list[str]] = {}  # receptacle -> what it was last seen to hold
+        self._seen: dict[str, list[str]] = {}  # receptacle -> its content when last seen
         self._treated: set[tuple[str, str]] = set()  # ("heat", "apple 1")
         self._rooms: list[str] = []  # names of the receptacles, in the order of the first observation
 
     def act(self, observation: Observation) -> str:
-        """The next command: one of the admissible ones.
+        """Return the next command, one of the admissible ones.
 
         Raises:
-            LookupError: nothing is left to try (no game of `generate.py`).
+            LookupError: nothing is left to try (not in a game of `generate.py`).
         """
         self._read(observation.text)
         return self._next(set(observation.admissible))
 
     def _read(self, text: str) -> None:
-        """Take in what a sentence of the engine says about the world."""
+        """Update the expert's knowledge with a sentence of the engine."""
         if not self._rooms and (room := _ROOM.search(text)):
             self._rooms = _LISTED.findall(room[1])
         if arrived := _ARRIVED.search(text):
@@ -100,14 +99,14 @@ class Expert:
         )
 
     def _reach(self, receptacle: str, possible: set[str]) -> str:
-        """One step on the way to seeing what is in a receptacle."""
+        """Return the next command on the way to seeing a receptacle's content."""
         return f"go to {receptacle}" if f"go to {receptacle}" in possible else f"open {receptacle}"
 
     def _find(self, kind: str, leave: tuple[str, ...]) -> tuple[str, str | None]:
-        """Where something of this kind was seen and what it is called, else the next receptacle to look at, and None.
+        """Return where an object of this kind was seen and its name, else the next receptacle to look at, and None.
 
         Args:
-            leave: receptacles in which it is to stay.
+            leave: receptacles from which objects are not taken.
         """
         for receptacle, things in self._seen.items():
             for thing in things:
@@ -124,18 +123,18 @@ class Expert:
         return [receptacle for receptacle in self._rooms if kind_of(receptacle) == kind]
 
     def _destination(self) -> str:
-        """Of several, the one that holds another target already: two have to come together."""
+        """Choose the destination; prefer the one that holds another target, because two targets must be together."""
         receptacles = self._receptacles((self.goal.destination or "").lower())
         return max(
             receptacles, key=lambda receptacle: sum(kind_of(t) == self._target for t in self._seen.get(receptacle, ()))
         )
 
     def _not_from(self) -> tuple[str, ...]:
-        """Receptacles from which no target is taken: of two, the first stays at the destination."""
+        """Return the receptacles from which no target is taken: the first of two targets stays at the destination."""
         return (self._destination(),) if self.goal.task_type == TWO else ()
 
     def _put_away(self, held: str, possible: set[str]) -> str:
-        """Put down an object that other commands have picked up, wherever it is allowed."""
+        """Put down an object that other commands picked up, anywhere it is allowed."""
         here = f"move {held} to {self._at}"
         if here in possible:
             return here
@@ -151,19 +150,19 @@ class Expert:
 
 
 IDLE = ("look", "inventory")
-IDLES = 0.2  # share of the careless steps that look around; in the others it goes somewhere
+IDLES = 0.2  # share of the careless steps that look around; the others go to a random receptacle
 
 
 class HouseholdExpertPolicy(CarelessPolicy):
-    """Text in, text out: the expert's next command between action tags.
+    """Writes the expert's next command between action tags, text in and text out.
 
-    The transcript of a whole conversation (``window: null``) says what it has done; the game, in the task's metadata,
-    is played again up to there. With probability ``error_rate`` a step leads it nowhere: it goes to some other
-    receptacle, or looks around. What it knows it does not forget.
+    The transcript of the whole conversation (``window: null``) shows the commands so far, and the policy replays the
+    game of the task's metadata up to there. With probability ``error_rate`` a step is useless: it goes to a random
+    receptacle or looks around. The expert keeps its knowledge.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """The next turn, without the token that ends it, after ``transcript``: everything since the prompt."""
+        """Return the next turn, without its end token, after ``transcript`` (everything since the prompt)."""
         game = Game.from_json(task.metadata["household"]["game"])
         simulator, expert = Simulator(game), Expert(game.goal)
         observation = simulator.reset()
@@ -176,7 +175,7 @@ class HouseholdExpertPolicy(CarelessPolicy):
         return f"<action>{careful if rng is None else careless(observation, careful, rng)}</action>"
 
     def fits(self, task: Task, transcript: str) -> bool:
-        """Whether the commands of the transcript lead, in this game, to what it shows."""
+        """Return whether the transcript's commands give, in this game, the observations it shows."""
         simulator = Simulator(Game.from_json(task.metadata["household"]["game"]))
         simulator.reset()
         end = 0
@@ -190,20 +189,20 @@ class HouseholdExpertPolicy(CarelessPolicy):
 
 
 def careless(observation: Observation, careful: str, rng: random.Random) -> str:
-    """A step that changes nothing in the room, other than the careful one where there is another."""
+    """Draw a step that changes nothing in the room and, if possible, differs from the careful step."""
     away = [c for c in observation.admissible if c.startswith("go to ") and c != careful]
     return rng.choice(away) if away and rng.random() >= IDLES else rng.choice(IDLE)
 
 
 class HouseholdExpertEngine(WorldExpert):
-    """Engine over ``HouseholdExpertPolicy``; turns end with the tokenizer's EOS; ``error_rate``: probability that a
-    step leads nowhere."""
+    """Engine over ``HouseholdExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate`` is the probability of a
+    useless step."""
 
     QUESTION = re.compile(r"(-= Welcome to TextWorld.*?Your task is to: [^\n<]*)", re.DOTALL)
     Policy = HouseholdExpertPolicy
     ends_turns = True
 
     def _choose(self, tasks: Sequence[Task], transcript: str) -> Task:
-        """Small rooms open alike: the first game in which the commands so far lead to what was seen. The expert plays
-        by what it has seen, so that it makes no difference which of several."""
+        """Choose the first game whose observations match the transcript, because small rooms may open alike. The expert
+        acts on what it has seen, so any match gives the same action."""
         return next((task for task in tasks if self._policy.fits(task, transcript)), tasks[0])

@@ -1,6 +1,6 @@
-"""Household games as data: the objects of one room, where they are, the goal. To JSON and back.
+"""Household games as data: the objects of one room, their places and the goal, with conversion to and from JSON.
 
-Names are ALFWorld's: a type in lower case and a number, "countertop 2". Types are as in `tables.py`.
+Names are ALFWorld's: a type in lower case and a number, "countertop 2". Types are those of `tables.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.validation import validated
 from experiments.worlds.household.tables import CAN_HOLD, LAMP, OBJECTS, PROPERTIES
 
 LOOK, TWO = "look_at_obj_in_light", "pick_two_obj_and_place"
-# The treatment that a task asks for before the object is placed: the command's verb, and the receptacle that does it.
+# The treatment that a task requires before the object is placed: the command's verb, and the receptacle that does it.
 TREATMENTS = {
     "pick_clean_then_place_in_recep": ("clean", "SinkBasin"),
     "pick_heat_then_place_in_recep": ("heat", "Microwave"),
@@ -26,7 +26,7 @@ TREATMENTS = {
 TREATABLE = {"clean": "cleanable", "heat": "heatable", "cool": "coolable"}  # verb -> property
 TASK_TYPES = ("pick_and_place_simple", LOOK, *TREATMENTS, TWO)
 
-# Wording of the task (alfworld.gen.goal_library). No character that means something to ALFWorld's grammar.
+# Wording of the task (alfworld.gen.goal_library), without characters that ALFWorld's grammar interprets.
 SENTENCE = re.compile(r"[A-Za-z0-9 ,.:'!?()-]{1,200}")
 
 
@@ -37,10 +37,10 @@ def name_of(kind: str, number: int) -> str:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Receptacle:
-    """Something that objects lie on or in, closed at first if it can be opened."""
+    """A thing that holds objects, closed at first if it can be opened."""
 
     type: str  # "CounterTop"
-    number: int  # from 1, without gaps among those of its type
+    number: int  # from 1, without gaps within its type
     openable: bool
 
     @property
@@ -51,11 +51,11 @@ class Receptacle:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An object (ALFWorld's word; Python has taken it)."""
+    """An object. (Python has taken ALFWorld's word.)"""
 
     type: str  # "Apple"
     number: int
-    place: str  # name of the receptacle where it is at first: "countertop 2"
+    place: str  # name of the receptacle that holds it at first: "countertop 2"
     properties: tuple[str, ...]  # of tables.PROPERTIES, sorted
 
     @property
@@ -65,12 +65,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is to be done, as types.
+    """The goal of a game, in types.
 
     Args:
         task_type: one of TASK_TYPES.
-        target: type of the object that it is about.
-        destination: type of the receptacle where it belongs; None for LOOK.
+        target: type of the object to find.
+        destination: type of the receptacle to put it in; None for LOOK.
         toggle: type of the lamp, for LOOK alone.
     """
 
@@ -81,7 +81,7 @@ class Goal:
 
     @property
     def treatment(self) -> tuple[str, str] | None:
-        """Verb and receptacle type, such as ("heat", "Microwave"); None where the object stays as it is."""
+        """Return verb and receptacle type, such as ("heat", "Microwave"), or None without a treatment."""
         return TREATMENTS.get(self.task_type)
 
 
@@ -90,8 +90,8 @@ class Game:
     """One room and one task.
 
     Raises:
-        ValueError: on construction, if it is no game: numbers with gaps, an object in an unknown receptacle, an unknown
-            type or property, a goal that names what is not there. The message says what and where.
+        ValueError: the game is invalid: numbers with gaps, an unknown receptacle, type or property, or a goal that
+            names missing things. The message says what and where.
     """
 
     goal: Goal
@@ -138,21 +138,21 @@ class Game:
             raise ValueError(f"no {goal.target} can be put into a {goal.destination}")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; from_json gives an equal game."""
+        """Return plain JSON, from which ``from_json`` makes an equal game."""
         receptacles = [asdict(receptacle) for receptacle in self.receptacles]
         items = [asdict(item) | {"properties": list(item.properties)} for item in self.items]
         return asdict(self.goal) | {"sentence": self.sentence, "receptacles": receptacles, "objects": items}
 
     @classmethod
     def from_json(cls, data: Any) -> Game:
-        """Raises ValueError where ``data`` is no game; the message says what was found and what was expected."""
+        """Make a game from JSON. Raises ValueError with what was found and what was expected."""
         found = validated(_GAME, data, "game")
         goal = Goal(found.task_type, found.target, found.destination, found.toggle)
         return cls(goal, found.sentence, found.receptacles, found.objects)
 
 
 class _GameJson(BaseModel):
-    """A game as JSON holds it."""
+    """The JSON form of a game."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -169,7 +169,7 @@ _GAME = TypeAdapter(_GameJson)
 
 
 def order_of(thing: Receptacle | Item) -> tuple[str, int]:
-    """Where it stands in ALFWorld's lists: they are sorted by identifiers ("cup_bar_.."), numbered from the end."""
+    """Return its position in ALFWorld's lists, which are sorted by identifier ("cup_bar_.."), numbered from the end."""
     kind = thing.type.lower().removesuffix("basin")  # a sink basin's identifier is sink_bar_.._bar_sinkbasin
     return f"{kind}_", -thing.number
 

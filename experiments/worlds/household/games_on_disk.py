@@ -1,4 +1,4 @@
-"""ALFWorld's downloaded games as tasks. The folder is what ``alfworld-download`` fills: ALFWORLD_DATA."""
+"""ALFWorld's downloaded games as tasks. ``alfworld-download`` fills the folder ALFWORLD_DATA."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _TASK = re.compile(r"Your task is to: (.*?)\.?\"")
 
 @dataclass(frozen=True, slots=True)
 class DiskGames:
-    """What was found, and why the rest was left out (reason -> number of games)."""
+    """The games found, and for each reason the number of games left out."""
 
     tasks: tuple[Task, ...]
     skipped: Counter[str]
 
 
 def games_on_disk(folder: str | Path, split: str) -> DiskGames:
-    """The games that ALFWorld itself would play, sorted by path.
+    """List the games that ALFWorld itself would play, sorted by path.
 
-    Left out, as by alfworld's ``AlfredTWEnv``: other task types (slices, movable receptacles among them), games without
-    a file, and games that are not marked as solvable.
+    Leaves out, as alfworld's ``AlfredTWEnv`` does: other task types (slices and movable receptacles), games without a
+    file, and games that are not marked as solvable.
 
     Args:
-        folder: ALFWORLD_DATA; in it ``json_2.1.1/SPLIT/TASK-.../trial_.../game.tw-pddl``.
+        folder: ALFWORLD_DATA, which contains ``json_2.1.1/SPLIT/TASK-.../trial_.../game.tw-pddl``.
         split: one of SPLITS.
 
     Raises:
-        ValueError: unknown split, no such folder, no game in it, or a file that is no game: named.
+        ValueError: unknown split, missing folder, no game in it, or an invalid game file, which is named.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
@@ -60,7 +60,7 @@ def games_on_disk(folder: str | Path, split: str) -> DiskGames:
 
 
 def _sentence_if_solvable(path: Path) -> str | None:
-    """The task's wording, as it stands in the game's grammar."""
+    """Return the task's wording from the game's grammar, or None for a game that is not marked as solvable."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         solvable, found = data.get("solvable"), _TASK.search(data["grammar"])

@@ -1,4 +1,4 @@
-"""A seeded generator of solvable household games; needs no download."""
+"""A seeded generator of solvable household games, without a download."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from experiments.worlds.household.tables import (
 
 Size = Literal["full", "small"]
 SIZES: tuple[Size, ...] = ("full", "small")
-EXTRAS = {"full": (16, 30), "small": (3, 5)}  # objects beside those of the task
+EXTRAS = {"full": (16, 30), "small": (3, 5)}  # further objects, besides those of the task
 
 
 def generate_game(task_type: str, seed: int, *, size: Size = "full") -> Game:
-    """The same game for the same arguments.
+    """Draw a game. The same arguments give the same game.
 
     Args:
         task_type: one of ``games.TASK_TYPES``.
-        size: "full" is a room as ALFWorld has them (7 to 34 receptacles, 17 to 33 objects), "small" one for tiny
-            models (4 to 7 receptacles, 4 to 8 objects).
+        size: "full" is a room as in ALFWorld (7 to 34 receptacles, 17 to 33 objects); "small" is one for tiny models (4
+            to 7 receptacles, 4 to 8 objects).
 
     Raises:
         ValueError: unknown task type or size.
@@ -67,7 +67,7 @@ def generate_game(task_type: str, seed: int, *, size: Size = "full") -> Game:
 
 
 def _draw_goal(draw: random.Random, task_type: str, kinds: list[str], objects: tuple[str, ...]) -> Goal:
-    """A target that can be treated as the task asks, and a destination that is not the only receptacle for it."""
+    """Draw a target that allows the task's treatment, and a destination that is not its only possible receptacle."""
     if task_type == LOOK:
         found = [kind for kind in objects if any(kind in CAN_HOLD[receptacle] for receptacle in kinds)]
         return Goal(task_type, draw.choice(found), None, LAMP)
@@ -84,7 +84,7 @@ def _draw_goal(draw: random.Random, task_type: str, kinds: list[str], objects: t
 def _draw_objects(
     draw: random.Random, goal: Goal, kinds: list[str], objects: tuple[str, ...], extras: int
 ) -> list[str]:
-    """Types of all objects, those of the task first."""
+    """Draw the types of all objects, those of the task first."""
     wanted = [goal.target] * (2 if goal.task_type == TWO else 1)
     lamps = [LAMP] if goal.toggle or (draw.random() < 0.5 and set(kinds) & set(LAMP_PLACES)) else []
     found = [kind for kind in objects if any(kind in CAN_HOLD[receptacle] for receptacle in kinds)]
@@ -94,7 +94,7 @@ def _draw_objects(
 def _item(
     draw: random.Random, kind: str, receptacles: tuple[Receptacle, ...], counted: Counter[str], goal: Goal
 ) -> Item:
-    """One more object of this type, somewhere; one of the target's type never where it belongs."""
+    """Add one object of this type at a random place. An object of the target's type never starts at the destination."""
     fits = [r for r in receptacles if (r.type in LAMP_PLACES if kind == LAMP else kind in CAN_HOLD[r.type])]
     if kind == goal.target:
         fits = [receptacle for receptacle in fits if receptacle.type != goal.destination]

@@ -1,7 +1,7 @@
 """A pool of child processes that run the alfworld package, one game at a time each.
 
-The package is built for an environment of its own (``make alfworld``), so the children run under another Python. They
-are spawned, never forked; every answer has a deadline, and a child that misses it or dies is killed and replaced.
+The package has its own environment (``make alfworld``), so the children run under another Python. They are spawned,
+never forked. Every answer has a deadline; the pool kills and replaces a child that misses it or dies.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from rollout.trajectory import InfrastructureError
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = Path(__file__).with_name("pddl_worker.py")
 PYTHON_VARIABLE = "COMPACT_AGENTS_ALFWORLD_PYTHON"
-START_SECONDS = 120.0  # to start Python and import the package, on a loaded machine
-RESET_SECONDS = 120.0  # to load and start a game: about a second each, on a loaded machine more
+START_SECONDS = 120.0  # seconds to start Python and import the package on a loaded machine
+RESET_SECONDS = 120.0  # seconds to load and start a game on a loaded machine (about one otherwise)
 LINE_LIMIT = 2**26  # bytes of one answer
-VERSION = "0.4."  # before it the commands were others ("put X in/on R")
+VERSION = "0.4."  # earlier versions have other commands ("put X in/on R")
 
 
 def default_python() -> str | None:
-    """The Python that has ALFWorld: what the variable names, or that of ``make alfworld``; None: neither is there."""
+    """Return a Python that has ALFWorld: the one the variable names, or that of ``make alfworld``; None without one."""
     here = ROOT / ".venv-alfworld" / "bin" / "python"
     return os.environ.get(PYTHON_VARIABLE) or (str(here) if here.exists() else None)
 
 
 def check_game_file(path: str | Path) -> None:
-    """Raises ValueError, naming the file, unless it is there, is JSON and has what a game file has."""
+    """Raise ValueError, with the file's name, unless the file exists, is JSON and has the fields of a game file."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"game file {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, brackets within brackets without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(f"game file {path}: not JSON ({error})") from None
     needed = ("pddl_domain", "grammar", "pddl_problem")
     if not isinstance(data, dict) or not all(isinstance(data.get(key), str) and data[key] for key in needed):
@@ -51,11 +51,11 @@ def check_game_file(path: str | Path) -> None:
 
 
 class PddlPool:
-    """Up to ``workers`` games at once; further ones wait for a process. One event loop between start and close.
+    """Plays up to ``workers`` games at once; further games wait for a process. Use one event loop from start to close.
 
     Args:
         python: interpreter that has alfworld 0.4; None: ``default_python()``.
-        step_timeout_s: for one command.
+        step_timeout_s: deadline of one command in seconds.
 
     Raises:
         ValueError: a number that is not positive.
@@ -69,24 +69,24 @@ class PddlPool:
         self.step_timeout_s = step_timeout_s
         self._free = asyncio.Semaphore(workers)
         self._idle: list[_Worker] = []
-        self._alive: set[_Worker] = set()  # idle ones and busy ones
+        self._alive: set[_Worker] = set()  # idle and busy processes
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that are up."""
+        """Return the ids of the live processes."""
         return tuple(sorted(worker.process.pid for worker in self._alive))
 
     async def start(self) -> None:
-        """Start one process, so that a missing or wrong package is known before anything else is loaded.
+        """Start one process, so that a missing or wrong package is reported before other parts load.
 
         Raises:
-            InfrastructureError: no Python with ALFWorld, or it does not start.
+            InfrastructureError: no Python has ALFWorld, or the process does not start.
         """
         async with self._free:
             self._idle.append(await self._take())
 
     async def open(self, game: Game | str) -> PddlGame:
-        """A generated game, or a file's path. Waits for a process; give it back with ``PddlGame.close``."""
+        """Open a generated game or a game file. Waits for a process; ``PddlGame.close`` returns it."""
         await self._free.acquire()
         try:
             return PddlGame(self, await self._take(), game)
@@ -132,7 +132,10 @@ class PddlPool:
 
 
 class PddlGame:
-    """One game in one process of the pool. Raises InfrastructureError when the process fails; it is then replaced."""
+    """One game in one process of the pool.
+
+    Raises InfrastructureError if the process fails; the pool then replaces the process.
+    """
 
     def __init__(self, pool: PddlPool, worker: _Worker, game: Game | str) -> None:
         self._pool, self._worker, self._closed = pool, worker, False
@@ -146,7 +149,7 @@ class PddlGame:
         return await self._ask({"step": command}, self._pool.step_timeout_s, f"a command in {self._what}")
 
     async def close(self) -> None:
-        """Give the process back. Idempotent."""
+        """Return the process to the pool. Idempotent."""
         if not self._closed:
             self._closed = True
             self._pool.give_back(self._worker)
@@ -155,7 +158,7 @@ class PddlGame:
         try:
             answer = await self._worker.ask(request | {"timeout_s": timeout_s}, timeout_s, what)
             return Observation(answer["text"], tuple(answer["admissible"]), answer["won"])
-        except BaseException:  # also a cancelled task: the answer to this request must not reach the next game
+        except BaseException:  # also for a cancelled task: the next game must not receive the answer to this request
             await self._pool.discard(self._worker)
             raise
 
@@ -175,7 +178,7 @@ class _Worker:
         try:
             process = await asyncio.create_subprocess_exec(
                 python,
-                "-I",  # no folder of this project before the packages, nothing of its environment
+                "-I",  # with no folder of this project on its path and no variable of this environment
                 str(WORKER),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -199,7 +202,7 @@ class _Worker:
             self._stdin.write(json.dumps(request).encode() + b"\n")
             await asyncio.wait_for(self._stdin.drain(), timeout_s)
         except (OSError, TimeoutError):
-            pass  # it ended, or does not read: the answer that does not come says so
+            pass  # the process ended or does not read; the missing answer reports it
         return await self._answer(timeout_s, what)
 
     async def _answer(self, timeout_s: float, what: str) -> dict[str, Any]:
@@ -207,7 +210,7 @@ class _Worker:
             line = await asyncio.wait_for(self._stdout.readline(), timeout_s)
         except TimeoutError:
             raise InfrastructureError(f"ALFWorld's process: {what} was not finished in {timeout_s:g} s") from None
-        if not line.endswith(b"\n"):  # nothing, or what it had written of its answer when it ended
+        if not line.endswith(b"\n"):  # nothing, or the part of an answer written before the process ended
             code = await self.process.wait()
             raise InfrastructureError(f"ALFWorld's process ended with exit code {code} while {what}: {self._tail()}")
         answer = json.loads(line)
@@ -216,7 +219,7 @@ class _Worker:
         return answer
 
     def _tail(self) -> str:
-        """The end of what it wrote to stderr."""
+        """Return the end of the process's stderr."""
         if self._log.closed:
             return "it was stopped"
         self._log.seek(0, os.SEEK_END)

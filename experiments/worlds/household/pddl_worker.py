@@ -1,9 +1,9 @@
-"""Child process of `PddlPool`, run as ``PYTHON -I pddl_worker.py``, where PYTHON has ALFWorld. Imports nothing of this
-project, which need not be installed there.
+"""Child process of `PddlPool`, run as ``PYTHON -I pddl_worker.py`` with a Python that has ALFWorld.
 
-JSON lines. At first, to the parent: {"version", "domain", "grammar"} of the alfworld package. Then request and answer:
-{"reset": path of a game file or its content, "timeout_s"} or {"step": command, "timeout_s"}; the answer is
-{"text", "admissible", "won"}, or {"error": text} where Python raised.
+Imports nothing of this project, which need not be installed there. Messages are JSON lines. The first, to the parent,
+is {"version", "domain", "grammar"} of the alfworld package. Requests are {"reset": path or content of a game file,
+"timeout_s"} or {"step": command, "timeout_s"}. The answer is {"text", "admissible", "won"}, or {"error": text} after an
+exception.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import tempfile
 import traceback
 from typing import Any
 
-GRACE_SECONDS = 1.0  # the parent kills at the deadline; this process ends itself after it, should the parent be gone
+GRACE_SECONDS = 1.0  # the parent kills at the deadline; this process ends itself later if the parent no longer exists
 
 
 class Engine:
-    """One game at a time. The same game again costs half: what was loaded is kept."""
+    """Plays one game at a time. Repeating a game takes half the time, because the loaded game is kept."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())  # the package makes this folder when imported
+        os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())  # importing the package creates this folder
         import textworld  # pyright: ignore[reportMissingImports]  # of ALFWorld's own environment
         from alfworld import info  # pyright: ignore[reportMissingImports]
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler  # pyright: ignore[reportMissingImports]
@@ -49,7 +49,7 @@ class Engine:
 
 
 def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
-    # Not a Python handler: SIGALRM's default action ends the process even in the middle of the planner's C++.
+    # No Python handler: SIGALRM's default action ends the process even inside the planner's C++.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + GRACE_SECONDS)
     try:
@@ -61,9 +61,9 @@ def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the trainer
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries must not print into the answers
 
     def say(message: dict[str, Any]) -> None:
         channel.write(json.dumps(message) + "\n")
@@ -79,7 +79,7 @@ def main() -> None:
         for line in sys.stdin:
             say(answer(engine, json.loads(line)))
     except BrokenPipeError:
-        return  # the parent is gone
+        return  # the parent no longer exists
 
 
 if __name__ == "__main__":

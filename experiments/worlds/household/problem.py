@@ -1,6 +1,6 @@
-"""Writes a generated game as an ALFWorld game file: its domain and grammar, and a PDDL problem of our own.
+"""Writes a generated game as an ALFWorld game file: ALFWorld's domain and grammar, and our PDDL problem.
 
-What the file holds: sdar.md, 3.7. The goals say what those of ``alfworld.gen.goal_library`` say.
+For the file's content see sdar.md, 3.7. The goals mean the same as those of ``alfworld.gen.goal_library``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 from experiments.worlds.household.games import LOOK, TWO, Game, Item, Receptacle
 from experiments.worlds.household.tables import CAN_HOLD
 
-_PREDICATES = {"container": "isReceptacleObject"}  # of the other properties the predicate is the word itself
+_PREDICATES = {"container": "isReceptacleObject"}  # for other properties the predicate is the word itself
 _DONE = {"clean": "isClean", "heat": "isHot", "cool": "isCool"}
 
 
 def game_file(game: Game, domain: str, grammar: str) -> dict[str, Any]:
-    """The content of ``game.tw-pddl``.
+    """Return the content of ``game.tw-pddl``.
 
     Args:
         domain: ALFWorld's ``alfred.pddl``.
@@ -32,8 +32,8 @@ def game_file(game: Game, domain: str, grammar: str) -> dict[str, Any]:
 
 
 def problem(game: Game) -> str:
-    """The PDDL problem. The engine numbers the things of a type itself, the last identifier first; identifiers are
-    chosen so that the numbers come out as they are in the game."""
+    """Return the PDDL problem. The engine numbers the things of a type by identifier, last first, so identifiers are
+    chosen to give the game's numbers."""
     counts = Counter(thing.type for thing in (*game.receptacles, *game.items))
     ids = {thing.name: _identifier(thing, counts[thing.type]) for thing in (*game.receptacles, *game.items)}
     return "\n".join(
@@ -52,7 +52,7 @@ def problem(game: Game) -> str:
 
 def _identifier(thing: Receptacle | Item, count: int) -> str:
     location = f"bar_{count - thing.number:03d}"
-    basin = thing.type.removesuffix("Basin")  # only so does the engine say "sinkbasin"
+    basin = thing.type.removesuffix("Basin")  # the engine says "sinkbasin" only for this form
     return f"{thing.type}_{location}" if basin == thing.type else f"{basin}_{location}_bar_{thing.type}"
 
 

@@ -1,4 +1,4 @@
-"""Stage: lists the games of an ALFWorld download as question files, split as verl-agent and SDAR use them."""
+"""Stage that lists the games of an ALFWorld download as question files, split as in verl-agent and SDAR."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FILES = {"train": "train", "valid_seen": "test_seen", "valid_unseen": "test_unse
 class ListHousehold:
     """List the games of an ALFWorld download. Deterministic.
 
-    ``data_source`` is the task's type, by which tables are split. The released evaluation plays 128 games of valid_seen
-    and draws others each time (docs/papers/sdar.md 3.6); here the panel is drawn once, so that validations of one run,
-    and of different runs, can be compared, and the test plays every game once. Panel and test are of the same games:
-    choose no checkpoint by the panel if the test is to be of games that were never looked at (``test_unseen`` are).
+    ``data_source`` is the task type, by which tables are split. The released evaluation draws 128 games of valid_seen
+    each time (docs/papers/sdar.md 3.6). Here the validation panel is drawn once, so that validations of one or several
+    runs can be compared, and the test plays every game once. Panel and test overlap: to report games that no decision
+    has used, choose checkpoints by the panel and report ``test_unseen``.
 
     Args:
-        folder: ALFWORLD_DATA, in which ``json_2.1.1/{train,valid_seen,valid_unseen}`` lie.
-        panel: games of valid_seen for validation; drawn from each task type in proportion to its share.
-        seed: of the panel.
+        folder: ALFWORLD_DATA, which contains ``json_2.1.1/{train,valid_seen,valid_unseen}``.
+        panel: games of valid_seen for validation, drawn from each task type in proportion to its share.
+        seed: seed of the panel.
     """
 
     def __init__(self, folder: str, panel: PositiveInt = 128, seed: NonNegativeInt = 0) -> None:
@@ -43,10 +43,11 @@ class ListHousehold:
         """Write ``{train,val,test_seen,test_unseen}.parquet``.
 
         Raises:
-            DatasetError: valid_seen holds fewer games than the panel.
+            DatasetError: valid_seen has fewer games than the panel.
             ValueError: see ``games_on_disk``.
         """
-        folder = Path(self.folder).expanduser().absolute()  # the files are read from wherever the run stands
+        # absolute, because a run may read the files from another folder
+        folder = Path(self.folder).expanduser().absolute()
         found = {split: games_on_disk(folder, split) for split in SPLITS}
         for split, games in found.items():
             logger.info("%s: %d games (left out: %s)", split, len(games.tasks), dict(games.skipped) or "none")
@@ -61,8 +62,9 @@ def write(path: Path, tasks: Sequence[Task]) -> None:
 
 
 def panel(tasks: Sequence[Task], size: int, seed: int) -> list[Task]:
-    """``size`` of the tasks, in their order; of each data source as near to its share as whole numbers allow (largest
-    remainders first, then by name), drawn by ``seed``.
+    """Draw ``size`` tasks and return them in their order.
+
+    Each data source gets its share, rounded by largest remainders, then by name.
 
     Raises:
         DatasetError: there are fewer tasks.

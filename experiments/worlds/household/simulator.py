@@ -1,9 +1,9 @@
-"""A simulator of ALFWorld's text games in plain Python: the sentences of alfworld 0.4.2, thousands of steps per second.
+"""A simulator of ALFWorld's text games in plain Python: the sentences of alfworld 0.4.2, thousands of steps a second.
 
-What is possible and what it leads to follows the package's ``alfred.pddl`` (every receptacle has a location of its
-own, the agent starts at none), the sentences its ``alfred.twl2``; where they are odd, so is this. The microwave heats
-while it is closed and what is in the hand, a lamp that was used once stays on, a mug is "normal" however hot it is, an
-object is examined in the hand alone, what lies in a closed fridge can be sliced. Tests compare both, step by step.
+Preconditions and effects follow the package's ``alfred.pddl`` (every receptacle has its own location; the agent starts
+at none), and sentences its ``alfred.twl2``, with their oddities. The microwave heats while closed and heats what the
+hand holds, a lamp stays on, a mug is "normal" however hot, an object is examined only in the hand, and an object in a
+closed fridge can be sliced. Tests compare both, step by step.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Execute = Callable[[], str]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Observation after a command; all three fields as ALFWorld gives them."""
+    """The observation after a command; all three fields are as ALFWorld gives them."""
 
     text: str
-    admissible: tuple[str, ...]  # sorted, as the engine sorts them
+    admissible: tuple[str, ...]  # sorted as the engine sorts them
     won: bool
 
 
 class Simulator:
-    """One game; ``reset`` starts it anew, any number of times.
+    """Plays one game; ``reset`` restarts it any number of times.
 
-    As in the engine, nothing ends with the goal: ``won`` says whether it is reached now.
+    As in the engine, reaching the goal does not end the game: ``won`` says whether the goal holds now.
     """
 
     def __init__(self, game: Game) -> None:
@@ -48,9 +48,10 @@ class Simulator:
     def reset(self) -> Observation:
         self._at: Receptacle | None = None
         self._held: Item | None = None
-        self._location_of = {item.name: item.place for item in self._items.values()}  # of all but the one that is held
+        # for all objects but the one in the hand
+        self._location_of = {item.name: item.place for item in self._items.values()}
         self._opened: set[str] = set()
-        self._state: set[tuple[str, str]] = set()  # what was done to what: ("heat", "apple 1")
+        self._state: set[tuple[str, str]] = set()  # treatment of each object: ("heat", "apple 1")
         room = _listed([f"a {name}" for name in self._receptacles])
         return self._observation(
             "-= Welcome to TextWorld, ALFRED! =-\n\n"
@@ -59,7 +60,7 @@ class Simulator:
         )
 
     def step(self, command: str) -> Observation:
-        """``command`` is one of the admissible ones, or nothing happens. Space around it is ignored."""
+        """Execute ``command`` if it is admissible; otherwise nothing happens. Surrounding space is ignored."""
         execute = self._commands.get(command.strip())
         return self._observation(NOTHING if execute is None else execute())
 
@@ -67,7 +68,7 @@ class Simulator:
         self._commands = self._possible()
         return Observation(text, tuple(sorted(self._commands)), self._won())
 
-    # What is possible: command -> what executes it and gives its sentence
+    # Admissible commands -> the method that executes the command and returns its sentence
 
     def _possible(self) -> dict[str, Execute]:
         commands: dict[str, Execute] = {"look": self._look, "inventory": self._inventory, "help": lambda: HELP}
@@ -110,10 +111,10 @@ class Simulator:
     def _items_at(self, receptacle: str) -> list[Item]:
         return [item for name, item in self._items.items() if self._location_of.get(name) == receptacle]
 
-    # What it leads to: state and sentence
+    # Effects: new state and sentence
 
     def _look(self) -> str:
-        if self._at is None:  # the engine asks for receptacles at the agent's location, and there are none
+        if self._at is None:  # the engine asks for receptacles at the agent's location, which has none
             return "You are in the middle of a room. Looking quickly around you, you see nothing."
         return f"You are facing the {self._at.name}. Next to it, you see nothing."
 
@@ -178,7 +179,7 @@ class Simulator:
             return f"This is a sliced {name}."
         return f"There's nothing special about {name}."
 
-    # Whether it is done (alfworld.gen.goal_library)
+    # The test of the goal (alfworld.gen.goal_library)
 
     def _won(self) -> bool:
         goal = self.game.goal
@@ -200,7 +201,7 @@ class Simulator:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The engine's lists: "nothing", "a cup 1", "a cup 2, and a cup 1"."""
+    """Write a list as the engine does: "nothing", "a cup 1", "a cup 2, and a cup 1"."""
     if len(names) < 2:
         return names[0] if names else "nothing"
     return f"{', '.join(names[:-1])}, and {names[-1]}"

@@ -1,9 +1,8 @@
-"""Tables of ALFWorld's household: where objects may lie, what can be done with them, what rooms hold. The words are
-in ``tables.json``.
+"""Tables of ALFWorld's household: places of objects, possible treatments, content of rooms. Words: ``tables.json``.
 
 The first two are facts of ``alfworld.gen.constants`` (0.4.2: VAL_RECEPTACLE_OBJECTS, VAL_ACTION_OBJECTS,
-OPENABLE_CLASS_LIST, MOVABLE_RECEPTACLES), without slices and without objects that hold others, which its text games do
-not use; a test compares them with the package. The rooms are this project's, after ALFWorld's.
+OPENABLE_CLASS_LIST, MOVABLE_RECEPTACLES). Slices and objects that hold others are left out, because the text games do
+not use them. A test compares them with the package. The rooms are this project's, modelled on ALFWorld's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """``full`` and ``small``: receptacle type -> least and greatest number of them. ``objects``: types found there."""
+    """A kind of room. ``full`` and ``small`` map a receptacle type to its least and greatest number; ``objects`` are
+    the types in it."""
 
     full: dict[str, tuple[int, int]]
     small: dict[str, tuple[int, int]]
@@ -27,7 +27,7 @@ _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf
 # Receptacle type -> types of the objects that it can hold.
 CAN_HOLD: dict[str, frozenset[str]] = {kind: frozenset(held) for kind, held in _TABLES["can_hold"].items()}
 OBJECTS = frozenset().union(*CAN_HOLD.values())  # types that can be carried
-LAMP = "DeskLamp"  # is never carried; the one thing that is used
+LAMP = "DeskLamp"  # cannot be carried; the only thing that can be used
 LAMP_PLACES = ("Desk", "Dresser", "Shelf", "SideTable")
 OPENABLE = frozenset({"Cabinet", "Drawer", "Fridge", "Microwave", "Safe"})
 KNIVES = frozenset({"ButterKnife", "Knife"})
@@ -39,7 +39,7 @@ PROPERTIES: dict[str, frozenset[str]] = {
     "toggleable": frozenset({LAMP}),
 }
 ROOMS = {name: Room(**room) for name, room in _TABLES["rooms"].items()}
-ROOMS_FOR: dict[str, list[str]] = _TABLES["rooms_for"]  # of a task type, where it cannot be in every room
+ROOMS_FOR: dict[str, list[str]] = _TABLES["rooms_for"]  # for task types that some rooms do not allow
 SENTENCES: dict[str, list[str]] = _TABLES[
     "sentences"
 ]  # wordings of a task type (alfworld.gen.goal_library, "templates")

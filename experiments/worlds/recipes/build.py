@@ -25,8 +25,7 @@ class BuildRecipes(WorldTask):
     """Orders for products, each with a recipe: some devices in order. Deterministic.
 
     In train, val and test, the recipe of a product is the one in its skill; the order does not contain it. So the
-    recipe is
-    what a model can learn, and the three splits order the same products (no order is in two of them). In the
+    recipe is what a model can learn, and the three splits order the same products (no order is in two of them). In the
     demonstrations every order has its own recipe, and a share of the orders shows it (``DemonstratedRecipe``). So
     demonstrations teach how to read a recipe, but no recipe.
 

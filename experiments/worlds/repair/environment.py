@@ -37,10 +37,8 @@ class Ledger(Notebook):
         """Return for each turn whether it was right in its situation, or None without a verdict.
 
         While the total is right, the next total is right, or the answer after the last one. While the total is wrong,
-        the last
-        right total is right, or the one after it. A cell that leaves a right total unchanged has no verdict unless it
-        fails;
-        neither has a last turn that was cut off.
+        the last right total is right, or the one after it. A cell that leaves a right total unchanged has no verdict
+        unless it fails; neither has a last turn that was cut off.
         """
         totals = [int(total) for total in trajectory.task.metadata["totals"]]
         calls = {call.turn: call for call in trajectory.calls}

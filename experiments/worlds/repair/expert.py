@@ -20,13 +20,11 @@ class LedgerPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
     The first cell is ``t = 57``; each later cell enters a change, ``t = t + 12``. Each turn repeats the last total and
-    the
-    change, which a tiny model copies from beside the cell. With probability ``error_rate`` a change goes wrong: ``t =
-    12;
-    t += s`` fails half-way, and the result shows that the total is lost. With probability ``repair`` the next cell sets
-    ``t`` to the value shown before, and then the change is entered again. Otherwise the expert continues and never
-    repairs
-    it. While the total is wrong, its turns begin with other words, which a teacher without errors has never used.
+    the change, which a tiny model copies from beside the cell. With probability ``error_rate`` a change goes wrong: ``t
+    = 12; t += s`` fails half-way, and the result shows that the total is lost. With probability ``repair`` the next
+    cell sets ``t`` to the value shown before, and then the change is entered again. Otherwise the expert continues and
+    never repairs it. While the total is wrong, its turns begin with other words, which a teacher without errors has
+    never used.
 
     Args:
         error_rate: probability that a change goes wrong.

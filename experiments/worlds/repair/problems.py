@@ -21,8 +21,7 @@ class Problem:
     """One ledger.
 
     ``months`` are those of the changes, ``changes`` have their signs, as a formula writes them ("+ 12"), and ``totals``
-    run
-    from the start to the answer.
+    run from the start to the answer.
     """
 
     question: str

@@ -1,9 +1,7 @@
-"""Tables of the generated shop: kinds of products, their attributes, options and prices. The words are in
-``assortment.json``.
+"""Tables of the generated shop: kinds of products, attributes, options and prices. Words: ``assortment.json``.
 
-All words are our own choice. Within a category no attribute, and within an option no value, is so like another that
-the score would take one for the other (``token_set_ratio`` above 85), and every colour is one that
-``reward.normalize_colour`` keeps; a test holds the table to both.
+All words are our own choice. The score must not confuse two attributes of a category or two values of an option
+(``token_set_ratio`` above 85), and ``reward.normalize_colour`` must keep every colour. A test checks both.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from experiments.worlds.shopping.products import Option
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    name: str  # what it is searched by: "running shoes"
-    phrase: str  # how an instruction asks for it: "a pair of running shoes"
+    name: str  # search words: "running shoes"
+    phrase: str  # wording in an instruction: "a pair of running shoes"
     path: str  # product_category
-    prices: tuple[int, int]  # dollars, whole: from the first to the second
+    prices: tuple[int, int]  # whole dollars, from the first to the second
     options: tuple[Option, ...]
 
 

@@ -1,4 +1,4 @@
-"""Stages: write a shop's catalogue, its goals as question files, and text to learn from."""
+"""Stages that write a shop's catalogue, its goals as question files, and text to learn from."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from rollout.skills.bank import SkillBank
 from rollout.skills.reading import read_bank
 from rollout.trajectory import Task
 
-DIGITS = 2  # of a number that stay together: a product's number is two tokens to copy
+DIGITS = 2  # digits of a number in one token: a product's number is two tokens to copy
 
 
 class ShopTask(ABC):
-    """What the tasks that write a shop have in common."""
+    """Base of the stages that write a shop."""
 
     @abstractmethod
     def catalogue(self) -> Catalogue: ...
 
     @abstractmethod
     def splits(self, catalogue: Catalogue) -> Mapping[str, Sequence[Task]]:
-        """Tasks by the name of their file."""
+        """Return the tasks by file name."""
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``catalogue.jsonl`` (of ``environment.catalogue``), ``corpus.jsonl`` (for the index stage) and one
-        ``.parquet`` for every split.
+        """Write ``catalogue.jsonl`` (for the environment), ``corpus.jsonl`` (for the index) and one ``.parquet`` per
+        split.
 
         Raises:
             CatalogueError: see ``load_webshop``.
@@ -51,19 +51,19 @@ class ShopTask(ABC):
 
 
 class ListWebShop(ShopTask):
-    """WebShop's published products and goals, split as verl-agent and SDAR split them: of the shuffled list the first
-    500 are the test, the others are trained on. Deterministic.
+    """Split WebShop's published products and goals as verl-agent and SDAR do. Deterministic.
 
-    The released evaluation draws 128 of the 500 anew each time (docs/papers/sdar.md 3.6); here they are drawn once, for
-    validation, and the test asks all 500. Panel and test are of the same goals: choose no checkpoint by the panel.
+    The first 500 goals of the shuffled list are the test, and training uses the others. The released evaluation draws
+    128 of the 500 each time (docs/papers/sdar.md 3.6). Here the 128 of the validation are drawn once, and the test uses
+    all 500. Validation goals are part of the test, so do not choose checkpoints by them.
 
     Args:
         items: WebShop's ``items_shuffle_1000.json`` (published: ``use_small``), or ``items_shuffle.json``.
-        attributes: ``items_ins_v2_1000.json``, or ``items_ins_v2.json``; holds the synthetic instructions.
-        products: the first so many items; None for all of the file.
-        seed: of price limits, of prices with a range, and of the panel.
-        evaluation: goals of the test.
-        panel: of these, for validation.
+        attributes: ``items_ins_v2_1000.json`` or ``items_ins_v2.json``, which have the synthetic instructions.
+        products: number of items to read from the start of the file; None for all.
+        seed: seed of price limits, of prices with a range, and of the panel.
+        evaluation: number of goals of the test.
+        panel: number of these for validation.
     """
 
     def __init__(
@@ -97,22 +97,22 @@ class ListWebShop(ShopTask):
 
 
 class BuildShop(ShopTask):
-    """A generated shop, its tokenizer, and plain text about another one: no download. Deterministic.
+    """A generated shop, its tokenizer, and plain text about another shop, without a download. Deterministic.
 
-    As in WebShop, goals of one product (they differ in options) may lie in several splits; no goal lies in two.
+    As in WebShop, goals of one product (they differ in options) may be in several splits; no goal is in two.
 
     Args:
-        seed: of everything.
+        seed: seed of all draws.
         size: number of products.
         val: goals for validation.
         test: goals for the test.
         demonstrations: goals for an expert.
         asin_digits, max_values, brands, capitals: see ``generate_catalogue``.
-        shown: products on a page of results in the texts: ``topk`` of ``Shopping``.
-        bank: skills whose words the tokenizer and the texts shall hold: name or file.
-        vocab_size: of the tokenizer.
-        articles: sequences of plain text, to teach a model the language.
-        article_tokens: length of each.
+        shown: products per page of results in the texts: ``topk`` of ``Shopping``.
+        bank: skill bank whose words the tokenizer and the texts must contain: name or file.
+        vocab_size: vocabulary size of the tokenizer.
+        articles: number of plain-text sequences that teach a model the language.
+        article_tokens: tokens per sequence.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class BuildShop(ShopTask):
         self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """As every shop, and ``tokenizer/`` and ``articles.parquet``."""
+        """Write the files of every shop, ``tokenizer/`` and ``articles.parquet``."""
         counts = super().run(output_dir)
         vocabulary = write_language(
             output_dir, self._texts(), self.seed, self.vocab_size, self.articles, self.article_tokens, DIGITS
@@ -150,7 +150,7 @@ class BuildShop(ShopTask):
         return {"vocabulary": vocabulary} | counts
 
     def _texts(self) -> Draw:
-        """Draws texts about another shop: other products, other goals, other prices."""
+        """Return a function that draws texts about another shop: other products, goals and prices."""
         other = generate_catalogue(self.size, self.seed + 1, **self.options)
         goals = make_goals(other, seed=self.seed + 1)
 
@@ -174,5 +174,5 @@ class BuildShop(ShopTask):
 
 
 def numbered(goals: Sequence[Goal], first: int, split: str) -> list[Task]:
-    """Tasks of ``goals``, numbered by their index in the shuffled list, from ``first`` on."""
+    """Make tasks of ``goals``; the first has the index ``first`` in the shuffled list."""
     return [as_task(goal, number, split) for number, goal in enumerate(goals, start=first)]

@@ -1,4 +1,4 @@
-"""Product catalogues, and the file that holds one."""
+"""Product catalogues and their file format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.validation import fault_of
 from experiments.worlds.shopping.products import CatalogueError, Product
 
 _PRODUCT = TypeAdapter(Product)
-_ONE_READER = threading.Lock()  # of two that ask at once, the second waits for what the first reads
+_ONE_READER = threading.Lock()  # if two threads ask at once, the second waits for the result of the first
 
 
 class Catalogue:
@@ -39,7 +39,7 @@ class Catalogue:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over all products in order; equal for equal catalogues, wherever they were read from."""
+        """Return the SHA-256 over all products in order; equal catalogues have equal fingerprints."""
         digest = hashlib.sha256()
         for product in self.products:
             digest.update(_line(product))
@@ -47,10 +47,10 @@ class Catalogue:
 
 
 def load_catalogue(path: str | Path) -> Catalogue:
-    """Read a file of ``write_catalogue``, once per process: the same object as long as the file does not change.
+    """Read a file of ``write_catalogue``, once per process while the file does not change.
 
     Raises:
-        CatalogueError: the file is missing, or is none of ``write_catalogue``.
+        CatalogueError: the file is missing, or ``write_catalogue`` did not write it.
     """
     try:
         found = Path(path).stat()
@@ -62,7 +62,7 @@ def load_catalogue(path: str | Path) -> Catalogue:
 
 @functools.lru_cache(maxsize=4)
 def _load(path: Path, size: int, modified_ns: int) -> Catalogue:
-    """``size`` and ``modified_ns``: of the file as it is now; a rewritten one is another."""
+    """Read the file. ``size`` and ``modified_ns`` make a changed file a new entry of the cache."""
     with path.open("rb") as file:
         return Catalogue([_product(path, number, line) for number, line in enumerate(file, start=1)])
 
@@ -78,7 +78,7 @@ def _product(path: Path, number: int, line: bytes) -> Product:
 
 
 def write_catalogue(catalogue: Catalogue, path: str | Path) -> None:
-    """Write ``.jsonl``, one product a line; ``load_catalogue`` gives an equal catalogue back. Replaced in one step."""
+    """Write one product per line of a ``.jsonl`` file, atomically; ``load_catalogue`` returns an equal catalogue."""
     if Path(path).suffix != ".jsonl":
         raise ValueError(f"{path}: expected a name that ends in .jsonl")
     write_atomically(Path(path), b"".join(_line(product) for product in catalogue.products))

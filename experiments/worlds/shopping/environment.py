@@ -26,13 +26,14 @@ from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolCall, 
 
 
 class Shopping:
-    """Makes one environment per trajectory; catalogue and search are shared. The goal is ``metadata["shopping"]`` of
-    the task (``goals.as_task``).
+    """Makes one environment per trajectory; all share catalogue and search.
+
+    The task's goal is ``metadata["shopping"]`` (``goals.as_task``).
 
     Args:
         catalogue: ``catalogue.jsonl`` of the stages BuildShop and ListWebShop (``write_catalogue``).
         search: a retriever over the index of the catalogue's corpus (``search_index.write_corpus``).
-        reward: for buying what is wanted (score 1.0); anything else gives 0. Published by verl-agent: 10.
+        reward: reward for a purchase with score 1.0; any other purchase gives 0. Published by verl-agent: 10.
         option_texts: how options are compared, see ``reward.py``.
         topk: results of a search over all its pages.
 
@@ -62,17 +63,20 @@ class Shopping:
         self._shop: ShopData | None = None
 
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
-        """Raises RuntimeError before ``start``, ValueError for a task without a goal or of another catalogue."""
+        """Start a visit.
+
+        Raises RuntimeError before ``start``, and ValueError for a task without a goal of this catalogue.
+        """
         if self._shop is None:
             raise RuntimeError("the shop is not open; await start() first")
         goal = self._goal(task, self._shop.catalogue)
         return ShoppingEnvironment(ShopSession(goal, self._shop), self.reward, tools_enabled)
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Look at every task's goal, before anything is trained on: is it one, and of this catalogue?
+        """Check, before training starts, that every task has a goal of this catalogue.
 
         Raises:
-            ValueError: naming the first of those that are not, or of the catalogue (CatalogueError).
+            ValueError: names the first task without one, or says what is wrong with the catalogue (CatalogueError).
         """
         catalogue = load_catalogue(self._path)
         check_tasks(tasks, lambda task: self._goal(task, catalogue), "goals that cannot be shopped for")
@@ -87,9 +91,9 @@ class Shopping:
         return goal
 
     async def start(self) -> None:
-        """Read the catalogue, start the search and see that they belong together. Idempotent.
+        """Read the catalogue, start the search and check that they belong together. Idempotent.
 
-        Raises CatalogueError, what ``ProductSearch.start`` raises.
+        Raises CatalogueError, and the errors of ``ProductSearch.start``.
         """
         catalogue = await asyncio.to_thread(load_catalogue, self._path)
         await self._search.start(catalogue)
@@ -104,8 +108,8 @@ class Shopping:
 class ShoppingEnvironment:
     """One visit as an ``Environment``.
 
-    Every step gives a reward (0 but for the purchase) and the measures score and success. A text that does nothing on
-    the page has outcome ERROR and the page again. ``info`` of observation and results is ``Page.info``.
+    Every step has a reward (0 except for the purchase) and the measures score and success. A text without effect gives
+    the outcome ERROR and the same page. ``info`` of observation and results is ``Page.info``.
     """
 
     def __init__(self, session: ShopSession, reward: float, enabled: bool = True) -> None:
@@ -116,7 +120,7 @@ class ShoppingEnvironment:
         return FirstObservation(page.text, page.info, self._measures())
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float:
-        """Do again what happened in ``calls``. Returns the reward so far."""
+        """Repeat the actions of ``calls``; return the reward so far."""
         for call in calls:
             if call.executed and isinstance(action := call.request.arguments.get("action"), str):
                 await self._session.act(action)
@@ -149,4 +153,4 @@ class ShoppingEnvironment:
         return self._reward if self._session.done and self._session.score == 1.0 else 0.0
 
     async def close(self) -> None:
-        """Nothing of its own to close."""
+        """Do nothing: there is nothing to release."""

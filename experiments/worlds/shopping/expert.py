@@ -1,8 +1,8 @@
 """A scripted expert of the shop, for demonstrations.
 
-It is told the goal, as the task's metadata holds it, and sees pages as a model does: it searches with the instruction's
-own words, opens the product that is meant, chooses the options that the instruction names, and buys. Which product is
-meant it knows; in a generated shop a reader of the results can tell as well.
+It knows the goal of the task's metadata, including the product, and sees pages as a model does. It searches with the
+instruction's words, opens the product, chooses the options that the instruction names, and buys. In a generated shop
+the search results show which product is meant.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from rollout.protocols.episodes import ACTION
 from rollout.tags import between
 from rollout.trajectory import Task
 
-PAGES = 5  # of results that it looks through for the product
+PAGES = 5  # pages of results that it searches for the product
 
 _LIMIT = re.compile(r",? and price lower than [\d.]+ dollars$")
 _ASKING = frozenset("i am looking for please get me find want need a an some the with and of pair box bag".split())
 
 
 class ShoppingExpert:
-    """The next action of a visit, from the page and the actions before it. Holds nothing about any visit.
+    """Chooses the next action of a visit from the page and the earlier actions; keeps no state.
 
     Args:
-        error_rate: probability that a visit is careless: a wrong value, where there is another one, for the first
-            option it
-            chooses, or, without options, the purchase of the first result.
-        seed: of the slips.
+        error_rate: probability that a visit is careless: it chooses a wrong value for the first option if there is one,
+            or, without options, buys the first result.
+        seed: seed of the careless visits.
 
     Raises:
-        ValueError: ``error_rate`` is no probability below 1.
+        ValueError: ``error_rate`` is not in [0, 1).
     """
 
     def __init__(self, error_rate: float = 0.0, seed: int = 0) -> None:
@@ -44,10 +43,10 @@ class ShoppingExpert:
         self.error_rate, self.seed = error_rate, seed
 
     def next_action(self, task: Task, info: Mapping[str, Any], past: Sequence[str]) -> str:
-        """Such as "click[buy now]".
+        """Return the next action, such as "click[buy now]".
 
         Args:
-            info: of the page that is shown: ``FirstObservation.info`` or ``ToolResult.info``.
+            info: description of the current page: ``FirstObservation.info`` or ``ToolResult.info``.
             past: the actions of this visit so far, oldest first.
         """
         goal, admissible, page = goal_of(task), info["admissible"], info["page"]
@@ -70,7 +69,8 @@ class ShoppingExpert:
         if links and turned + 1 < PAGES:
             return _click(pages.NEXT)
         if past[-1] != _click(pages.BACK) and _searches(past) < 2:
-            return f"search[{goal.title.lower()}]"  # the instruction's words did not find it; its name should
+            # the instruction's words did not find the product; search for its name
+            return f"search[{goal.title.lower()}]"
         back = _click(pages.PREVIOUS)
         return links[0] if links else back if back in admissible else _click(pages.BACK)
 
@@ -93,7 +93,7 @@ class ShoppingExpert:
 
 
 def query_words(goal: Goal) -> str:
-    """The instruction without its price limit, option names and words of asking.
+    """Return the instruction without its price limit, option names and words of asking.
 
     >>> query_words(Goal("B1", "find me a shirt with slim fit with color: red, and price lower than 20.00 dollars",
     ...                  ("slim fit",), (("color", "red"),), 20.0, "Shirt", "apparel", "shirt", "Clothing"))
@@ -119,15 +119,15 @@ def _searches(past: Sequence[str]) -> int:
 
 
 def _since_search(past: Sequence[str]) -> list[str]:
-    """What was done after the last search."""
+    """Return the actions after the last search."""
     latest = max((n for n, action in enumerate(past) if action.startswith("search[")), default=-1)
     return list(past[latest + 1 :])
 
 
 class ShoppingExpertPolicy:
-    """Text in, text out: the expert's next action between action tags.
+    """Writes the expert's next action between action tags, text in and text out.
 
-    The transcript of a whole conversation (``window: null``) says what it has done and shows the page it is on. With
+    The transcript of the whole conversation (``window: null``) shows the actions so far and the current page. With
     probability ``error_rate`` a visit is careless: see ``ShoppingExpert``.
     """
 
@@ -135,21 +135,21 @@ class ShoppingExpertPolicy:
         self._expert = ShoppingExpert(error_rate, seed)
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """The next turn, without the token that ends it, after ``transcript``: everything since the instruction."""
+        """Return the next turn, without its end token, after ``transcript`` (everything since the instruction)."""
         shown = transcript.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
         facts = page_facts(shown.split(pages.SEPARATOR), goal_of(task))
         return f"<action>{self._expert.next_action(task, facts, between(transcript, *ACTION))}</action>"
 
 
 def page_facts(parts: Sequence[str], goal: Goal) -> dict[str, Any]:
-    """What a page says of itself (``Page.info``), read from its text: which page it is, and what the expert may click.
+    """Read a page's ``Page.info`` from its text: the page's name and what can be clicked.
 
-    ``goal``: its option names are told from values, which a generated shop's products of one kind have in common.
+    ``goal`` gives the names of the options, which products of one kind share in a generated shop.
     """
     if pages.BUY in parts:
         names = {name for name, _ in goal.options}
         price = next(i for i, part in enumerate(parts) if part.startswith("Price: "))
-        chosen = parts[parts.index(pages.PREVIOUS) + 1 : price - 1]  # the title stands before the price
+        chosen = parts[parts.index(pages.PREVIOUS) + 1 : price - 1]  # the title precedes the price
         page, labels = pages.ITEM, [*(v for v in chosen if v not in names), *_buttons(parts)]
     elif pages.NEXT in parts:
         page, labels = pages.RESULTS, [*_buttons(parts), *parts[parts.index(pages.NEXT) + 1 :: 3]]  # asin, title, price
@@ -164,8 +164,8 @@ def _buttons(parts: Sequence[str]) -> list[str]:
 
 
 class ShoppingExpertEngine(WorldExpert):
-    """Engine over ``ShoppingExpertPolicy``; turns end with the tokenizer's EOS; ``error_rate``: probability that a
-    visit is careless."""
+    """Engine over ``ShoppingExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate`` is the probability of a
+    careless visit."""
 
     QUESTION = re.compile(r"Instruction: \[SEP\] (.*?) \[SEP\]", re.DOTALL)
     Policy = ShoppingExpertPolicy

@@ -1,9 +1,8 @@
-"""Fuzzy matching of short texts (``token_set_ratio``), as WebShop's score measures it.
+"""Fuzzy matching of short texts (``token_set_ratio``), as in WebShop's score.
 
-WebShop calls ``fuzz.token_set_ratio`` of thefuzz 0.19.0, which is not installed here. That release measures with the
-standard library's difflib (unless python-Levenshtein is installed beside it, which WebShop's requirements do not do),
-so the same number can be had without it: what follows is that measure, written anew. Later releases of thefuzz measure
-with RapidFuzz, whose values differ from difflib's by some points where letters are shared out of order.
+WebShop calls ``fuzz.token_set_ratio`` of thefuzz 0.19.0, which is not installed here. Without python-Levenshtein, which
+WebShop does not require, that release uses the standard library's difflib. This module computes the same number. Later
+releases use RapidFuzz, whose values differ by some points if texts share letters in another order.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import re
 from difflib import SequenceMatcher
 
 _NOT_A_WORD = re.compile(r"\W")
-_LATIN_1 = dict.fromkeys(range(128, 256))  # what thefuzz leaves out; characters beyond stay
+_LATIN_1 = dict.fromkeys(range(128, 256))  # the characters thefuzz leaves out; characters beyond these stay
 
 
 def words(text: str) -> frozenset[str]:
-    """The different words of a text in lower case: runs of letters, digits and underscores."""
+    """Return the distinct words of a text in lower case: runs of letters, digits and underscores."""
     return frozenset(_NOT_A_WORD.sub(" ", text.translate(_LATIN_1)).lower().split())
 
 
 def ratio(a: str, b: str) -> int:
-    """Share of equal characters in matching blocks, 0 to 100; 0 if one is empty, 100 if they are equal."""
+    """Return the share of equal characters in matching blocks, 0 to 100; 0 for an empty text, 100 for equal texts."""
     if a == b:
         return 100
     return round(100 * SequenceMatcher(None, a, b).ratio()) if a and b else 0
@@ -30,9 +29,10 @@ def ratio(a: str, b: str) -> int:
 
 @functools.lru_cache(maxsize=65_536)
 def token_set_ratio(a: str, b: str) -> int:
-    """The best ``ratio`` among three texts: the words in common, and these followed by the rest of ``a``, or of ``b``.
+    """Return the best ``ratio`` among three texts: the common words alone, with the rest of ``a``, and with that of
+    ``b``.
 
-    So it is 100 as soon as the words of one text are all in the other, and 0 when one has no word.
+    It is 100 if one text contains all words of the other, and 0 if one has no word.
 
     >>> token_set_ratio("natural ingredients", "ingredients (all natural)"), token_set_ratio("grey", "gray")
     (100, 75)

@@ -1,7 +1,7 @@
-"""A seeded generator of product catalogues; needs no download.
+"""A seeded generator of product catalogues, without a download.
 
-A small one (some dozens of products) has a closed vocabulary of words that a tiny model can learn; a large one
-(thousands) has several products of every description, which differ in options and price.
+A small catalogue (some dozens of products) has a closed vocabulary that a tiny model can learn. A large one (thousands)
+has several products of every description, which differ in options and price.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from experiments.worlds.shopping.catalogue import Catalogue
 from experiments.worlds.shopping.products import Instruction, Option, Product
 from experiments.worlds.shopping.webshop_files import MAX_ASIN
 
-ASKED = 2  # attributes of a product that its instruction asks for
-FURTHER = 2  # attributes that it does not
+ASKED = 2  # attributes that a product's instruction asks for
+FURTHER = 2  # attributes that it does not ask for
 
 
 def generate_catalogue(
@@ -27,19 +27,19 @@ def generate_catalogue(
     brands: int = 24,
     capitals: bool = True,
 ) -> Catalogue:
-    """``size`` products, every kind equally often, each with the instruction that synthetic goals are made of.
+    """Generate ``size`` products, with all kinds equally frequent, each with the instruction for synthetic goals.
 
-    A product has four attributes of its category, two of which its instruction asks for and its title names: the first
-    result of a good search is nearly always right. Products of one kind differ in
-    these two as long as pairs are left (45 of each kind).
+    A product has four attributes of its category. Its instruction asks for two of them, and its title names these two,
+    so the first result of a good search is nearly always right. Products of one kind differ in these two while pairs
+    are left (45 of each kind).
 
     Args:
         size: number of products.
-        seed: of everything.
-        asin_digits: digits of the asin behind its "B"; few are easier to copy.
-        max_values: of each option; two at least, so a product with two options has 4 to ``max_values`` squared goals.
+        seed: seed of all draws.
+        asin_digits: digits of the asin after its "B"; few are easier to copy.
+        max_values: values per option, two at least. A product with two options has 4 to ``max_values`` squared goals.
         brands: number of invented brands.
-        capitals: the words of a title begin with one. Without them a tiny model meets each word in one form only.
+        capitals: write the words of a title with a capital. Without capitals each word has a single form.
 
     Raises:
         ValueError: an argument out of range, or fewer asins than products.
@@ -72,7 +72,7 @@ def _brands(count: int, rng: random.Random) -> list[str]:
 
 
 def _pairs(category: str, rng: random.Random) -> itertools.cycle:
-    """Every choice of what to ask for, in random order, again and again."""
+    """Yield pairs of requested attributes, in random order, again and again."""
     choices = list(itertools.combinations(ATTRIBUTES[category], ASKED))
     rng.shuffle(choices)
     return itertools.cycle(choices)
@@ -102,6 +102,6 @@ def _product(
 
 
 def _some_values(option: Option, most: int, rng: random.Random) -> Option:
-    """The option with two to ``most`` of its values, in their order."""
+    """Return the option with two to ``most`` of its values, in their order."""
     values = rng.sample(option.values, rng.randint(2, min(most, len(option.values))))
     return Option(option.name, tuple(sorted(values, key=option.values.index)))

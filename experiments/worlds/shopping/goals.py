@@ -1,12 +1,12 @@
-"""Shopping goals out of a catalogue's instructions, in the published order and splits.
+"""Shopping goals from a catalogue's instructions, in the published order and splits.
 
-Published: web_agent_site/engine/goal.py (``get_goals``) and the splits of verl-agent's training code. A synthetic goal
+Source: web_agent_site/engine/goal.py (``get_goals``) and the splits of verl-agent's training code. A synthetic goal
 (``human_goals: False``, as verl-agent and SDAR train) is a product's attribute instruction with one combination of its
-options and a price limit. The list is shuffled with the seed 233, then its first 500 are kept for evaluation.
+options and a price limit. The list is shuffled with seed 233; the first 500 goals are for evaluation.
 
-Price limits are drawn as published, two of the next four multiples of ten above the product's price, the greater one,
-but from a generator that depends on ``seed`` and the product alone: the published code draws them before it sets its
-seed, so that its goals differ from process to process.
+A price limit is the greater of two of the next four multiples of ten above the product's price, as published. Here the
+draw depends only on ``seed`` and the product. The published code draws before it sets its seed, so its goals differ
+from process to process.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ def _as_pairs(options: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What the score compares a purchase with. The product itself is one way to reach the goal."""
+    """The requirements with which the score compares a purchase. The product itself is one way to meet them."""
 
     asin: str
     instruction: str
     attributes: tuple[str, ...]
     options: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_as_pairs)]  # (name, value); in JSON an object
-    price_upper: float  # dollars; the price may be this at most
+    price_upper: float  # highest price in dollars
     title: str
     category: str
     query: str
     product_category: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, for ``Task.metadata``."""
+        """Return plain JSON for ``Task.metadata``."""
         plain = {"attributes": list(self.attributes), "options": dict(self.options)}
         return {name: getattr(self, name) for name in self.__slots__} | plain
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Goal:
-        """What ``to_json`` gave. Raises ValueError for anything else."""
+        """Make a goal from ``to_json``'s output. Raises ValueError for anything else."""
         try:
             return validated(_GOAL, values, "goal")
         except ValueError as error:
@@ -66,13 +66,13 @@ _GOAL = TypeAdapter(Goal)
 
 
 def make_goals(catalogue: Catalogue, seed: int = 0) -> list[Goal]:
-    """All synthetic goals of a catalogue, shuffled as published.
+    """Return all synthetic goals of a catalogue, shuffled as published.
 
     Args:
-        seed: of the price limits.
+        seed: seed of the price limits.
 
     Raises:
-        ValueError: the catalogue holds no instruction.
+        ValueError: the catalogue has no instruction.
     """
     goals = [goal for product in catalogue.products for goal in _synthetic_goals(product, seed)]
     if not goals:
@@ -84,8 +84,9 @@ def make_goals(catalogue: Catalogue, seed: int = 0) -> list[Goal]:
 
 
 def split_goals(goals: Sequence[Goal], evaluation: int = 500) -> dict[str, list[Goal]]:
-    """The first ``evaluation`` goals of a shuffled list (published by verl-agent, and so SDAR: 500) as "evaluation",
-    the rest as "train". Goals of one product may lie in both parts, as published.
+    """Split a shuffled list: the first ``evaluation`` goals are "evaluation", the rest "train".
+
+    verl-agent and SDAR take 500. Goals of one product may be in both parts, as published.
 
     Raises:
         ValueError: the number is negative, or no goal is left for training.
@@ -100,8 +101,10 @@ def split_goals(goals: Sequence[Goal], evaluation: int = 500) -> dict[str, list[
 
 
 def as_task(goal: Goal, number: int, split: str) -> Task:
-    """The goal as a task: ``question`` is the instruction, ``data_source`` the category. ``metadata["index"]`` is
-    ``number``, the goal's index in the shuffled list, by which a WebShop server knows it."""
+    """Make a task of the goal: ``question`` is the instruction, ``data_source`` the category.
+
+    ``metadata["index"]`` is ``number``, the index in the shuffled list, by which a WebShop server knows the goal.
+    """
     return Task(
         id=f"shopping-{split}-{number}",
         question=goal.instruction,
@@ -112,14 +115,14 @@ def as_task(goal: Goal, number: int, split: str) -> Task:
 
 
 def goal_of(task: Task) -> Goal:
-    """Raises ValueError for a task without a goal of the shop."""
+    """Return the task's goal. Raises ValueError for a task without a goal of the shop."""
     if METADATA not in task.metadata:
         raise ValueError(f"task {task.id}: its metadata has no {METADATA!r}; expected a task of goals.as_task")
     return Goal.from_json(task.metadata[METADATA])
 
 
 def _synthetic_goals(product: Product, seed: int) -> Iterator[Goal]:
-    """One for each combination of options, options in the order of their names; one price limit for all."""
+    """Make one goal per combination of options, with options sorted by name and one price limit for all."""
     wish = product.synthetic
     if wish is None:
         return
@@ -144,7 +147,7 @@ def _goal(
 
 
 def _price_limit(price: float, rng: random.Random) -> tuple[float, str]:
-    """The limit in dollars, and how the instruction says it. A price above 970 dollars gets none."""
+    """Return the limit in dollars and its wording. A price above 970 dollars has no limit."""
     above = [limit for limit in PRICE_LIMITS if limit > price][:4]
     if len(above) < 2:
         return NO_LIMIT, ""

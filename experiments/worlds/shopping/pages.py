@@ -1,9 +1,9 @@
-"""The shop's pages as text observations, and what can be clicked on them.
+"""The shop's pages as text observations, with what can be clicked on them.
 
-A page is what WebShop's "text" observation makes of its HTML (web_agent_text_env.py, ``convert_html_to_text`` with
-``simple=True``): the visible texts in document order, joined by " [SEP] ". Buttons come before links, links before
-options in the list of what can be clicked, all in lower case. The page does not show which options are chosen.
-The page after buying is shorter than the published one, whose further fields are not needed: the episode is over.
+A page is WebShop's "text" observation of its HTML (web_agent_text_env.py, ``convert_html_to_text`` with
+``simple=True``): the visible texts in document order, joined by " [SEP] ". The list of what can be clicked has buttons
+before links and links before options, in lower case. The page does not show the chosen options. The page after buying
+omits published fields that an ended episode does not need.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ class Page:
 
     @property
     def info(self) -> dict[str, Any]:
-        """For prompts: {"admissible": ["click[buy now]", ...], "has_search_bar": False, "page": "item"}."""
+        """Return the facts for prompts: {"admissible": ["click[buy now]", ...], "has_search_bar": False, "page":
+        "item"}."""
         admissible = [QUERY_FORM] if self.has_search_bar else []
         admissible += [f"click[{label}]" for label in self.clickables]
         return {"admissible": admissible, "has_search_bar": self.has_search_bar, "page": self.name}
 
 
 def parse_action(text: str) -> tuple[str, str | None]:
-    """``search[Red shoes]`` -> ("search", "Red shoes"); (text, None) for anything that is no action.
+    r"""Split ``search[Red shoes]`` into ("search", "Red shoes"). A text that is not an action gives (text, None).
 
-    What the published pattern ``(.+)\\[(.+)\\]`` finds at the start of the text (engine.py, ``parse_action``), in time
-    proportional to its length: only the first line counts, the argument begins after the last "[" that leaves one, and
-    what follows its "]" is ignored.
+    Equals the published pattern ``(.+)\[(.+)\]`` at the start of the text (engine.py, ``parse_action``), in linear
+    time. Only the first line counts, the argument begins after the last possible "[", and text after its "]" is
+    ignored.
 
     >>> parse_action("click[Buy Now]"), parse_action("look around")
     (('click', 'Buy Now'), ('look around', None))
@@ -73,8 +74,8 @@ def search_page(instruction: str) -> Page:
 
 
 def results_page(instruction: str, products: Sequence[Product], number: int, total: int) -> Page:
-    """Page ``number`` (from 1) of ``total`` results. "Next >" is always there, as published: behind the last page lies
-    an empty one."""
+    """Return page ``number`` (from 1) of ``total`` results. As published, "Next >" is always there, and the page after
+    the last is empty."""
     turns = (NEXT,) if number == 1 else (PREVIOUS, NEXT)
     shown = [text for p in products for text in (p.asin, p.title.strip(), p.price_tag) if text]
     labels = [BACK, *turns, *(product.asin for product in products)]
@@ -92,11 +93,11 @@ def item_page(instruction: str, product: Product) -> Page:
 
 
 def sub_page(instruction: str, product: Product, which: str) -> Page:
-    """One of ``SUB_PAGES``' values."""
+    """Return one of the ``SUB_PAGES``."""
     contents: Mapping[str, Sequence[str]] = {
         DESCRIPTION: [product.description.strip()] if product.description.strip() else [],
         FEATURES: [bullet.strip() for bullet in product.bullets],
-        REVIEWS: ["No reviews found"],  # the published engine reads no reviews
+        REVIEWS: ["No reviews found"],  # the published engine does not read reviews
     }
     texts = _headed(instruction, PREVIOUS, *contents[which])
     return Page(SUB_PAGE, texts, (BACK.lower(), PREVIOUS.lower()))

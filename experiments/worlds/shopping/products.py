@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 class CatalogueError(ValueError):
-    """A catalogue file that cannot be used. The message names the file and the item."""
+    """An invalid catalogue file. The message names the file and the item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Something to choose before buying: {"size": ["small", "large"]}. Name and values are in lower case."""
+    """A choice before buying: {"size": ["small", "large"]}. Name and values are in lower case."""
 
     name: str
     values: tuple[str, ...]
@@ -19,7 +19,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction to buy something, in words, and the parts of it that are scored."""
+    """An instruction to buy something, in words, and its scored parts."""
 
     text: str
     attributes: tuple[str, ...]
@@ -30,14 +30,14 @@ class Product:
     asin: str
     title: str
     category: str  # "fashion"
-    query: str  # the search that the product was found by, in lower case: WebShop's finest kind of category
-    product_category: str  # a path, parts divided by "›"
+    query: str  # the search that found the product, in lower case: WebShop's finest category
+    product_category: str  # a path; its parts are divided by "›"
     description: str
     bullets: tuple[str, ...]  # "Features"
     options: tuple[Option, ...]
     attributes: tuple[str, ...]
     prices: tuple[float, ...]  # dollars; two for a range
-    price: float  # what it costs when it is bought: of a range, a draw
+    price: float  # its price when bought: a draw from a range
     synthetic: Instruction | None = None
 
     @property

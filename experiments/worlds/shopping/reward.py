@@ -2,23 +2,22 @@
 
     score = r_type * (matched attributes + matched options + [price <= limit]) / (attributes + options + 1)
 
-Published: web_agent_site/engine/goal.py (``get_reward``) and normalize.py. Two texts match when their
-``token_set_ratio`` is above 85.
+Source: web_agent_site/engine/goal.py (``get_reward``) and normalize.py. Two texts match if their ``token_set_ratio`` is
+above 85.
 
-**Where it differs.** The published ``r_type`` compares the nouns of two titles, which spaCy's tagger finds; spaCy and
-its model are not installed here, so ``title_words`` takes all words but numbers and a list of function words. Verbs
-and adjectives count, then, on both sides: two titles that share only an adjective are alike here and not there, and a
-title with many adjectives shares a smaller part of its words with a product of the same kind. The share counts through
-three thresholds: ``r_type`` is 0 at a share of 0, 0.1 below 0.1, and above that 1 for the same query, the same category
-or a share above 0.2, else 0.5. So the two forms agree on the goal's own product, and may differ by a step or two on
-another one whose share lies near a threshold. A score of 1.0 needs ``r_type`` 1.
+**Difference.** The published ``r_type`` compares the nouns of two titles, tagged by spaCy. spaCy and its model are not
+installed here, so ``title_words`` takes all words except numbers and a list of function words. So verbs and adjectives
+count on both sides: two titles that share only an adjective are similar here and not there, and a title with many
+adjectives shares a smaller part of its words. Thresholds limit the effect: ``r_type`` is 0 at a share of 0, 0.1 below
+0.1, and otherwise 1 for the same query, the same category or a share above 0.2, else 0.5. Both forms agree on the
+goal's own product and may differ by a step or two on another product near a threshold. A score of 1.0 needs ``r_type``
+1.
 
-**Options.** The published code compares the *values* that were chosen, after ``normalize_colour``, with the *(name,
-value) pairs* of a synthetic goal, which the normalisation leaves alone unless the value is nothing but a colour. So
-"lightblue", chosen as asked for, is "blue" on one side and "color lightblue" on the other, and does not match: such
-goals cannot be reached. A user of the code counted 458 of the 6910 goals of the 1000-product set. ``pairs`` does the
-same, for results to be compared with published ones; ``values`` compares values with values, so that every goal can be
-reached.
+**Options.** The published code compares the chosen *values*, after ``normalize_colour``, with the *(name, value) pairs*
+of a synthetic goal. Normalisation changes a pair only if its value is nothing but a colour. So the right choice
+"lightblue" is "blue" on one side and "color lightblue" on the other, and such a goal cannot be reached. A user of the
+code counted 458 of the 6910 goals of the 1000-product set. ``pairs`` does the same, for comparison with published
+results; ``values`` compares values with values, so every goal can be reached.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from experiments.worlds.shopping.products import Product
 OptionTexts = Literal["pairs", "values"]
 MATCH_ABOVE = 85
 _WORDS = json.loads(Path(__file__).with_name("reward_words.json").read_text(encoding="utf-8"))
-# In the published order: the first that is a part of a text replaces the text.
+# In the published order: the first colour that is part of a text replaces the text.
 COLOURS: list[str] = _WORDS["colours"]
 _FUNCTION_WORDS = frozenset(_WORDS["function_words"])
 _WORD = re.compile(r"[^\W\d_]+")
@@ -58,7 +57,7 @@ def score_purchase(
     """Compare a purchase with a goal.
 
     Args:
-        options: what was chosen, value by option name.
+        options: chosen value by option name.
         option_texts: see the module docstring.
     """
     kind = type_score(product, goal)
@@ -69,7 +68,7 @@ def score_purchase(
 
 
 def title_words(title: str) -> list[str]:
-    """The words of a title that stand for its nouns, in lower case and order, repetitions kept.
+    """Return the words of a title that stand for its nouns, in lower case and order, with repetitions.
 
     >>> title_words("Sony 65-inch TV with the Sony Remote")
     ['sony', 'inch', 'tv', 'sony', 'remote']
@@ -78,9 +77,9 @@ def title_words(title: str) -> list[str]:
 
 
 def type_score(product: Product, goal: Goal) -> float:
-    """Whether the purchase is a thing of the kind that was wanted."""
+    """Return ``r_type``: how well the purchase's kind matches the goal's."""
     wanted = title_words(goal.title)
-    # Different common words over all wanted ones, repetitions counted: as published.
+    # Distinct common words over all wanted words, repetitions counted, as published.
     common = len(set(wanted) & set(title_words(product.title))) / len(wanted) if wanted else 0.2
     if common == 0.0:
         return 0.0
@@ -96,7 +95,7 @@ def _category_parts(path: str) -> set[str]:
 
 
 def attribute_matches(product: Product, goal: Goal) -> int:
-    """Wanted attributes that are like one of the product's, or stand in its title, features or description."""
+    """Count the wanted attributes that match one of the product's, or occur in its title, features or description."""
     written = (product.title.lower(), " ".join(product.bullets).lower(), product.description.lower())
     return sum(
         any(token_set_ratio(own, wanted) > MATCH_ABOVE for own in product.attributes)
@@ -106,7 +105,7 @@ def attribute_matches(product: Product, goal: Goal) -> int:
 
 
 def option_matches(options: Mapping[str, str], goal: Goal, option_texts: OptionTexts = "pairs") -> int:
-    """Wanted options that are like one that was chosen, whatever its name."""
+    """Count the wanted options that match a chosen one, whatever its name."""
     chosen = [normalize_colour(value) for value in options.values()]
     wanted = [_wanted_text(name, value, option_texts) for name, value in goal.options]
     return sum(any(token_set_ratio(own, text) > MATCH_ABOVE for own in chosen) for text in wanted)
@@ -115,12 +114,12 @@ def option_matches(options: Mapping[str, str], goal: Goal, option_texts: OptionT
 def _wanted_text(name: str, value: str, option_texts: OptionTexts) -> str:
     if option_texts == "values":
         return normalize_colour(value)
-    # Published: "is this colour an element of the pair", and the pair's own text if none is.
+    # As published: "is this colour an element of the pair", else the pair's own text.
     return next((colour for colour in COLOURS if colour in (name, value)), f"{name} {value}")
 
 
 def normalize_colour(text: str) -> str:
-    """The first of ``COLOURS`` that is a part of the text, else the text: "rectangular" is "tan", as published.
+    """Return the first of ``COLOURS`` that is part of the text, else the text. As published, "rectangular" is "tan".
 
     >>> normalize_colour("r.brown2060"), normalize_colour("x-large")
     ('brown', 'x-large')

@@ -1,9 +1,9 @@
-"""The shop's search: BM25 over the products, by whatever retriever is given.
+"""The shop's search: BM25 over the products, by any retriever.
 
-WebShop searches with Lucene (Anserini's defaults, k1 = 0.9 and b = 0.4) over one text per product and shows the best
-50 (search_engine/convert_product_file_format.py, ``SEARCH_RETURN_N``). ``write_corpus`` writes these texts as a corpus
-of ``retrieval/``, whose BM25 is the same Lucene with the same defaults; build the index of it with
-``retrieval.index.BuildIndex``. A corpus line holds a title line before the text; the words are the published ones.
+WebShop searches with Lucene (Anserini's defaults, k1 = 0.9 and b = 0.4) over one text per product and shows the best 50
+(search_engine/convert_product_file_format.py, ``SEARCH_RETURN_N``). ``write_corpus`` writes these texts as a corpus for
+``retrieval.index.BuildIndex``, whose BM25 is the same Lucene with the same defaults. A corpus line has a title line
+before the text; the words are the published ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rollout.tools.search import Retriever, SearchTool
 from rollout.trajectory import InfrastructureError
 
 TOPK = 50
-NO_TEXT = "."  # a corpus wants some text behind the title; Lucene finds no word in this
+NO_TEXT = "."  # a corpus line needs text after the title; Lucene finds no word in this
 
 
 def passage(product: Product) -> dict[str, str]:
-    """A corpus line: title, description, first feature and options, all in lower case."""
+    """Return a corpus line: title, description, first feature and options, in lower case."""
     choices = ", and ".join(f"{option.name}: {', '.join(option.values)}" for option in product.options)
     text = " ".join(" ".join([product.description, *product.bullets[:1], choices]).lower().split())
     title = " ".join(product.title.lower().split()) or product.asin.lower()
@@ -33,17 +33,17 @@ def passage(product: Product) -> dict[str, str]:
 
 
 def write_corpus(catalogue: Catalogue, path: str | Path) -> None:
-    """Write ``.jsonl`` for ``retrieval.index.BuildIndex``, in the catalogue's order. Replaced in one step."""
+    """Write the ``.jsonl`` corpus for ``retrieval.index.BuildIndex``, in the catalogue's order, atomically."""
     lines = (orjson.dumps(passage(product), option=orjson.OPT_APPEND_NEWLINE) for product in catalogue.products)
     write_atomically(Path(path), b"".join(lines))
 
 
 class ProductSearch:
-    """Finds products. Shared by all sessions of a shop.
+    """Finds products for all sessions of a shop.
 
     Args:
-        retriever: as the search tool's: ``RetrieverProcess`` over the index, ``RetrieverClient`` of a server, or alike.
-        topk: results in all, over their pages.
+        retriever: as for the search tool: ``RetrieverProcess`` over the index, or ``RetrieverClient`` of a server.
+        topk: number of results over all pages.
     """
 
     def __init__(self, retriever: Retriever, topk: int = TOPK) -> None:
@@ -53,8 +53,8 @@ class ProductSearch:
     async def start(self, catalogue: Catalogue) -> None:
         """Start the retriever and search for the first product's title.
 
-        Raises InfrastructureError when it does not answer, what it raises for a wrong index, and ValueError when what
-        it finds are no products of the catalogue.
+        Raises InfrastructureError if the retriever does not answer, its own errors for a wrong index, and ValueError if
+        the results are not products of the catalogue.
         """
         await SearchTool(self.retriever, self.topk).start()
         title = catalogue.products[0].title
@@ -66,8 +66,11 @@ class ProductSearch:
             )
 
     async def find(self, query: str, catalogue: Catalogue) -> tuple[Product, ...]:
-        """The best products, best first; none for a query without a word. Hits that the catalogue lacks are left out,
-        as published (an index may hold more). Raises InfrastructureError when the search fails."""
+        """Return the best products, best first; none for a query without a word.
+
+        Leaves out hits that the catalogue lacks, as published (an index may have more). Raises InfrastructureError if
+        the search fails.
+        """
         if not query.strip():
             return ()
         return tuple(catalogue.by_asin[asin] for asin in await self._ids(query) if asin in catalogue.by_asin)

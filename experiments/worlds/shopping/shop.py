@@ -1,13 +1,13 @@
-"""A shopping session: what an action does to the page. Nothing here waits but for the search.
+"""A shopping session: the effect of actions on the page. Only the search waits.
 
 The rules are those of WebShop's text environment (web_agent_text_env.py, ``step`` and ``SimServer.receive``):
 
-- ``search[words]`` searches from every page, also where no search bar is shown; the words are put in lower case. The
-  published debugging queries ("<r>", "<a>", "<c>" and "<q>") are ordinary words here.
-- ``click[label]`` clicks what the page holds, in any case; ``search`` and ``click`` themselves are in lower case.
-- Choosing an option leaves the page as it is, and a second value of the same option replaces the first. Going
-  back to the results or to the search forgets what was chosen.
-- Any other text does nothing: the page stays.
+- ``search[words]`` searches from every page, also without a search bar, with the words in lower case. The published
+  debugging queries ("<r>", "<a>", "<c>" and "<q>") are ordinary words here.
+- ``click[label]`` clicks a label of the page, in any case; ``search`` and ``click`` themselves are in lower case.
+- Choosing an option does not change the page, and a second value of the same option replaces the first. Going back to
+  the results or to the search discards the chosen options.
+- Any other text has no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from experiments.worlds.shopping.search_index import ProductSearch
 
 @dataclass(frozen=True, slots=True)
 class ShopData:
-    """What all sessions of a shop share."""
+    """The data that all sessions of a shop share."""
 
     catalogue: Catalogue
     search: ProductSearch
@@ -33,8 +33,10 @@ class ShopData:
 
 
 class ShopSession:
-    """A visit with a goal. ``page`` is what is to be seen, ``options`` what is chosen (value by name); once ``done``,
-    ``score`` is that of the purchase."""
+    """A visit with a goal.
+
+    ``page`` is the current page and ``options`` the chosen values by name. Once ``done``, ``score`` is the purchase's.
+    """
 
     def __init__(self, goal: Goal, shop: ShopData) -> None:
         self.goal, self._shop = goal, shop
@@ -43,13 +45,13 @@ class ShopSession:
         self.done = False
         self.score = 0.0
         self._results: tuple[Product, ...] = ()
-        self._number = 1  # of the page of results
+        self._number = 1  # number of the page of results
         self._product: Product | None = None
 
     async def act(self, text: str) -> bool:
-        """Do what ``text`` says. False: it was no action, or none of this page, and nothing changed.
+        """Execute ``text``. Return False if it is not an action of this page, which then has no effect.
 
-        Raises InfrastructureError when the search fails.
+        Raises InfrastructureError if the search fails.
         """
         name, argument = pages.parse_action(text)
         if self.done or argument is None:
@@ -65,7 +67,7 @@ class ShopSession:
         return True
 
     def _click(self, label: str) -> None:
-        """Labels of buttons come first, also where an option is called the same; which page they are on decides."""
+        """Click a label. Buttons of the current page take precedence over options with the same name."""
         here = self.page.name
         if label == pages.BUY.lower():
             self._buy()
@@ -86,7 +88,7 @@ class ShopSession:
             self._product = next(product for product in self._results if product.asin.lower() == label)
             self._show_item()
         else:
-            # Of two options with the same value the later one takes the click.
+            # If two options have the same value, the later one is chosen.
             name = next(option.name for option in reversed(self._open_product.options) if label in option.values)
             self.options = self.options | {name: label}
 

@@ -10,13 +10,15 @@ from experiments.worlds.shopping.expert import query_words
 from experiments.worlds.shopping.goals import Goal
 from experiments.worlds.shopping.products import Product
 
-HEAD = 2  # parts of a page, "Instruction:" and the instruction, which later pages of a conversation do not repeat
-RANDOM_CLICKS = 0.5  # probability that an option is chosen, or a product opened, at random
+HEAD = 2  # parts of a page: "Instruction:" and the instruction, which later pages of a conversation do not repeat
+RANDOM_CLICKS = 0.5  # probability that an option or a product is chosen at random
 
 
 def visited(catalogue: Catalogue, goal: Goal, rng: random.Random, shown: int) -> str:
-    """A visit as a transcript, half of whose clicks are drawn: what pages look like and what actions lead to, and not
-    how to buy what is wanted. The results are the goal's product and others of its kind, without a search.
+    """Write a visit as a transcript with half of its clicks random.
+
+    It shows pages and the effects of actions, but not how to buy the wanted product. The results are the goal's product
+    and others of its kind, without a search.
 
     Args:
         shown: products on the page of results.
@@ -41,14 +43,14 @@ def visited(catalogue: Catalogue, goal: Goal, rng: random.Random, shown: int) ->
 
 
 def label(catalogue: Catalogue, rng: random.Random) -> str:
-    """Something that a page of the shop shows: a product's number, what it is, or a value to choose."""
+    """Draw a text that a page shows: a product's number, its kind, or a value to choose."""
     product = rng.choice(catalogue.products)
     values = [value for option in product.options for value in option.values]
     return rng.choice((product.asin, product.asin.lower(), product.query, rng.choice(product.attributes), *values))
 
 
 def _values(product: Product, goal: Goal, rng: random.Random) -> list[str]:
-    """One of each option."""
+    """Draw one value of each option."""
     wanted = dict(goal.options)
     drawn = [(option.name, rng.choice(option.values), rng.random() < RANDOM_CLICKS) for option in product.options]
     return [value if random_one or product.asin != goal.asin else wanted[name] for name, value, random_one in drawn]

@@ -1,13 +1,13 @@
-"""WebShop's published data files, read into ``Product``s.
+"""Reader of WebShop's published data files, which returns ``Product``s.
 
-They are two JSON files (princeton-nlp/WebShop, web_agent_site/engine/engine.py, ``load_products``): the items
+The files are two JSON files (princeton-nlp/WebShop, web_agent_site/engine/engine.py, ``load_products``): the items
 (``items_shuffle*.json``, a list) and their attributes with one synthetic instruction each (``items_ins_v2*.json``, by
-asin); instructions that people wrote, which SDAR does not use, are not read. They are read as published: items whose
-asin is "nan" or longer than ten characters are left out, of two with the same asin the first stays, option names and
-values are put in lower case with " | " for "/", a missing price is 100 dollars. Images and reviews are not read.
+asin). Human instructions are not read; SDAR does not use them. Items are read as published: an asin that is "nan" or
+longer than ten characters is left out, the first of two items with one asin stays, option names and values are in lower
+case with " | " for "/", and a missing price is 100 dollars. Images and reviews are not read.
 
-One thing differs: where a product has a price range, the published code draws its price anew in every process, without
-a seed. Here the draw depends on ``seed`` and the asin alone.
+One difference: for a price range, the published code draws the price in every process without a seed. Here the draw
+depends only on ``seed`` and the asin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from experiments.worlds.shopping.catalogue import Catalogue
 from experiments.worlds.shopping.products import CatalogueError, Instruction, Option, Product
 
 DEFAULT_PRICE = 100.0
-NO_ATTRIBUTE = "DUMMY_ATTR"  # the published placeholder of an item that the attribute file does not know
+NO_ATTRIBUTE = "DUMMY_ATTR"  # the published placeholder of an item that is missing in the attribute file
 MAX_ASIN = 10
 _REQUIRED = ("asin", "name", "category", "query", "product_category", "full_description", "small_description")
 
@@ -36,11 +36,11 @@ def load_webshop(items: str | Path, attributes: str | Path, limit: int | None = 
     Args:
         items: ``items_shuffle*.json``.
         attributes: ``items_ins_v2*.json``.
-        limit: take the first so many items of the file (published: 1000 with ``use_small``).
-        seed: of the prices of products with a price range.
+        limit: number of items to read from the start of the file (published: 1000 with ``use_small``).
+        seed: seed of the prices of products with a price range.
 
     Raises:
-        CatalogueError: a file is missing, no JSON, of another shape, or holds no usable product.
+        CatalogueError: a file is missing, is not JSON, has another shape, or has no usable product.
         ValueError: ``limit`` below 1.
     """
     check_at_least_one(limit=limit)
@@ -107,7 +107,7 @@ def _product(item: dict[str, Any], known: dict[str, Any] | None, seed: int) -> P
 
 
 def _text(value: Any) -> str:
-    """Null is an empty text: the released items hold some."""
+    """Return a text; null, which the released items contain, is an empty text."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"expected a text; found {str(value)[:40]!r}")
     return value or ""
@@ -120,7 +120,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 
 
 def read_prices(pricing: str | None) -> tuple[float, ...]:
-    """One price, or the two ends of a range, out of WebShop's text.
+    """Read one price, or the two ends of a range, from WebShop's text.
 
     >>> read_prices("$1,299.50"), read_prices("$9.98 - $16.98"), read_prices(None)
     ((1299.5,), (9.98, 16.98), (100.0,))

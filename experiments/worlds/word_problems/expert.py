@@ -18,12 +18,10 @@ class WordExpertPolicy(CarelessPolicy):
     """Text policy of the expert for one trajectory.
 
     The task's metadata hold ``formulas``, ``results`` and ``told``, the sentences that ask for them. The expert repeats
-    the
-    sentence before each calculation, which shows how far it has come. With probability ``error_rate`` a calculation
-    first
-    goes wrong in one of three ways: it uses a variable of an earlier program, which no longer exists; it prints
-    nothing; or
-    the call is not well-formed JSON. After reading the result, the expert repeats the calculation correctly.
+    the sentence before each calculation, which shows how far it has come. With probability ``error_rate`` a calculation
+    first goes wrong in one of three ways: it uses a variable of an earlier program, which no longer exists; it prints
+    nothing; or the call is not well-formed JSON. After reading the result, the expert repeats the calculation
+    correctly.
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:

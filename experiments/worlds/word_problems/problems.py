@@ -23,8 +23,7 @@ class Problem:
     """One problem.
 
     ``calculations`` are formulas of two operands, in which "{0}" and "{1}" are earlier results. ``told`` are the
-    sentences
-    that ask for them.
+    sentences that ask for them.
     """
 
     family: str  # by the number of calculations: "2", "3", ...

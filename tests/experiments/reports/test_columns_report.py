@@ -88,7 +88,9 @@ def table_of(text, heading):
 def test_unknown_columns_are_refused_with_the_known_ones():
     assert tuple(columns_of(None)) == DEFAULT
     assert [c.title for c in columns_of(["calls/python", "em"]).values()] == ["calls/python", "EM"]
-    with pytest.raises(ValueError, match="unknown column 'emm'; expected some of em, f1, .*train_tool_calls.*calls/<...>"):
+    with pytest.raises(
+        ValueError, match="unknown column 'emm'; expected some of em, f1, .*train_tool_calls.*calls/<...>"
+    ):
         columns_of(["em", "emm"])
     for wrong in ("calls/", 3):
         with pytest.raises(ValueError, match="unknown column"):
