@@ -1,4 +1,4 @@
-"""What the benchmarks share: printing, random models, measurements in processes of their own."""
+"""Helpers of the benchmarks: printing, random models, measurements in child processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def print_metrics(options: argparse.Namespace, metrics: Iterable[str]) -> None:
-    """Each metric as it comes: a line, or with ``--markdown`` a row of the page's table (command, machine, metric)."""
+    """Print each metric as it arrives: a line, or with ``--markdown`` a row of the page's table (command, machine,
+    metric)."""
     words = [word for word in sys.argv[1:] if word != "--markdown"]
     command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
     for metric in metrics:
@@ -28,7 +29,7 @@ def print_metrics(options: argparse.Namespace, metrics: Iterable[str]) -> None:
 
 
 def machine() -> str:
-    """Processor, cores, load (what else was running), and the commit that was measured."""
+    """Return processor, cores, load (other work on the machine) and the measured commit."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else "unknown processor"
@@ -38,7 +39,8 @@ def machine() -> str:
 
 
 def in_child(measure: Callable[..., Any], *arguments: Any, **variables: str) -> Any:
-    """``measure(*arguments)`` in a new process with these environment variables; arguments and result go as JSON."""
+    """Run ``measure(*arguments)`` in a new process with these environment variables; arguments and result travel as
+    JSON."""
     assert measure.__module__ == "__main__", "a benchmark measures functions of its own"
     module = f"benchmarks.{Path(sys.argv[0]).stem}"
     code = f"import json, sys, {module} as m; print(json.dumps(m.{measure.__name__}(*json.loads(sys.argv[1]))))"
@@ -48,7 +50,7 @@ def in_child(measure: Callable[..., Any], *arguments: Any, **variables: str) -> 
 
 
 def save_tokenizer(folder: str | Path) -> Any:
-    """A small tokenizer."""
+    """Save a small tokenizer."""
     from experiments.worlds.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([Path(__file__).read_text()], vocab_size=1000)
@@ -57,7 +59,7 @@ def save_tokenizer(folder: str | Path) -> Any:
 
 
 def save_random_model(folder: Path, dtype: str = "float32", **config: Any) -> None:
-    """A model of this config.json with random weights, and a small tokenizer."""
+    """Save a model of this config.json with random weights, and a small tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,19 +1,18 @@
-"""Dense indexes of every kind over generated vectors, and the search server against Search-R1's form of one.
+r"""Measures dense indexes of every kind over generated vectors, and the search server against Search-R1's form.
 
-    python -m benchmarks.retrieval [--passages 1000000] [--kinds dense_flat dense_fp16 dense_sq8 dense_ivfpq] \\
+    python -m benchmarks.retrieval [--passages 1000000] [--kinds dense_flat dense_fp16 dense_sq8 dense_ivfpq] \
         [--folder DIR] [--threads 2] [--documents 50000] [--asked 4000]
 
-**Kinds.** Vectors of 768 numbers in clusters, a thousand to each; what separates clusters and what separates the
-members of one has, as in the vectors of encoders, a few strong directions (variance 1 / i of the i-th). A query lies
-nearer to its passage than the members of a cluster lie to each other. Recall@3 is against exact search of the same
-16-bit vectors. The first answer is timed from opening the file to the first hits, the file's pages dropped from memory
-before, in turns with reading the file once from its beginning to its end; medians of five. Latencies are medians, too.
-There is no encoder in them.
+**Kinds.** The vectors have dimension 768 and form clusters of a thousand. As in the vectors of encoders, the
+differences between and within clusters have a few strong directions (variance 1 / i of the i-th). A query is closer to
+its passage than the members of a cluster are to each other. Recall@3 is against exact search of the same 16-bit
+vectors. The first answer is timed from opening the file to the first hits, after dropping the file's pages from memory,
+in turns with reading the file once; the figure is the median of five. Latencies are medians and exclude the encoder.
 
-**Server.** 64 clients that ask one query after another, as trajectories do, of BM25 over 50,000 passages. Search-R1's
-form (search/retrieval_server.py) is written anew: a FastAPI endpoint that asks Anserini's searcher, as pyserini's
-LuceneSearcher does, for one query after another, and reads the passages from the index. It has one thread, since that
-searcher is not made for more. The two servers take turns.
+**Server.** 64 clients send one query after another, as trajectories do, to BM25 over 50,000 passages. Search-R1's form
+(search/retrieval_server.py) is reimplemented: a FastAPI endpoint asks Anserini's searcher, as pyserini's LuceneSearcher
+does, one query after another, and reads the passages from the index. It has one thread, because that searcher is not
+thread-safe. The two servers take turns.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ TURNS, CLIENTS, ROUNDS = 5, 64, 3
 
 
 class Clustered:
-    """Vectors by number, as ``copy_vectors`` reads them from an index."""
+    """Vectors by number, in the form that ``copy_vectors`` reads from an index."""
 
     def __init__(self, passages: int) -> None:
         self.ntotal = passages
@@ -59,13 +58,13 @@ class Clustered:
         )
 
     def queries(self, count: int = 4 * BATCH) -> np.ndarray:
-        """Each near one of the first passages."""
+        """Return queries near the first passages."""
         members = self.centres[np.arange(count) % len(self.centres)] + 0.6 * self.draw(1, self.first)[:count]
         return unit(members + 0.3 * self.draw(self.ntotal + 1, count))
 
     @property
     def first(self) -> int:
-        """Vectors that are drawn at once from the first on."""
+        """Return the vectors from the first on that are drawn together."""
         from retrieval.dense.vectors import ROWS
 
         return min(ROWS, self.ntotal)
@@ -80,7 +79,7 @@ class NoEncoder:
 
 
 def build(folder: str, kind: str, threads: int) -> float:
-    """Seconds."""
+    """Build the index; return the seconds."""
     from retrieval.dense.build import build_faiss_index
     from retrieval.dense.vectors import VectorShards
 
@@ -90,7 +89,7 @@ def build(folder: str, kind: str, threads: int) -> float:
 
 
 def search(folder: str, kind: str, passages: int, threads: int) -> dict[str, float]:
-    """Times in seconds, memory in GB."""
+    """Return the times in seconds and the memory in GB."""
     import retrieval.dense.searcher as searching
     from retrieval.dense.measure import recall
     from retrieval.dense.vectors import VectorShards
@@ -111,7 +110,7 @@ def search(folder: str, kind: str, passages: int, threads: int) -> dict[str, flo
         searcher = searching.DenseSearcher(path, EncoderConfig("none"), threads=threads, **options)
         searcher.search_vectors(queries[:1], BEST)
         times["first"].append(time.perf_counter() - began)
-        if turn < TURNS - 1:  # pages that are mapped cannot be dropped
+        if turn < TURNS - 1:  # mapped pages cannot be dropped
             searcher.close()
     found = {name: statistics.median(values) for name, values in times.items()}
     for name, size in (("single", 1), ("batch", BATCH)):
@@ -135,7 +134,7 @@ def forget(path: Path) -> None:
 
 
 def read_whole(path: Path) -> float:
-    """Seconds that reading a file once takes, its pages dropped before."""
+    """Return the seconds of reading a file once, after dropping its pages."""
     forget(path)
     began = time.perf_counter()
     with path.open("rb", buffering=0) as file:
@@ -175,7 +174,7 @@ class Request(BaseModel):
 
 
 def search_r1_form(lucene: str, port: int) -> None:
-    """Serves until it is ended."""
+    """Serve until the process is ended."""
     import uvicorn
     from fastapi import FastAPI
 
@@ -184,7 +183,7 @@ def search_r1_form(lucene: str, port: int) -> None:
     start_jvm("1g")
     from jnius import autoclass
 
-    searcher = autoclass("io.anserini.search.SimpleSearcher")(lucene)  # what pyserini's LuceneSearcher is made of
+    searcher = autoclass("io.anserini.search.SimpleSearcher")(lucene)  # the parts of pyserini's LuceneSearcher
     app = FastAPI()
 
     @app.post("/retrieve")
@@ -204,7 +203,7 @@ def search_r1_form(lucene: str, port: int) -> None:
 
 
 def make_corpus(path: Path, documents: int) -> list[str]:
-    """Passages of words that are as unequally frequent as a language's; returns queries."""
+    """Write passages whose word frequencies are as unequal as a language's; return queries."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(3, 9))) for _ in range(40_000)]
     weights = [1 / (rank + 3) for rank in range(len(words))]
@@ -218,7 +217,7 @@ def make_corpus(path: Path, documents: int) -> list[str]:
 
 
 async def ask(url: str, queries: list[str]) -> float:
-    """Queries a second."""
+    """Return the queries per second."""
     from retrieval.client import RetrieverClient
 
     client, waiting = RetrieverClient([url], max_connections=CLIENTS, timeout=60), iter(queries)
@@ -243,7 +242,7 @@ def server(folder: Path, threads: int, documents: int, asked: int) -> Iterator[s
     folder.mkdir(exist_ok=True)
     queries = make_corpus(folder / "corpus.jsonl", documents)
     index = BuildIndex(str(folder / "corpus.jsonl")).run(folder)["index"]
-    if not (folder / "lucene").is_dir():  # their texts are read from the index
+    if not (folder / "lucene").is_dir():  # texts are read from the index
         (folder / "documents").mkdir(exist_ok=True)
         os.link(folder / "corpus.jsonl", folder / "documents" / "corpus.jsonl")
         build_lucene_index(folder / "documents", folder / "lucene", expected=documents, options=["-storeRaw"])

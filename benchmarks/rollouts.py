@@ -1,13 +1,13 @@
-"""Trajectories per second of the agent loop against a loop with a barrier per turn, over the same engine.
+"""Compares trajectories per second of the agent loop with a loop that has a barrier per turn, on the same engine.
 
     python -m benchmarks.rollouts [--trajectories 48] [--turns 3] [--repeats 2]
 
-A random Qwen3 (4 layers, hidden 128) writes ``turns`` turns of up to 24 tokens, each read as a search, and a last one.
+A random Qwen3 (4 layers, hidden 128) writes ``turns`` turns of up to 24 tokens, each read as a search, and a last turn.
 A search takes a log-normal time (sigma 1, as measured on loaded retrievers: a few are ten times slower than the
-median), drawn from its query, so that both loops meet the same latencies; medians 0, 50 and 200 ms are tried.  The
-barrier loop generates for all trajectories, waits, searches for all, waits: what verl and Search-R1 do.  Both use the
-same vLLM engine, the same seeds and an empty prefix cache at the start; the numbers of sampled tokens are compared, to
-be sure that both did the same work.  The medians over the repeats are printed, and the ratio.
+median). Its query determines the time, so both loops have the same latencies, with medians of 0, 50 and 200 ms. The
+barrier loop generates for all trajectories, waits, searches for all, and waits, as verl and Search-R1 do. Both loops
+use the same vLLM engine and seeds and start with an empty prefix cache. The numbers of sampled tokens are compared to
+check that both did the same work. The output is the median over the repeats, and the ratio.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ PASSAGE = 'Doc 1(Title: "Somewhere") ' + "A town by the sea with a harbour, a to
 
 
 class EveryTurnSearches(SearchR1Protocol):
-    """Random weights never write a tag; here whatever they write is a query."""
+    """Reads every text as a search query, because random weights never write a tag."""
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         return Action(ActionKind.CALL, (ToolRequest("search", {"query": text}),))
 
 
 class SlowSearch:
-    """One passage after a time that depends on the query alone."""
+    """Returns one passage after a time that depends only on the query."""
 
     name = "search"
 
@@ -81,14 +81,14 @@ class Bench:
     turns: int
 
     async def agent_loop(self, search: SlowSearch) -> list[tuple[int, ...]]:
-        """Response ids per trajectory, each trajectory in its own task."""
+        """Return the response ids per trajectory, with one task per trajectory."""
         budgets = Budgets(max_turns=self.turns, max_turn_tokens=TURN_TOKENS, max_length=1024)
         loop = AgentLoop(self.engine, self.protocol, QuestionAnswering({"search": search}), budgets)
         runs = (loop.run(task, group=task.id, index=0, request=Request(0, SAMPLING)) for task in self.tasks)
         return [trajectory.response_ids for trajectory in await asyncio.gather(*runs)]
 
     async def barrier_loop(self, search: SlowSearch) -> list[tuple[int, ...]]:
-        """The same with two barriers per turn."""
+        """Return the response ids per trajectory, with two barriers per turn."""
         prompts = [self.protocol.prompt_ids(task) for task in self.tasks]
         responses: list[list[int]] = [[] for _ in self.tasks]
         for turn in range(self.turns + 1):
@@ -118,7 +118,7 @@ class Bench:
 
 
 async def measure(bench: Bench, weights: dict[str, Any], repeats: int) -> list[dict[str, float]]:
-    """One row per median latency: seconds of both loops (medians) and their ratio."""
+    """Return a row per median latency: median seconds of both loops, and their ratio."""
     rows = []
     loops: dict[str, Callable[[SlowSearch], Awaitable[list[tuple[int, ...]]]]] = {
         "agent_loop": bench.agent_loop,
@@ -132,7 +132,7 @@ async def measure(bench: Bench, weights: dict[str, Any], repeats: int) -> list[d
             sampled = {}
             for name, run in loops.items():
                 version += 1
-                files = WeightFiles.write(weights.items())  # the same weights: empties the prefix cache
+                files = WeightFiles.write(weights.items())  # pushing the same weights empties the prefix cache
                 await bench.engine.load_files(files, version)
                 files.remove()
                 began = time.perf_counter()
@@ -145,7 +145,8 @@ async def measure(bench: Bench, weights: dict[str, Any], repeats: int) -> list[d
 
 
 def check_same_work(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> None:
-    """vLLM's numbers depend a little on the batch: a few trajectories may differ, but not the number of tokens."""
+    """Check that both sampled the same number of tokens. vLLM's numbers depend on the batch, so a few trajectories may
+    differ."""
     same = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
     tokens, their_tokens = sum(map(len, ours)), sum(map(len, theirs))
     if abs(tokens - their_tokens) > 0.05 * tokens:

@@ -1,18 +1,18 @@
-"""A GRPO iteration of trajectories that make two tool calls each, here and with TRL's tool loop, by the calls' latency.
+"""Compares a GRPO iteration with two tool calls per trajectory here and in TRL's tool loop, by call latency.
 
     python -m benchmarks.tool_calls [--prompts 4] [--samples 4] [--turn-tokens 24] [--repeats 5]
 
-Both sides have the same random Qwen3 in float32, prompts, optimiser and one thread. Whatever the weights wrote, the
-first two turns of a trajectory are read as calls, each of which sleeps for 0, 50 or 200 ms, or a log-normal time
-(median 50 ms, sigma 1), the same for both sides. An iteration is rollouts, rewards and one optimiser step; the first
-of each measurement is not counted, the sides take turns, and the median over repeats of the median iteration is given,
-wall and processor time (our engine's included).
+Both sides have the same random Qwen3 in float32, prompts, optimiser and one thread. The first two turns of a trajectory
+are read as calls, whatever the text. Each call sleeps for 0, 50 or 200 ms, or a log-normal time (median 50 ms, sigma
+1), the same for both sides. An iteration consists of rollouts, rewards and one optimiser step; the first of each
+measurement is not counted. The sides take turns. The output is the median over repeats of the median iteration, in wall
+time and processor time (including our engine's).
 
-TRL's trainer generates with transformers. It calls the tools of one trajectory after those of another, asynchronous
-tools as well (``GRPOTrainer._tool_call_loop``, TRL 1.16), so a plain function stands for both. Its asynchronous trainer
-is not compared: it samples from a vLLM server, which it sends its weights to by NCCL, and so needs GPUs.
+TRL's trainer generates with transformers. It runs the tools of one trajectory after those of another, also asynchronous
+tools (``GRPOTrainer._tool_call_loop``, TRL 1.16), so a plain function represents both. Its asynchronous trainer is not
+compared, because it samples from a vLLM server with weights sent by NCCL and needs GPUs.
 
-TRL lives in an environment of its own (``make trl``); without it our side is measured alone.
+TRL has its own environment (``make trl``); without it, only our side is measured.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from benchmarks.against_trl.tool_cases import CALLS, LATENCIES, MODEL, ToolCase
 from benchmarks.trl_comparison import TRL_PYTHON, side
 
 NO_TRL = "no TRL here (make trl): nothing is compared"
-RESPONSE_TOKENS = 512  # more than two results and three turns have
-Times = list[tuple[float, float]]  # a repeat's wall and processor seconds of an iteration
+RESPONSE_TOKENS = 512  # enough for two results and three turns
+Times = list[tuple[float, float]]  # wall and processor seconds of an iteration, of one repeat
 
 
 def metric(latency: str, times: dict[str, Times]) -> str:

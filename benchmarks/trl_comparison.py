@@ -1,26 +1,26 @@
-"""GRPO and distillation here against TRL's trainers: the same model, batch, micro-batches, optimiser and one thread.
+"""Compares GRPO and distillation with TRL's trainers: same model, batch, micro-batches, optimiser and one thread.
 
-``python -m benchmarks.trl_comparison [--prompts 8] [--samples 4] [--tokens 96] [--micro-rows 8] [--repeats 3]
-[--cases TEXT]``
+``python -m benchmarks.trl_comparison [--prompts 8] [--samples 4] [--tokens 96] [--micro-rows 8] [--repeats 3] [--cases
+TEXT]``
 
-TRL lives in an environment of its own, made by ``make trl``; without it our side is measured alone, and the output says
-so. Each side is a process that has imported everything and forks for every measurement; the sides take turns, so that
-what else the machine does falls on both. An iteration is one batch of prompts x samples and its optimiser steps; the
-first of each measurement is not counted. Rates are completion tokens per processor second (with one thread, what wall
-time would be on an idle machine; the engine's process is counted with ours): the median over repeats of the median
-iteration, and the lowest and highest repeat.
+TRL has its own environment (``make trl``). Without it only our side is measured, and the output says so. Each side is a
+process that imports everything once and forks for every measurement. The sides take turns, so other work on the machine
+affects both. An iteration is one batch of prompts x samples and its optimiser steps; the first of each measurement is
+not counted. Rates are completion tokens per processor second (with one thread, the wall time of an idle machine; the
+engine's process counts as ours). The output is the median over repeats of the median iteration, with the lowest and
+highest repeat.
 
-First it is shown that both sides compute the same: for one given batch and the same weights, the loss, the whole
-gradient, and what AdamW makes of the weights. Then, on random Qwen3 models in float32:
+First, both sides must compute the same loss, gradient and AdamW update for one batch and the same weights. Then these
+cases run on random Qwen3 models in float32:
 
-* GRPO, whole iteration: rollouts with early ends, rewards, optimiser step (and here weights pushed to the engine);
-* the training part alone (scoring, forward, backward, optimiser) on given completions, whose lengths are geometric, as
-  after early ends, or equal; with one optimiser step per batch or two;
+* GRPO, whole iteration: rollouts with early ends, rewards, optimiser step (and here a weight push to the engine);
+* the training part alone (scoring, forward, backward, optimiser) on given completions, with geometric lengths, as after
+  early ends, or equal lengths, and with one or two optimiser steps per batch;
 * distillation from a larger teacher over the whole vocabulary on given completions, reverse KL;
-* TRL once more with the output matrix applied to completion tokens only ("compact"), which it does on CUDA; elsewhere
-  it goes over prompts and padding, too;
-* both with a vocabulary of 32,768 and half the prompts and samples. Peak memory, in runs of their own, is the increase
-  over what the process held before the models were loaded; freed blocks are given back at once there.
+* TRL with the output matrix applied to completion tokens only ("compact"), as it does on CUDA; elsewhere TRL includes
+  prompts and padding;
+* both with a vocabulary of 32,768 and half the prompts and samples. Peak memory comes from separate runs. It is the
+  increase over the process's memory before the models load; in these runs freed blocks are returned at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ WITH_MEMORY = [name for name in TIMED if "whole" not in name and "2 steps" not i
 
 
 class Side:
-    """One side's process: a request in, its answer out."""
+    """One side's process, which answers requests."""
 
     def __init__(self, name: str, connection: Connection) -> None:
         self.name, self.connection = name, connection
@@ -90,7 +90,7 @@ class Side:
 
 @contextmanager
 def side(name: str, python: str | Path) -> Iterator[Side]:
-    """Start ``benchmarks.against_trl.NAME`` with its environment's interpreter; what it prints goes to stderr."""
+    """Start ``benchmarks.against_trl.NAME`` with its environment's interpreter; its prints go to stderr."""
     here, there = multiprocessing.Pipe()
     command = [str(python), "-m", f"benchmarks.against_trl.{name}", str(there.fileno())]
     process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, pass_fds=[there.fileno()])
@@ -122,13 +122,13 @@ def parity(ours: Side, theirs: Side, folder: Path, micro_rows: int) -> Iterator[
         text = f"gradients differ by {gradient:.0e} relative, weight updates by {update:.0e}"
         if options.get("passes", 1) == 1:
             text = f"loss {mine['loss']:.6f}, TRL {other['loss']:.6f}; {text}"
-        else:  # the loss of two passes is logged in two ways
+        else:  # the two sides log the loss of two passes differently
             text = f"the clip holds {mine['clipped']:.0%} of both passes' tokens; {text}"
         yield f"parity, {name}: {text}"
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], prefix: str = "") -> float:
-    """Norm of a - b over that of b, all tensors whose name begins so taken as one vector."""
+    """Return the norm of a - b over that of b, with all tensors of this name prefix as one vector."""
     names = {name for name in a if name.startswith(prefix)}
     if not names or names != {name for name in b if name.startswith(prefix)}:
         raise SystemExit(f"the sides have other {prefix or 'tensors'}: {sorted(names ^ b.keys())[:4]}")
@@ -139,12 +139,12 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], prefix: s
 # ----------------------------------------------------------------------------------------------------------- speed
 @dataclasses.dataclass
 class Measured:
-    """Of one runner and case, a metric per repeat, each of its median iteration."""
+    """Metrics of one runner and case, one per repeat, each of its median iteration."""
 
     rates: list[float] = dataclasses.field(default_factory=list)  # completion tokens per processor second
-    seconds: list[float] = dataclasses.field(default_factory=list)  # wall time of an iteration
+    seconds: list[float] = dataclasses.field(default_factory=list)  # wall seconds of an iteration
     cpu: list[float] = dataclasses.field(default_factory=list)  # processor seconds of an iteration
-    training: list[float] = dataclasses.field(default_factory=list)  # those of its training part
+    training: list[float] = dataclasses.field(default_factory=list)  # processor seconds of its training part
     mebibytes: float | None = None
 
     def add(self, rows: list[dict[str, float]], part: str) -> None:
@@ -158,7 +158,7 @@ class Measured:
 
 
 def runners(name: str, sides: dict[str, Side]) -> dict[str, tuple[Side, dict[str, Any]]]:
-    """Participants of a case, by label: the side, and its own settings."""
+    """Return the participants of a case by label: the side and its settings."""
     found: dict[str, tuple[Side, dict[str, Any]]] = {"ours": (sides["ours"], {})}
     if "theirs" in sides:
         found["TRL"] = sides["theirs"], {}
@@ -170,7 +170,7 @@ def runners(name: str, sides: dict[str, Side]) -> dict[str, tuple[Side, dict[str
 def speed(sides: dict[str, Side], folders: dict[str, Path], options: argparse.Namespace) -> Iterator[str]:
     measured: dict[tuple[str, str], Measured] = {}
     timed = {name: settings for name, settings in TIMED.items() if options.cases in name}
-    for repeat in range(options.repeats + 1):  # the last is for memory
+    for repeat in range(options.repeats + 1):  # the last repeat is for memory
         for name, settings in timed.items():
             memory = repeat == options.repeats
             if memory and name not in WITH_MEMORY:
@@ -213,7 +213,7 @@ def metric(entries: dict[str, Measured], whole: bool) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ main
 def make_folders(root: Path, ours: Side, options: argparse.Namespace) -> dict[str, Path]:
-    """By model; the wide one gets half the prompts and half the samples."""
+    """Make the folders by model; the wide one has half the prompts and half the samples."""
     for name, share in (("small", 1), ("wide", 2)):
         (root / name).mkdir()
         ours.ask("prepare", root / name, name, options.prompts // share, options.samples // share, options.tokens)

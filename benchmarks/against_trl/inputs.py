@@ -24,7 +24,7 @@ WORDS = "where which town river tower market harbour lies near of the old and wh
 
 
 class OneTurn(SearchR1Protocol):
-    """A question and whatever is written to its end: no tools, no tags."""
+    """A question and any text as its answer: no tools, no tags."""
 
     tools = ()
     stop = ()
@@ -34,12 +34,12 @@ class OneTurn(SearchR1Protocol):
 
 
 def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: tuple[int, int, int], mean: int) -> None:
-    """A random Qwen3 for which one id in ``mean`` ends the text, so that lengths are geometric."""
+    """Make a random Qwen3 in which one id in ``mean`` ends the text, so lengths are geometric."""
     vocabulary, hidden, layers = sizes
     torch.manual_seed(hidden)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # vLLM's CPU attention wants 32
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # vLLM's CPU attention needs 32
     shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, **heads, "num_hidden_layers": layers}
-    shape["initializer_range"] = 0.05  # teacher and student are to differ, and hardly an id is to be more likely
+    shape["initializer_range"] = 0.05  # teacher and student must differ, and no id may be much more likely than others
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, max_position_embeddings=1024, **shape))
     ends = [tokenizer.eos_token_id, *range(vocabulary - vocabulary // mean, vocabulary - 1)]
     model.generation_config.eos_token_id = ends
@@ -58,12 +58,12 @@ def prepare(folder: Path, model: str, prompts: int, samples: int, completion_tok
     """Write the folder.
 
     Args:
-        folder: exists and is empty.
+        folder: an existing, empty folder.
         model: small or wide.
-        prompts: in a batch.
-        samples: completions of each.
-        completion_tokens: the most; completions of ``geometric`` lengths have half of it on average before they are
-            cut there, those of ``equal`` lengths all have it.
+        prompts: prompts per batch.
+        samples: completions per prompt.
+        completion_tokens: greatest length. ``geometric`` lengths have half of it as their mean before the cut;
+            ``equal`` lengths all have it.
     """
     draw, mean = random.Random(0), max(completion_tokens // 2, 2)
     tokenizer = train_tokenizer([" ".join(draw.choices(WORDS, k=400))], vocab_size=512)

@@ -1,4 +1,4 @@
-"""Our side. ``python -m benchmarks.against_trl.ours PIPE``, started by trl_comparison."""
+"""Our side: ``python -m benchmarks.against_trl.ours PIPE``, started by trl_comparison."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.system import RolloutSystem
 from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
 
-DIVERGENCES = {0.0: "forward_kl", 1.0: "reverse_kl"}  # else jsd
+DIVERGENCES = {0.0: "forward_kl", 1.0: "reverse_kl"}  # otherwise jsd
 
 
 class EvenIds:
@@ -37,14 +37,16 @@ class EvenIds:
 
 
 class Clock(L.Callback):
-    """Of each iteration, from the end of one to the end of the next, wall and processor seconds (the engine's process
-    included), and the processor seconds of its training part: scoring, forward, backward and optimiser. The rest is
-    rollouts and weight synchronisation. First of the callbacks."""
+    """Measures wall and processor seconds of each iteration, from the end of one to the end of the next.
+
+    Also measures the processor seconds of the training part: scoring, forward, backward and optimiser. The rest is
+    rollouts and weight synchronisation. The engine's process is included. Must be the first callback.
+    """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.loss = 0.0
-        self.clipped = 0.0  # share of tokens whose gradient the clip has removed, over the last batch's steps
+        self.clipped = 0.0  # share of tokens whose gradient the clip removed, over the last batch's steps
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.ended = time.perf_counter(), self.cpu(trainer)
@@ -65,7 +67,7 @@ class Clock(L.Callback):
 
     @staticmethod
     def cpu(trainer: L.Trainer) -> float:
-        """Processor seconds so far, of this process and of the engine's."""
+        """Return the processor seconds so far, of this process and the engine's."""
         rollouts = getattr(trainer.datamodule, "rollouts", None)
         if rollouts is None:
             return time.process_time()
@@ -74,7 +76,7 @@ class Clock(L.Callback):
 
 
 class Keep(L.Callback):
-    """The gradient of the last optimiser step, and the weights after it."""
+    """Keeps the gradient of the last optimiser step and the weights after it."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -107,7 +109,7 @@ def make_module(case: Case, folder: Path, inputs: Inputs) -> PolicyModule:
 
 
 def given_batch(case: Case, inputs: Inputs) -> list[Trajectory]:
-    """The completions of a file as trajectories; the sampler's log-probs are logged only."""
+    """Read the completions of a file as trajectories; the sampler's log-probs are only logged."""
     found = []
     for row, ids in enumerate(inputs.completions[case.lengths]):
         prompt, index = divmod(row, inputs.samples)

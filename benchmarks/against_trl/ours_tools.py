@@ -1,4 +1,4 @@
-"""Our side. ``python -m benchmarks.against_trl.ours_tools PIPE``, started by tool_calls."""
+"""Our side: ``python -m benchmarks.against_trl.ours_tools PIPE``, started by tool_calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollout.trajectory import Action, ActionKind, CallOutcome, ToolRequest, Too
 
 
 class EveryTurnCalls(HermesProtocol):
-    """Random weights never write a call; here every turn is one."""
+    """Reads every turn as a call, because random weights never write one."""
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         return Action(ActionKind.CALL, (ToolRequest("search", {"query": "town"}),))
@@ -48,7 +48,7 @@ class SlowSearch:
 
 
 def prepare(folder: Path, prompts: int, samples: int, turn_tokens: int, completion_tokens: int) -> None:
-    """Write what both sides read: a model whose turns have ``turn_tokens`` on average, questions, prompts."""
+    """Write the inputs of both sides: a model whose turns have ``turn_tokens`` on average, questions, prompts."""
     draw = random.Random(0)
     tokenizer = train_tokenizer([" ".join(draw.choices(WORDS, k=400))], vocab_size=512)
     make_model(folder / MODEL, tokenizer, SIZES["small"][MODEL], turn_tokens)

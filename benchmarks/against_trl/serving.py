@@ -1,4 +1,4 @@
-"""A side's process: it has imported everything once, and answers each request from a fork of itself."""
+"""The process of a side: imports everything once and answers each request from a fork."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MALLOC_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 def serve(functions: Mapping[str, Function], about: dict[str, str]) -> None:
-    """Answer over the pipe whose file descriptor is given on the command line until its other end is closed.
+    """Answer requests over the pipe of the file descriptor on the command line, until its other end closes.
 
     Args:
-        functions: by the name they are asked for with ``(name, *arguments)``. Each call is made in a fork, so that it
-            has a fresh heap and a peak of its own.
+        functions: functions by request name, called with ``(name, *arguments)``. Each call runs in a fork, so that it
+            has a fresh heap and its own peak.
         about: sent first: names and versions.
     """
     fork = multiprocessing.get_context("fork")
@@ -37,12 +37,12 @@ def serve(functions: Mapping[str, Function], about: dict[str, str]) -> None:
             try:
                 with ProcessPoolExecutor(1, mp_context=fork) as pool:
                     parent.send(pool.submit(functions[name], *arguments).result() or {})
-            except Exception:  # that of the fork too, or that it died: for the reader of the benchmark
+            except Exception:  # the fork's error too, or that it died: for the reader of the benchmark
                 parent.send({"error": traceback.format_exc()})
 
 
 def with_peak(measure: Measure, case: Case, folder: Path) -> dict[str, Any]:
-    """``measure`` of a case and its folder, with ``mebibytes``: how far the peak of memory rose meanwhile."""
+    """Run ``measure`` of a case and its folder; add ``mebibytes``, the rise of the memory peak."""
     if case.return_memory:
         ctypes.CDLL(None).mallopt(MALLOC_MMAP_THRESHOLD, 1 << 20)
     inputs, before = Inputs.read(folder), peak_kibibytes()

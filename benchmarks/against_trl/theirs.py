@@ -1,4 +1,4 @@
-"""TRL's side; runs in .venv-trl. ``python -m benchmarks.against_trl.theirs PIPE``, started by trl_comparison."""
+"""TRL's side, run in .venv-trl: ``python -m benchmarks.against_trl.theirs PIPE``, started by trl_comparison."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SCALES = {"std": "group", "centred": "none"}
 
 
 class Clock(TrainerCallback):
-    """Of each iteration (all optimiser steps of a batch) wall and processor seconds, and the processor seconds that are
-    left for training when what ``timed`` parts took is taken off."""
+    """Measures wall and processor seconds of each iteration (all optimiser steps of a batch), and the processor seconds
+    of training: the rest after subtracting the ``timed`` parts."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -63,7 +63,7 @@ class Clock(TrainerCallback):
 
 
 class Keep(TrainerCallback):
-    """The gradient of the last optimiser step, and the weights after it."""
+    """Keeps the gradient of the last optimiser step and the weights after it."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -78,7 +78,7 @@ class Keep(TrainerCallback):
 
 
 def training_options(case: Case, folder: Path, inputs: Inputs) -> dict[str, Any]:
-    """What GRPO and distillation have in common."""
+    """Return the options common to GRPO and distillation."""
     optimiser_steps = case.num_mini_batches * case.passes
     return {
         "output_dir": str(folder / "trl"),
@@ -137,17 +137,18 @@ def grpo(case: Case, folder: Path, inputs: Inputs) -> GRPOTrainer:
 
 
 def distillation(case: Case, folder: Path, inputs: Inputs) -> DistillationTrainer:
-    """TRL samples one completion per prompt here, so every prompt stands ``samples`` times in the data set."""
+    """Run distillation. TRL samples one completion per prompt here, so the data set repeats every prompt ``samples``
+    times."""
     config = DistillationConfig(**training_options(case, folder, inputs), beta=case.beta)
     dataset = Dataset.from_dict({"prompt": [p for p in inputs.prompts for _ in range(inputs.samples)]})
     teacher = str(folder / f"{case.model}_teacher")
     trainer = DistillationTrainer(str(folder / case.model), teacher, args=config, train_dataset=dataset)
-    trainer._generate_single_turn = lambda *_: inputs.completions[case.lengths]  # the data set is in its order
+    trainer._generate_single_turn = lambda *_: inputs.completions[case.lengths]  # the data set is in this order
     return trainer
 
 
 def observe(trainer: Any, clock: Clock, inputs: Inputs) -> None:
-    """Have the clock told of what is no training, of the tokens and of the loss; check that the prompts are ours."""
+    """Tell the clock about parts other than training, tokens and the loss; check that the prompts are ours."""
     generate, compute = trainer._generate, trainer.compute_loss
 
     def generated(prompts: list[str]) -> Any:
@@ -172,7 +173,7 @@ def observe(trainer: Any, clock: Clock, inputs: Inputs) -> None:
 
 def measure(case: Case, folder: Path, inputs: Inputs) -> dict[str, Any]:
     torch.set_num_threads(1)
-    if case.compact:  # these two names decide what is projected; how it is computed is decided in trl.kernels
+    if case.compact:  # these two names decide what is projected; trl.kernels decides how
         trl.trainer.utils._use_triton = trl.trainer.distillation_trainer._use_triton = lambda device: True
     trainer = (grpo if case.kind == "grpo" else distillation)(case, folder, inputs)
     clock = Clock(case.num_mini_batches * case.passes)
@@ -185,7 +186,7 @@ def measure(case: Case, folder: Path, inputs: Inputs) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is experimental; it warns each time
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is experimental and warns each time
     transformers.logging.set_verbosity_error()
     packages = {"trl": trl, "torch": torch, "transformers": transformers, "accelerate": accelerate}
     serving.serve(

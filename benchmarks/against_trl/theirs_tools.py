@@ -1,4 +1,4 @@
-"""TRL's side; runs in .venv-trl. ``python -m benchmarks.against_trl.theirs_tools PIPE``, started by tool_calls."""
+"""TRL's side, run in .venv-trl: ``python -m benchmarks.against_trl.theirs_tools PIPE``, started by tool_calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.against_trl.tool_cases import CALLS, MODEL, RESULT, ToolCase
 
 
 def every_turn_calls(*_: Any, **__: Any) -> dict[str, Any]:
-    """In place of TRL's ``parse_response``: random weights never write a call; here every turn is one."""
+    """Replaces TRL's ``parse_response`` and reads every turn as a call, because random weights never write one."""
     call = {"type": "function", "function": {"name": "search", "arguments": {"query": "town"}}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -34,7 +34,7 @@ def measure(case: ToolCase, folder: Path, inputs: Inputs) -> dict[str, Any]:
     trl.trainer.grpo_trainer.parse_response = every_turn_calls
     waits, made = case.waits(), []
 
-    def search(query: str):  # without what it returns, which TRL would show the model and we do not
+    def search(query: str):  # without its return value, which TRL would show the model and we do not
         """Searches a text collection and returns the passages that fit the query best.
 
         Args:
@@ -60,7 +60,7 @@ def measure(case: ToolCase, folder: Path, inputs: Inputs) -> dict[str, Any]:
     )
     model = str(folder / MODEL)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.response_schema = {}  # none is needed, but TRL looks for one
+    tokenizer.response_schema = {}  # unused, but TRL requires one
     dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in inputs.prompts]})
     trainer = GRPOTrainer(
         model, reward_funcs=rewards, args=config, train_dataset=dataset, processing_class=tokenizer, tools=[search]

@@ -1,4 +1,4 @@
-"""What both sides of benchmarks.tool_calls share: the case, the calls and how long they take. No torch here."""
+"""Shared by both sides of benchmarks.tool_calls: the case, the calls and their durations. Without torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from benchmarks.against_trl.cases import Case
 
-MODEL = "small"  # its folder
-CALLS = 2  # that every trajectory makes, one a turn, before its last turn
+MODEL = "small"  # folder of the case
+CALLS = 2  # calls of every trajectory, one per turn, before its last turn
 RESULT = 'Doc 1(Title: "Somewhere") ' + "the old town lies near the river and a bridge " * 3
 LATENCIES = {  # seconds: median, and sigma of the logarithm
     "0ms": (0.0, 0.0),
@@ -24,7 +24,7 @@ class ToolCase(Case):
     latency: str = "0ms"
 
     def waits(self) -> Iterator[float]:
-        """Seconds that one call after the other takes, the same for both sides."""
+        """Return the seconds of each call, the same for both sides."""
         draw, (median, sigma) = random.Random(0), LATENCIES[self.latency]
         while True:
             yield median * draw.lognormvariate(0, sigma)
