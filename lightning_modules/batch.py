@@ -15,12 +15,14 @@ from lengths and from ``Trajectory.loss_mask``, never from pad ids (a genuine EO
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
+
+from lightning_modules import ranks
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -181,3 +183,71 @@ def _first_fit(lengths: Sequence[int], index: Sequence[int], token_budget: int) 
         groups[group].append(row)
         room[group] -= lengths[row]
     return groups
+
+
+# ---------------------------------------------------------------------- forward passes over a batch
+class Scored:
+    """Results of models, some of which an algorithm may not have declared."""
+
+    __slots__ = ()
+
+    def require(self, name: str) -> Tensor:
+        """Return the field ``name``. Raises ValueError if no model has computed it."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"no model has computed {name}; declare the model, or reads_old_logprobs")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobBatch(Scored, RowTensors):
+    """Results of the declared models on a rollout batch before the update; [B, T] float32, no gradient."""
+
+    old_logprobs: Tensor | None  # of the policy before the update, where batch.mask is 1; None: not computed
+    teacher_logprobs: Tensor | None = None  # of the distillation teacher, where batch.mask is 1
+    reference_logprobs: Tensor | None = None  # of the frozen model of the KL, where batch.mask is 1
+    values: Tensor | None = None  # of the critic, at every position
+    entropy: Tensor | None = None  # nats, of the policy before the update, where batch.mask is 1
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutputs(Scored):
+    """Results of the trained models on one micro-batch, with gradient; [B, T] float32."""
+
+    logprobs: Tensor  # where mask is 1, else 0
+    entropy: Tensor  # nats, where mask is 1, else 0
+    values: Tensor | None  # at every position; None without a critic
+
+
+def plan(
+    batch: TokenBatch, index: Sequence[int], token_budget: int, packed: bool = False
+) -> list[tuple[list[int], int]]:
+    """Split the rows ``index`` into micro-batches: (rows, length of the longest) each.
+
+    Every rank gets as many micro-batches as the rank that needs most, with empty ones last, so that collectives inside
+    models stay in step. Every rank must call.
+    """
+    lengths = batch.lengths.tolist()
+    groups = micro_batches(lengths, index, token_budget, packed)
+    groups += [[]] * (ranks.max_over_ranks(len(groups), batch.mask.device) - len(groups))
+    return [(group, max((lengths[i] for i in group), default=1)) for group in groups]
+
+
+def score(
+    batch: TokenBatch,
+    function: Callable[[TokenBatch], Tensor],
+    token_budget: int,
+    leading: tuple[int, ...] = (),
+    packed: bool = False,
+) -> Tensor:
+    """Apply a function that returns [*leading, b, t] to every micro-batch, without gradient: [*leading, B, T].
+
+    Every rank must call.
+    """
+    out = batch.mask.new_zeros((*leading, *batch.mask.shape))
+    with torch.no_grad():
+        for group, length in plan(batch, range(len(batch.lengths)), token_budget, packed):
+            values = function(batch.rows(group, length))
+            if group:
+                out[..., torch.as_tensor(group, device=out.device), :length] = values
+    return out

@@ -93,7 +93,7 @@ def one_step(setting: Setting, trainer: dict[str, Any] | None = None, **model: A
     }
     module, weights = GradientStep(folder, temperature=1.0, **options, **model), Weights()
     fit(setting, module, [rows], callbacks=[weights], **trainer or {})
-    logprobs = [x for _, values in module.last_annotated for x in values["old_logprobs"]]
+    logprobs = [x for _, values in module.last_token_values for x in values["old_logprobs"]]
     step = {name: weights.start[name] - end for name, end in weights.end.items()}
     return Step(torch.tensor(logprobs), step)
 

@@ -45,7 +45,7 @@ def has_steps(trajectory: Trajectory) -> bool:
 
 
 class StepDivergence(EvaluationHooks):
-    """Scores the agent's trajectories of a test with a teacher, step by step (``pl_module.step_divergences``).
+    """Scores the agent's trajectories of a test with a teacher, step by step (``pl_module.turn_divergences``).
 
     Writes, in the stage folder, ``evaluation/steps.parquet`` (a row per step, see ``step_rows.StepRow``) and the
     trajectories themselves (``evaluation/steps_trajectories.parquet``, for ``rollout.storage.load_trajectories``);
@@ -66,9 +66,9 @@ class StepDivergence(EvaluationHooks):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Raises TypeError, FileNotFoundError or ValueError where nothing could be scored, before a model loads."""
-        if not callable(getattr(pl_module, "step_divergences", None)):
+        if not callable(getattr(pl_module, "turn_divergences", None)):
             raise TypeError(
-                f"StepDivergence needs a module with step_divergences(trajectories, teacher), as PolicyModule has it; "
+                f"StepDivergence needs a module with turn_divergences(trajectories, teacher), as PolicyModule has it; "
                 f"{type(pl_module).__name__} has none; leave the callback out"
             )
         owner, _, name = self.teacher.partition("/")
@@ -100,7 +100,7 @@ class StepDivergence(EvaluationHooks):
         if split != "test":
             return
         mine, self._kept = self._chosen(trainer), []
-        scored = cast(Any, pl_module).step_divergences(mine, self.teacher)  # a collective: every rank calls it
+        scored = cast(Any, pl_module).turn_divergences(mine, self.teacher)  # a collective: every rank calls it
         judge = getattr(data_module(trainer), "rollouts", None)
         verdicts = [verdicts_of(getattr(judge, "environment", None), t) for t in mine]
         own = [row for parts in zip(mine, scored, verdicts, strict=True) for row in step_rows(*parts)]

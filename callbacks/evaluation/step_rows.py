@@ -71,7 +71,7 @@ def step_rows(
         found = metrics.get(name)
         if found is None or len(found) != count or not all(map(math.isfinite, found)):
             raise ValueError(
-                f"{where}: step_divergences gave {found!r} as '{name}', expected one finite number for each of the "
+                f"{where}: turn_divergences gave {found!r} as '{name}', expected one finite number for each of the "
                 f"{count} turns that hold a token"
             )
     acc = None if trajectory.reward is None else trajectory.reward.parts.get("acc")

@@ -54,7 +54,7 @@ class TrajectoryLog(EvaluationHooks):
     """Writes ``trajectories/<split>-<step>.html`` in the stage folder after each validation and test, and
     ``trajectories/train-<iteration>.html`` every ``train_every`` iterations; MLflow gets a copy as artifact.
 
-    Training pages show per-token metrics (advantage, reward, kl, ...) from the module's ``last_annotated``, a list of
+    Training pages show per-token metrics (advantage, reward, kl, ...) from the module's ``last_token_values``, a list
     (trajectory, {name: one value per response token}); a module without that attribute (supervised learning)
     has nothing to annotate and gets no training pages.
 
@@ -93,7 +93,7 @@ class TrajectoryLog(EvaluationHooks):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         iteration = trainer.fit_loop.total_batch_idx + 1
-        annotated = getattr(pl_module, "last_annotated", None)
+        annotated = getattr(pl_module, "last_token_values", None)
         if annotated is None or not self.train_every or iteration % self.train_every or not trainer.is_global_zero:
             return
         self._write(trainer, pl_module, f"train-{iteration:06d}", f"training, iteration {iteration}", annotated)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rollout.trajectory import Trajectory
 
-LOG_RATIO = "kl"  # student's log-prob minus teacher's, as ``OnPolicyModule.last_annotated`` gives it
+LOG_RATIO = "kl"  # student's log-prob minus teacher's, as ``OnPolicyModule.last_token_values`` gives it
 TOLERANCE = 1e-6  # relative
 
 

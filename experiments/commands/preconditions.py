@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 QUESTIONS = 64
 CALLBACKS = ("RankWatch", "Progress", "WeightSync", "Evaluation", "TrajectoryLog")  # that the tests keep
-DISTILLS = ("lightning_modules.algorithms.sod.SOD", "lightning_modules.annotations.distillation.Distillation")
+DISTILLS = ("lightning_modules.algorithms.sod.SOD", "lightning_modules.advantage_transforms.distillation.Distillation")
 FORKS = "rollout.samplers.branching."
 ALLOW = option("--allow", default="", metavar="GATES", help="names of gates that may fail, separated by commas")
 

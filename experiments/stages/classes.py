@@ -14,6 +14,9 @@ from experiments.registry.files import data_arguments
 from experiments.registry.keys import OURS, constructors
 from experiments.registry.project import ROOT
 
+# Classes of earlier versions, and their names now.
+RENAMED = {"StepWeights": "DivergenceRatio", "WrongOnly": "IncorrectOnly"}
+
 
 def import_class(class_path: str, where: str) -> Any:
     """The class (or function) a ``class_path`` names.
@@ -28,12 +31,12 @@ def import_class(class_path: str, where: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            hint = _elsewhere(name) or nearest(module_name, _modules_beside(module_name))
+            hint = _elsewhere(RENAMED.get(name, name)) or nearest(module_name, _modules_beside(module_name))
             raise ExperimentError(f"{where}: no module '{module_name}'{hint}") from None
         raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}': not installed") from None
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
-        hint = _elsewhere(name) or nearest(name, classes)
+        hint = _elsewhere(RENAMED.get(name, name)) or nearest(name, classes)
         raise ExperimentError(f"{where}: no class '{name}' in {module_name}{hint}")
     return getattr(module, name)
 

@@ -46,6 +46,13 @@ RENAMED = {
     "probes": "; now diagnostic_prompts",
     "max_probe": "; now max_diagnostic_prompts",
     "slip": "; now error_rate",
+    "annotations": "; now advantage_transforms",
+    "kl_estimator": "; now reference_kl_estimator, and only with a kl_coef above 0",
+    "lone": "; now singleton_advantage",
+    "reference_step": "; now reference_turn",
+    "step_weight": "; now turn_weight",
+    "step_norm": "; now turn_norm",
+    "decay_steps": "; now decay_iterations",
 }
 
 

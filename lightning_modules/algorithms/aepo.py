@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from common.ranges import FiniteFloat
+from lightning_modules.advantage_transforms.attribution import EntropyScaling
 from lightning_modules.algorithms.arpo import Attribution, attributed
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.annotations.attribution import EntropyScaling
 
 
 class AEPO(GRPO):
-    """ARPO that keeps learning from tokens it was uncertain about. Its rollout half is the sampler's business::
+    """ARPO that learns more from uncertain tokens. The sampler implements the rollout half of the method::
 
         A~_t = A_t (1 + entropy_weight z_t)        z: entropy of pi_old at t, standardised, see ``EntropyScaling``
-        clip_balanced: a token above 1 + clip_high with A > 0 keeps the gradient factor 1 + clip_high, instead of none
+        clip_balanced: a token above 1 + clip_high with A > 0 keeps the gradient factor 1 + clip_high, not 0
 
-    ``train/clip_fraction`` counts what the ordinary clip would drop.
+    ``train/clip_fraction`` counts the tokens that the ordinary clip would drop.
 
     Args:
         policy: Hugging Face folder to start from.
@@ -32,5 +32,5 @@ class AEPO(GRPO):
         **kwargs,
     ) -> None:
         scaling = [EntropyScaling(entropy_weight)] if entropy_weight else []
-        annotations = [*attributed(attribution), *scaling]
-        super().__init__(policy=policy, clip_balanced=clip_balanced, annotations=annotations, **kwargs)
+        transforms = [*attributed(attribution), *scaling]
+        super().__init__(policy=policy, clip_balanced=clip_balanced, advantage_transforms=transforms, **kwargs)

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lightning_modules.advantage_transforms.attribution import HardAttribution
+from lightning_modules.advantage_transforms.base import AdvantageTransform, validate_choice
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.annotations.attribution import HardAttribution
-from lightning_modules.annotations.base import Annotation
 
 Attribution = Literal["soft", "hard"]
 
 
-def attributed(attribution: Attribution) -> list[Annotation]:
-    """The annotations of an attribution. Raises ValueError if it is unknown."""
-    if attribution not in ("soft", "hard"):
-        raise ValueError(f"attribution is {attribution!r}; expected soft or hard")
-    return [HardAttribution()] if attribution == "hard" else []
+def attributed(attribution: Attribution) -> list[AdvantageTransform]:
+    """Return the advantage transforms of an attribution. Raises ValueError if it is unknown."""
+    return [HardAttribution()] if validate_choice("attribution", attribution, Attribution) == "hard" else []
 
 
 class ARPO(GRPO):
     """GRPO on groups whose members may be branches of each other.
 
-    What makes ARPO is the sampler (``data.rollouts.sampler``): part of a group starts from the prompt, the rest
-    branches off after tool results. All of them are one group. Without branches this is GRPO, number for number.
+    The sampler (``data.rollouts.sampler``) implements ARPO: part of a group starts from the prompt, the rest branches
+    off after tool results. All of them are one group. Without branches this is GRPO, bit for bit.
 
-    ``attribution`` says what a token is worth that several trajectories have in common. ``soft``: each copy has its
-    trajectory's advantage, as in plain GRPO (the paper's results, and all that was released). ``hard``: each copy has
-    the mean over those that share it, see ``HardAttribution``.
+    ``attribution`` sets the advantage of a token that several trajectories share. ``soft``: each copy has its
+    trajectory's advantage, as in plain GRPO (the paper's results and the released code). ``hard``: each copy has the
+    mean over the trajectories that share the token, see ``HardAttribution``.
 
-    The other defaults of ``GRPO`` are the released ones: clip 0.2 on both sides, dual clip 3, token mean, std, no KL
-    (its weight was 0, so the reference is not even loaded).
+    The defaults of ``GRPO`` are the released ones: clip 0.2 on both sides, dual clip 3, token mean, std, no KL (its
+    weight was 0, so no reference is loaded).
 
     Args:
         policy: Hugging Face folder to start from.
@@ -37,4 +35,4 @@ class ARPO(GRPO):
     """
 
     def __init__(self, policy: str, attribution: Attribution = "soft", **kwargs) -> None:
-        super().__init__(policy=policy, annotations=attributed(attribution), **kwargs)
+        super().__init__(policy=policy, advantage_transforms=attributed(attribution), **kwargs)

@@ -83,8 +83,6 @@ class ColdStartKD(SupervisedModule):
         **kwargs,
     ) -> None:
         super().__init__(policy, **kwargs)
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}; expected a positive number")
         require_rows(policy, teacher, sampled=False)
         self.teacher_path = teacher
         self.ce_coef, self.kl_coef, self.temperature = ce_coef, kl_coef, temperature

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from common.ranges import FiniteFloat, NonNegativeFloat
+from lightning_modules.advantage_transforms.distillation import IncorrectOnly
 from lightning_modules.algorithms.ppo import PPO
-from lightning_modules.annotations.signal_weights import WrongOnly
-from lightning_modules.maths.divergences import Estimator
+from lightning_modules.maths.losses import Estimator
 
 
 class DGPO(PPO):
@@ -49,6 +49,6 @@ class DGPO(PPO):
             kl_coef=kl_coef,
             kl_in=kl_in,
             kl_estimator=kl_estimator,
-            kl_weights=[WrongOnly(success_threshold)] if selective and kl_coef > 0 else None,
+            kl_weights=[IncorrectOnly(success_threshold)] if selective and kl_coef > 0 else None,
             **kwargs,
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from common.ranges import NonNegativeFloat, UnitInterval
+from lightning_modules.advantage_transforms.turns import StateAdvantages, TurnAdvantages
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.annotations.turns import StateAdvantages, TurnAdvantages
-from lightning_modules.maths.turn_advantages import Statistics, StepNorm
+from lightning_modules.maths.turn_advantages import Statistics, TurnNorm
 
 
 class EpisodeGRPO(GRPO):
-    """GRPO whose advantages belong to turns, see ``TurnAdvantages``.
+    """GRPO with one advantage per turn, see ``TurnAdvantages``.
 
     Args:
         policy: Hugging Face folder to start from.
@@ -20,7 +20,7 @@ class EpisodeGRPO(GRPO):
     def __init__(
         self, policy: str, group_statistics: Statistics = "rows", invalid_coef: NonNegativeFloat = 0.0, **kwargs
     ) -> None:
-        super().__init__(policy=policy, annotations=[TurnAdvantages(group_statistics, invalid_coef)], **kwargs)
+        super().__init__(policy=policy, advantage_transforms=[TurnAdvantages(group_statistics, invalid_coef)], **kwargs)
 
 
 class GiGPO(GRPO):
@@ -30,9 +30,9 @@ class GiGPO(GRPO):
         policy: Hugging Face folder to start from.
         group_statistics: mean and std over rows or trajectories of a group, see ``TurnAdvantages``.
         invalid_coef: what an invalid action costs its turn, in units of the reward.
-        step_weight: of the comparison by state (published: 1).
+        turn_weight: of the comparison by state (published: 1).
         gamma: discount per turn of what a turn led to (published: 0.95).
-        step_norm: mean_norm (no std) or mean_std_norm; of the episode's advantage, too.
+        turn_norm: mean_norm (no std) or mean_std_norm; of the episode's advantage, too.
         similarity: how alike two states are that count as the same, see ``StateAdvantages``; 1: equal texts.
     """
 
@@ -41,11 +41,11 @@ class GiGPO(GRPO):
         policy: str,
         group_statistics: Statistics = "rows",
         invalid_coef: NonNegativeFloat = 0.0,
-        step_weight: NonNegativeFloat = 1.0,
+        turn_weight: NonNegativeFloat = 1.0,
         gamma: UnitInterval = 0.95,
-        step_norm: StepNorm = "mean_norm",
+        turn_norm: TurnNorm = "mean_norm",
         similarity: UnitInterval = 1.0,
         **kwargs,
     ) -> None:
-        turns = StateAdvantages(group_statistics, invalid_coef, step_weight, gamma, step_norm, similarity)
-        super().__init__(policy=policy, annotations=[turns], **kwargs)
+        turns = StateAdvantages(group_statistics, invalid_coef, turn_weight, gamma, turn_norm, similarity)
+        super().__init__(policy=policy, advantage_transforms=[turns], **kwargs)

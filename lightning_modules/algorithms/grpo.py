@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,33 +10,24 @@ from torch import Tensor
 
 from common.ranges import AboveOne, NonNegativeFloat, UnitInterval
 from lightning_modules import ranks
-from lightning_modules.annotations import base
-from lightning_modules.annotations.base import Annotation, validate_choice
-from lightning_modules.batch import RowTensors, TokenBatch
+from lightning_modules.advantage_transforms.base import (
+    AdvantageTransform,
+    MicroBatch,
+    RolloutBatch,
+    check_transforms,
+    validate_choice,
+)
+from lightning_modules.batch import LogprobBatch, PolicyOutputs, TokenBatch
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import whiten
-from lightning_modules.maths.divergences import Estimator, sampled_kl
-from lightning_modules.maths.group_advantages import Lone, group_advantages
-from lightning_modules.maths.losses import Aggregation
+from lightning_modules.maths.losses import Aggregation, Estimator, LossInputs, Singleton, TokenWeights
 from lightning_modules.models.policy import DType
 from lightning_modules.training.on_policy import OnPolicyModule
-from lightning_modules.training.scoring import Outputs, Scores
-from lightning_modules.training.token_weights import TokenWeights
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
 
 Advantage = Literal["std", "centred", "leave_one_out", "global"]
-
-
-@dataclass(frozen=True, slots=True)
-class GRPONotes(RowTensors):
-    """Per-token inputs of GRPO's loss beside the batch; [B, T] float32, 0 where the mask is 0."""
-
-    advantages: Tensor
-    old_logprobs: Tensor | None  # None: those of the very forward pass, see ``GRPO.reads_policy_scores``
-    reference_logprobs: Tensor | None = None  # None without a KL
-    annotations: tuple[RowTensors | None, ...] = ()  # what each of GRPO's annotations keeps for its loss
 
 
 class GRPO(OnPolicyModule):
@@ -48,17 +38,18 @@ class GRPO(OnPolicyModule):
         l   = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0
         L   = mean (w l + kl_coef k3(pi, pi_ref) - entropy_coef H)      w: 1, or the correction (importance_cap, ...)
 
-    ``annotations`` put together what several papers add, for example SOD's step weights on the teacher that DGPO asks
-    about wrong trajectories only, and ARPO's hard attribution (class paths below ``lightning_modules.annotations``)::
+    ``advantage_transforms`` combine the additions of several papers. For example, SOD's turn weights on a teacher that
+    only incorrect trajectories learn from (DGPO), with ARPO's hard attribution (class paths below
+    ``lightning_modules.advantage_transforms``)::
 
-        annotations:
+        advantage_transforms:
         - class_path: attribution.HardAttribution
         - class_path: distillation.Distillation
           init_args:
             teacher: models/teacher
-            weights: [{class_path: signal_weights.StepWeights}, {class_path: signal_weights.WrongOnly}]
+            weights: [{class_path: distillation.DivergenceRatio}, {class_path: distillation.IncorrectOnly}]
 
-    Relatives that are settings of this class (with what the data module has to do, where it has to):
+    These algorithms are settings of this class (and of the data module, where named):
 
     * DAPO (arXiv 2503.14476): ``clip_high: 0.28``, ``dual_clip`` as you like, ``data.dynamic_sampling``;
     * Dr. GRPO (arXiv 2503.20783): ``advantage: centred``. It divides by a constant, where ``token_mean`` divides by
@@ -66,14 +57,15 @@ class GRPO(OnPolicyModule):
     * RLOO (arXiv 2402.14740): ``advantage: leave_one_out`` with ``num_mini_batches: 1``, where no ratio leaves 1;
     * REINFORCE++ (arXiv 2501.03262): ``advantage: global``.
 
-    Subclasses choose annotations. A trajectory goes to optimiser step i mod
-    ``num_mini_batches``, so each step sees a part of every group; advantages are those of the whole group.
+    Subclasses choose advantage transforms. Trajectory i goes to optimiser step i mod ``num_mini_batches``, so each step
+    learns from a part of every group; advantages are those of the whole group.
 
     Args:
         policy: Hugging Face folder to start from.
         reference: folder of the frozen model for the KL; loaded only where ``kl_coef`` is above 0.
         kl_coef: weight of the KL to the reference, a loss term; 0 for none.
-        kl_estimator: k2 or k3 (verl's low_var_kl, clamped to +-10); k1 is refused, its gradient is zero in expectation.
+        reference_kl_estimator: k2 or k3 (verl's low_var_kl, clamped to +-10; the default). k1 is refused because its
+            expected gradient is zero. The option is refused with ``kl_coef`` 0.
         clip_low: how far below 1 the ratio may help.
         clip_high: how far above 1 the ratio may help.
         dual_clip: bound on the loss of tokens with negative advantage; null for none.
@@ -82,13 +74,13 @@ class GRPO(OnPolicyModule):
             sequence_mean (1/G sum 1/|y|, as their papers write it).
         advantage: std, centred or leave_one_out (see ``group_advantages``), or global: no groups, the outcome whitened
             over the model's tokens of the whole batch and all ranks (verl's REINFORCE++ at gamma 1).
-        lone: advantage of a trajectory that is alone in its group, because the others failed: zero, or its reward as
-            in verl.
+        singleton_advantage: advantage of the only trajectory of a group, because the others failed: zero, or its reward
+            as in verl.
         entropy_coef: weight of the entropy bonus.
-        use_grpo: whether rewards enter; false for an annotation's signal alone.
+        use_grpo: whether rewards enter; false for the transforms' signals only.
         ratio_denominator: the log-probs that the ratio of the clipped loss divides by: the trainer's, computed before
             the update, or the sampler's, as recorded in the trajectories.
-        annotations: what changes advantages or adds a loss, in this order.
+        advantage_transforms: applied in this order.
         teacher_dtype: type the parameters of a distillation teacher are kept in.
     """
 
@@ -99,54 +91,55 @@ class GRPO(OnPolicyModule):
         policy: str,
         reference: str | None = None,
         kl_coef: NonNegativeFloat = 0.0,
-        kl_estimator: Estimator = "k3",
+        reference_kl_estimator: Estimator | None = None,
         clip_low: UnitInterval = 0.2,
         clip_high: NonNegativeFloat = 0.2,
         dual_clip: AboveOne | None = 3.0,
         clip_balanced: bool = False,
         aggregation: Aggregation = "token_mean",
         advantage: Advantage = "std",
-        lone: Lone = "zero",
+        singleton_advantage: Singleton = "zero",
         entropy_coef: NonNegativeFloat = 0.0,
         use_grpo: bool = True,
         ratio_denominator: Literal["trainer", "sampler"] = "trainer",
-        annotations: list[Annotation] | None = None,
+        advantage_transforms: list[AdvantageTransform] | None = None,
         teacher_dtype: DType = "float32",
         **kwargs,
     ) -> None:
         super().__init__(policy=policy, reference=reference if kl_coef > 0 else None, critic=None, **kwargs)
-        if kl_coef < 0 or (kl_coef > 0 and reference is None):
-            raise ValueError(f"kl_coef is {kl_coef} and reference {reference}; expected 0, or more with a reference")
-        if kl_coef > 0 and kl_estimator == "k1":
-            raise ValueError("kl_estimator: k1 as a loss has a gradient of zero mean; take k2 or k3")
-        if not 0 <= clip_low <= 1 or clip_high < 0:
-            raise ValueError(f"clip_low is {clip_low}, clip_high {clip_high}; expected 0 to 1, and 0 or more")
-        if dual_clip is not None and dual_clip <= 1:
-            raise ValueError(f"dual_clip is {dual_clip}; expected a number above 1 (3.0 is usual) or null")
+        if kl_coef > 0 and reference is None:
+            raise ValueError(f"kl_coef is {kl_coef}, but there is no reference; name one, or set kl_coef to 0")
+        if kl_coef == 0 and reference_kl_estimator is not None:
+            raise ValueError(
+                f"reference_kl_estimator: {reference_kl_estimator} has no effect with kl_coef 0; leave it out"
+            )
+        if reference_kl_estimator == "k1":
+            raise ValueError("reference_kl_estimator: k1 as a loss has a gradient of zero mean; take k2 or k3")
         self.kl_coef, self.clip_low, self.clip_high, self.dual_clip = kl_coef, clip_low, clip_high, dual_clip
-        self.kl_estimator: Estimator = kl_estimator
+        self.reference_kl_estimator: Estimator = reference_kl_estimator or "k3"
         self.aggregation = validate_choice("aggregation", aggregation, Aggregation)
         self.advantage: Advantage = validate_choice("advantage", advantage, Advantage)
-        self.lone: Lone = validate_choice("lone", lone, Lone)
+        self.singleton_advantage: Singleton = validate_choice("singleton_advantage", singleton_advantage, Singleton)
         self.ratio_denominator = validate_choice("ratio_denominator", ratio_denominator, Literal["trainer", "sampler"])
         self.entropy_coef, self.use_grpo = entropy_coef, use_grpo
         self.clip_balanced = clip_balanced
         self.teacher_dtype: DType = teacher_dtype
-        self.annotations = annotations or []
-        self.save_hyperparameters({"annotations": repr(self.annotations)})  # checkpoints hold plain types only
+        self.advantage_transforms = advantage_transforms or []
+        # Checkpoints hold plain types only.
+        self.save_hyperparameters({"advantage_transforms": repr(self.advantage_transforms)})
         if ratio_denominator == "sampler" and self.importance_cap is not None:
             raise ValueError("importance_cap corrects for the sampler, which ratio_denominator: sampler does already")
-        base.check_annotations(self)
-        if not use_grpo and not any(annotation.learns for annotation in self.annotations):
-            raise ValueError("use_grpo is false, and no annotation teaches anything: nothing to learn")
+        check_transforms(self)
+        if not use_grpo and not any(transform.learns for transform in self.advantage_transforms):
+            raise ValueError("use_grpo is false, and no advantage transform teaches anything: nothing to learn")
 
     def check_data(self, data: Any) -> None:
-        """Refuse groups that hold nothing to compare."""
+        """Refuse groups without a comparison."""
         super().check_data(data)
         self.check_samples(getattr(data, "group_size", None))
 
     def check_samples(self, group_size: int | None) -> None:
-        """Refuse groups of one where trajectories are compared; asked by the dry run, too, which has no data."""
+        """Refuse groups of one trajectory where trajectories are compared. The dry run calls this, too."""
         if group_size == 1 and self.compares:
             raise ValueError(
                 "data.group_size is 1, so that every group advantage is 0; sample more per prompt, or take "
@@ -155,62 +148,68 @@ class GRPO(OnPolicyModule):
 
     @property
     def compares(self) -> bool:
-        return self.use_grpo and self.advantage != "global" and self.lone == "zero"
+        return self.use_grpo and self.advantage != "global" and self.singleton_advantage == "zero"
 
     @property
-    def reads_policy_scores(self) -> bool:
-        """With one optimiser step an iteration pi_old is what the forward pass of the update says: ratios of 1."""
+    def reads_old_logprobs(self) -> bool:
+        """With one optimiser step an iteration, pi_old is the policy of the update's forward pass: all ratios are 1."""
         return (
             self.num_mini_batches * self.epochs > 1
-            or self.correction.active
-            or any(annotation.reads_policy_scores for annotation in self.annotations)
+            or self.corrects
+            or any(transform.reads_old_logprobs for transform in self.advantage_transforms)
         )
 
-    # ------------------------------------------------------------------ advantages
-    def token_advantages(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> Tensor:
-        """The outcome's [B, T], 0 where the mask is 0. Every rank must call."""
+    def outcome_advantages(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> Tensor:
+        """Compute the outcome's advantages [B, T], 0 where the mask is 0. Every rank must call."""
         rewards = batch.mask.new_tensor([t.reward.total for t in trajectories if t.reward is not None])
         if self.advantage == "global":
             advantages = whiten(rewards[:, None] * batch.mask, batch.mask, ranks.sum_over_ranks)
         else:
             groups = [t.group for t in trajectories]
-            advantages = group_advantages(rewards, groups, self.advantage, self.lone)[:, None] * batch.mask
-        advantages = base.credit(base.RolloutBatch(self, trajectories, batch, scores), advantages)
+            by_row = losses.group_advantages(rewards, groups, self.advantage, self.singleton_advantage)
+            advantages = by_row[:, None] * batch.mask
+        advantages = self.assign_credit(RolloutBatch(self, trajectories, batch, scores), advantages)
         return advantages if self.use_grpo else torch.zeros_like(advantages)
 
-    def annotate(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> GRPONotes:
-        advantages = self.token_advantages(trajectories, batch, scores)
+    def compute_advantages(
+        self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch
+    ) -> LossInputs:
+        advantages = self.outcome_advantages(trajectories, batch, scores)
         self.metrics.mean("train/advantage_abs", advantages.abs().sum(), batch.mask.sum())
-        advantages, own = base.annotate(base.RolloutBatch(self, trajectories, batch, scores), advantages)
+        advantages, kept = self.apply_transforms(RolloutBatch(self, trajectories, batch, scores), advantages)
         old = batch.sampler_logprobs if self.ratio_denominator == "sampler" else scores.old_logprobs
-        return GRPONotes(advantages, old, scores.reference_logprobs, own)
+        return LossInputs(advantages, old, scores.reference_logprobs, kept)
 
-    # ------------------------------------------------------------------ the loss
     def loss(
-        self, outputs: Outputs, batch: TokenBatch, notes: GRPONotes, weights: TokenWeights
+        self, outputs: PolicyOutputs, batch: TokenBatch, inputs: LossInputs, weights: TokenWeights
     ) -> Mapping[str, Tensor]:
-        old = outputs.logprobs.detach() if notes.old_logprobs is None else notes.old_logprobs
-        tokens, clip = (outputs.logprobs, old, notes.advantages), (self.clip_low, self.clip_high)
-        clipped_loss = losses.clip_balanced_loss if self.clip_balanced else losses.ppo_clip_loss
-        policy, _ = clipped_loss(*tokens, weights.product, *clip, self.dual_clip)
-        if notes.reference_logprobs is not None:
-            kl = sampled_kl(outputs.logprobs, notes.reference_logprobs, self.kl_estimator)
-            policy = policy + self.kl_coef * losses.masked_sum(kl, weights.aggregation)[0]
-        if self.entropy_coef:
-            policy = policy - self.entropy_coef * losses.entropy_sum(outputs.entropy, weights.aggregation)[0]
-        micro = base.MicroBatch(self, outputs, old, weights)
-        policy = base.add_losses(policy, micro, notes.annotations)
-        clipped = losses.clip_events(*tokens, *clip)
-        ratio = losses.importance_ratio(outputs.logprobs.detach(), old) * batch.mask
+        policy = losses.grpo_loss(
+            outputs.logprobs,
+            outputs.entropy,
+            inputs,
+            weights,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            clip_balanced=self.clip_balanced,
+            kl_coef=self.kl_coef,
+            kl_estimator=self.reference_kl_estimator,
+            entropy_coef=self.entropy_coef,
+        )
+        now = outputs.logprobs.detach()
+        old = now if inputs.old_logprobs is None else inputs.old_logprobs
+        policy = self.add_losses(policy, MicroBatch(self, outputs, old, weights), inputs.transforms)
+        clipped = losses.clip_events(now, old, inputs.advantages, self.clip_low, self.clip_high)
         self.metrics.mean("train/clip_fraction", (clipped * batch.mask).sum(), batch.mask.sum())
-        self.metrics.maximum("train/ratio_max", ratio.max())
+        self.metrics.maximum("train/ratio_max", (losses.importance_ratio(now, old) * batch.mask).max())
         return {"policy": policy}
 
-    def log_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> None:
+    def log_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> None:
         super().log_batch(trajectories, batch, scores)
         if scores.reference_logprobs is not None:
-            kl = sampled_kl(scores.known("old_logprobs"), scores.reference_logprobs, self.kl_estimator)
+            old = scores.require("old_logprobs")
+            kl = losses.sampled_kl(old, scores.reference_logprobs, self.reference_kl_estimator)
             self.metrics.mean("train/kl", (kl * batch.mask).sum(), batch.mask.sum())
         discarded = getattr(self.data, "discarded_groups", None)
-        if discarded is not None:  # (thrown away by dynamic sampling, rolled out)
+        if discarded is not None:  # (discarded by dynamic sampling, rolled out)
             self.metrics.mean("train/discarded_groups", *discarded)

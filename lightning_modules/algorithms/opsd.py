@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from common.ranges import NonNegativeFloat, PositiveFloat
+from lightning_modules.advantage_transforms.distillation import Distillation
+from lightning_modules.advantage_transforms.teacher_prompts import Privilege, PrivilegedPrompts
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.annotations.distillation import Distillation
-from lightning_modules.annotations.privileged_prompts import Privilege, PrivilegedPrompts
-from lightning_modules.annotations.signal_weights import Mode, mode_weights
+from lightning_modules.algorithms.sod import Mode, mode_weights
 
 
 class OPSD(GRPO):
-    """SOD's signal from a teacher that is the initial policy itself, frozen, which reads the question with the answer
-    or a hint in it. The response's ids stay as the student sampled them; only the prompt before them is another.
+    """SOD's signal from a teacher that is the frozen initial policy, with the answer or a hint in its prompt.
+
+    The teacher scores the response that the student sampled; only the prompt before it differs.
 
     The paper's baselines OPSD_gt and OPSD_hint are ``privilege: answer`` and ``hint``; their prompts are not published,
     so the texts are ours. Released OPSD matches whole distributions (full-vocabulary JSD); here, as in SOD, the sampled
@@ -21,7 +22,7 @@ class OPSD(GRPO):
         policy: Hugging Face folder to start from, and of the teacher.
         privilege: what the teacher is told: answer (the task's first golden answer) or hint (``metadata["hint"]``).
         template: the teacher's question: a text with {question} and {answer} or {hint}; null for one of ours.
-        opd_mode: what the signal of a step weighs, see ``SOD``; for other options of a mode, or several weights, take
+        opd_mode: weights of the signal by turn, see ``SOD``; for other options of a mode, or several weights, take
             ``GRPO`` with a ``Distillation`` whose prompts are ``PrivilegedPrompts``.
         opd_coef: weight of the distillation signal beside the group advantage; 0: no teacher is loaded.
         adv_clamp: bound on |T - S| of a token in the advantage; null for none.
@@ -40,4 +41,4 @@ class OPSD(GRPO):
         prompts, weights = PrivilegedPrompts(privilege, template), mode_weights(opd_mode, {})
         distils = opd_mode != "none" and opd_coef != 0
         signal = [Distillation(policy, None, prompts, weights, opd_coef, adv_clamp)] if distils else []
-        super().__init__(policy=policy, annotations=[*signal], **kwargs)
+        super().__init__(policy=policy, advantage_transforms=[*signal], **kwargs)

@@ -11,35 +11,37 @@ from torch import Tensor
 
 from common.ranges import AboveOne, NonNegativeFloat, PositiveFloat, UnitInterval
 from lightning_modules import ranks
-from lightning_modules.annotations import base
-from lightning_modules.annotations.base import Annotation, per_turn_prompts
-from lightning_modules.annotations.signal_weights import SignalWeight, check_rows, weigh
-from lightning_modules.batch import RowTensors, TokenBatch
+from lightning_modules.advantage_transforms.base import (
+    AdvantageTransform,
+    MicroBatch,
+    RolloutBatch,
+    check_transforms,
+    per_turn_prompts,
+)
+from lightning_modules.advantage_transforms.distillation import TurnWeighting, check_rows, weigh_turns
+from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, TokenBatch
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import gae, last_token, whiten
-from lightning_modules.maths.divergences import Estimator, sampled_kl
-from lightning_modules.maths.group_advantages import Lone
+from lightning_modules.maths.losses import Estimator, Singleton, TokenWeights, sampled_kl
 from lightning_modules.training.on_policy import OnPolicyModule
-from lightning_modules.training.scoring import Outputs, Scores
-from lightning_modules.training.token_weights import TokenWeights
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class PPONotes(RowTensors):
-    """Per-token inputs of PPO's loss beside the batch; [B, T] float32."""
+class PPOLossInputs(RowTensors):
+    """Inputs of PPO's loss that are fixed before the update; [B, T] float32."""
 
     advantages: Tensor  # whitened; 0 where mask is 0
-    rewards: Tensor  # outcome minus the KL if that is paid as a reward; the loss does not read it, people do
+    rewards: Tensor  # outcome minus the KL if that is a reward; shown on trajectory pages, not read by the loss
     returns: Tensor  # targets of the critic
     old_logprobs: Tensor
     old_values: Tensor
     value_mask: Tensor  # tokens the critic learns from
     reference_logprobs: Tensor | None  # only if the KL is in the loss
-    kl_weights: Tensor | None  # what the KL of each token weighs, likewise; 0 where mask is 0
-    annotations: tuple[RowTensors | None, ...] = ()  # what each of PPO's annotations keeps for its loss
+    kl_weights: Tensor | None  # weight of each token's KL, likewise; 0 where mask is 0
+    transforms: tuple[RowTensors | None, ...] = ()  # what each advantage transform keeps for its own loss
 
 
 class PPO(OnPolicyModule):
@@ -58,8 +60,8 @@ class PPO(OnPolicyModule):
         kl_coef: weight of the KL; 0 for none.
         kl_in: whether the KL is a token reward (inside the return) or a loss term.
         kl_estimator: k1, k2 or k3; k1 in the loss is refused, since its gradient is zero in expectation.
-        kl_weights: factors of the KL by step or trajectory, such as ``signal_weights.WrongOnly`` (DGPO); none for 1.
-        annotations: what changes whitened advantages or adds a loss, in this order; see ``GRPO``. Those that compare
+        kl_weights: factors of the KL by turn or trajectory, such as ``distillation.IncorrectOnly`` (DGPO); none for 1.
+        advantage_transforms: applied to the whitened advantages in this order, see ``GRPO``. Transforms that compare
             the trajectories of a group are refused. Their teachers have the type of the reference.
         clip_low: how far below 1 the ratio may help.
         clip_high: how far above 1 the ratio may help.
@@ -73,9 +75,9 @@ class PPO(OnPolicyModule):
     """
 
     applies_correction = True
-    # Options of GRPO that annotations ask for.
+    # Options of GRPO that advantage transforms read.
     advantage = "gae"
-    lone: Lone = "zero"
+    singleton_advantage: Singleton = "zero"
     use_grpo = True
 
     def __init__(
@@ -85,8 +87,8 @@ class PPO(OnPolicyModule):
         kl_coef: NonNegativeFloat = 0.001,
         kl_in: Literal["reward", "loss"] = "reward",
         kl_estimator: Estimator = "k1",
-        kl_weights: list[SignalWeight] | None = None,
-        annotations: list[Annotation] | None = None,
+        kl_weights: list[TurnWeighting] | None = None,
+        advantage_transforms: list[AdvantageTransform] | None = None,
         clip_low: UnitInterval = 0.2,
         clip_high: NonNegativeFloat = 0.2,
         dual_clip: AboveOne | None = None,
@@ -97,8 +99,6 @@ class PPO(OnPolicyModule):
         as_released: bool = False,
         **kwargs,
     ) -> None:
-        if kl_coef < 0:
-            raise ValueError(f"kl_coef is {kl_coef}; expected 0 (no KL, and no reference is loaded) or more")
         loaded = reference if kl_coef > 0 else None
         if kl_in == "loss" and kl_estimator == "k1" and loaded is not None:
             raise ValueError("kl_in: loss with kl_estimator: k1 has a gradient of zero mean; take k2 or k3")
@@ -115,76 +115,79 @@ class PPO(OnPolicyModule):
         self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
         self.value_clip, self.entropy_coef = value_clip, entropy_coef
         self.gamma, self.lam, self.as_released = gamma, lam, as_released
-        self.annotations = annotations or []
-        self.save_hyperparameters({"annotations": repr(self.annotations)})
-        base.check_annotations(self)
+        self.advantage_transforms = advantage_transforms or []
+        self.save_hyperparameters({"advantage_transforms": repr(self.advantage_transforms)})
+        check_transforms(self)
 
     @property
     def compares(self) -> bool:
         return False
 
     def check_data(self, data: Any) -> None:
-        """Refuse steps that cannot be compared."""
+        """Refuse rows whose turns cannot be compared."""
         super().check_data(data)
         check_rows(self.kl_weights, per_turn_prompts(data))
 
     def token_rewards(self, trajectories: Sequence[Trajectory], batch: TokenBatch, kl_BT: Tensor | None) -> Tensor:
         """r [B, T]: the outcome on the last token, minus ``kl_coef`` times the KL where it counts."""
         totals = batch.mask.new_tensor([t.reward.total for t in trajectories if t.reward is not None])
-        rewards = totals[:, None] * last_token(self._steps(batch))
+        rewards = totals[:, None] * last_token(self._mdp_tokens(batch))
         return rewards if kl_BT is None else rewards - self.kl_coef * kl_BT
 
-    def _steps(self, batch: TokenBatch) -> Tensor:
-        """[B, T]: which tokens are steps of the decision process."""
+    def _mdp_tokens(self, batch: TokenBatch) -> Tensor:
+        """Mark the tokens that are actions of the decision process [B, T]."""
         return batch.response_mask if self.as_released else batch.mask
 
-    def annotate(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> PPONotes:
+    def compute_advantages(
+        self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch
+    ) -> PPOLossInputs:
         kl_weights = penalty = None
         if scores.reference_logprobs is not None:
-            models = (scores.known("old_logprobs"), scores.reference_logprobs)
-            kl_weights = batch.mask * weigh(self.kl_weights, trajectories, batch, *models).weights_BT
+            models = (scores.require("old_logprobs"), scores.reference_logprobs)
+            kl_weights = batch.mask * weigh_turns(self.kl_weights, trajectories, batch, *models).weights_BT
             kl = sampled_kl(*models, self.kl_estimator)
             self.metrics.mean("train/kl", (kl * batch.mask).sum(), batch.mask.sum())
             self.metrics.mean("train/kl_paid", (kl * kl_weights).sum(), kl_weights.sum())
             penalty = kl * kl_weights if self.kl_in == "reward" else None
-        rewards, steps = self.token_rewards(trajectories, batch, penalty), self._steps(batch)
-        values = scores.known("values")
-        advantages, returns = gae(rewards, values, steps, self.gamma, self.lam)
+        rewards, tokens = self.token_rewards(trajectories, batch, penalty), self._mdp_tokens(batch)
+        values = scores.require("values")
+        advantages, returns = gae(rewards, values, tokens, self.gamma, self.lam)
         self._explained_variance(returns, values, batch.mask)
-        in_loss, rollout = self.kl_in == "loss", base.RolloutBatch(self, trajectories, batch, scores)
-        advantages = base.credit(rollout, whiten(advantages, steps, ranks.sum_over_ranks))
-        advantages, own = base.annotate(rollout, advantages)
-        return PPONotes(
+        in_loss, rollout = self.kl_in == "loss", RolloutBatch(self, trajectories, batch, scores)
+        advantages = self.assign_credit(rollout, whiten(advantages, tokens, ranks.sum_over_ranks))
+        advantages, kept = self.apply_transforms(rollout, advantages)
+        return PPOLossInputs(
             advantages=advantages,
             rewards=rewards,
             returns=returns,
-            old_logprobs=scores.known("old_logprobs"),
+            old_logprobs=scores.require("old_logprobs"),
             old_values=values,
-            value_mask=steps,
+            value_mask=tokens,
             reference_logprobs=scores.reference_logprobs if in_loss else None,
             kl_weights=kl_weights if in_loss else None,
-            annotations=own,
+            transforms=kept,
         )
 
-    def streams(self, batch: TokenBatch, notes: PPONotes, weights: TokenWeights) -> Mapping[str, Tensor]:
-        return {"policy": weights.aggregation, "value": notes.value_mask}
+    def streams(self, batch: TokenBatch, inputs: PPOLossInputs, weights: TokenWeights) -> Mapping[str, Tensor]:
+        return {"policy": weights.aggregation, "value": inputs.value_mask}
 
-    def loss(self, outputs: Outputs, batch: TokenBatch, notes: PPONotes, weights: TokenWeights) -> Mapping[str, Tensor]:
+    def loss(
+        self, outputs: PolicyOutputs, batch: TokenBatch, inputs: PPOLossInputs, weights: TokenWeights
+    ) -> Mapping[str, Tensor]:
         clip = (self.clip_low, self.clip_high)
-        tokens = (outputs.logprobs, notes.old_logprobs, notes.advantages)
+        tokens = (outputs.logprobs, inputs.old_logprobs, inputs.advantages)
         policy, _ = losses.ppo_clip_loss(*tokens, weights.product, *clip, self.dual_clip)
         if self.entropy_coef:
-            policy = policy - self.entropy_coef * losses.entropy_sum(outputs.entropy, weights.aggregation)[0]
-        if notes.reference_logprobs is not None and notes.kl_weights is not None:
-            kl = sampled_kl(outputs.logprobs, notes.reference_logprobs, self.kl_estimator)
-            policy = policy + self.kl_coef * losses.masked_sum(kl, notes.kl_weights)[0]
-        micro = base.MicroBatch(self, outputs, notes.old_logprobs, weights)
-        policy = base.add_losses(policy, micro, notes.annotations)
-        values = (outputs.known("values"), notes.old_values, notes.returns)
-        value, _ = losses.value_loss(*values, notes.value_mask, self.value_clip)
+            policy = policy - self.entropy_coef * losses.masked_sum(outputs.entropy, weights.aggregation)[0]
+        if inputs.reference_logprobs is not None and inputs.kl_weights is not None:
+            kl = sampled_kl(outputs.logprobs, inputs.reference_logprobs, self.kl_estimator)
+            policy = policy + self.kl_coef * losses.masked_sum(kl, inputs.kl_weights)[0]
+        policy = self.add_losses(policy, MicroBatch(self, outputs, inputs.old_logprobs, weights), inputs.transforms)
+        values = (outputs.require("values"), inputs.old_values, inputs.returns)
+        value, _ = losses.value_loss(*values, inputs.value_mask, self.value_clip)
         with torch.no_grad():
             clipped = losses.clip_events(*tokens, *clip) * batch.mask
-            ratio = losses.importance_ratio(outputs.logprobs, notes.old_logprobs) * batch.mask
+            ratio = losses.importance_ratio(outputs.logprobs, inputs.old_logprobs) * batch.mask
         self.metrics.mean("train/clip_fraction", clipped.sum(), batch.mask.sum())
         self.metrics.maximum("train/ratio_max", ratio.max())
         return {"policy": policy, "value": value}

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from lightning_modules.advantage_transforms.skill_signals import (
+    Gate,
+    GatedSkills,
+    Signal,
+    SkillImportanceKL,
+    SkillShares,
+)
+from lightning_modules.advantage_transforms.skill_teacher import TeacherWeights
+from lightning_modules.advantage_transforms.turns import TurnAdvantages
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.annotations.skill_signals import Gate, GatedSkills, Signal, SkillImportanceKL, SkillShares
-from lightning_modules.annotations.skill_teacher import TeacherWeights
-from lightning_modules.annotations.turns import TurnAdvantages
 from lightning_modules.maths.turn_advantages import Statistics
 from rollout.skills.injection import Skills
 
@@ -55,7 +61,7 @@ class SDAR(GRPO):
     ) -> None:
         teacher = (skills, teacher_weights, ema_decay, skills_coef)
         gated = GatedSkills(*teacher, gate, beta, signal, jsd_beta, centred, gap_clamp, clip_signal)
-        super().__init__(policy, annotations=[TurnAdvantages(group_statistics, invalid_coef), gated], **kwargs)
+        super().__init__(policy, advantage_transforms=[TurnAdvantages(group_statistics, invalid_coef), gated], **kwargs)
         self.save_hyperparameters({"skills": repr(skills)})  # checkpoints hold plain types only
 
 
@@ -84,7 +90,7 @@ class SkillSD(GRPO):
         **kwargs,
     ) -> None:
         loss = SkillImportanceKL(skills, teacher_weights, ema_decay, skills_coef)
-        super().__init__(policy, annotations=[TurnAdvantages(group_statistics, invalid_coef), loss], **kwargs)
+        super().__init__(policy, advantage_transforms=[TurnAdvantages(group_statistics, invalid_coef), loss], **kwargs)
         self.save_hyperparameters({"skills": repr(skills)})  # checkpoints hold plain types only
 
 
@@ -93,7 +99,7 @@ class RLSD(GRPO):
 
     Args:
         policy: Hugging Face folder to start from.
-        decay_steps: iterations over which ``skills_coef`` falls to 0.
+        decay_iterations: iterations over which ``skills_coef`` falls to 0.
         rlsd_clip: how far from 1 a token's factor may be (published script: 0.2).
         skills: see ``SDAR``, as the next two.
         teacher_weights: current, ema or fixed.
@@ -106,7 +112,7 @@ class RLSD(GRPO):
     def __init__(
         self,
         policy: str,
-        decay_steps: PositiveInt = 100,
+        decay_iterations: PositiveInt = 100,
         rlsd_clip: UnitInterval = 0.2,
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
@@ -116,6 +122,8 @@ class RLSD(GRPO):
         invalid_coef: NonNegativeFloat = 0.0,
         **kwargs,
     ) -> None:
-        shares = SkillShares(skills, teacher_weights, ema_decay, skills_coef, decay_steps, rlsd_clip)
-        super().__init__(policy, annotations=[TurnAdvantages(group_statistics, invalid_coef), shares], **kwargs)
+        shares = SkillShares(skills, teacher_weights, ema_decay, skills_coef, decay_iterations, rlsd_clip)
+        super().__init__(
+            policy, advantage_transforms=[TurnAdvantages(group_statistics, invalid_coef), shares], **kwargs
+        )
         self.save_hyperparameters({"skills": repr(skills)})  # checkpoints hold plain types only

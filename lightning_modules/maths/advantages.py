@@ -5,10 +5,12 @@ Shapes as in losses.py: ``_BT`` is [B, T], entry t belongs to token t, mask 0/1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+Member = tuple[str, int]  # (group, index in the group)
 
 
 def last_token(mask_BT: Tensor) -> Tensor:
@@ -120,3 +122,49 @@ def rlsd_advantages(advantages_BT: Tensor, gap_BT: Tensor, lam: float, eps: floa
     advantages = advantages_BT.detach()
     weight = (advantages.sign() * gap_BT.detach()).exp().clamp(1.0 - eps, 1.0 + eps)
     return torch.where(advantages != 0, advantages * ((1.0 - lam) + lam * weight), torch.zeros_like(advantages))
+
+
+def shared_token_advantages(
+    advantages_BT: Tensor,
+    prompt_lengths: Sequence[int],
+    members: Sequence[Member],
+    forks: Mapping[Member, tuple[int, int]],
+) -> Tensor:
+    """Give tokens that d trajectories have in common the mean advantage of those d (ARPO's hard attribution)::
+
+        A_t = 1/d sum_i A_i,t       over the trajectories i that share token t by forking; their own A elsewhere
+
+    A branch shares with its parent the response tokens before its fork, and so with all that share these with the
+    parent: forks may be nested.  Trajectories that merely happen to begin with the same tokens share nothing.
+    Each copy keeps its place in the loss, so that a token shared by d trajectories still weighs d times.
+
+    Args:
+        advantages_BT: advantage of each token, aligned with positions (see batch.py).
+        prompt_lengths: of each row; equal within a group.
+        members: (group, index) of each row.
+        forks: by (group, index), the parent's index and the response offset up to which the tokens are the parent's.
+            Trajectories that are not among the rows (they failed) may stand here, so that lines of descent through
+            them are known; they add nothing to the mean.
+
+    Raises:
+        ValueError: a trajectory descends from itself.
+    """
+    length = advantages_BT.shape[1]
+    names: dict[Member, int] = {}
+    origin_BT = torch.zeros(advantages_BT.shape, dtype=torch.int64)  # which trajectory sampled the token first
+    for row, (member, start) in enumerate(zip(members, prompt_lengths, strict=True)):
+        ancestor, end, line = member, length, [member]
+        origin_BT[row] = names.setdefault(member, len(names))
+        while ancestor in forks:
+            parent, at = forks[ancestor]
+            ancestor, end = (member[0], parent), min(end, start + at)
+            if ancestor in line:
+                raise ValueError(f"trajectory {member[0]}/{parent} is its own ancestor by its forks")
+            line.append(ancestor)
+            origin_BT[row, :end] = names.setdefault(ancestor, len(names))
+    token_BT = (origin_BT * length + torch.arange(length)).to(advantages_BT.device)  # one number per distinct token
+    sums = advantages_BT.new_zeros(len(names) * length)
+    counts = sums.clone()
+    sums.index_add_(0, token_BT.flatten(), advantages_BT.flatten())
+    counts.index_add_(0, token_BT.flatten(), torch.ones_like(advantages_BT).flatten())
+    return (sums / counts.clamp(min=1.0))[token_BT]

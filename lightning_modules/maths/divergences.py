@@ -19,34 +19,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-Estimator = Literal["k1", "k2", "k3"]
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "tvd"]
 Divergence = Callable[..., Tensor]  # (student logits [N, V], teacher logits [N, V], normalised=False) -> [N]
 
-K3_LIMIT = 10.0  # verl clamps k3 to +-10: one token that the teacher finds impossible must not own the batch
 LOGIT_FLOOR = -1e4
-
-
-def sampled_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, estimator: Estimator = "k1") -> Tensor:
-    """Estimate KL(student || teacher) per token, for tokens sampled from the student.
-
-    With d = log p - log q: ``k1 = d`` (unbiased, can be negative), ``k2 = d^2 / 2`` (biased, its gradient is that of
-    the KL), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative; clamped to 10 as in verl's ``low_var_kl``).
-    Source: joschu.net/blog/kl-approx.html; names as in docs/papers/dgpo.md 2.2.  The fork's ``rkl`` is minus k1 and its
-    ``low_var_rkl`` estimates no KL, so neither exists here.
-
-    Raises:
-        ValueError: unknown estimator.
-    """
-    difference = student_logprobs - teacher_logprobs
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    if estimator == "k3":
-        difference = difference.clamp(-20.0, 20.0)
-        return ((-difference).exp() - 1.0 + difference).clamp(-K3_LIMIT, K3_LIMIT)
-    raise ValueError(f"unknown KL estimator '{estimator}'; expected k1, k2 or k3")
 
 
 def shared_vocabulary(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor]:

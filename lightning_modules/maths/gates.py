@@ -107,7 +107,7 @@ def turn_parts(turns_BT: Tensor, parts: int = 3) -> Tensor:
     [[0, 1, 2, 3, 0, 1, 3, 0, 2]]
 
     Args:
-        turns_BT: by token, the number of its turn from 1, 0 outside (``stepwise.step_index``); along a row the numbers
+        turns_BT: number of each token's turn from 1, 0 outside (``distillation.turn_index``). Along a row the numbers
             do not fall, and may leave some out.
     """
     if turns_BT.numel() == 0:
@@ -135,7 +135,7 @@ def gate_metrics(
         gap_BT: Delta; may be anything outside of turns.
         gate_BT: g, not centred.
         turns_BT: by token, the number of its turn from 1, 0 outside. Where a row is one turn: its number times the
-            mask; where it is a whole trajectory: ``stepwise.step_index``.
+            mask; where it is a whole trajectory: ``distillation.turn_index``.
     """
     on = turns_BT > 0
     turn = turns_BT[on].clamp(max=shown_turns + 1) - 1

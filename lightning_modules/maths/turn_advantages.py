@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_modules.maths.group_advantages import STD_EPS, Lone
+from lightning_modules.maths.losses import STD_EPS, Singleton
 
 Statistics = Literal["rows", "trajectories"]
-StepNorm = Literal["mean_norm", "mean_std_norm"]
+TurnNorm = Literal["mean_norm", "mean_std_norm"]
 
 
 def turn_advantages(
@@ -28,7 +28,7 @@ def turn_advantages(
     members: Sequence[int],
     statistics: Statistics = "rows",
     eps: float = STD_EPS,
-    lone: Lone = "zero",
+    singleton: Singleton = "zero",
 ) -> Tensor:
     """How much better each turn did than its group [R] (GRPO as verl-agent runs it, docs/papers/sdar.md 1.6)::
 
@@ -56,17 +56,17 @@ def turn_advantages(
         members: index in the group of each row's trajectory.
         statistics: see above.
         eps: added to the standard deviation.
-        lone: advantage of what has no other to be compared with (one row; by trajectories, one trajectory): zero, or
-            reward, its score, as in verl (mean 0, std 1).
+        singleton: advantage of the only row (by trajectories: the only trajectory) of a group: zero, or reward, its
+            score, as in verl (mean 0, std 1).
 
     Raises:
-        ValueError: unknown statistics or lone.
+        ValueError: unknown statistics or singleton.
     """
-    _check(statistics, lone)
+    _check(statistics, singleton)
     device = returns_R.device
     ids, trajectories = _numbered(groups, device), _numbered(list(zip(groups, members, strict=True)), device)
     scores = returns_R.detach().double() - penalties_R.detach().double()
-    return _relative(scores, ids, _weights(trajectories, statistics), True, eps, lone).to(returns_R.dtype)
+    return _relative(scores, ids, _weights(trajectories, statistics), True, eps, singleton).to(returns_R.dtype)
 
 
 def gigpo_advantages(
@@ -76,23 +76,23 @@ def gigpo_advantages(
     members: Sequence[int],
     turns: Sequence[int],
     anchors: Sequence[Hashable],
-    step_weight: float = 1.0,
+    turn_weight: float = 1.0,
     gamma: float = 0.95,
-    norm: StepNorm = "mean_norm",
+    norm: TurnNorm = "mean_norm",
     statistics: Statistics = "rows",
     eps: float = STD_EPS,
-    lone: Lone = "zero",
+    singleton: Singleton = "zero",
 ) -> Tensor:
     """GiGPO's advantages [R]: the episode's among those of its task, and the turn's among those from the same state::
 
-        A = A_episode + step_weight A_step                                   eq. 8
+        A = A_episode + turn_weight A_turn                                   eq. 8
         A_episode   return - penalty against its group, return: sum of the trajectory's rewards          eq. 3
-        A_step      G_k - penalty against the rows of its group with the same anchor                     eq. 6, 7
+        A_turn      G_k - penalty against the rows of its group with the same anchor                     eq. 6, 7
         G_k = r_k + gamma G_{k+1}                                            eq. 5; no penalties of later turns
 
     ``mean_norm`` subtracts the mean of the set, ``mean_std_norm`` divides by its unbiased std + eps, too. A set of
-    equal scores gives exactly 0, and so does a state that was met once (as released, ``lone`` or not). A trajectory
-    that comes back to a state counts there each time.
+    equal scores gives exactly 0, and so does a state that was met once (as released, whatever ``singleton`` is). A
+    trajectory that returns to a state counts there each time.
 
     Args:
         rewards_R: the environment's reward of each turn.
@@ -101,28 +101,28 @@ def gigpo_advantages(
         members: index in the group of each row's trajectory.
         turns: number of each row in its trajectory, from 0; a turn that is not among the rows counts as reward 0.
         anchors: the state in which the turn was taken: what the environment showed, without history.
-        step_weight: of A_step; 0 leaves A_episode.
+        turn_weight: of A_turn; 0 leaves A_episode.
         gamma: discount per turn.
         norm: see above.
         statistics: of A_episode, see ``turn_advantages``; states are compared by rows.
         eps: added to the standard deviation.
-        lone: of A_episode, see ``turn_advantages``.
+        singleton: of A_episode, see ``turn_advantages``.
 
     Raises:
-        ValueError: unknown norm, statistics or lone; a negative turn, or two rows for a turn of a trajectory.
+        ValueError: unknown norm, statistics or singleton; a negative turn, or two rows for a turn of a trajectory.
     """
-    _check(statistics, lone)
+    _check(statistics, singleton)
     if norm not in ("mean_norm", "mean_std_norm"):
         raise ValueError(f"unknown norm '{norm}'; expected mean_norm or mean_std_norm")
     divide, device = norm == "mean_std_norm", rewards_R.device
     ids, trajectories = _numbered(groups, device), _numbered(list(zip(groups, members, strict=True)), device)
     rewards, penalties = rewards_R.detach().double(), penalties_R.detach().double()
     episodes = rewards.new_zeros(len(rewards)).index_add(0, trajectories, rewards)[trajectories]
-    episode = _relative(episodes - penalties, ids, _weights(trajectories, statistics), divide, eps, lone)
+    episode = _relative(episodes - penalties, ids, _weights(trajectories, statistics), divide, eps, singleton)
     states = _numbered(list(zip(groups, anchors, strict=True)), device)
-    steps = discounted_returns(rewards, trajectories, turns, gamma) - penalties
-    step = _relative(steps, states, torch.ones_like(steps), divide, eps, "zero")
-    return (episode + step_weight * step).to(rewards_R.dtype)
+    led_to = discounted_returns(rewards, trajectories, turns, gamma) - penalties
+    turn = _relative(led_to, states, torch.ones_like(led_to), divide, eps, "zero")
+    return (episode + turn_weight * turn).to(rewards_R.dtype)
 
 
 def similar_states(
@@ -179,7 +179,7 @@ def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequenc
 
 
 # ---------------------------------------------------------------------- sets of rows
-def _relative(scores: Tensor, sets: Tensor, weights: Tensor, divide: bool, eps: float, lone: Lone) -> Tensor:
+def _relative(scores: Tensor, sets: Tensor, weights: Tensor, divide: bool, eps: float, singleton: Singleton) -> Tensor:
     """Scores [R] (float64) less the weighted mean of their set, over its std if ``divide``; weights sum to the set's
     size n, by which the unbiased variance has n - 1."""
 
@@ -195,7 +195,7 @@ def _relative(scores: Tensor, sets: Tensor, weights: Tensor, divide: bool, eps: 
     )
     relative = centred / (std + eps) if divide else centred
     relative = torch.where(highest > lowest, relative, torch.zeros_like(relative))
-    return torch.where(n > 1, relative, scores if lone == "reward" else torch.zeros_like(scores))
+    return torch.where(n > 1, relative, scores if singleton == "reward" else torch.zeros_like(scores))
 
 
 def _weights(trajectories: Tensor, statistics: Statistics) -> Tensor:
@@ -211,8 +211,8 @@ def _numbered(names: Sequence[Hashable], device: torch.device) -> Tensor:
     return torch.tensor([numbers[name] for name in names], dtype=torch.int64, device=device)
 
 
-def _check(statistics: str, lone: str) -> None:
+def _check(statistics: str, singleton: str) -> None:
     if statistics not in ("rows", "trajectories"):
         raise ValueError(f"unknown statistics '{statistics}'; expected rows or trajectories")
-    if lone not in ("zero", "reward"):
-        raise ValueError(f"lone is '{lone}'; expected zero or reward")
+    if singleton not in ("zero", "reward"):
+        raise ValueError(f"singleton is '{singleton}'; expected zero or reward")

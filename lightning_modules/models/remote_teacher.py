@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # vLLM says -9999 for -inf; this is a probability of the size of float32's least. One token must not drown a batch.
 LEAST_LOGPROB = -100.0
-PROBE_TOKENS = 2000  # of the student's vocabulary, evenly spread, from whose text the tokenizers are compared
+PROBE_TOKENS = 2000  # of the student's vocabulary, evenly spread_turns, from whose text the tokenizers are compared
 
 
 class RemoteTeacher:

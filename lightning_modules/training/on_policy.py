@@ -1,10 +1,11 @@
-"""Training step of on-policy algorithms: score a rollout batch, annotate it, take several optimiser steps on it.
+"""Training step of on-policy algorithms: score a rollout batch, compute advantages, take several optimiser steps.
 
-One Lightning step is one rollout batch. An algorithm never sees micro-batches, optimisers or ranks. It says:
+One Lightning step is one rollout batch (an iteration). An algorithm never sees micro-batches, optimisers or ranks. It
+defines:
 
-* which models it needs (``critic``, ``reference`` given to ``__init__``),
-* ``annotate``: advantages, targets and whatever else ``loss`` needs of each token; no gradient,
-* ``loss``: sums over tokens, one per stream, and ``streams``: what each stream is divided by.
+* the models it needs (``critic``, ``reference`` given to ``__init__``),
+* ``compute_advantages``: advantages, targets and all other inputs of ``loss``; no gradient,
+* ``loss``: sums over tokens, one per stream, and ``streams``: the divisor of each stream.
 """
 
 from __future__ import annotations
@@ -28,8 +29,19 @@ from common.ranges import (
     UnitInterval,
 )
 from lightning_modules import ranks
-from lightning_modules.batch import RowTensors, TokenBatch, collate, tensors_BT
-from lightning_modules.maths.losses import Aggregation, aggregation_weights
+from lightning_modules.advantage_transforms.base import AdvantageTransform, MicroBatch, RolloutBatch
+from lightning_modules.batch import (
+    LogprobBatch,
+    PolicyOutputs,
+    RowTensors,
+    TokenBatch,
+    collate,
+    plan,
+    score,
+    tensors_BT,
+)
+from lightning_modules.maths.correction import Correction, Level, MaskRatio
+from lightning_modules.maths.losses import Aggregation, TokenWeights, aggregation_weights
 from lightning_modules.maths.schedules import warmup_constant
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.lora import InitialPolicy
@@ -45,11 +57,10 @@ from lightning_modules.models.policy import (
     token_logprobs,
 )
 from lightning_modules.models.projection import LOGITS_CHUNK, TokenStatistics
-from lightning_modules.training import optimisation, scoring
+from lightning_modules.training import optimisation
 from lightning_modules.training.policy_module import PolicyModule
-from lightning_modules.training.rollout_metrics import log_rollout
-from lightning_modules.training.scoring import Outputs, Scores, values_by_token
-from lightning_modules.training.token_weights import Correction, Level, MaskRatio, TokenWeights, log_mismatch
+from lightning_modules.training.rollout_metrics import log_mismatch, log_rollout
+from lightning_modules.training.token_values import values_by_token
 from rollout.trajectory import split_turns
 
 if TYPE_CHECKING:
@@ -62,7 +73,7 @@ CONSTANT_ITERATIONS = 5  # in a row without differing rewards in any group, befo
 
 
 class OnPolicyModule(PolicyModule):
-    """Scores, annotates and learns from ``list[Trajectory]``; see the module docstring for what an algorithm adds.
+    """Scores a rollout batch (``list[Trajectory]``) and learns from it; see above for an algorithm's part.
 
     Trajectories whose turns have prompts of their own are learnt from turn by turn: an algorithm then sees the rows of
     ``split_turns``, each with its trajectory's reward, group and index.
@@ -86,8 +97,7 @@ class OnPolicyModule(PolicyModule):
         weight_decay: AdamW's decoupled weight decay.
         betas: AdamW's betas.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
-        num_mini_batches: optimiser steps per pass over the rollout batch (trajectory i goes to step i mod
-            num_mini_batches).
+        num_mini_batches: optimiser steps per pass over the rollout batch (trajectory i goes to step i mod num_mini_batches).
         epochs: passes over the rollout batch.
         temperature: sampling temperature the log-probs are computed at; must be the sampler's.
         max_tokens_per_micro_batch: tokens (without packing: padding included) that go through the models at once.
@@ -132,18 +142,12 @@ class OnPolicyModule(PolicyModule):
         **kwargs,
     ) -> None:
         super().__init__(policy=policy, **kwargs)
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}; expected a positive number (training needs sampling)")
-        if num_mini_batches < 1 or epochs < 1:
-            raise ValueError(
-                f"num_mini_batches is {num_mini_batches}, epochs is {epochs}; expected both to be at least 1"
-            )
         self.reference_path, self.critic_path = reference, critic
         self.reference_dtype: DType = reference_dtype
         self.reference: PreTrainedModel | None = None  # built in build_models
         self.critic: ValueModel | None = None
-        self.annotations: list[Any] = []  # of the algorithms that take some, see annotations/base.py
-        # Models of annotations, each of one kind's alone; built in build_models.
+        self.advantage_transforms: list[AdvantageTransform] = []
+        # Models of advantage transforms, built in build_models.
         self.teacher_path: str | None = None
         self.teacher_dtype: DType = reference_dtype
         self.teacher: PreTrainedModel | None = None  # of Distillation
@@ -157,7 +161,8 @@ class OnPolicyModule(PolicyModule):
         self.num_mini_batches, self.epochs = num_mini_batches, epochs
         self.importance_cap = importance_cap
         self.correction = Correction(importance_cap, importance_level, mask_ratio, mask_level)
-        if self.correction.active and not self.applies_correction:
+        self.corrects = self.correction.active
+        if self.corrects and not self.applies_correction:
             raise ValueError(
                 f"importance_cap and mask_ratio correct the policy's loss, but {type(self).__name__} does not say that "
                 "its loss applies them; multiply the policy's term by weights.product and set applies_correction = "
@@ -169,19 +174,24 @@ class OnPolicyModule(PolicyModule):
         self._constant = 0  # iterations in a row in which all groups were constant
         self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._seen: TokenStats  # of the current batch, by the last forward pass of the update over each token
-        self._last: tuple[list[Trajectory], TokenBatch, Scores, RowTensors, TokenWeights] | None = None
+        self._last: tuple[list[Trajectory], TokenBatch, LogprobBatch, RowTensors, TokenWeights] | None = None
 
     # ------------------------------------------------------------------ what an algorithm says
     @abstractmethod
-    def annotate(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> Any:
-        """``RowTensors`` with advantages and whatever else ``loss`` needs, one row per trajectory. No gradient is
-        recorded. Every rank calls. The mean size of a field ``advantages`` ([B] or [B, T]) is logged as
-        ``train/advantage_abs``, unless this method logs that itself."""
+    def compute_advantages(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> Any:
+        """Return the inputs of ``loss`` as ``RowTensors`` (such as ``LossInputs``), one row per trajectory.
+
+        No gradient is recorded. Every rank calls. The mean size of a field ``advantages`` ([B] or [B, T]) is logged as
+        ``train/advantage_abs``, unless this method logs it."""
 
     @abstractmethod
-    def loss(self, outputs: Outputs, batch: TokenBatch, notes: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
-        """Sums over a micro-batch's tokens, by stream; each is divided by the stream's global count. The policy's term
-        of each token is weighted by ``weights.product``; what clips logs its own ``train/clip_fraction``."""
+    def loss(
+        self, outputs: PolicyOutputs, batch: TokenBatch, inputs: Any, weights: TokenWeights
+    ) -> Mapping[str, Tensor]:
+        """Return sums over a micro-batch's tokens, by stream; each is divided by the stream's global count.
+
+        Weight the policy's term of each token by ``weights.product``. A loss that clips logs
+        ``train/clip_fraction``."""
 
     @property
     def compares(self) -> bool:
@@ -189,14 +199,15 @@ class OnPolicyModule(PolicyModule):
         return True
 
     @property
-    def reads_policy_scores(self) -> bool:
-        """Whether the policy is run over the batch before the update, for its log-probs and entropies. An algorithm
-        that takes a single optimiser step and reads neither in ``annotate`` may say no. Then they are None in
-        ``Scores``, and the logged figures are those of the update's forward passes."""
+    def reads_old_logprobs(self) -> bool:
+        """Whether the policy is run over the batch before the update, for its log-probs and entropies.
+
+        An algorithm that takes a single optimiser step and reads neither in ``compute_advantages`` may return False.
+        Then they are None in ``LogprobBatch``, and the logged figures are those of the update's forward passes."""
         return True
 
-    def streams(self, batch: TokenBatch, notes: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
-        """By stream, the weights [B, T] whose sum over the mini-batch and all ranks divides it."""
+    def streams(self, batch: TokenBatch, inputs: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
+        """Return the weights [B, T] of each stream; their sum over the mini-batch and all ranks is its divisor."""
         return {"policy": weights.aggregation}
 
     # ------------------------------------------------------------------ what it can be trained on
@@ -220,15 +231,15 @@ class OnPolicyModule(PolicyModule):
     def check_data(self, data: Any) -> None:
         """Refuse a data module that cannot be learnt from; no model is loaded yet, and its questions are read. Override
         for what an algorithm needs besides, calling this first. Here: a sampler whose distribution is not the one that
-        log-probs are computed for, and what annotations refuse.
+        log-probs are computed for, and what advantage transforms refuse.
 
         Args:
             data: null where the Trainer was given loaders.
         """
         self.check_rows()
         self.check_sampling(getattr(data, "train_sampling", None))
-        for annotation in self.annotations:
-            annotation.check_data(self, data)
+        for transform in self.advantage_transforms:
+            transform.check_data(self, data)
 
     def check_sampling(self, sampling: Any) -> None:
         """Raises ValueError if the sampler's distribution (null: unknown) is not the one that log-probs are computed
@@ -250,8 +261,8 @@ class OnPolicyModule(PolicyModule):
         found: dict[str, tuple[str, DType]] = {}
         if self.reference_path is not None:
             found["reference"] = (self.reference_path, self.reference_dtype)
-        for annotation in self.annotations:
-            found |= annotation.frozen_models(self)
+        for transform in self.advantage_transforms:
+            found |= transform.frozen_models(self)
         return found
 
     def read_by(self) -> dict[str, str]:
@@ -273,8 +284,8 @@ class OnPolicyModule(PolicyModule):
                 self.lora.attach(self.critic.body)
                 if not partitioned(self.critic.head.parameters()):
                     self.critic.head.float()  # trained, and so float32 beside a base in half precision
-        for annotation in self.annotations:
-            annotation.build(self)
+        for transform in self.advantage_transforms:
+            transform.build(self)
         optimisation.set_clipping(self, self.max_grad_norm)
 
     def load_frozen(self, folder: str, dtype: DType) -> PreTrainedModel:
@@ -301,7 +312,7 @@ class OnPolicyModule(PolicyModule):
         return optimisation.adamw(groups, factors, betas=self.betas, weight_decay=self.weight_decay)
 
     # ------------------------------------------------------------------ forward passes without gradient
-    def score(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Scores:
+    def score(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> LogprobBatch:
         """Run the declared models over the batch without gradient, micro-batch by micro-batch."""
 
         def policy_stats(micro: TokenBatch) -> Tensor:
@@ -309,16 +320,16 @@ class OnPolicyModule(PolicyModule):
             return torch.stack([stats.logprobs, stats.entropy])
 
         old = entropy = None
-        if self.reads_policy_scores:
+        if self.reads_old_logprobs:
             old, entropy = self._scored(batch, policy_stats, leading=(2,))
         teacher = self.teacher_logprobs(trajectories, batch)
         reference = None if self.reference is None else self.logprobs_of(self.reference, batch)
         values = self._scored(batch, self.critic) if self.critic is not None else None
-        return Scores(old, teacher, reference, values, entropy)
+        return LogprobBatch(old, teacher, reference, values, entropy)
 
     def teacher_logprobs(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
         """A distillation teacher's log-probs [B, T] of the sampled tokens; None without one. Every rank must call."""
-        found = (annotation.teacher_logprobs(self, trajectories, batch) for annotation in self.annotations)
+        found = (transform.teacher_logprobs(self, trajectories, batch) for transform in self.advantage_transforms)
         return next((logprobs for logprobs in found if logprobs is not None), None)
 
     def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -329,19 +340,42 @@ class OnPolicyModule(PolicyModule):
     def _scored(
         self, batch: TokenBatch, function: Callable[[TokenBatch], Tensor], leading: tuple[int, ...] = ()
     ) -> Tensor:
-        return scoring.score(batch, function, self.max_tokens_per_micro_batch, leading, self.packing)
+        return score(batch, function, self.max_tokens_per_micro_batch, leading, self.packing)
 
     def _token_stats(self, model: PreTrainedModel, micro: TokenBatch) -> TokenStats:
         return token_logprobs(model, micro, self.logits_chunk, self.temperature)
 
     # ------------------------------------------------------------------ one iteration
-    def token_weights(self, batch: TokenBatch, scores: Scores) -> TokenWeights:
+    def token_weights(self, batch: TokenBatch, scores: LogprobBatch) -> TokenWeights:
         """What each token weighs in the policy's loss; whole rows only."""
         aggregation = aggregation_weights(batch.mask, self.aggregation)
         correction = batch.mask
-        if self.correction.active:
-            correction = self.correction.weights(scores.known("old_logprobs"), batch)
+        if self.corrects:
+            correction = self.correction.weights(scores.require("old_logprobs"), batch)
         return TokenWeights(batch.mask, aggregation, correction)
+
+    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
+        """Share out the outcome's advantages [B, T] among the tokens, transform by transform."""
+        for transform in self.advantage_transforms:
+            advantages = transform.assign_credit(rollout, advantages)
+        return advantages
+
+    def apply_transforms(
+        self, rollout: RolloutBatch, advantages: Tensor
+    ) -> tuple[Tensor, tuple[RowTensors | None, ...]]:
+        """Add the signals of all transforms to the advantages; return also what each keeps for its loss."""
+        kept: list[RowTensors | None] = []
+        for transform in self.advantage_transforms:
+            advantages, own = transform.transform(rollout, advantages)
+            kept.append(own)
+        return advantages, tuple(kept)
+
+    def add_losses(self, policy: Tensor, micro: MicroBatch, kept: Sequence[RowTensors | None]) -> Tensor:
+        """Add the losses of all transforms to the policy's."""
+        for transform, own in zip(self.advantage_transforms, kept, strict=True):
+            added = transform.loss(micro, own)
+            policy = policy if added is None else policy + added
+        return policy
 
     def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
         usable, positions = [], []
@@ -360,21 +394,21 @@ class OnPolicyModule(PolicyModule):
         batch = collate(usable, self.device)
         with torch.no_grad():
             scores = self.score(usable, batch)
-            notes = self.annotate(usable, batch, scores)
+            inputs = self.compute_advantages(usable, batch, scores)
             weights = self.token_weights(batch, scores)
-        advantages = getattr(notes, "advantages", None)
+        advantages = getattr(inputs, "advantages", None)
         if isinstance(advantages, Tensor) and "train/advantage_abs" not in self.metrics:
             by_token = advantages if advantages.dim() == 2 else advantages[:, None]
             self.metrics.mean("train/advantage_abs", (by_token.abs() * batch.mask).sum(), batch.mask.sum())
         version = self.trainer.global_step
         self._seen = TokenStats(torch.zeros_like(batch.mask), torch.zeros_like(batch.mask))
-        self.update(batch, notes, weights, positions)
+        self.update(batch, inputs, weights, positions)
         if scores.old_logprobs is None:
             scores = dataclasses.replace(scores, old_logprobs=self._seen.logprobs, entropy=self._seen.entropy)
-        self._last = (usable, batch, scores, notes, weights)
-        log_mismatch(self.metrics, usable, batch, scores.known("old_logprobs"), self.correction, version)
-        for annotation in self.annotations:
-            annotation.after_update(self)
+        self._last = (usable, batch, scores, inputs, weights)
+        log_mismatch(self.metrics, usable, batch, scores.require("old_logprobs"), self.correction, version)
+        for transform in self.advantage_transforms:
+            transform.after_update(self)
         log_rollout(self.metrics, trajectories)
         self.log_batch(usable, batch, scores)
         metrics = self.metrics.reduce()
@@ -398,28 +432,29 @@ class OnPolicyModule(PolicyModule):
             )  # fmt: skip
 
     @property
-    def last_annotated(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:
-        """The last batch for people to read: with each trajectory, whole where its turns were learnt from one by one,
-        by name, one value per response token (all of ``score`` and ``annotate``, the log-ratio of student to teacher,
-        or else to the reference, as ``kl``, and the correction as ``importance``)."""
+    def last_token_values(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:
+        """The last batch for trajectory pages: each whole trajectory with one value per response token, by name.
+
+        The values are those of ``score`` and ``compute_advantages``, ``kl`` (log-ratio of student to teacher, or else
+        to the reference) and ``importance`` (the correction)."""
         if self._last is None:
             return []
-        trajectories, batch, scores, notes, weights = self._last
-        tensors = tensors_BT(notes) | tensors_BT(scores)  # the page underlines by the first: PPO's advantages
+        trajectories, batch, scores, inputs, weights = self._last
+        tensors = tensors_BT(inputs) | tensors_BT(scores)  # the page underlines by the first: PPO's advantages
         frozen = scores.reference_logprobs if scores.teacher_logprobs is None else scores.teacher_logprobs
         if frozen is not None:
-            tensors["kl"] = (scores.known("old_logprobs") - frozen) * batch.mask
-        if self.correction.active:
+            tensors["kl"] = (scores.require("old_logprobs") - frozen) * batch.mask
+        if self.corrects:
             tensors["importance"] = weights.correction
         return values_by_token(trajectories, batch, tensors)
 
     # ------------------------------------------------------------------ optimiser steps
-    def update(self, batch: TokenBatch, notes: RowTensors, weights: TokenWeights, positions: Sequence[int]) -> None:
+    def update(self, batch: TokenBatch, inputs: RowTensors, weights: TokenWeights, positions: Sequence[int]) -> None:
         """All optimiser steps of the iteration; only the last one raises ``trainer.global_step``.
 
         ``positions``: where each row stood in the rollout batch before failed trajectories were left out; the
-        trajectory at position i belongs to step i mod ``num_mini_batches``, so that a failure moves no other
-        trajectory to another step. Turn k of one that is learnt from turn by turn has position i + k.
+        trajectory at position i belongs to step i mod ``num_mini_batches``, so that a failure moves no other trajectory to
+        another step. Turn k of one that is learnt from turn by turn has position i + k.
         """
         optimizer, scheduler = optimisation.only(self)
         n = self.num_mini_batches
@@ -427,25 +462,25 @@ class OnPolicyModule(PolicyModule):
         learnt = False
         for k, index in enumerate(plan):
             with optimisation.counted(optimizer, k == len(plan) - 1):
-                learnt = self._mini_batch(batch, notes, weights, index) or learnt
+                learnt = self._mini_batch(batch, inputs, weights, index) or learnt
         for group, name in zip(optimizer.param_groups, self.trained_parts(), strict=True):
             self.metrics.maximum("train/lr" if name == "policy" else f"train/lr_{name}", group["lr"])
         if learnt:
             scheduler.step()
 
-    def _mini_batch(self, batch: TokenBatch, notes: RowTensors, weights: TokenWeights, index: Sequence[int]) -> bool:
+    def _mini_batch(self, batch: TokenBatch, inputs: RowTensors, weights: TokenWeights, index: Sequence[int]) -> bool:
         """One optimiser step. Returns whether there was anything to learn from, on any rank."""
-        whole = {name: divisor[list(index)].sum() for name, divisor in self.streams(batch, notes, weights).items()}
+        whole = {name: divisor[list(index)].sum() for name, divisor in self.streams(batch, inputs, weights).items()}
         counts = dict(zip(whole, ranks.sum_over_ranks(torch.stack(list(whole.values()))), strict=True))
         losses: list[optimisation.MicroLosses] = []
-        for group, length in scoring.plan(batch, index, self.max_tokens_per_micro_batch, self.packing):
+        for group, length in plan(batch, index, self.max_tokens_per_micro_batch, self.packing):
             micro = batch.rows(group, length)
             stats = self._token_stats(self.policy, micro)
             values = self.critic(micro) if self.critic is not None else None
             for seen, said in ((self._seen.logprobs, stats.logprobs), (self._seen.entropy, stats.entropy)):
                 seen[group, :length] = said.detach()[: len(group)]  # no rows: a stand-in of one
-            outputs = Outputs(stats.logprobs, stats.entropy, values)
-            sums = self.loss(outputs, micro, notes.rows(group, length), weights.rows(group, length))
+            outputs = PolicyOutputs(stats.logprobs, stats.entropy, values)
+            sums = self.loss(outputs, micro, inputs.rows(group, length), weights.rows(group, length))
             if sums.keys() != counts.keys():
                 raise ValueError(
                     f"loss sums {sorted(sums)}, but streams divides {sorted(counts)}; name the same in both"
@@ -465,15 +500,15 @@ class OnPolicyModule(PolicyModule):
     # ------------------------------------------------------------------ checkpoints and metrics
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        for annotation in self.annotations:
-            annotation.on_save_checkpoint(checkpoint)
+        for transform in self.advantage_transforms:
+            transform.on_save_checkpoint(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        for annotation in self.annotations:
-            annotation.on_load_checkpoint(checkpoint)
+        for transform in self.advantage_transforms:
+            transform.on_load_checkpoint(checkpoint)
 
-    def log_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: Scores) -> None:
+    def log_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> None:
         """Metrics of the batch without infrastructure failures, beside those of ``log_rollout``."""
         episodes = {(t.group, t.index) for t in trajectories}
         self.metrics.mean("train/response_tokens", batch.mask.sum(), len(episodes))

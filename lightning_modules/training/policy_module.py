@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_modules.batch import TokenBatch, collate
+from lightning_modules.batch import TokenBatch, collate, score
 from lightning_modules.models import lora as adapters
 from lightning_modules.models.liger import use_liger
 from lightning_modules.models.lora import LoRA
@@ -33,7 +33,7 @@ from lightning_modules.models.policy import (
 from lightning_modules.models.precision import check_master_weights
 from lightning_modules.models.projection import LOGITS_CHUNK
 from lightning_modules.sharding.resharding import accept_shards
-from lightning_modules.training.scoring import StepValues, regrouped, score, values_by_step
+from lightning_modules.training.token_values import TurnValues, regrouped, values_by_turn
 from rollout.trajectory import split_turns
 
 if TYPE_CHECKING:
@@ -185,16 +185,17 @@ class PolicyModule(L.LightningModule):
     def test_step(self, batch: list[Trajectory], batch_idx: int, dataloader_idx: int = 0) -> Any:
         return batch
 
-    def step_divergences(
+    def turn_divergences(
         self,
         trajectories: Sequence[Trajectory],
         teacher: str,
         max_tokens_per_micro_batch: int = 16384,
         temperature: float = 1.0,
         logits_chunk: int = LOGITS_CHUNK,
-    ) -> list[StepValues]:
-        """How far the current policy and a teacher are apart, turn by turn: per trajectory the metrics of
-        ``values_by_step``. No gradient. Every rank must call, with any number of trajectories, none included.
+    ) -> list[TurnValues]:
+        """Compare the current policy with a teacher on every turn: the metrics of ``values_by_turn`` by trajectory.
+
+        No gradient. Every rank must call, with any number of trajectories (also 0).
 
         Args:
             trajectories: whose sampled tokens are judged; tool results are read and not counted.
@@ -217,10 +218,10 @@ class PolicyModule(L.LightningModule):
             for model in (self.policy, judge)
         )
         found = (regrouped(values, rows, trajectories, whole) for values in (student, judged, entropy))
-        return values_by_step(trajectories, whole, *found)
+        return values_by_turn(trajectories, whole, *found)
 
     def check_judge(self, folder: str) -> None:
-        """Raises ValueError if the teacher of ``step_divergences`` lacks a token id of the policy, as far as known."""
+        """Raises ValueError if the teacher of ``turn_divergences`` lacks a token id of the policy, as far as known."""
         require_rows(self.policy_path, folder)
 
     def _judge_from(self, folder: str) -> PreTrainedModel:

@@ -1,12 +1,16 @@
-"""Training metrics of a rollout batch that do not depend on the algorithm: rewards, stop reasons, calls, forks."""
+"""Training metrics of every algorithm: rewards, stop reasons, calls and forks, and the sampler's log-probs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from lightning_modules.maths.group_advantages import zero_variance_groups
+from lightning_modules import ranks
+from lightning_modules.batch import TokenBatch
+from lightning_modules.maths.correction import Correction, ratios
+from lightning_modules.maths.losses import zero_variance_groups
 from lightning_modules.metrics import StepMetrics
 from rollout.trajectory import StopReason, Trajectory
 from rollout.trajectory_metrics import rollout_metrics
@@ -16,8 +20,8 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     """Log one iteration's rollout batch (this rank's groups), over all ranks.
 
     Rewards and endings: ``train/reward``, ``train/<part>`` (over the trajectories whose reward has that part),
-    ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/zero_variance_groups`` (share
-    of the groups with identical rewards or a single usable trajectory, which give zero advantage).
+    ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/zero_variance_groups`` (share of the
+    groups with identical rewards or a single usable trajectory, which give zero advantage).
 
     Sums: ``train/trajectories``, ``train/tool_calls`` (executed; a call that forks have inherited counts once),
     ``train/calls/<tool>``.
@@ -50,3 +54,44 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
         metrics.total(f"train/{name}", value)
     for name, (total, count) in found.ratios().items():
         metrics.mean(f"train/{name}", total, count)
+
+
+def log_mismatch(
+    metrics: StepMetrics,
+    trajectories: Sequence[Trajectory],
+    batch: TokenBatch,
+    old_logprobs: Tensor,
+    correction: Correction,
+    version: int,
+) -> None:
+    """Log, over the sampled tokens of the whole batch and all ranks (every rank must call):
+
+    ``train/logprob_gap`` and ``_max`` (|log r|), ``train/sampler_kl_k1`` and ``_k3`` (estimates of KL(sampler ||
+    trainer) in nats: means of -log r and of r - 1 - log r), ``train/importance_ess`` (effective sample size,
+    (sum r)^2 / (n sum r^2), as a share of the tokens: 1 where all ratios are alike), ``train/importance_truncated`` and
+    ``train/importance_masked`` (shares of the tokens; 0 without the option), ``train/version_lag`` and ``_max``
+    (iterations between the weights that sampled a token and those that learn from it).
+
+    Args:
+        trajectories: the rows of ``batch``.
+        version: of the weights that learn, before the iteration's first update (iterations done).
+    """
+    count = batch.mask.sum()
+    log_ratio = (old_logprobs - batch.sampler_logprobs) * batch.mask
+    ratio = ratios(old_logprobs, batch)
+    metrics.mean("train/logprob_gap", log_ratio.abs().sum(), count)
+    metrics.mean("train/sampler_kl_k1", -log_ratio.sum(), count)
+    metrics.mean("train/sampler_kl_k3", ((ratio - 1.0 - log_ratio) * batch.mask).sum(), count)
+    metrics.mean("train/importance_truncated", correction.truncated(old_logprobs, batch).sum(), count)
+    metrics.mean("train/importance_masked", correction.masked(old_logprobs, batch).sum(), count)
+    if log_ratio.numel():
+        metrics.maximum("train/logprob_gap_max", log_ratio.abs().max())
+    sums = ranks.sum_over_ranks(torch.stack([ratio.double().sum(), ratio.double().square().sum(), count.double()]))
+    total, squares, n = sums.tolist()
+    if n:
+        share = 1.0 / ranks.world_size()  # every rank adds the same number
+        metrics.mean("train/importance_ess", total**2 / (n * squares) * share, share)
+    lags = [(version - sampled, tokens) for t in trajectories for turn in t.turns for sampled, tokens in turn.versions]
+    metrics.mean("train/version_lag", sum(lag * n for lag, n in lags), sum(n for _, n in lags))
+    if lags:
+        metrics.maximum("train/version_lag_max", max(lag for lag, _ in lags))

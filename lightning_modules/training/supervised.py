@@ -11,12 +11,12 @@ from torch import Tensor
 
 from common.ranges import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 from lightning_modules import ranks
-from lightning_modules.batch import TokenBatch, collate
+from lightning_modules.batch import TokenBatch, collate, plan
 from lightning_modules.maths.schedules import ScheduleName, make_schedule
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.policy import require_rows
 from lightning_modules.models.projection import LOGITS_CHUNK
-from lightning_modules.training import optimisation, scoring
+from lightning_modules.training import optimisation
 from lightning_modules.training.policy_module import PolicyModule
 
 if TYPE_CHECKING:
@@ -116,9 +116,7 @@ class SupervisedModule(PolicyModule):
         was_training = self.policy.training  # it is before the first step, and no longer within a validation
         self.policy.eval()
         with self.trainer.precision_plugin.val_step_context():  # Lightning enters it for steps alone
-            for group, length in scoring.plan(
-                batch, range(len(batch.lengths)), self.max_tokens_per_micro_batch, self.packing
-            ):
+            for group, length in plan(batch, range(len(batch.lengths)), self.max_tokens_per_micro_batch, self.packing):
                 for name, values in self.token_losses(batch.rows(group, length)).items():
                     metrics.mean(name, values.sum(), values.numel())
         self.policy.train(was_training)
@@ -135,7 +133,7 @@ class SupervisedModule(PolicyModule):
         tokens = ranks.sum_over_ranks(batch.mask.sum())
         metrics = StepMetrics()
         losses: list[optimisation.MicroLosses] = []
-        for group, length in scoring.plan(batch, range(len(usable)), self.max_tokens_per_micro_batch, self.packing):
+        for group, length in plan(batch, range(len(usable)), self.max_tokens_per_micro_batch, self.packing):
             columns = self.token_losses(batch.rows(group, length))
             loss = columns["loss"].sum() / tokens.clamp(min=1)
             optimisation.backward(self, loss)

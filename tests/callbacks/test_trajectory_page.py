@@ -299,7 +299,7 @@ def test_pages_of_evaluation_and_training(trainer_for, tmp_path, model_dir):
     assert "never shown" not in path.read_text()
 
     module, data = make_learner(model_dir)
-    module.last_annotated = [(t, {"advantage": [0.1] * len(t.response_ids)}) for (t,) in batches]
+    module.last_token_values = [(t, {"advantage": [0.1] * len(t.response_ids)}) for (t,) in batches]
     trainer_for([log], max_epochs=1).fit(module, datamodule=data)
     pages = sorted(p.name for p in path.parent.iterdir())
     assert pages == ["test-000000.html", "train-000002.html", "train-000004.html"]

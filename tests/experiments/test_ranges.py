@@ -31,7 +31,7 @@ INTERNAL = ("Budgets", "Correction", "Hooks", "PromptGroup", "Request", "Slots")
 # Options for which a value of the sweep is legitimate. A float of 0 switches off what it weighs: legitimate.
 NEGATIVE = {
     "AEPO.entropy_weight", "AEPOSampler.monitor_weight", "BranchingSampler.entropy_weight", "DGPO.success_threshold",
-    "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "WrongOnly.success_threshold",
+    "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "IncorrectOnly.success_threshold",
 }  # fmt: skip
 ZERO_INTEGERS = {
     "bucket_batches", "cache_size", "critic_warmup_steps", "entropy_tokens", "held_out", "lcb_examples", "max_calls",

@@ -108,6 +108,10 @@ def test_a_fault_names_the_innermost_part():
             ],
             "unknown key '.*show_tools': .*; now tools_in: .* tools_in: trained for show_tools: false",
         ),
+        (
+            ["--model=lightning_modules.algorithms.sod.SOD", "--model.reference_step=first"],
+            "unknown key '.*reference_step': .*; now reference_turn",
+        ),
         (["--data.eval_sampling=3"], "eval_sampling' is 3; expected"),
         (["--data.eval_sampling={1: 2}"], "unknown key '.*1': Decoding has no such argument; valid: "),
         (

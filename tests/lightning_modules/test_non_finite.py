@@ -94,9 +94,9 @@ class InfiniteLoss(SFT):
 class NaNGradient(GRPO):
     """The loss stays finite."""
 
-    def loss(self, outputs, batch, notes, weights):
+    def loss(self, outputs, batch, inputs, weights):
         outputs.logprobs.register_hook(lambda gradient: gradient * math.nan)
-        return super().loss(outputs, batch, notes, weights)
+        return super().loss(outputs, batch, inputs, weights)
 
 
 def test_the_iteration_and_the_micro_batch_are_named(model_dir):

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import AutoTokenizer
 
+from lightning_modules.advantage_transforms.distillation import TeacherPrompts
 from lightning_modules.algorithms.sod import SOD
-from lightning_modules.annotations.distillation import TeacherPrompts
 from lightning_modules.batch import collate
 from lightning_modules.models.policy import load_frozen_lm, token_logprobs
 from lightning_modules.models.remote_teacher import RemoteTeacher
@@ -116,9 +116,9 @@ def test_a_server_reads_other_prompts_too(completions, model_dir, teacher_dir):
         for teacher in ({"teacher": str(teacher_dir)}, {"teacher_server": remote(server)}):
             for prompts in (None, Told()):
                 module = SOD(str(model_dir), **teacher)
-                module.annotations[0].prompts = prompts
+                module.advantage_transforms[0].prompts = prompts
                 fit(module, [rows()[:6]])
-                said.append(torch.tensor([x for _, page in module.last_annotated for x in page["teacher_logprobs"]]))
+                said.append(torch.tensor([x for _, page in module.last_token_values for x in page["teacher_logprobs"]]))
     plain, told, distant_plain, distant_told = said
     assert torch.allclose(plain, distant_plain, atol=1e-4) and torch.allclose(told, distant_told, atol=1e-4)
     assert (plain - told).abs().max() > 1e-2
@@ -231,7 +231,7 @@ def test_another_tokenizer_is_refused(completions, model_dir, tmp_path):
     student = make_model_dir(tmp_path / "student")
     tokenizer.save_pretrained(student)
     with served(completions) as server, pytest.raises(ValueError, match="another tokenizer than the student at"):
-        SOD(str(student), teacher_server=remote(server)).annotations[0].server.check(str(student))
+        SOD(str(student), teacher_server=remote(server)).advantage_transforms[0].server.check(str(student))
 
 
 def test_a_server_that_does_not_know_a_token_of_the_student_is_refused(completions, model_dir):
@@ -294,10 +294,10 @@ def test_it_is_named_in_a_configuration_and_in_checkpoints_by_its_text():
     server = {"class_path": "lightning_modules.models.remote_teacher.RemoteTeacher",
               "init_args": {"urls": ["http://a/v1/"], "model": "m", "max_tokens_per_request": 9000}}  # fmt: skip
     module = parse("sod.SOD", policy="p", teacher_server=server)
-    assert module.annotations[0].server.max_tokens_per_request == 9000
-    assert module.annotations[0].server.urls == ["http://a/v1/completions"]
+    assert module.advantage_transforms[0].server.max_tokens_per_request == 9000
+    assert module.advantage_transforms[0].server.urls == ["http://a/v1/completions"]
     file = io.BytesIO()
     torch.save(dict(module.hparams), file)
     file.seek(0)
     assert "m at http://a/v1/completions" in torch.load(file, weights_only=True)["teacher_server"]
-    assert parse("sod.SOD", policy="p", opd_mode="none", teacher_server=server).annotations == []
+    assert parse("sod.SOD", policy="p", opd_mode="none", teacher_server=server).advantage_transforms == []

@@ -13,13 +13,13 @@ from callbacks.evaluation.step_divergence import StepDivergence
 from data_modules.supervised_data_module import SupervisedDataModule
 from experiments.registry.errors import ExperimentError
 from experiments.stages.validate import check_data_options
+from lightning_modules.advantage_transforms.distillation import Distillation
 from lightning_modules.algorithms.cold_start_kd import ColdStartKD
 from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.algorithms.sft import SFT
 from lightning_modules.algorithms.sod import SOD
-from lightning_modules.annotations.distillation import Distillation
 from lightning_modules.models.policy import embedding_rows, require_rows
 from rollout.storage import save_trajectories
 from tests.lightning_modules.helpers import fit, make_group, make_trajectories
@@ -59,7 +59,7 @@ SAMPLING = {
     "dgpo": lambda student, other: DGPO(student, other),
     "grpo_reference": lambda student, other: GRPO(student, reference=other, kl_coef=0.1),
     "ppo_reference": lambda student, other: PPO(student, reference=other),
-    "ppo_annotation": lambda student, other: PPO(student, annotations=[Distillation(other)]),
+    "ppo_transform": lambda student, other: PPO(student, advantage_transforms=[Distillation(other)]),
 }
 
 

@@ -97,7 +97,7 @@ class Recorder(Hands):
         super().__init__()
         self.asked = []
 
-    def step_divergences(self, trajectories, teacher):
+    def turn_divergences(self, trajectories, teacher):
         self.asked.append([(t.task.id, t.index) for t in trajectories])
         ones = [[1.0] * len(t.turns) for t in trajectories]
         return [dict.fromkeys(("divergence", "weight", "signed", "teacher_entropy"), values) for values in ones]
@@ -154,7 +154,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(trainer_for, mode
     with pytest.raises(ValueError, match="max_trajectories=0"):
         StepDivergence("t", max_trajectories=0)
     data = EvaluationData({"agent": [attempts(1, 1)]})
-    with pytest.raises(TypeError, match=r"step_divergences\(trajectories, teacher\).*Hands has none"):
+    with pytest.raises(TypeError, match=r"turn_divergences\(trajectories, teacher\).*Hands has none"):
         trainer_for([StepDivergence(str(model_dir))]).test(Hands(), datamodule=data, verbose=False)
     with pytest.raises(FileNotFoundError, match="no teacher at '/nowhere'"):
         trainer_for([StepDivergence("/nowhere")]).test(Recorder(), datamodule=data, verbose=False)

@@ -107,9 +107,9 @@ def test_which_rule_retrieves_skills_and_from_which_bank(graph):
     ("method", "class_name", "changed"),
     [
         ("grpo", "EpisodeGRPO", {}),
-        ("gigpo", "GiGPO", {"step_weight": 1.0, "gamma": 0.95, "step_norm": "mean_std_norm"}),
+        ("gigpo", "GiGPO", {"turn_weight": 1.0, "gamma": 0.95, "turn_norm": "mean_std_norm"}),
         ("skill_sd", "SkillSD", {"skills_coef": 0.001}),
-        ("rlsd", "RLSD", {"skills_coef": 0.5, "decay_steps": 100, "rlsd_clip": 0.2}),
+        ("rlsd", "RLSD", {"skills_coef": 0.5, "decay_iterations": 100, "rlsd_clip": 0.2}),
         ("opsd_released", "SDAR", {"use_grpo": False, "beta": 5.0, "skills_coef": 0.01, "gate": "gap"}),
         ("opsd", "SDAR", {"use_grpo": False, "signal": "reverse_kl", "gate": "none", "teacher_weights": "fixed"}),
         ("opsd_current", "SDAR", {"use_grpo": False, "signal": "reverse_kl", "teacher_weights": "current"}),

@@ -8,10 +8,9 @@ import torch
 from lightning_modules.algorithms.aepo import AEPO
 from lightning_modules.algorithms.arpo import ARPO
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.batch import collate
+from lightning_modules.batch import LogprobBatch, collate
 from lightning_modules.models.policy import load_causal_lm, token_logprobs
 from lightning_modules.training import optimisation
-from lightning_modules.training.scoring import Scores
 from rollout.trajectory import Reward, StopReason
 from tests.lightning_modules.helpers import fit, make_group
 
@@ -60,8 +59,8 @@ def test_hard_and_soft_agree_until_something_is_clipped(model_dir, monkeypatch):
 def test_hard_changes_what_shared_tokens_are_worth():
     rows = branched()
     batch = collate(rows)
-    scores = Scores(torch.zeros_like(batch.mask))
-    soft, hard = (ARPO("p", a).token_advantages(rows, batch, scores) for a in ("soft", "hard"))
+    scores = LogprobBatch(torch.zeros_like(batch.mask))
+    soft, hard = (ARPO("p", a).outcome_advantages(rows, batch, scores) for a in ("soft", "hard"))
     starts, first = batch.prompt_lengths, rows[1].fork.at
     shared = slice(int(starts[0]), int(starts[0]) + first)
     on = batch.mask[0, shared] == 1
@@ -79,8 +78,8 @@ def test_a_failed_parent_is_known_to_its_children_in_training(model_dir):
     rows[1] = rows[1].replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None)
     rows[2] = rows[2].replace(reward=Reward(0.0))
     module, seen = ARPO(str(model_dir), "hard"), []
-    annotate = module.annotate
-    module.annotate = lambda *args: seen.append(annotate(*args)) or seen[-1]
+    compute = module.compute_advantages
+    module.compute_advantages = lambda *args: seen.append(compute(*args)) or seen[-1]
     fit(module, [rows])
     start, first = len(rows[0].prompt_ids), branched()[1].fork.at
     advantages = seen[0].advantages
@@ -114,11 +113,11 @@ def test_with_both_switches_off_aepo_is_arpo_exactly(model_dir):
 def test_advantages_are_scaled_by_the_entropy_of_the_old_policy(model_dir):
     rows = branched()
     module, seen, passes = AEPO(str(model_dir), entropy_weight=0.3, lr=1e-2), [], []
-    annotate, stats = module.annotate, module._token_stats
-    module.annotate = lambda *args: seen.append((args[2], len(passes), annotate(*args))) or seen[-1][2]
+    compute, stats = module.compute_advantages, module._token_stats
+    module.compute_advantages = lambda *args: seen.append((args[2], len(passes), compute(*args))) or seen[-1][2]
     module._token_stats = lambda *args: passes.append(1) or stats(*args)
     fit(module, [rows])
-    scores, before, notes = seen[0]
+    scores, before, inputs = seen[0]
     assert before == 1, "entropies come with the old log-probs, from the same forward pass"
     batch = collate(rows)
     with torch.no_grad():
@@ -128,9 +127,9 @@ def test_advantages_are_scaled_by_the_entropy_of_the_old_policy(model_dir):
     on = batch.mask == 1
     entropies = truth.entropy[on]
     z = (entropies - entropies.mean()) / entropies.std()
-    plain = GRPO("p").token_advantages(rows, batch, scores)
-    assert torch.allclose(notes.advantages[on], plain[on] * (1 + 0.3 * z), atol=1e-3)
-    assert not notes.advantages[~on].any()
+    plain = GRPO("p").outcome_advantages(rows, batch, scores)
+    assert torch.allclose(inputs.advantages[on], plain[on] * (1 + 0.3 * z), atol=1e-3)
+    assert not inputs.advantages[~on].any()
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])

@@ -6,16 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightning_modules.advantage_transforms.distillation import MaskAfterError
+from lightning_modules.advantage_transforms.turns import turn_numbers, turns_by_row
 from lightning_modules.algorithms.arpo import ARPO
 from lightning_modules.algorithms.episode_grpo import EpisodeGRPO, GiGPO
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.opsd import OPSD
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.algorithms.sod import SOD
-from lightning_modules.annotations.signal_weights import MaskAfterError
-from lightning_modules.annotations.turns import turn_numbers, turns_by_row
-from lightning_modules.batch import collate
-from lightning_modules.training.scoring import Scores
+from lightning_modules.batch import LogprobBatch, collate
 from rollout.trajectory import Reward, split_turns
 from tests.lightning_modules.algorithms.episode_helpers import EpisodeData, episodes
 from tests.lightning_modules.helpers import fit
@@ -30,7 +29,7 @@ def rows_of(folder, window, **options):
 
 def advantages(module, rows):
     batch = collate(rows)
-    return module.token_advantages(rows, batch, Scores(torch.zeros_like(batch.mask))), batch
+    return module.outcome_advantages(rows, batch, LogprobBatch(torch.zeros_like(batch.mask))), batch
 
 
 def by_turn(values, rows, batch):
@@ -113,7 +112,7 @@ def test_a_turn_knows_its_state_and_what_it_brought(model_dir):
 def test_gigpo_prefers_the_way_that_is_faster_from_the_same_state(model_dir):
     """Alone by state: of two turns in room 2, the one that reaches the goal gets more than the one that waits."""
     whole, rows = rows_of(model_dir, None, n=8)
-    module = GiGPO("p", step_weight=1.0)
+    module = GiGPO("p", turn_weight=1.0)
     both, batch = advantages(module, rows)
     episode, _ = advantages(EpisodeGRPO("p"), rows)
     step = by_turn(both - episode, rows, batch)
@@ -146,11 +145,11 @@ def test_the_last_batch_can_be_read_episode_by_episode(model_dir):
         whole, protocol = episodes(model_dir, window)
         module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, num_mini_batches=1)
         fit(module, EpisodeData(whole, protocol))
-        rows, batch, _, notes, _ = module._last
-        expected = by_turn(notes.advantages, rows, batch)
-        annotated = module.last_annotated
-        assert [t for t, _ in annotated] == whole
-        for t, figures in annotated:
+        rows, batch, _, inputs, _ = module._last
+        expected = by_turn(inputs.advantages, rows, batch)
+        computed = module.last_token_values
+        assert [t for t, _ in computed] == whole
+        for t, figures in computed:
             assert next(iter(figures)) == "advantages"
             assert all(len(values) == len(t.response_ids) for values in figures.values())
             for k, turn in enumerate(t.turns):
@@ -184,7 +183,7 @@ def test_divergence_by_step_is_that_of_the_prompts_that_were_read(model_dir, tea
     whole, _ = episodes(model_dir, 1)
     module = EpisodeGRPO(str(model_dir))
     fit(module, EpisodeData(whole, None))
-    found = module.step_divergences(whole, str(teacher_dir), temperature=1.0)
+    found = module.turn_divergences(whole, str(teacher_dir), temperature=1.0)
     models = [AutoModelForCausalLM.from_pretrained(teacher_dir), module.policy]
     for t, figures in zip(whole, found, strict=True):
         assert len(figures["divergence"]) == len(t.turns)
@@ -217,18 +216,17 @@ def test_what_does_not_fit_turns_that_are_rows_says_so(model_dir, teacher_dir):
     whole, _ = episodes(model_dir, 1)
     rows = [row for t in whole for row in split_turns(t)]
     batch = collate(rows)
-    scores = Scores(torch.zeros_like(batch.mask), torch.zeros_like(batch.mask))
+    scores = LogprobBatch(torch.zeros_like(batch.mask), torch.zeros_like(batch.mask))
     sod = SOD("p", "t")
     with pytest.raises(ValueError, match="window: null"):
-        sod.annotate(rows, batch, scores)
+        sod.compute_advantages(rows, batch, scores)
     with pytest.raises(ValueError, match="window: null"):
-        ARPO("p", "hard").annotate(rows, batch, scores)
-    assert SOD("p", "t", opd_mode="uniform").annotate(rows, batch, scores) is not None
+        ARPO("p", "hard").compute_advantages(rows, batch, scores)
+    assert SOD("p", "t", opd_mode="uniform").compute_advantages(rows, batch, scores) is not None
 
 
 WRONG = [
     ({"group_statistics": "turns"}, "group_statistics"),
-    ({"invalid_coef": -1}, "subtracted"),
     ({"advantage": "centred"}, "compared by std"),
 ]
 
@@ -237,7 +235,5 @@ WRONG = [
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         EpisodeGRPO("p", **options)
-    with pytest.raises(ValueError, match="expected 0 or more"):
-        GiGPO("p", step_weight=-1)
-    with pytest.raises(ValueError, match="step_norm"):
-        GiGPO("p", step_norm="max")
+    with pytest.raises(ValueError, match="turn_norm"):
+        GiGPO("p", turn_norm="max")

@@ -15,10 +15,9 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.listing import load
 from experiments.registry.project import Project
 from experiments.stages.validate import check_classes
-from lightning_modules.batch import collate
-from lightning_modules.training.scoring import Outputs, Scores
+from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate
 from tests.lightning_modules.helpers import fit, make_group
-from tests.lightning_modules.test_annotations import parse
+from tests.lightning_modules.test_advantage_transforms import parse
 
 PAGE = Path(__file__).parents[3] / "docs" / "new_algorithm.md"
 
@@ -78,14 +77,14 @@ def test_gspo_and_its_gradient_against_a_slow_form(gspo, options):
     noise = torch.randn((2, *batch.mask.shape), generator=generator) * batch.mask
     old = batch.sampler_logprobs + 0.4 * noise[0]
     logprobs = (old + 0.3 * noise[1]).requires_grad_()
-    scores = Scores(old)
-    notes, weights = module.annotate(rows, batch, scores), module.token_weights(batch, scores)
-    count = module.streams(batch, notes, weights)["policy"].sum()
+    scores = LogprobBatch(old)
+    inputs, weights = module.compute_advantages(rows, batch, scores), module.token_weights(batch, scores)
+    count = module.streams(batch, inputs, weights)["policy"].sum()
     fast = (
         sum(  # in micro-batches of three rows, and an empty one
             module.loss(
-                Outputs(logprobs[i : i + 3] if i < 7 else logprobs[:1, :1], logprobs, None),
-                *(x.rows(range(i, min(i + 3, 7)), batch.mask.shape[1]) for x in (batch, notes, weights)),
+                PolicyOutputs(logprobs[i : i + 3] if i < 7 else logprobs[:1, :1], logprobs, None),
+                *(x.rows(range(i, min(i + 3, 7)), batch.mask.shape[1]) for x in (batch, inputs, weights)),
             )["policy"]
             for i in (0, 3, 6, 9)
         )
@@ -123,13 +122,15 @@ def test_the_yamls_on_the_page_are_taken(gspo, tmp_path):
     config = load("gspo_smoke", Project(experiment_dirs=(tmp_path, *Project().experiment_dirs)))
     module = parse(config["model"])
     assert type(module).__name__ == "GSPO" and module.correction.mask_ratio == (0.5, 2.0)
-    hard, distillation = parse(yaml.safe_load(combination)["model"]).annotations
+    hard, distillation = parse(yaml.safe_load(combination)["model"]).advantage_transforms
     assert type(hard).__name__ == "HardAttribution"
-    assert [type(weight).__name__ for weight in distillation.weights] == ["StepWeights", "WrongOnly"]
+    assert [type(weight).__name__ for weight in distillation.weights] == ["DivergenceRatio", "IncorrectOnly"]
 
 
-def test_a_class_without_loss_or_annotate_is_refused():
-    with pytest.raises(ExperimentError, match="OnPolicyModule lacks the method 'annotate' and the method 'loss'"):
+def test_a_class_without_loss_or_advantages_is_refused():
+    with pytest.raises(
+        ExperimentError, match="OnPolicyModule lacks the method 'compute_advantages' and the method 'loss'"
+    ):
         check_classes({"model": {"class_path": "lightning_modules.training.on_policy.OnPolicyModule"}}, "x")
 
 

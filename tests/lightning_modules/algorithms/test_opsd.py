@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from lightning_modules.advantage_transforms.teacher_prompts import TEMPLATES, PrivilegedPrompts
 from lightning_modules.algorithms.opsd import OPSD
-from lightning_modules.annotations.privileged_prompts import TEMPLATES, PrivilegedPrompts
 from lightning_modules.batch import aligned, collate, with_prompts
 from lightning_modules.models.policy import load_causal_lm
 from rollout.protocols.hermes import HermesProtocol
@@ -67,7 +67,7 @@ def test_the_teacher_reads_more_and_scores_the_same_tokens(model_dir, protocol, 
     figures = train(module, data)
     assert figures["train/opd_advantage_abs"] > 1e-3, "what it is told changes what it thinks"
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    for t, page in module.last_annotated:
+    for t, page in module.last_token_values:
         told = {"answer": t.task.golden_answers[0], "hint": t.task.metadata["hint"]}[privilege]
         before, after = TEMPLATES[privilege].split("{" + privilege + "}")
         question = before.replace("{question}", t.task.question) + told + after

@@ -10,14 +10,17 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_modules.algorithms.grpo import GRPO, GRPONotes
+from lightning_modules.advantage_transforms.distillation import (
+    AdvantageGate,
+    Distillation,
+    DivergenceRatio,
+    IncorrectOnly,
+)
+from lightning_modules.algorithms.grpo import GRPO, LossInputs
 from lightning_modules.algorithms.sod import SOD
-from lightning_modules.annotations.distillation import Distillation
-from lightning_modules.annotations.signal_weights import AdvantageGate, StepWeights, WrongOnly
-from lightning_modules.batch import collate, tensors_BT
+from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate, tensors_BT
 from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.training import optimisation
-from lightning_modules.training.scoring import Outputs, Scores
 from rollout.trajectory import (
     Action,
     ActionKind,
@@ -56,14 +59,14 @@ def groups(seed=0):
 
 def random_scores(batch, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return Scores(*(-2 * torch.rand(batch.mask.shape, generator=generator) * batch.mask for _ in range(2)))
+    return LogprobBatch(*(-2 * torch.rand(batch.mask.shape, generator=generator) * batch.mask for _ in range(2)))
 
 
-def annotated(rows, scores=None, **options):
+def computed(rows, scores=None, **options):
     batch = collate(rows)
     module = SOD("p", "t", **options)
-    notes = module.annotate(rows, batch, scores or random_scores(batch))
-    return SimpleNamespace(**tensors_BT(notes)), batch, module
+    inputs = module.compute_advantages(rows, batch, scores or random_scores(batch))
+    return SimpleNamespace(**tensors_BT(inputs)), batch, module
 
 
 # ---------------------------------------------------------------------- what a token is worth
@@ -91,7 +94,7 @@ BOTH = [(mode, grpo) for mode in MODES for grpo in (True, False) if grpo or mode
 @pytest.mark.parametrize(("mode", "use_grpo"), BOTH)
 def test_advantages_against_a_slow_form(mode, use_grpo):
     rows = groups()
-    notes, batch, _ = annotated(rows, opd_mode=mode, opd_coef=0.5, use_grpo=use_grpo, **OPTIONS.get(mode, {}))
+    inputs, batch, _ = computed(rows, opd_mode=mode, opd_coef=0.5, use_grpo=use_grpo, **OPTIONS.get(mode, {}))
     scores = random_scores(batch)
     for i, t in enumerate(rows):
         start = len(t.prompt_ids)
@@ -103,23 +106,23 @@ def test_advantages_against_a_slow_form(mode, use_grpo):
         outcome = OUTCOMES[i] if use_grpo else 0.0
         expected = [(outcome + 0.5 * w * x) * m for w, x, m in zip(weights, g, t.loss_mask, strict=True)]
         span = slice(start, start + len(g))
-        assert notes.advantages[i, span].tolist() == pytest.approx(expected, abs=1e-4)
-        assert notes.opd_weights[i, span].tolist() == pytest.approx(weights, abs=1e-4)
-        assert not notes.advantages[i, :start].any() and not notes.advantages[i, span.stop :].any()
-    assert torch.equal(notes.old_logprobs, scores.old_logprobs)
+        assert inputs.advantages[i, span].tolist() == pytest.approx(expected, abs=1e-4)
+        assert inputs.opd_weights[i, span].tolist() == pytest.approx(weights, abs=1e-4)
+        assert not inputs.advantages[i, :start].any() and not inputs.advantages[i, span.stop :].any()
+    assert torch.equal(inputs.old_logprobs, scores.old_logprobs)
 
 
 def test_weights_of_a_batch_do_not_depend_on_order_or_padding():
     rows = groups()
     batch = collate(rows)
     scores = random_scores(batch)
-    options = {"reference_step": "batch_median", "weight_floor": 0.5, "adv_clamp": 0.3}
-    notes, _, _ = annotated(rows, scores, **options)
+    options = {"reference_turn": "batch_median", "weight_floor": 0.5, "adv_clamp": 0.3}
+    inputs, _, _ = computed(rows, scores, **options)
     order = [5, 2, 8, 0, 1, 7, 6, 4, 3]
-    shuffled, moved, _ = annotated([rows[i] for i in order], scores.rows(order, batch.mask.shape[1]), **options)
-    assert torch.allclose(shuffled.advantages, notes.advantages[order], atol=1e-6)
-    half, _, _ = annotated(rows[:4], scores.rows(range(4), int(batch.lengths[:4].max())))
-    whole, _, _ = annotated(rows, scores)
+    shuffled, moved, _ = computed([rows[i] for i in order], scores.rows(order, batch.mask.shape[1]), **options)
+    assert torch.allclose(shuffled.advantages, inputs.advantages[order], atol=1e-6)
+    half, _, _ = computed(rows[:4], scores.rows(range(4), int(batch.lengths[:4].max())))
+    whole, _, _ = computed(rows, scores)
     assert torch.equal(half.advantages, whole.advantages[:4, : half.advantages.shape[1]]), "weights are a row's own"
 
 
@@ -130,31 +133,31 @@ def test_adjacent_turns_are_two_steps():
     start = len(t.prompt_ids)
     teacher = torch.zeros(1, start + 5)
     teacher[0, start : start + 2], teacher[0, start + 2 :] = 0.5, -1.0  # d_1 .5, d_2 1
-    notes, _, _ = annotated([t], Scores(torch.zeros_like(teacher), teacher), use_grpo=False)
-    assert notes.opd_weights[0, start:].tolist() == pytest.approx([1, 1, 0.5, 0.5, 0.5], abs=1e-4)
+    inputs, _, _ = computed([t], LogprobBatch(torch.zeros_like(teacher), teacher), use_grpo=False)
+    assert inputs.opd_weights[0, start:].tolist() == pytest.approx([1, 1, 0.5, 0.5, 0.5], abs=1e-4)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"delta": 0.5}, {"delta": None}, {"weight_floor": 0.9}, {"reference_step": "batch_median"}, {"adv_clamp": 0.2},
+    [{"delta": 0.5}, {"delta": None}, {"weight_floor": 0.9}, {"reference_turn": "batch_median"}, {"adv_clamp": 0.2},
      {"opd_coef": 0.3}, {"epsilon": 1.0},
      {"opd_mode": "decay_after_error", "decay": 0.5}, {"use_grpo": False}],
 )  # fmt: skip
 def test_each_option_has_an_effect(options):
     rows = groups()
-    assert (annotated(rows)[0].advantages - annotated(rows, **options)[0].advantages).abs().max() > 1e-3
+    assert (computed(rows)[0].advantages - computed(rows, **options)[0].advantages).abs().max() > 1e-3
 
 
 def test_no_bound_is_a_very_high_bound():
     rows = groups()
-    free, high = (annotated(rows, delta=delta)[0].advantages for delta in (None, 1e6))
+    free, high = (computed(rows, delta=delta)[0].advantages for delta in (None, 1e6))
     assert torch.equal(free, high)
 
 
 def test_clamping_bounds_the_signal_and_not_the_weights():
     rows = groups()
-    plain, batch, _ = annotated(rows, use_grpo=False)
-    clamped, _, module = annotated(rows, use_grpo=False, adv_clamp=0.4)
+    plain, batch, _ = computed(rows, use_grpo=False)
+    clamped, _, module = computed(rows, use_grpo=False, adv_clamp=0.4)
     assert torch.equal(plain.opd_weights, clamped.opd_weights)
     bound = 0.4 * clamped.opd_weights
     assert (clamped.opd_advantages.abs() <= bound + 1e-6).all() and (plain.opd_advantages.abs() > bound + 1e-3).any()
@@ -169,8 +172,8 @@ def test_what_models_say_of_tool_results_is_in_no_sum():
     batch = collate(rows)
     scores = random_scores(batch)
     noise = 99.0 * (1 - batch.mask)
-    loud = Scores(scores.old_logprobs + noise, scores.teacher_logprobs - noise)
-    quiet, noisy = (annotated(rows, s)[0] for s in (scores, loud))
+    loud = LogprobBatch(scores.old_logprobs + noise, scores.teacher_logprobs - noise)
+    quiet, noisy = (computed(rows, s)[0] for s in (scores, loud))
     for name in ("advantages", "opd_weights", "opd_advantages"):
         assert torch.equal(getattr(quiet, name), getattr(noisy, name))
 
@@ -178,14 +181,14 @@ def test_what_models_say_of_tool_results_is_in_no_sum():
 def test_the_least_log_ratio_is_of_sampled_tokens():
     rows = groups()
     batch = collate(rows)
-    _, _, module = annotated(rows, Scores(-1.0 * batch.mask, -0.5 * batch.mask))
+    _, _, module = computed(rows, LogprobBatch(-1.0 * batch.mask, -0.5 * batch.mask))
     found = module.metrics.reduce()
     assert found["train/opd_log_ratio_min"] == found["train/opd_log_ratio"] == 0.5
 
 
 def test_a_batch_of_nothing():
-    notes, _, module = annotated([])
-    assert notes.advantages.shape == (0, 1)
+    inputs, _, module = computed([])
+    assert inputs.advantages.shape == (0, 1)
     assert "train/opd_log_ratio" not in module.metrics.reduce()
 
 
@@ -195,7 +198,7 @@ def test_extremes_are_those_of_sampled_tokens():
     batch = collate(rows)
     zero = torch.zeros_like(batch.mask)
     for sign in (1, -1):
-        _, _, module = annotated(rows, Scores(zero, sign * (0.5 + torch.rand(zero.shape)) * batch.mask))
+        _, _, module = computed(rows, LogprobBatch(zero, sign * (0.5 + torch.rand(zero.shape)) * batch.mask))
         figures = module.metrics.reduce()
         low, high = sorted(sign * figures[f"train/opd_log_ratio_{end}"] for end in ("min", "max"))
         assert 0.5 <= low < high <= 1.5
@@ -255,11 +258,14 @@ def reverse_kl_gradient(toy):
 def test_the_expected_gradient_is_that_of_the_reverse_kl(toy):
     batch = collate(toy.rows)
     module = SOD("p", "t", opd_mode="uniform", use_grpo=False)
-    scores = Scores(toy.s.detach(), toy.t)
-    notes, weights = module.annotate(toy.rows, batch, scores), module.token_weights(batch, scores)
+    scores = LogprobBatch(toy.s.detach(), toy.t)
+    inputs, weights = module.compute_advantages(toy.rows, batch, scores), module.token_weights(batch, scores)
     losses = [
         module.loss(
-            Outputs(toy.s[[i]], torch.zeros(1, 5), None), batch.rows([i], 5), notes.rows([i], 5), weights.rows([i], 5)
+            PolicyOutputs(toy.s[[i]], torch.zeros(1, 5), None),
+            batch.rows([i], 5),
+            inputs.rows([i], 5),
+            weights.rows([i], 5),
         )["policy"]
         for i in range(len(toy.rows))
     ]
@@ -284,10 +290,10 @@ def test_clipping_takes_the_gradient_where_it_should():
     advantages, ratios, expected = (torch.tensor([list(map(float, x))]) for x in zip(*cases, strict=True))
     logprobs = ratios.log().requires_grad_()
     batch = dataclasses.replace(collate(toy_trajectories()[0][:1]), mask=torch.ones(1, 7))
-    notes = GRPONotes(advantages, torch.zeros(1, 7), annotations=(None,))
+    inputs = LossInputs(advantages, torch.zeros(1, 7), transforms=(None,))
     module = SOD("p", "t", clip_high=0.28)
-    weights = module.token_weights(batch, Scores(torch.zeros(1, 7)))
-    loss = module.loss(Outputs(logprobs, torch.zeros(1, 7), None), batch, notes, weights)["policy"]
+    weights = module.token_weights(batch, LogprobBatch(torch.zeros(1, 7)))
+    loss = module.loss(PolicyOutputs(logprobs, torch.zeros(1, 7), None), batch, inputs, weights)["policy"]
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert gradient[0].tolist() == pytest.approx(expected[0].tolist(), abs=1e-5)
 
@@ -313,7 +319,7 @@ def test_a_teacher_that_is_the_student_changes_nothing(model_dir, mode):
     taught, other = train(SOD(str(model_dir), str(model_dir), opd_mode=mode, **COMMON), [groups()])
     assert largest_difference(plain, taught) == 0.0
     assert {k: other[k] for k in figures} == figures  # loss and gradient norms among them
-    assert other["train/divergence/step1"] == other["train/opd_advantage_abs"] == 0.0
+    assert other["train/divergence/turn1"] == other["train/opd_advantage_abs"] == 0.0
     assert other["train/weight/last"] == 1.0
 
 
@@ -329,9 +335,9 @@ def test_the_share_of_capped_steps_is_that_of_the_step_weights_alone():
     """Whatever they are multiplied by: here by 0 for right trajectories, and by less than 1."""
     rows, capped = groups(), []
     batch = collate(rows)
-    for others in ([], [WrongOnly()], [AdvantageGate()]):
-        module = GRPO("p", annotations=[Distillation("t", weights=[StepWeights(), *others])])
-        module.annotate(rows, batch, random_scores(batch))
+    for others in ([], [IncorrectOnly()], [AdvantageGate()]):
+        module = GRPO("p", advantage_transforms=[Distillation("t", weights=[DivergenceRatio(), *others])])
+        module.compute_advantages(rows, batch, random_scores(batch))
         capped.append(module.metrics.reduce()["train/opd_weight_capped"])
     assert 0 < capped[0] < 1 and capped[1:] == capped[:1] * 2
 
@@ -357,11 +363,11 @@ def test_figures_and_pages_from_the_models_own_words(model_dir, teacher_dir):
         spans = [slice(len(row.prompt_ids) + turn.start, len(row.prompt_ids) + turn.end) for turn in row.turns]
         d.append([(s - t)[i, span].abs().mean().item() for span in spans])
         w.append(slow_weights("stepwise", d[-1], i))
-    for k, name in enumerate(("step1", "step2", "step3")):
+    for k, name in enumerate(("turn1", "turn2", "turn3")):
         assert figures[f"train/divergence/{name}"] == pytest.approx(sum(x[k] for x in d) / 9, rel=1e-3)
         assert figures[f"train/weight/{name}"] == pytest.approx(sum(x[k] for x in w) / 9, rel=1e-3)
-    assert figures["train/weight/last"] == pytest.approx(figures["train/weight/step3"])
-    assert "train/weight/step4" not in figures
+    assert figures["train/weight/last"] == pytest.approx(figures["train/weight/turn3"])
+    assert "train/weight/turn4" not in figures
     capped = [x >= 1.2 for row in w for x in row[1:]]
     assert 0 < sum(capped) < len(capped)
     assert figures["train/opd_weight_capped"] == pytest.approx(sum(capped) / len(capped))
@@ -370,7 +376,7 @@ def test_figures_and_pages_from_the_models_own_words(model_dir, teacher_dir):
     assert figures["train/opd_log_ratio_min"] == pytest.approx(gap.min().item(), rel=1e-3)
     assert figures["train/opd_log_ratio_max"] == pytest.approx(gap.max().item(), rel=1e-3)
     assert figures["train/opd_log_ratio_std"] == pytest.approx(gap.std(unbiased=False).item(), rel=1e-3)
-    for row, (trajectory, page) in enumerate(module.last_annotated):
+    for row, (trajectory, page) in enumerate(module.last_token_values):
         assert next(iter(page)) == "advantages"
         assert {"opd_weights", "opd_advantages", "kl"} <= page.keys()
         turn = trajectory.turns[2]
@@ -380,7 +386,7 @@ def test_figures_and_pages_from_the_models_own_words(model_dir, teacher_dir):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reference_step": "batch_median", "adv_clamp": 0.5, "aggregation": "sequence_mean"},
+    [{}, {"reference_turn": "batch_median", "adv_clamp": 0.5, "aggregation": "sequence_mean"},
      {"opd_mode": "gated", "beta_max": 1.0}, {"opd_mode": "decay_after_error"}],
 )  # fmt: skip
 def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, options):
@@ -409,7 +415,7 @@ def test_tool_results_are_read_by_both_models(model_dir, teacher_dir):
     for batch in (rows, told):
         module = SOD(str(model_dir), str(teacher_dir), **COMMON)
         train(module, [batch])
-        pages.append(module.last_annotated)
+        pages.append(module.last_token_values)
     for (t, a), (_, b) in zip(*pages, strict=True):
         first, later = t.turns[0], t.turns[1]
         for name in ("old_logprobs", "teacher_logprobs"):
@@ -446,11 +452,11 @@ def test_the_ratio_divides_by_the_sampler_where_asked(teacher):
     batch = collate(rows)
     options = {"opd_mode": "none"} if teacher is None else {}
     module = SOD("p", teacher, ratio_denominator="sampler", **options)
-    notes = module.annotate(rows, batch, random_scores(batch))
-    plain = SOD("p", teacher, **options).annotate(rows, batch, random_scores(batch))
-    assert torch.equal(notes.old_logprobs, batch.sampler_logprobs)
-    assert not torch.equal(plain.old_logprobs, notes.old_logprobs)
-    assert torch.equal(notes.advantages, plain.advantages), "T - S stays the trainer's"
+    inputs = module.compute_advantages(rows, batch, random_scores(batch))
+    plain = SOD("p", teacher, **options).compute_advantages(rows, batch, random_scores(batch))
+    assert torch.equal(inputs.old_logprobs, batch.sampler_logprobs)
+    assert not torch.equal(plain.old_logprobs, inputs.old_logprobs)
+    assert torch.equal(inputs.advantages, plain.advantages), "T - S stays the trainer's"
 
 
 # ---------------------------------------------------------------------- refusals
@@ -459,11 +465,6 @@ def test_the_ratio_divides_by_the_sampler_where_asked(teacher):
     [
         ({"teacher": None}, "opd_mode is stepwise, but there is no teacher; name one, or take opd_mode: none"),
         ({"opd_mode": "all"}, "opd_mode is 'all'; expected one of none, uniform"),
-        ({"opd_coef": -1.0}, "opd_coef is -1.0; expected 0 or more"),
-        ({"delta": -0.1}, "delta is -0.1"),
-        ({"epsilon": 0.0}, "epsilon is 0.0"),
-        ({"adv_clamp": 0.0}, "adv_clamp is 0.0; expected a positive number or null"),
-        ({"weight_floor": 1.5}, "weight_floor is 1.5"),
         ({"opd_mode": "gated", "beta_min": 0.2}, r"beta_min is 0.2; expected 0 to beta_max \(0.1\)"),
         ({"opd_mode": "gated", "use_grpo": False}, "AdvantageGate.* weighs by the group advantage"),
         ({"opd_mode": "none", "use_grpo": False}, "nothing to learn"),

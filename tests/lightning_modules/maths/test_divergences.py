@@ -13,12 +13,12 @@ from lightning_modules.maths.divergences import (
     jsd,
     make_divergence,
     reverse_kl,
-    sampled_kl,
     shared_vocabulary,
     skew_forward,
     skew_reverse,
     taid,
 )
+from lightning_modules.maths.losses import sampled_kl
 
 
 @pytest.fixture

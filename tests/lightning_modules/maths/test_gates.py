@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from lightning_modules.advantage_transforms.distillation import turn_index
 from lightning_modules.maths.gates import gate, gate_mean, gate_metrics, token_gap, turn_parts
-from lightning_modules.maths.stepwise import step_index
 
 
 def sigmoid(x):
@@ -90,7 +90,7 @@ def slow_parts(turns, parts):
 def random_turns(rng):
     rows, length = rng.randint(1, 5), rng.randint(1, 40)
     mask = torch.tensor([[int(rng.random() < 0.6) for _ in range(length)] for _ in range(rows)])
-    return step_index(mask)
+    return turn_index(mask)
 
 
 @pytest.mark.parametrize("seed", range(10))

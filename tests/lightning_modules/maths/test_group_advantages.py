@@ -6,7 +6,8 @@ import statistics
 import pytest
 import torch
 
-from lightning_modules.maths.group_advantages import group_advantages, shared_token_advantages, zero_variance_groups
+from lightning_modules.maths.advantages import shared_token_advantages
+from lightning_modules.maths.losses import group_advantages, zero_variance_groups
 
 GROUPS = ["a"] * 4
 
@@ -52,7 +53,9 @@ def test_a_constant_group_is_exactly_zero(convention, value):
 def test_a_group_of_one_is_zero_or_as_in_verl_its_reward():
     rewards, groups = torch.tensor([0.7, 1.0, 0.0]), ["alone", "b", "b"]
     assert group_advantages(rewards, groups).tolist() == pytest.approx([0.0, 0.7071, -0.7071], abs=1e-4)
-    assert group_advantages(rewards, groups, lone="reward").tolist() == pytest.approx([0.7, 0.7071, -0.7071], abs=1e-4)
+    assert group_advantages(rewards, groups, singleton="reward").tolist() == pytest.approx(
+        [0.7, 0.7071, -0.7071], abs=1e-4
+    )
 
 
 def test_no_rows_and_unknown_conventions():
@@ -61,7 +64,7 @@ def test_no_rows_and_unknown_conventions():
         group_advantages(torch.zeros(1), ["a"], "population")
 
 
-def test_zero_variance_groups_are_counted():
+def test_constant_groups_are_counted():
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5])
     assert zero_variance_groups(rewards, ["a", "a", "b", "b", "alone"]) == 2
 

@@ -76,6 +76,21 @@ def test_empty_mask_gives_a_zero_tied_to_the_graph():
     assert new.grad[0].tolist() == [0.0, 0.0]
 
 
+def test_grpo_by_hand():
+    """Ratios 1.5 and 0.5, advantages +1 and -1; the second token has half the correction and no part in the mean."""
+    new, old, reference, advantages = tensors([math.log(1.5), math.log(0.5)], [0.0, 0.0], [0.0, 0.0], [1.0, -1.0])
+    entropy, on, correction = tensors([0.3, 0.7], [1.0, 1.0], [1.0, 0.5])
+    inputs, weights = losses.LossInputs(advantages, old, reference), losses.TokenWeights(on, on, correction)
+    options = {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01}
+    policy, kl = -1.2 + 0.5 * 0.8, 0.5 * (math.log(1.5) ** 2 + math.log(0.5) ** 2)
+    loss = losses.grpo_loss(new, entropy, inputs, weights, **options)
+    assert loss.item() == pytest.approx(policy + 0.1 * kl - 0.01 * 1.0)
+    assert losses.grpo_loss(new, entropy, losses.LossInputs(advantages, old), weights).item() == pytest.approx(policy)
+    fresh = new.clone().requires_grad_()
+    losses.grpo_loss(fresh, entropy, losses.LossInputs(advantages, None), weights).backward()
+    assert fresh.grad[0].tolist() == [-1.0, 0.5], "without old log-probs every ratio is 1"
+
+
 # ---------------------------------------------------------------------- AEPO's clip, and means over sequences
 def test_clip_balanced_keeps_the_value_and_changes_the_gradient():
     """Ratios below, inside and above 0.8 .. 1.3, each with A = +2 and A = -2: the table of docs/papers/arpo.md 3."""

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from lightning_modules.maths.group_advantages import group_advantages
+from lightning_modules.maths.losses import group_advantages
 from lightning_modules.maths.turn_advantages import (
     discounted_returns,
     gigpo_advantages,
@@ -58,7 +58,7 @@ def make_rows(seed, penalised=True):
     return rows
 
 
-def slow_turns(rows, by, lone, scores, divide=True):
+def slow_turns(rows, by, singleton, scores, divide=True):
     out = []
     for group, *_ in rows:
         mine = [(r[1], s) for r, s in zip(rows, scores, strict=True) if r[0] == group]
@@ -73,7 +73,7 @@ def slow_turns(rows, by, lone, scores, divide=True):
             parts = [statistics.mean((s - mean) ** 2 for s in v) for v in trajectories.values()]
             variance = sum(parts) / (n - 1) if n > 1 else 0.0
         if n == 1:
-            out.append(score if lone == "reward" else 0.0)
+            out.append(score if singleton == "reward" else 0.0)
         elif len({s for _, s in mine}) == 1:
             out.append(0.0)
         else:
@@ -81,14 +81,14 @@ def slow_turns(rows, by, lone, scores, divide=True):
     return out
 
 
-@pytest.mark.parametrize("lone", ["zero", "reward"])
+@pytest.mark.parametrize("singleton", ["zero", "reward"])
 @pytest.mark.parametrize("by", ["rows", "trajectories"])
 @pytest.mark.parametrize("seed", range(8))
-def test_turns_against_a_slow_form(seed, by, lone):
+def test_turns_against_a_slow_form(seed, by, singleton):
     rows = make_rows(seed)
     groups, members, _, _, returns, _, penalties = zip(*rows, strict=True)
-    expected = slow_turns(rows, by, lone, [r - p for r, p in zip(returns, penalties, strict=True)])
-    found = turn_advantages(*doubles(returns, penalties), groups, members, by, EPS, lone)
+    expected = slow_turns(rows, by, singleton, [r - p for r, p in zip(returns, penalties, strict=True)])
+    found = turn_advantages(*doubles(returns, penalties), groups, members, by, EPS, singleton)
     assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
@@ -132,10 +132,10 @@ def test_what_has_nothing_to_be_compared_with():
     returns, penalties, groups, members = torch.tensor([3.0, 10.0, 10.0]), torch.tensor([0.1, 0.1, 0]), "abb", [0, 0, 0]
     by_rows = turn_advantages(returns, penalties, groups, members)
     assert by_rows.tolist() == pytest.approx([0.0, -0.7071, 0.7071], abs=1e-3), "one trajectory's turns are compared"
-    assert turn_advantages(returns, penalties, groups, members, lone="reward")[0].item() == pytest.approx(2.9)
+    assert turn_advantages(returns, penalties, groups, members, singleton="reward")[0].item() == pytest.approx(2.9)
     alone = turn_advantages(returns, penalties, groups, members, "trajectories")
     assert alone.tolist() == [0.0] * 3
-    alone = turn_advantages(returns, penalties, groups, members, "trajectories", lone="reward")
+    alone = turn_advantages(returns, penalties, groups, members, "trajectories", singleton="reward")
     assert alone.tolist() == pytest.approx([2.9, 9.9, 10.0])
 
 
@@ -149,8 +149,8 @@ def test_no_rows_dtype_gradient_and_what_is_refused():
     assert found.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
     with pytest.raises(ValueError, match="unknown statistics 'turns'; expected rows or trajectories"):
         turn_advantages(returns, returns, ["a", "a"], [0, 1], "turns")
-    with pytest.raises(ValueError, match="lone is 'mean'; expected zero or reward"):
-        turn_advantages(returns, returns, ["a", "a"], [0, 1], lone="mean")
+    with pytest.raises(ValueError, match="singleton is 'mean'; expected zero or reward"):
+        turn_advantages(returns, returns, ["a", "a"], [0, 1], singleton="mean")
 
 
 # ---------------------------------------------------------------------- GiGPO
@@ -178,7 +178,7 @@ def test_gigpo_by_hand():
     step = [5 - 1.225, 5.0, -1.225, -0.1 - 1.225, -5.0, -1.225]
     episode = [s - 19.9 / 6 for s in (10.0, 10.0, 0.0, -0.1, 0.0, 0.0)]
     for w in (0.0, 1.0, 0.3):
-        found = gigpo_advantages(*rows, anchors, step_weight=w, gamma=0.5)
+        found = gigpo_advantages(*rows, anchors, turn_weight=w, gamma=0.5)
         assert found.tolist() == pytest.approx([e + w * s for e, s in zip(episode, step, strict=True)])
     scaled = gigpo_advantages(*rows, anchors, gamma=0.5, norm="mean_std_norm")
     stds = [statistics.stdev(v) + EPS for v in ([10, 10, 0, -0.1, 0, 0], [5, 0, -0.1, 0], [10, 0])]
@@ -205,14 +205,14 @@ def test_similar_states_by_hand():
     assert similar_states(chain, ["g"] * 4, [0] * 4, [0, 1, 2, 3], 0.9) == [0, 0, 1, 1]
 
 
-def slow_gigpo(rows, w, gamma, divide, by, lone):
+def slow_gigpo(rows, w, gamma, divide, by, singleton):
     def turns_of(row):
         return [r for r in rows if r[:2] == row[:2]]
 
     episodes = [sum(r[5] for r in turns_of(row)) - row[6] for row in rows]
     steps = [sum(gamma ** (r[2] - row[2]) * r[5] for r in turns_of(row) if r[2] >= row[2]) - row[6] for row in rows]
     states = [(f"{group}/{state}", *rest) for group, *rest, state, _, _, _ in rows]
-    episode = slow_turns(rows, by, lone, [round(e, 9) for e in episodes], divide)
+    episode = slow_turns(rows, by, singleton, [round(e, 9) for e in episodes], divide)
     step = slow_turns(states, "rows", "zero", [round(s, 9) for s in steps], divide)
     return [e + w * s for e, s in zip(episode, step, strict=True)]
 
@@ -222,14 +222,14 @@ def slow_gigpo(rows, w, gamma, divide, by, lone):
 @pytest.mark.parametrize("seed", range(8))
 def test_gigpo_against_a_slow_form_and_in_any_order(seed, by, norm):
     rows, rng = make_rows(seed), random.Random(seed)
-    lone, w, gamma = rng.choice(["zero", "reward"]), rng.random(), rng.choice([1.0, 0.95, 0.5])
+    singleton, w, gamma = rng.choice(["zero", "reward"]), rng.random(), rng.choice([1.0, 0.95, 0.5])
 
     def fast(order):
         groups, members, turns, states, _, rewards, penalties = zip(*(rows[i] for i in order), strict=True)
-        options = {"step_weight": w, "gamma": gamma, "norm": norm, "statistics": by, "lone": lone}
+        options = {"turn_weight": w, "gamma": gamma, "norm": norm, "statistics": by, "singleton": singleton}
         return gigpo_advantages(*doubles(rewards, penalties), groups, members, turns, states, **options)
 
-    expected = slow_gigpo(rows, w, gamma, norm == "mean_std_norm", by, lone)
+    expected = slow_gigpo(rows, w, gamma, norm == "mean_std_norm", by, singleton)
     found = fast(range(len(rows)))
     assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
     order = rng.sample(range(len(rows)), len(rows))
@@ -247,5 +247,5 @@ def test_gigpo_without_steps_is_grpo_and_a_state_met_once_says_nothing():
     without = [0] * len(rows)
     none = (groups, members, turns, without)
     assert torch.allclose(own, plain, atol=1e-9)
-    found = gigpo_advantages(*doubles(rewards, penalties), *none, step_weight=0.0, norm="mean_std_norm")
+    found = gigpo_advantages(*doubles(rewards, penalties), *none, turn_weight=0.0, norm="mean_std_norm")
     assert torch.allclose(found, plain, atol=1e-9)

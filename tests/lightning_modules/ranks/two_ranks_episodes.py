@@ -42,7 +42,7 @@ def cases(teacher: str) -> dict[str, Case]:
     jsd = {"skills": skills(), "skills_coef": 0.5, "signal": "jsd", "jsd_beta": 0.3, "gap_clamp": 2.0}
     return {
         "episode_grpo": Case(1, [6], EpisodeGRPO, {"group_statistics": "rows", **charged, **reference}),
-        "gigpo": Case(1, [6], GiGPO, {"group_statistics": "trajectories", "step_norm": "mean_std_norm", **charged}),
+        "gigpo": Case(1, [6], GiGPO, {"group_statistics": "trajectories", "turn_norm": "mean_std_norm", **charged}),
         "sdar": Case(1, [6], SDAR, {**gate, **charged, **reference}),
         "sdar_jsd": Case(1, [], SDAR, {**jsd, **charged, "teacher_weights": "fixed"}),
         "skill_sd": Case(None, [6], SkillSD, {"skills": skills(), "skills_coef": 0.5, **charged}),

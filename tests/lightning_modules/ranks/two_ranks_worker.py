@@ -17,13 +17,13 @@ import lightning as L
 import torch
 
 from lightning_modules import ranks
+from lightning_modules.advantage_transforms.skill_teacher import SkillTeacher
 from lightning_modules.algorithms.aepo import AEPO
 from lightning_modules.algorithms.cold_start_kd import ColdStartKD
 from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.opsd import OPSD
 from lightning_modules.algorithms.sod import SOD
-from lightning_modules.annotations.skill_teacher import SkillTeacher
 from lightning_modules.models import policy
 from lightning_modules.training import optimisation
 from rollout.protocols.search_r1 import SearchR1Protocol
@@ -97,7 +97,7 @@ class Judged(L.Callback):
     def on_train_end(self, trainer, pl_module):
         mine = [t for t in self.rows if not t.failed_by_infrastructure]
         mine = mine[:1] if trainer.global_rank else mine
-        self.figures = pl_module.step_divergences(mine, self.teacher, pl_module.max_tokens_per_micro_batch)
+        self.figures = pl_module.turn_divergences(mine, self.teacher, pl_module.max_tokens_per_micro_batch)
 
 
 def batch():
@@ -159,7 +159,7 @@ def trainings(model: str, teacher: str):
     yield Training("kd_idle", idle(batch), KDWithSGD(model, teacher, schedule="constant", **common), alone)
     yield Training("dgpo_idle", idle(batch), DGPOWithSGD(model, teacher, kl_coef=0.1, **on_policy), alone)
     yield Training("grpo_idle", idle(groups), GRPOWithSGD(model, **grouped), alone)
-    robust = {"reference_step": "batch_median", "adv_clamp": 1.0}  # of both ranks' rows
+    robust = {"reference_turn": "batch_median", "adv_clamp": 1.0}  # of both ranks' rows
     yield Training("sod", groups, SODWithSGD(model, teacher, epochs=2, **robust, **on_policy), alone)
     yield Training("opsd", told(model), OPSDWithSGD(model, **on_policy), lambda rows: Questions(model, rows))
     longer = on_policy | {"max_tokens_per_micro_batch": 400, "logits_chunk": 64}  # prompts of about a hundred tokens
@@ -194,7 +194,7 @@ def sharded(module) -> bool:
 
 def learnt(module) -> dict:
     """What the retriever of skills has been told of all ranks' episodes."""
-    taught = [a for a in getattr(module, "annotations", ()) if isinstance(a, SkillTeacher)]
+    taught = [a for a in getattr(module, "advantage_transforms", ()) if isinstance(a, SkillTeacher)]
     return taught[0].skills.retriever.state_dict() if taught else {}
 
 

@@ -1,4 +1,4 @@
-"""OPSD's teacher prompts: the question with the answer or a hint in it (docs/papers/sod.md 3 and 9)."""
+"""Prompts that a teacher reads instead of the student's, such as OPSD's with the answer (docs/papers/sod.md 3)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_modules.annotations.base import Algorithm, per_turn_prompts, validate_choice
-from lightning_modules.annotations.distillation import TeacherPrompts, check_lengths
+from torch import Tensor
+
+from lightning_modules.advantage_transforms.base import Algorithm, ConfigRepr, per_turn_prompts, validate_choice
+from lightning_modules.batch import TokenBatch, aligned, with_prompts
 
 if TYPE_CHECKING:
     from rollout.trajectory import Task, Trajectory
@@ -25,6 +27,17 @@ TEMPLATES: dict[str, str] = {
         "the tools where they help, and do not mention what you were told."
     ),
 }
+
+
+class TeacherPrompts(ConfigRepr):
+    """Prompts that the teacher reads instead of the student's; the responses stay as they were sampled."""
+
+    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        """Refuse a data module whose prompts cannot be rendered."""
+
+    def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> Sequence[Sequence[int]]:
+        """Ids of the prompt before each response."""
+        raise NotImplementedError
 
 
 class PrivilegedPrompts(TeacherPrompts):
@@ -110,3 +123,32 @@ class PrivilegedPrompts(TeacherPrompts):
         read = [prompts[t.group] for t in trajectories]
         check_lengths(algorithm, read, trajectories, f"the {self.privilege}", "the length of what the data tell")
         return read
+
+
+def after_prompts(
+    score: Any, prompts: Sequence[Sequence[int]] | None, trajectories: Sequence[Trajectory], batch: TokenBatch
+) -> Tensor:
+    """``score(TokenBatch)`` of the responses after other prompts (None: their own), at the columns of ``batch``."""
+    if prompts is None:
+        return score(batch)
+    read = with_prompts(trajectories, prompts, batch)
+    return aligned(score(read), read, batch)
+
+
+def check_lengths(
+    algorithm: Algorithm, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory], told: str, option: str
+) -> None:
+    """Raise ValueError where a response after its prompt for the teacher is longer than the model has positions.
+
+    Args:
+        told: what the teacher is told, for the message.
+        option: the option that bounds what it is told.
+    """
+    known = getattr(getattr(algorithm.policy, "config", None), "max_position_embeddings", None)
+    lengths = [len(p) + len(t.response_ids) for p, t in zip(prompts, trajectories, strict=True)]
+    if known is not None and max(lengths, default=0) > known:
+        worst = trajectories[lengths.index(max(lengths))]
+        raise ValueError(
+            f"task {worst.task.id}: with {told} the teacher reads {max(lengths)} tokens, but the model has positions "
+            f"for {known}; lower {option}, or the rollouts' max_length"
+        )

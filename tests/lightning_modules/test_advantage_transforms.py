@@ -1,4 +1,4 @@
-"""Annotations from a YAML, put together: the gradient against a slow form; how deep the shipped classes stand."""
+"""Advantage transforms from a YAML, combined: the gradient against a slow form; how deep the shipped classes stand."""
 
 import copy
 import random
@@ -9,12 +9,21 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
+from experiments.registry.project import ROOT
+from lightning_modules.advantage_transforms import signals
+from lightning_modules.advantage_transforms.attribution import EntropyScaling, HardAttribution
+from lightning_modules.advantage_transforms.base import AdvantageTransform
+from lightning_modules.advantage_transforms.distillation import (
+    AdvantageGate,
+    Distillation,
+    DivergenceRatio,
+    IncorrectOnly,
+    TurnWeighting,
+)
+from lightning_modules.advantage_transforms.skill_signals import GatedSkills, SkillImportanceKL, SkillLoss, SkillShares
+from lightning_modules.advantage_transforms.skill_teacher import SkillTeacher
+from lightning_modules.advantage_transforms.turns import StateAdvantages, TurnAdvantages
 from lightning_modules.algorithms import aepo, arpo, cold_start_kd, dgpo, episode_grpo, grpo, opsd, ppo, sdar, sft, sod
-from lightning_modules.annotations.attribution import EntropyScaling, HardAttribution
-from lightning_modules.annotations.distillation import Distillation
-from lightning_modules.annotations.signal_weights import AdvantageGate, StepWeights, WrongOnly
-from lightning_modules.annotations.skill_signals import GatedSkills, SkillImportanceKL, SkillShares
-from lightning_modules.annotations.turns import StateAdvantages, TurnAdvantages
 from lightning_modules.batch import collate
 from lightning_modules.maths.losses import ppo_clip_loss
 from lightning_modules.models.policy import load_causal_lm, token_logprobs
@@ -23,7 +32,7 @@ from lightning_modules.training.policy_module import EvaluateOnly
 from tests.lightning_modules.algorithms.episode_helpers import EpisodeData, episodes, skills
 from tests.lightning_modules.helpers import fit, make_group
 
-HERE = "lightning_modules.annotations"
+HERE = "lightning_modules.advantage_transforms"
 
 
 def parse(model):
@@ -35,13 +44,19 @@ def parse(model):
 
 def combination(policy, teacher, **options):
     """SOD's step weights on a teacher that is asked about wrong trajectories only (DGPO), ARPO's hard attribution."""
-    weights = [{"class_path": f"{HERE}.signal_weights.{name}"} for name in ("StepWeights", "WrongOnly")]
+    weights = [{"class_path": f"{HERE}.distillation.{name}"} for name in ("DivergenceRatio", "IncorrectOnly")]
     distillation = {"teacher": str(teacher), "weights": weights, "coef": 0.5}
-    annotations = [
+    transforms = [
         {"class_path": f"{HERE}.attribution.HardAttribution"},
         {"class_path": f"{HERE}.distillation.Distillation", "init_args": distillation},
     ]
-    arguments = {"policy": str(policy), "annotations": annotations, "lr": 1e-3, "num_mini_batches": 1, **options}
+    arguments = {
+        "policy": str(policy),
+        "advantage_transforms": transforms,
+        "lr": 1e-3,
+        "num_mini_batches": 1,
+        **options,
+    }
     return parse({"class_path": "lightning_modules.algorithms.grpo.GRPO", "init_args": arguments})
 
 
@@ -118,16 +133,16 @@ def test_each_part_of_the_combination_has_an_effect(model_dir, teacher_dir):
     module._trainer = SimpleNamespace(strategy=None)
     module.build_models()
     scores = module.score(rows, batch)
-    whole = module.annotate(rows, batch, scores).advantages
-    hard, distillation = module.annotations
+    whole = module.compute_advantages(rows, batch, scores).advantages
+    hard, distillation = module.advantage_transforms
     for changed in (
         [distillation],
         [hard],
-        [hard, Distillation("t", weights=[StepWeights()], coef=0.5)],
-        [hard, Distillation("t", weights=[WrongOnly()], coef=0.5)],
+        [hard, Distillation("t", weights=[DivergenceRatio()], coef=0.5)],
+        [hard, Distillation("t", weights=[IncorrectOnly()], coef=0.5)],
     ):
-        module.annotations = changed
-        assert (module.annotate(rows, batch, scores).advantages - whole).abs().max() > 1e-3
+        module.advantage_transforms = changed
+        assert (module.compute_advantages(rows, batch, scores).advantages - whole).abs().max() > 1e-3
 
 
 def test_a_kl_to_a_reference_beside_a_teacher(model_dir, teacher_dir):
@@ -139,15 +154,17 @@ def test_a_kl_to_a_reference_beside_a_teacher(model_dir, teacher_dir):
     assert not any(name.startswith(("teacher.", "reference.")) for name in module._trained(module.state_dict()))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert metrics["train/kl"] > 0 and metrics["train/opd_advantage_abs"] > 0
-    assert {"teacher_logprobs", "reference_logprobs", "opd_weights"} <= module.last_annotated[0][1].keys()
+    assert {"teacher_logprobs", "reference_logprobs", "opd_weights"} <= module.last_token_values[0][1].keys()
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_a_teacher_and_a_fixed_self_teacher_are_two_models(model_dir, teacher_dir, turned, kl_coef):
     distillation, gated = Distillation(str(teacher_dir)), GatedSkills(skills(), "fixed")
-    annotations = [gated, distillation] if turned else [distillation, gated]
-    module = grpo.GRPO(str(model_dir), str(model_dir), kl_coef, annotations=annotations)  # or the reference is both
+    transforms = [gated, distillation] if turned else [distillation, gated]
+    module = grpo.GRPO(
+        str(model_dir), str(model_dir), kl_coef, advantage_transforms=transforms
+    )  # or the reference is both
     module._trainer = SimpleNamespace(strategy=None)
     module.build_models()
     batch = collate(branched())
@@ -168,20 +185,20 @@ WITHOUT_EFFECT = {
 
 
 @pytest.mark.parametrize("message", WITHOUT_EFFECT)
-def test_annotations_that_would_lose_their_effect_are_refused(message):
+def test_transforms_that_would_lose_their_effect_are_refused(message):
     with pytest.raises(ValueError, match=message):
-        grpo.GRPO("p", annotations=WITHOUT_EFFECT[message]())
+        grpo.GRPO("p", advantage_transforms=WITHOUT_EFFECT[message]())
 
 
 @pytest.mark.parametrize("changes", [EntropyScaling, HardAttribution, lambda: SkillShares(skills())])
 def test_what_changes_the_outcome_is_refused_without_it(changes):
     with pytest.raises(ValueError, match="which use_grpo: false takes away"):
-        grpo.GRPO("p", use_grpo=False, annotations=[Distillation("t"), changes()])
+        grpo.GRPO("p", use_grpo=False, advantage_transforms=[Distillation("t"), changes()])
 
 
 def test_ppo_takes_step_weights_on_its_kl(model_dir, teacher_dir):
     """r_t = outcome - kl_coef w_k k1: by hand from the models' log-probs."""
-    weights = [{"class_path": f"{HERE}.signal_weights.{name}"} for name in ("StepWeights", "WrongOnly")]
+    weights = [{"class_path": f"{HERE}.distillation.{name}"} for name in ("DivergenceRatio", "IncorrectOnly")]
     arguments = {"policy": str(model_dir), "reference": str(teacher_dir), "kl_coef": 0.5, "kl_weights": weights}
     module = parse({"class_path": "lightning_modules.algorithms.ppo.PPO", "init_args": arguments})
     rows = branched()
@@ -189,7 +206,7 @@ def test_ppo_takes_step_weights_on_its_kl(model_dir, teacher_dir):
     module.build_models()
     batch = collate(rows)
     scores = module.score(rows, batch)
-    rewards = module.annotate(rows, batch, scores).rewards
+    rewards = module.compute_advantages(rows, batch, scores).rewards
     for i, t in enumerate(rows):
         gap = (scores.old_logprobs - scores.reference_logprobs)[i, len(t.prompt_ids) :].tolist()
         d = [sum(abs(x) for x in gap[turn.start : turn.end]) / (turn.end - turn.start) for turn in t.turns]
@@ -203,19 +220,19 @@ def test_ppo_takes_step_weights_on_its_kl(model_dir, teacher_dir):
     with pytest.raises(ValueError, match="read no advantages"):
         ppo.PPO("p", "r", kl_weights=[AdvantageGate()])
     with pytest.raises(ValueError, match="and a reference"):
-        ppo.PPO("p", kl_weights=[WrongOnly()])
+        ppo.PPO("p", kl_weights=[IncorrectOnly()])
     with pytest.raises(ValueError, match="a kl_coef above 0"):
-        ppo.PPO("p", "r", kl_coef=0.0, kl_weights=[WrongOnly()])
+        ppo.PPO("p", "r", kl_coef=0.0, kl_weights=[IncorrectOnly()])
 
 
-def ppo_with(model_dir, annotations, **options):
-    arguments = {"policy": str(model_dir), "lr": 1e-3, "annotations": annotations, **options}
+def ppo_with(model_dir, transforms, **options):
+    arguments = {"policy": str(model_dir), "lr": 1e-3, "advantage_transforms": transforms, **options}
     return parse({"class_path": "lightning_modules.algorithms.ppo.PPO", "init_args": arguments})
 
 
 def test_ppo_takes_a_teacher_of_wrong_trajectories_and_a_loss(model_dir, teacher_dir):
     """What Distillation adds to the whitened advantages, by hand; the loss of skills comes on top of the policy's."""
-    weights = [{"class_path": f"{HERE}.signal_weights.WrongOnly"}]
+    weights = [{"class_path": f"{HERE}.distillation.IncorrectOnly"}]
     teacher = {"teacher": str(teacher_dir), "weights": weights, "coef": 0.5}
     distillation = {"class_path": f"{HERE}.distillation.Distillation", "init_args": teacher}
     rows, plain = branched(), ppo_with(model_dir, [])
@@ -227,12 +244,12 @@ def test_ppo_takes_a_teacher_of_wrong_trajectories_and_a_loss(model_dir, teacher
     scores = taught.score(rows, batch)
     wrong = torch.tensor([[float(t.reward.total == 0)] for t in rows])
     added = 0.5 * wrong * (scores.teacher_logprobs - scores.old_logprobs) * batch.mask
-    base, found = (module.annotate(rows, batch, scores).advantages for module in (plain, taught))
+    base, found = (module.compute_advantages(rows, batch, scores).advantages for module in (plain, taught))
     assert torch.allclose(found, base + added, atol=1e-6) and added.abs().max() > 1e-3
     trainer = fit(ppo_with(model_dir, [distillation], max_tokens_per_micro_batch=60), [rows] * 2)
     assert float(trainer.callback_metrics["train/opd_advantage_abs"]) > 0
     episode_rows, protocol = episodes(model_dir, 1)
-    gated = ppo.PPO(str(model_dir), annotations=[GatedSkills(skills(), skills_coef=0.5)], num_mini_batches=1)
+    gated = ppo.PPO(str(model_dir), advantage_transforms=[GatedSkills(skills(), skills_coef=0.5)], num_mini_batches=1)
     trainer = fit(gated, EpisodeData(episode_rows, protocol))
     assert float(trainer.callback_metrics["train/loss_skills"]) != 0
 
@@ -241,18 +258,18 @@ def test_ppo_takes_a_teacher_of_wrong_trajectories_and_a_loss(model_dir, teacher
 def test_ppo_refuses_what_compares_the_trajectories_of_a_group(compares):
     for host in (ppo.PPO, lambda *args, **options: dgpo.DGPO(*args, "t", **options)):
         with pytest.raises(ValueError, match=f"{compares.__name__} compares the trajectories of a group, .* does not"):
-            host("p", annotations=[compares()])
+            host("p", advantage_transforms=[compares()])
 
 
-def test_aepos_clip_goes_with_other_annotations(model_dir, teacher_dir):
+def test_aepos_clip_goes_with_other_transforms(model_dir, teacher_dir):
     """GRPO with the parts of AEPO from a YAML is AEPO, bit for bit."""
     options = {"lr": 1e-2, "epochs": 2, "clip_low": 0.05, "clip_high": 0.05}
     parts = [EntropyScaling(0.2)]
     found = {}
     for name, module in {
         "aepo": aepo.AEPO(str(model_dir), **options),
-        "parts": grpo.GRPO(str(model_dir), clip_balanced=True, annotations=parts, **options),
-        "ordinary": grpo.GRPO(str(model_dir), annotations=parts, **options),
+        "parts": grpo.GRPO(str(model_dir), clip_balanced=True, advantage_transforms=parts, **options),
+        "ordinary": grpo.GRPO(str(model_dir), advantage_transforms=parts, **options),
     }.items():
         fit(module, [branched()])
         found[name] = torch.cat([p.detach().flatten() for p in module.policy.parameters()])
@@ -276,6 +293,17 @@ SHIPPED = [
     sft.SFT, cold_start_kd.ColdStartKD, ppo.PPO, dgpo.DGPO, grpo.GRPO, arpo.ARPO, aepo.AEPO, sod.SOD, opsd.OPSD,
     episode_grpo.EpisodeGRPO, episode_grpo.GiGPO, sdar.SDAR, sdar.SkillSD, sdar.RLSD, EvaluateOnly,
 ]  # fmt: skip
+
+
+def test_the_table_of_signals_is_complete_and_on_the_page():
+    listed = {signal.added_by for signal in signals.SIGNALS.values()}
+    abstract = {AdvantageTransform, TurnWeighting, SkillTeacher, SkillLoss}
+    found, kinds = set(), [AdvantageTransform, TurnWeighting]
+    while kinds:
+        kinds += [c for c in kinds.pop().__subclasses__() if c.__module__.startswith("lightning_modules.")]
+        found |= {*kinds}
+    assert found - abstract == listed
+    assert signals.table() in (ROOT / "docs" / "new_algorithm.md").read_text()
 
 
 def test_no_algorithm_stands_on_more_than_four_classes_of_ours():

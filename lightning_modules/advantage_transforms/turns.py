@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from common.ranges import NonNegativeFloat, UnitInterval
-from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, validate_choice
+from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
+from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index
 from lightning_modules.batch import TokenBatch, turn_starts
-from lightning_modules.maths.stepwise import spread, step_index
 from lightning_modules.maths.turn_advantages import (
     Statistics,
-    StepNorm,
+    TurnNorm,
     gigpo_advantages,
     similar_states,
     turn_advantages,
@@ -28,7 +28,7 @@ class TurnRow:
     """A turn that holds a sampled token, with its row and its numbers in row and episode."""
 
     row: int  # of the batch
-    step: int  # among the row's turns that hold a token, from 0
+    column: int  # among the row's turns that hold a token, from 0
     number: int  # among all turns of its episode, from 0
     turn: Turn
     episode: Trajectory
@@ -60,20 +60,20 @@ def turns_by_row(trajectories: Sequence[Trajectory]) -> Iterator[TurnRow]:
     """Turns by row, whether a row is a whole trajectory or one turn of it."""
     for row, t in enumerate(trajectories):
         kept = [(k, turn) for k, turn in enumerate(t.turns) if turn.end > turn.start]
-        for step, (k, turn) in enumerate(kept):
-            yield TurnRow(row, step, k if t.row is None else t.row, turn, t.episode or t)
+        for column, (k, turn) in enumerate(kept):
+            yield TurnRow(row, column, k if t.row is None else t.row, turn, t.episode or t)
 
 
 def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
     """By token, the number of its turn in its episode, from 1 [B, T] int64; 0 where the mask is 0."""
-    steps = step_index(batch.mask, turn_starts(trajectories, batch))
-    numbers = torch.zeros((len(trajectories), int(steps.max()) + 1 if steps.numel() else 1), dtype=torch.int64)
+    index = turn_index(batch.mask, turn_starts(trajectories, batch))
+    numbers = torch.zeros((len(trajectories), int(index.max()) + 1 if index.numel() else 1), dtype=torch.int64)
     for turn in turns_by_row(trajectories):
-        numbers[turn.row, turn.step + 1] = turn.number + 1
-    return numbers.to(steps.device).gather(1, steps)
+        numbers[turn.row, turn.column + 1] = turn.number + 1
+    return numbers.to(index.device).gather(1, index)
 
 
-class TurnAdvantages(Annotation):
+class TurnAdvantages(AdvantageTransform):
     """Advantages that belong to turns, in place of the group's::
 
         score = return of the episode - invalid_coef [the turn's action was invalid]
@@ -92,11 +92,9 @@ class TurnAdvantages(Annotation):
 
     needs_groups = True
     replaces_credit = True
-    reads_policy_scores = False
+    reads_old_logprobs = False
 
     def __init__(self, group_statistics: Statistics = "rows", invalid_coef: NonNegativeFloat = 0.0) -> None:
-        if invalid_coef < 0:
-            raise ValueError(f"invalid_coef is {invalid_coef}; expected 0 or more: it is subtracted")
         self.group_statistics: Statistics = validate_choice("group_statistics", group_statistics, Statistics)
         self.invalid_coef = invalid_coef
 
@@ -104,17 +102,17 @@ class TurnAdvantages(Annotation):
         if algorithm.advantage != "std":
             raise ValueError(f"advantage is {algorithm.advantage!r}; turns are compared by std, see group_statistics")
 
-    def credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
+    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
         trajectories, batch = rollout.trajectories, rollout.batch
         turns = list(turns_by_row(trajectories))
         invalid = torch.tensor([float(turn.invalid) for turn in turns])
         rollout.algorithm.metrics.mean("train/invalid_actions", invalid.sum(), len(turns))
         values = self.turn_values(rollout.algorithm, turns, self.invalid_coef * invalid)
-        steps = step_index(batch.mask, turn_starts(trajectories, batch))
-        table = torch.zeros((len(trajectories), int(steps.max()) if steps.numel() else 0))
+        index = turn_index(batch.mask, turn_starts(trajectories, batch))
+        table = torch.zeros((len(trajectories), int(index.max()) if index.numel() else 0))
         rows = torch.tensor([turn.row for turn in turns], dtype=torch.int64)
-        table[rows, torch.tensor([turn.step for turn in turns], dtype=torch.int64)] = values.float()
-        return spread(table.to(batch.mask.device), steps) * batch.mask
+        table[rows, torch.tensor([turn.column for turn in turns], dtype=torch.int64)] = values.float()
+        return spread_turns(table.to(batch.mask.device), index) * batch.mask
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
         """The advantage of each turn [R]; override for another comparison."""
@@ -122,7 +120,9 @@ class TurnAdvantages(Annotation):
         returns = torch.tensor(rewards, dtype=torch.float64)  # of whole numbers torch would make integers
         groups = [turn.episode.group for turn in turns]
         members = [turn.episode.index for turn in turns]
-        return turn_advantages(returns, penalties, groups, members, self.group_statistics, lone=algorithm.lone)
+        return turn_advantages(
+            returns, penalties, groups, members, self.group_statistics, singleton=algorithm.singleton_advantage
+        )
 
 
 class StateAdvantages(TurnAdvantages):
@@ -134,9 +134,9 @@ class StateAdvantages(TurnAdvantages):
     Args:
         group_statistics: see ``TurnAdvantages``.
         invalid_coef: see ``TurnAdvantages``.
-        step_weight: of the comparison by state (published: 1).
+        turn_weight: of the comparison by state (published: 1).
         gamma: discount per turn of what a turn led to (published: 0.95).
-        step_norm: mean_norm (no std) or mean_std_norm; of the episode's advantage, too.
+        turn_norm: mean_norm (no std) or mean_std_norm; of the episode's advantage, too.
         similarity: how alike two states are that count as the same: 1 for equal texts, else difflib's ratio
             (verl-agent's search script: 0.9); see ``turn_advantages.similar_states``.
     """
@@ -145,16 +145,14 @@ class StateAdvantages(TurnAdvantages):
         self,
         group_statistics: Statistics = "rows",
         invalid_coef: NonNegativeFloat = 0.0,
-        step_weight: NonNegativeFloat = 1.0,
+        turn_weight: NonNegativeFloat = 1.0,
         gamma: UnitInterval = 0.95,
-        step_norm: StepNorm = "mean_norm",
+        turn_norm: TurnNorm = "mean_norm",
         similarity: UnitInterval = 1.0,
     ) -> None:
         super().__init__(group_statistics, invalid_coef)
-        if step_weight < 0 or not 0 <= gamma <= 1:
-            raise ValueError(f"step_weight is {step_weight}, gamma {gamma}; expected 0 or more, and from 0 to 1")
-        self.step_weight, self.gamma = step_weight, gamma
-        self.step_norm: StepNorm = validate_choice("step_norm", step_norm, StepNorm)
+        self.turn_weight, self.gamma = turn_weight, gamma
+        self.turn_norm: TurnNorm = validate_choice("turn_norm", turn_norm, TurnNorm)
         self.similarity = similarity
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
@@ -173,9 +171,9 @@ class StateAdvantages(TurnAdvantages):
             members,
             numbers,
             anchors,
-            self.step_weight,
+            self.turn_weight,
             self.gamma,
-            self.step_norm,
+            self.turn_norm,
             self.group_statistics,
-            lone=algorithm.lone,
+            singleton=algorithm.singleton_advantage,
         )

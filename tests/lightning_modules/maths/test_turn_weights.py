@@ -6,14 +6,14 @@ import random
 import pytest
 import torch
 
-from lightning_modules.maths.stepwise import (
-    StepDivergences,
-    last_step,
-    spread,
-    step_divergences,
-    step_index,
-    step_means,
-    step_weights,
+from lightning_modules.advantage_transforms.distillation import (
+    TurnDivergences,
+    divergence_ratios,
+    last_turn,
+    spread_turns,
+    turn_divergences,
+    turn_index,
+    turn_means,
 )
 
 
@@ -21,7 +21,7 @@ def given(*rows):
     """Divergences as if they had been measured; rows may differ in length."""
     most = max(len(r) for r in rows)
     d, n = (torch.tensor([[f(x) for x in r] + [0.0] * (most - len(r)) for r in rows]) for f in (float, lambda _: 1.0))
-    return StepDivergences(d, d, n)
+    return TurnDivergences(d, d, n)
 
 
 @pytest.mark.parametrize(
@@ -37,42 +37,42 @@ def given(*rows):
     ],
 )
 def test_vectors(divergences, weights):
-    assert step_weights(given(divergences))[0].tolist() == pytest.approx(weights, abs=5e-4, rel=1e-3)
+    assert divergence_ratios(given(divergences))[0].tolist() == pytest.approx(weights, abs=5e-4, rel=1e-3)
 
 
 def test_case_a_is_stable_and_never_above_the_cap():
     """d from .22 to .50, weights from 1.00 to 1.20."""
-    w = step_weights(given((0.5, 0.45, 0.42, 0.22)))[0]
+    w = divergence_ratios(given((0.5, 0.45, 0.42, 0.22)))[0]
     assert w.min() == 1.0 and w.max() == pytest.approx(1.2) and w.tolist() == sorted(w.tolist())
 
 
 def test_options():
     d = given((0.1, 0.4, 0.05), (0.5, 0.25), (0.3, 0.6))
-    assert step_weights(d, delta=None)[0].tolist() == pytest.approx([1, 0.25, 2.0], rel=1e-4)
-    assert step_weights(d, delta=5.0)[0].tolist() == pytest.approx([1, 0.25, 2.0], rel=1e-4)
-    assert step_weights(d, delta=0.0)[1].tolist() == pytest.approx([1, 1, 0])
-    assert step_weights(d, floor=0.3)[0].tolist() == pytest.approx([1, 0.3, 1.2], rel=1e-4)
-    median = step_weights(d, reference="batch_median", delta=None)  # of .1 .5 .3
+    assert divergence_ratios(d, delta=None)[0].tolist() == pytest.approx([1, 0.25, 2.0], rel=1e-4)
+    assert divergence_ratios(d, delta=5.0)[0].tolist() == pytest.approx([1, 0.25, 2.0], rel=1e-4)
+    assert divergence_ratios(d, delta=0.0)[1].tolist() == pytest.approx([1, 1, 0])
+    assert divergence_ratios(d, floor=0.3)[0].tolist() == pytest.approx([1, 0.3, 1.2], rel=1e-4)
+    median = divergence_ratios(d, reference="batch_median", delta=None)  # of .1 .5 .3
     expected = [[1, 0.75, 6.0], [1, 1.2, 0], [1, 0.5, 0]]
     for row, values in zip(median.tolist(), expected, strict=True):
         assert row == pytest.approx(values, rel=1e-3)
-    with pytest.raises(ValueError, match="unknown reference 'last'; expected first"):
-        step_weights(d, reference="last")
+    with pytest.raises(ValueError, match="reference_turn is 'last'; expected one of first"):
+        divergence_ratios(d, reference="last")
 
 
 def test_the_batch_reference_is_of_all_ranks():
     reference = "batch_median"
     rng = random.Random(0)
     rows = [[rng.random() for _ in range(rng.randint(1, 4))] for _ in range(7)]
-    whole = step_weights(given(*rows), reference=reference)
+    whole = divergence_ratios(given(*rows), reference=reference)
     firsts = torch.tensor([r[0] for r in rows])
     for part in (slice(0, 2), slice(2, 7)):
-        mine = step_weights(given(*rows[part]), reference=reference, gather=lambda _: firsts)
+        mine = divergence_ratios(given(*rows[part]), reference=reference, gather=lambda _: firsts)
         assert torch.equal(mine, whole[part][:, : mine.shape[1]])
-    nothing = step_means(torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.int64))
-    empty = StepDivergences(nothing[0], nothing[0], nothing[1])
+    nothing = turn_means(torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.int64))
+    empty = TurnDivergences(nothing[0], nothing[0], nothing[1])
     called = []
-    assert step_weights(empty, reference=reference, gather=lambda v: called.append(v) or firsts).shape == (0, 0)
+    assert divergence_ratios(empty, reference=reference, gather=lambda v: called.append(v) or firsts).shape == (0, 0)
     assert len(called) == 1, "a rank without rows takes part in the collective"
 
 
@@ -117,25 +117,25 @@ def test_against_a_slow_loop(seed):
     steps, d, signed, w, token_w = slow(student, teacher, mask, starts, 0.2, 1e-6)
     m = torch.tensor(mask, dtype=torch.float32)
     unknown = torch.where(m == 0, torch.nan, 0.0)  # what models would say elsewhere must not matter
-    fast = step_index(m, torch.tensor(starts))
+    fast = turn_index(m, torch.tensor(starts))
     assert fast.tolist() == steps
-    result = step_divergences(torch.tensor(student) + unknown, torch.tensor(teacher) + unknown, fast)
-    weights = step_weights(result)
+    result = turn_divergences(torch.tensor(student) + unknown, torch.tensor(teacher) + unknown, fast)
+    weights = divergence_ratios(result)
     for i in range(rows):
         k = len(d[i])
         assert result.absolute[i, :k].tolist() == pytest.approx(d[i], abs=1e-6)
         assert result.signed[i, :k].tolist() == pytest.approx(signed[i], abs=1e-6)
         assert weights[i, :k].tolist() == pytest.approx(w[i], rel=1e-4)
         assert not result.absolute[i, k:].any() and not weights[i, k:].any() and not result.tokens[i, k:].any()
-    assert torch.allclose(spread(weights, fast), torch.tensor(token_w), atol=1e-4)
+    assert torch.allclose(spread_turns(weights, fast), torch.tensor(token_w), atol=1e-4)
     assert not torch.isnan(weights).any()
 
 
 def test_runs_of_the_mask_are_steps_without_starts():
     mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]], dtype=torch.float32)
-    assert step_index(mask).tolist() == [[0, 1, 1, 0, 0, 2, 0], [0] * 7, [0, 0, 1, 1, 1, 1, 1]]
+    assert turn_index(mask).tolist() == [[0, 1, 1, 0, 0, 2, 0], [0] * 7, [0, 0, 1, 1, 1, 1, 1]]
     starts = torch.tensor([[0] * 7, [1] * 7, [0, 0, 1, 0, 1, 0, 1]])
-    assert step_index(mask, starts)[1:].tolist() == [[0] * 7, [0, 0, 1, 1, 2, 2, 3]]
+    assert turn_index(mask, starts)[1:].tolist() == [[0] * 7, [0, 0, 1, 1, 2, 2, 3]]
 
 
 def test_padding_and_the_other_rows_change_nothing():
@@ -145,8 +145,8 @@ def test_padding_and_the_other_rows_change_nothing():
 
     def weights(rows, pad):
         s, t, m = (torch.nn.functional.pad(x[rows], (0, pad)) for x in (student, teacher, mask))
-        steps = step_index(m)
-        return spread(step_weights(step_divergences(s, t, steps)), steps)
+        steps = turn_index(m)
+        return spread_turns(divergence_ratios(turn_divergences(s, t, steps)), steps)
 
     whole = weights([0, 1, 2], 0)
     assert torch.equal(weights([0, 1, 2], 5)[:, :12], whole)
@@ -157,23 +157,23 @@ def test_padding_and_the_other_rows_change_nothing():
 def test_every_step_has_the_mean_signal_of_the_first_while_nothing_is_capped():
     generator = torch.Generator().manual_seed(1)
     student, teacher = (-torch.rand(4, 60, generator=generator) for _ in range(2))
-    steps = step_index((torch.arange(60) % 10 < 7).float().expand(4, 60))
-    d = step_divergences(student, teacher, steps)
-    signal = (spread(step_weights(d, delta=None), steps) * (teacher - student)).abs()
-    means, _ = step_means(signal, steps)
+    steps = turn_index((torch.arange(60) % 10 < 7).float().expand(4, 60))
+    d = turn_divergences(student, teacher, steps)
+    signal = (spread_turns(divergence_ratios(d, delta=None), steps) * (teacher - student)).abs()
+    means, _ = turn_means(signal, steps)
     assert torch.allclose(means, d.absolute[:, :1].expand_as(means), rtol=1e-4)
 
 
 def test_the_last_step_of_each_row():
     values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
     tokens = torch.tensor([[1, 1, 2], [3, 1, 0], [0, 0, 0]])
-    last, has = last_step(values, tokens)
+    last, has = last_turn(values, tokens)
     assert last.tolist() == [3.0, 5.0, 0.0] and has.tolist() == [True, True, False]
-    last, has = last_step(torch.zeros(2, 0), torch.zeros(2, 0))
+    last, has = last_turn(torch.zeros(2, 0), torch.zeros(2, 0))
     assert last.tolist() == [0.0, 0.0] and has.tolist() == [False, False]
 
 
 def test_long_steps_are_summed_without_loss():
     student = torch.full((1, 200_000), -0.1)
-    d = step_divergences(student, torch.zeros_like(student), torch.ones(1, 200_000, dtype=torch.int64))
+    d = turn_divergences(student, torch.zeros_like(student), torch.ones(1, 200_000, dtype=torch.int64))
     assert float(d.absolute) == pytest.approx(0.1, rel=1e-6) and not math.isnan(float(d.signed))

@@ -1,4 +1,4 @@
-"""``PolicyModule.step_divergences``: from the models' own words, for any module, and what it must leave alone."""
+"""``PolicyModule.turn_divergences``: from the models' own words, for any module, and what it must leave alone."""
 
 import random
 
@@ -59,19 +59,19 @@ def same(found, expected):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"max_tokens_per_micro_batch": 1, "logits_chunk": 3}])
 def test_figures_by_hand(model_dir, teacher_dir, options):
     rows = trajectories()
-    found = evaluated(model_dir).step_divergences(rows, str(teacher_dir), **options)
+    found = evaluated(model_dir).turn_divergences(rows, str(teacher_dir), **options)
     same(found, by_hand(rows, model_dir, teacher_dir, options.get("temperature", 1.0)))
     assert [len(f["weight"]) for f in found] == [3, 3, 3, 1, 0]
 
 
 def test_a_policy_is_no_step_away_from_itself(model_dir):
-    for figures in evaluated(model_dir).step_divergences(trajectories(), str(model_dir)):
+    for figures in evaluated(model_dir).turn_divergences(trajectories(), str(model_dir)):
         assert not any(figures["divergence"]) and not any(figures["signed"])
         assert figures["weight"] == [1.0] * len(figures["weight"])
 
 
 def test_no_trajectories(model_dir, teacher_dir):
-    assert evaluated(model_dir).step_divergences([], str(teacher_dir)) == []
+    assert evaluated(model_dir).turn_divergences([], str(teacher_dir)) == []
 
 
 @pytest.mark.parametrize("make", [SFT, GRPO])
@@ -80,7 +80,7 @@ def test_of_a_policy_that_was_trained(model_dir, teacher_dir, make, tmp_path):
     rows = trajectories()[:3]
     judged, plain = (make(str(model_dir), lr=1e-2, warmup_steps=0) for _ in range(2))
     fit(judged, [rows])
-    figures = judged.step_divergences(rows, str(teacher_dir))
+    figures = judged.turn_divergences(rows, str(teacher_dir))
     judged.policy.save_pretrained(tmp_path / "now")
     same(figures, by_hand(rows, tmp_path / "now", teacher_dir))
     assert figures[0]["divergence"] != pytest.approx(by_hand(rows, model_dir, teacher_dir)[0]["divergence"], rel=1e-3)
@@ -95,38 +95,38 @@ def test_of_a_policy_that_was_trained(model_dir, teacher_dir, make, tmp_path):
 def test_the_modules_own_teacher_is_not_loaded_twice(model_dir, teacher_dir):
     module = SOD(str(model_dir), str(teacher_dir))
     fit(module, [trajectories()[:3]])
-    module.step_divergences(trajectories(), str(teacher_dir))
+    module.turn_divergences(trajectories(), str(teacher_dir))
     assert module._judges == {}
-    module.step_divergences(trajectories(), str(model_dir))
+    module.turn_divergences(trajectories(), str(model_dir))
     assert list(module._judges) == [str(model_dir)]
 
 
 def test_a_judge_has_the_type_of_a_teacher(model_dir, teacher_dir):
     module = GRPO(str(model_dir), teacher_dtype="bfloat16")
     fit(module, [trajectories()[:3]])
-    module.step_divergences(trajectories(), str(teacher_dir))
+    module.turn_divergences(trajectories(), str(teacher_dir))
     assert {p.dtype for p in module._judges[str(teacher_dir)].parameters()} == {torch.bfloat16}
     assert {p.dtype for p in module.policy.parameters()} == {torch.float32}
 
 
 def test_one_judge_at_a_time_and_it_is_kept(model_dir, teacher_dir):
     module, rows = evaluated(model_dir), trajectories()
-    first = module.step_divergences(rows, str(teacher_dir))
+    first = module.turn_divergences(rows, str(teacher_dir))
     kept = module._judges[str(teacher_dir)]
     with torch.inference_mode():  # as in a test of Lightning's
-        same(module.step_divergences(rows, str(teacher_dir)), first)
+        same(module.turn_divergences(rows, str(teacher_dir)), first)
     assert module._judges[str(teacher_dir)] is kept
-    module.step_divergences(rows, str(model_dir))
+    module.turn_divergences(rows, str(model_dir))
     assert list(module._judges) == [str(model_dir)]
 
 
 def test_refusals(model_dir, tmp_path):
     module = evaluated(model_dir)
     with pytest.raises(ValueError, match="temperature is 0"):
-        module.step_divergences([], str(model_dir), temperature=0.0)
+        module.turn_divergences([], str(model_dir), temperature=0.0)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.add_tokens(["Oslo"])
     other = make_model_dir(tmp_path / "other")
     tokenizer.save_pretrained(other)
     with pytest.raises(ValueError, match="another tokenizer than the student"):
-        module.step_divergences([], str(other))
+        module.turn_divergences([], str(other))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from common.ranges import NonNegativeFloat, UnitInterval
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, validate_choice
-from lightning_modules.annotations.distillation import after_prompts, check_lengths
-from lightning_modules.annotations.turns import turn_numbers
+from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
+from lightning_modules.advantage_transforms.teacher_prompts import after_prompts, check_lengths
+from lightning_modules.advantage_transforms.turns import turn_numbers
 from lightning_modules.batch import RowTensors
 from lightning_modules.models.policy import DType, load_frozen_lm
 from rollout.protocols.base import PerTurnPrompts, sampled_turns
@@ -34,7 +34,7 @@ TeacherWeights = Literal["current", "ema", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
-class SkillNotes(RowTensors):
+class SkillInputs(RowTensors):
     """The self-teacher's part of the notes; [B, T], 0 where the mask is 0."""
 
     skill_teacher_logprobs: Tensor  # of the sampled tokens after the prompt with skills
@@ -42,7 +42,7 @@ class SkillNotes(RowTensors):
     gate_mean: Tensor | None = None  # [B], the same number in every row: what is subtracted from a centred gate
 
 
-class SkillTeacher(Annotation):
+class SkillTeacher(AdvantageTransform):
     """Log-probs of the self-teacher; subclasses say what they are for (``skill_signals.py``).
 
     The teacher never generates. It reads the student's own response ids after the student's prompt with skills in the
@@ -69,8 +69,6 @@ class SkillTeacher(Annotation):
     ) -> None:
         if not 0 < ema_decay < 1:
             raise ValueError(f"ema_decay is {ema_decay}; expected a number between 0 and 1")
-        if skills_coef < 0:
-            raise ValueError(f"skills_coef is {skills_coef}; expected 0 or more")
         if skills is None and skills_coef > 0:
             raise ValueError("skills is null, but skills_coef is above 0; say what the teacher is told, or set it to 0")
         self._skills, self.skills_coef = skills, skills_coef
@@ -137,7 +135,7 @@ class SkillTeacher(Annotation):
         return found
 
     # ------------------------------------------------------------------ what the teacher says
-    def annotate(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, SkillNotes | None]:
+    def transform(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, SkillInputs | None]:
         if not self.learns:
             return advantages, None
         algorithm, trajectories, batch = rollout.algorithm, rollout.trajectories, rollout.batch
@@ -148,7 +146,7 @@ class SkillTeacher(Annotation):
         longer = sum(len(ids) - len(t.prompt_ids) for ids, t in zip(prompts, trajectories, strict=True))
         algorithm.metrics.mean("train/skills_tokens", longer, len(trajectories))
         self._update_retriever(trajectories, injections)
-        return self.with_teacher(rollout, advantages, SkillNotes(teacher, turn_numbers(trajectories, batch)))
+        return self.with_teacher(rollout, advantages, SkillInputs(teacher, turn_numbers(trajectories, batch)))
 
     def _prompts(
         self, algorithm: Algorithm, trajectories: Sequence[Trajectory]
@@ -165,9 +163,11 @@ class SkillTeacher(Annotation):
         check_lengths(algorithm, prompts, trajectories, "skills", "skills.max_tokens")
         return injections, prompts
 
-    def with_teacher(self, rollout: RolloutBatch, advantages: Tensor, notes: SkillNotes) -> tuple[Tensor, SkillNotes]:
+    def with_teacher(
+        self, rollout: RolloutBatch, advantages: Tensor, inputs: SkillInputs
+    ) -> tuple[Tensor, SkillInputs]:
         """The advantages and notes, given the teacher's log-probs. No gradient. Every rank must call."""
-        return advantages, notes
+        return advantages, inputs
 
     def prompt_with_skills(self, algorithm: Algorithm, trajectory: Trajectory, skills: str) -> Sequence[int]:
         """Ids of the prompt that the teacher reads before the response of a row or trajectory.

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from common.ranges import FiniteFloat
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Algorithm, Annotation, RolloutBatch, per_turn_prompts
-from lightning_modules.maths.advantages import whiten
-from lightning_modules.maths.group_advantages import Member, shared_token_advantages
+from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, per_turn_prompts
+from lightning_modules.maths.advantages import Member, shared_token_advantages, whiten
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
 
 
-class HardAttribution(Annotation):
+class HardAttribution(AdvantageTransform):
     """A token that d trajectories have in common by forking is worth the mean of their advantages, on each copy.
 
     Without this (soft attribution) each copy has its own trajectory's advantage.  While no ratio has left 1, every
@@ -28,7 +27,7 @@ class HardAttribution(Annotation):
     """
 
     needs_outcome = needs_groups = True
-    reads_policy_scores = False
+    reads_old_logprobs = False
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         self._check_rows(per_turn_prompts(data))
@@ -40,7 +39,7 @@ class HardAttribution(Annotation):
                 "by themselves; take window: null (one conversation), or soft attribution"
             )
 
-    def credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
+    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
         trajectories = rollout.trajectories
         self._check_rows(any(t.row is not None for t in trajectories))
         members = [(t.group, t.index) for t in trajectories]
@@ -49,7 +48,7 @@ class HardAttribution(Annotation):
         return shared_token_advantages(advantages, rollout.batch.prompt_lengths.tolist(), members, forks)
 
 
-class EntropyScaling(Annotation):
+class EntropyScaling(AdvantageTransform):
     """AEPO's advantage: ``A_t (1 + weight z_t)``, z the entropy of pi_old at t, standardised over the model's tokens of
     the whole rollout batch and all ranks. The released code takes it over each micro-batch, which makes the gradient
     depend on how the batch was cut; and with its shipped entropy_coeff 0 it never computes the entropy.
@@ -63,8 +62,8 @@ class EntropyScaling(Annotation):
     def __init__(self, weight: FiniteFloat = 0.2) -> None:
         self.weight = weight
 
-    def credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
-        z = whiten(rollout.scores.known("entropy"), rollout.batch.mask, ranks.sum_over_ranks)
+    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
+        z = whiten(rollout.scores.require("entropy"), rollout.batch.mask, ranks.sum_over_ranks)
         return advantages * (1.0 + self.weight * z)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 from lightning_modules import ranks
-from lightning_modules.annotations.base import Algorithm, MicroBatch, RolloutBatch, validate_choice
-from lightning_modules.annotations.skill_teacher import SkillNotes, SkillTeacher, TeacherWeights
+from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, validate_choice
+from lightning_modules.advantage_transforms.skill_teacher import SkillInputs, SkillTeacher, TeacherWeights
 from lightning_modules.batch import RowTensors
 from lightning_modules.maths.advantages import rlsd_advantages
 from lightning_modules.maths.gates import GateKind, gate, gate_mean, gate_metrics, token_gap
@@ -36,7 +36,7 @@ class SkillLoss(SkillTeacher):
     The correction for what sampled (``importance_cap``, ``mask_ratio``) weighs GRPO's loss alone, not this one.
     """
 
-    reads_policy_scores = False
+    reads_old_logprobs = False
 
     def check(self, algorithm: Algorithm) -> None:
         super().check(algorithm)
@@ -46,14 +46,14 @@ class SkillLoss(SkillTeacher):
                 "the self-teacher is not weighted: leave them out as well"
             )
 
-    def loss(self, micro: MicroBatch, notes: RowTensors | None) -> Tensor | None:
-        if not isinstance(notes, SkillNotes):
+    def loss(self, micro: MicroBatch, inputs: RowTensors | None) -> Tensor | None:
+        if not isinstance(inputs, SkillInputs):
             return None
-        aux = self.auxiliary(micro, notes)
+        aux = self.auxiliary(micro, inputs)
         micro.algorithm.metrics.mean("train/loss_skills", aux.detach(), micro.weights.aggregation.sum())
         return self.skills_coef * aux
 
-    def auxiliary(self, micro: MicroBatch, notes: SkillNotes) -> Tensor:
+    def auxiliary(self, micro: MicroBatch, inputs: SkillInputs) -> Tensor:
         """The loss summed over a micro-batch's tokens times ``weights.aggregation`` [B, T], with gradient."""
         raise NotImplementedError
 
@@ -106,39 +106,37 @@ class GatedSkills(SkillLoss):
         super().__init__(skills, teacher_weights, ema_decay, skills_coef)
         self.gate: Gate = validate_choice("gate", gate, Gate)
         self.signal: Signal = validate_choice("signal", signal, Signal)
-        if beta < 0:
-            raise ValueError(f"beta is {beta}; expected 0 or more (SDAR takes 5)")
         if signal == "gate" and gate == "none":
             raise ValueError("signal is gate and gate is none: the teacher says nothing; take a gate or another signal")
         if centred and signal != "gate":
             raise ValueError(f"centred concerns the signal gate, but signal is {signal}; leave one of them out")
-        if gap_clamp is not None and gap_clamp <= 0:
-            raise ValueError(f"gap_clamp is {gap_clamp}; expected a number above 0 (nats) or null")
         if gap_clamp is not None and signal == "gate" and gate == "entropy":
             raise ValueError(f"gap_clamp is {gap_clamp}, but gate entropy with signal gate reads no gap; leave it out")
         if signal == "jsd" and not 0 < jsd_beta < 1:
             raise ValueError(f"jsd_beta is {jsd_beta}; expected above 0 (signal: forward_kl) and below 1 (reverse_kl)")
         self.beta, self.jsd_beta, self.centred = beta, jsd_beta, centred
-        self.reads_policy_scores = centred
+        self.reads_old_logprobs = centred
         self.gap_clamp, self.clip_signal = gap_clamp, clip_signal
 
-    def with_teacher(self, rollout: RolloutBatch, advantages: Tensor, notes: SkillNotes) -> tuple[Tensor, SkillNotes]:
+    def with_teacher(
+        self, rollout: RolloutBatch, advantages: Tensor, inputs: SkillInputs
+    ) -> tuple[Tensor, SkillInputs]:
         if not self.centred:
-            return advantages, notes
+            return advantages, inputs
         scores = rollout.scores
-        gates = self._gate(scores.known("old_logprobs"), notes.skill_teacher_logprobs, scores.entropy)
+        gates = self._gate(scores.require("old_logprobs"), inputs.skill_teacher_logprobs, scores.entropy)
         mean = gate_mean(gates, rollout.batch.mask, ranks.sum_over_ranks)
-        return advantages, dataclasses.replace(notes, gate_mean=mean.expand(len(rollout.trajectories)))
+        return advantages, dataclasses.replace(inputs, gate_mean=mean.expand(len(rollout.trajectories)))
 
-    def auxiliary(self, micro: MicroBatch, notes: SkillNotes) -> Tensor:
-        algorithm, student, teacher = micro.algorithm, micro.outputs.logprobs, notes.skill_teacher_logprobs
+    def auxiliary(self, micro: MicroBatch, inputs: SkillInputs) -> Tensor:
+        algorithm, student, teacher = micro.algorithm, micro.outputs.logprobs, inputs.skill_teacher_logprobs
         weights = micro.weights.aggregation
         gates = self._gate(student, teacher, micro.outputs.entropy)
         gap = token_gap(student, teacher)  # logged as it is, clamped or not
-        for name, (total, count) in gate_metrics(gap, gates, notes.turns).items():
+        for name, (total, count) in gate_metrics(gap, gates, inputs.turns).items():
             algorithm.metrics.mean(f"train/{name}", total, count)
         if self.signal == "gate":
-            reward = gates if notes.gate_mean is None else gates - notes.gate_mean[:, None]
+            reward = gates if inputs.gate_mean is None else gates - inputs.gate_mean[:, None]
             if not self.clip_signal:
                 return sdar_loss(student, teacher, reward, weights)[0]
         else:
@@ -162,8 +160,8 @@ class SkillImportanceKL(SkillLoss):
     the released code, and is not here.
     """
 
-    def auxiliary(self, micro: MicroBatch, notes: SkillNotes) -> Tensor:
-        logprobs = (micro.outputs.logprobs, micro.old_logprobs, notes.skill_teacher_logprobs)
+    def auxiliary(self, micro: MicroBatch, inputs: SkillInputs) -> Tensor:
+        logprobs = (micro.outputs.logprobs, micro.old_logprobs, inputs.skill_teacher_logprobs)
         return skill_sd_loss(*logprobs, micro.weights.aggregation)[0]
 
 
@@ -176,8 +174,8 @@ class SkillShares(SkillTeacher):
         teacher_weights: current, ema or fixed.
         ema_decay: of the moving average, per iteration.
         skills_coef: how much of an advantage the teacher shares out (lambda) before the first iteration; published 0.5.
-        decay_steps: lambda falls in a line to 0 in this iteration, counted from 1: the first has ``skills_coef`` less
-            one part of ``decay_steps``, as in the released code.
+        decay_iterations: lambda falls linearly to 0 in this iteration. The first iteration is 1, as in the released
+            code, and has ``skills_coef`` times 1 - 1 / ``decay_iterations``.
         rlsd_clip: how far from 1 a token's factor may be (published script: 0.2).
     """
 
@@ -189,19 +187,17 @@ class SkillShares(SkillTeacher):
         teacher_weights: TeacherWeights = "current",
         ema_decay: UnitInterval = 0.99,
         skills_coef: UnitInterval = 0.5,
-        decay_steps: PositiveInt = 100,
+        decay_iterations: PositiveInt = 100,
         rlsd_clip: UnitInterval = 0.2,
     ) -> None:
         super().__init__(skills, teacher_weights, ema_decay, skills_coef)
-        if skills_coef > 1:
-            raise ValueError(f"skills_coef is {skills_coef}; expected at most 1: it is a share of the advantage")
-        if decay_steps < 1 or not 0 <= rlsd_clip <= 1:
-            raise ValueError(f"decay_steps is {decay_steps}, rlsd_clip {rlsd_clip}; expected 1 or more, and 0 to 1")
-        self.decay_steps, self.rlsd_clip = decay_steps, rlsd_clip
+        self.decay_iterations, self.rlsd_clip = decay_iterations, rlsd_clip
 
-    def with_teacher(self, rollout: RolloutBatch, advantages: Tensor, notes: SkillNotes) -> tuple[Tensor, SkillNotes]:
+    def with_teacher(
+        self, rollout: RolloutBatch, advantages: Tensor, inputs: SkillInputs
+    ) -> tuple[Tensor, SkillInputs]:
         iteration = rollout.algorithm.trainer.global_step + 1  # the released trainer counts from 1
-        share = linear_decay(self.skills_coef, self.decay_steps, iteration)
-        gap = token_gap(rollout.scores.known("old_logprobs"), notes.skill_teacher_logprobs)
+        share = linear_decay(self.skills_coef, self.decay_iterations, iteration)
+        gap = token_gap(rollout.scores.require("old_logprobs"), inputs.skill_teacher_logprobs)
         rollout.algorithm.metrics.maximum("train/rlsd_share", share)
-        return rlsd_advantages(advantages, gap, share, self.rlsd_clip), notes
+        return rlsd_advantages(advantages, gap, share, self.rlsd_clip), inputs

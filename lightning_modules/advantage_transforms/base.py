@@ -1,0 +1,196 @@
+"""Interface of advantage transforms: parts of an advantage or of a loss, combined in a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, get_args
+
+from torch import Tensor
+
+from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, TokenBatch
+from lightning_modules.maths.correction import Correction
+from lightning_modules.maths.losses import Singleton, TokenWeights
+from lightning_modules.metrics import StepMetrics
+from lightning_modules.models.policy import DType
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rollout.trajectory import Trajectory
+
+
+class Algorithm(Protocol):
+    """The part of an algorithm that its advantage transforms may read. An ``OnPolicyModule`` has all but the options of
+    the policy's loss; ``GRPO`` and ``PPO`` have those, too."""
+
+    advantage_transforms: list[AdvantageTransform]
+    metrics: StepMetrics
+    rolled_out: Sequence[Trajectory]
+    # Options.
+    attention: str
+    correction: Correction
+    temperature: float
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    singleton_advantage: Singleton
+    use_grpo: bool  # whether rewards enter
+    # Models and their folders. At most one kind of transform uses each of the last three models.
+    policy: PreTrainedModel
+    policy_path: str
+    reference: PreTrainedModel | None
+    reference_path: str | None
+    teacher: PreTrainedModel | None  # of Distillation
+    teacher_path: str | None
+    teacher_dtype: DType
+    self_teacher: PreTrainedModel | None  # of SkillTeacher, fixed
+    average: PreTrainedModel | None  # of SkillTeacher, moving with the policy
+
+    @property
+    def advantage(self) -> str:
+        """How the outcome becomes an advantage: an option of GRPO, or gae."""
+        ...
+
+    @property
+    def data(self) -> Any: ...
+
+    @property
+    def trainer(self) -> Any: ...
+
+    def load_frozen(self, folder: str, dtype: DType) -> PreTrainedModel: ...
+
+    def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor: ...
+
+    def policy_weights(self) -> Iterable[tuple[str, Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """The batch of an iteration, before its first update."""
+
+    algorithm: Algorithm
+    trajectories: Sequence[Trajectory]  # the rows of ``batch``
+    batch: TokenBatch
+    scores: LogprobBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch in the forward pass of the update."""
+
+    algorithm: Algorithm
+    outputs: PolicyOutputs  # with gradient
+    old_logprobs: Tensor  # [B, T], the denominator of the ratio in the policy's loss
+    weights: TokenWeights  # ``aggregation`` weights an auxiliary loss; ``product`` is for the policy's term
+
+
+class ConfigRepr:
+    """An object that YAML makes by ``class_path``; checkpoints keep its constructor's arguments as text."""
+
+    def __repr__(self) -> str:
+        options = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+
+
+def per_turn_prompts(data: Any) -> bool:
+    """Tell whether the data module's protocol renders a prompt for every turn; each turn is then a row."""
+    return getattr(getattr(getattr(data, "rollouts", None), "protocol", None), "per_turn_prompts", False)
+
+
+def validate_choice(name: str, value: Any, choices: Any) -> Any:
+    """Return ``value`` if it is one of the choices of a Literal. Raises ValueError otherwise."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(get_args(choices))}")
+    return value
+
+
+class AdvantageTransform(ConfigRepr):
+    """Changes the advantages of tokens or adds a loss. Algorithms call the hooks in the order of their list.
+
+    All transforms first ``assign_credit``: they share out the outcome among the tokens. Then all ``transform`` the
+    result: they add signals other than the outcome. Every hook does nothing here; those that score or log run on every
+    rank. All [B, T] tensors are 0 where the mask is 0.
+    """
+
+    learns = False  # whether the transform can learn without the outcome (use_grpo: false)
+    needs_outcome = False  # whether it has no effect without the outcome
+    needs_groups = False  # whether it compares the trajectories of a group
+    reads_old_logprobs = True  # whether it reads the policy's log-probs or entropies before the update
+    replaces_credit = False  # whether ``assign_credit`` drops the credit that earlier transforms assigned
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Refuse options of the algorithm that conflict with the transform; called during construction."""
+
+    def check_single(self, algorithm: Algorithm, kind: type[AdvantageTransform], instead: str) -> None:
+        """Refuse a second transform of a kind: both would use the same model of the algorithm."""
+        if (count := sum(isinstance(other, kind) for other in algorithm.advantage_transforms)) > 1:
+            raise ValueError(f"advantage_transforms: {count} are a {kind.__name__}; expected at most one; {instead}")
+
+    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        """Refuse a data module before any model loads, see ``OnPolicyModule.check_data``."""
+
+    def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
+        """Folder and type of each frozen model, by the algorithm's attribute. Two kinds of transforms never share an
+        attribute."""
+        return {}
+
+    def build(self, algorithm: Algorithm) -> None:
+        """Load the frozen models as attributes of the algorithm, so that one DeepSpeed engine shards them all."""
+        for name, (folder, dtype) in self.frozen_models(algorithm).items():
+            setattr(algorithm, name, algorithm.load_frozen(folder, dtype))
+
+    def teacher_logprobs(
+        self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch
+    ) -> Tensor | None:
+        """Log-probs [B, T] for ``LogprobBatch.teacher_logprobs``; None without a teacher."""
+        return None
+
+    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
+        """Return the outcome's advantages [B, T]."""
+        return advantages
+
+    def transform(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
+        """Return the advantages [B, T] to learn from, and the tensors that ``loss`` or trajectory pages read."""
+        return advantages, None
+
+    def loss(self, micro: MicroBatch, inputs: RowTensors | None) -> Tensor | None:
+        """Return a loss to add to the policy's, summed over a micro-batch's tokens times their weights.
+
+        Args:
+            micro: outputs of the policy, and the weights.
+            inputs: the micro-batch's rows of what ``transform`` returned.
+        """
+        return None
+
+    def after_update(self, algorithm: Algorithm) -> None:
+        """Run after the last optimiser step of an iteration."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the transform's state to a checkpoint."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the transform's state from a checkpoint."""
+
+
+def check_transforms(algorithm: Algorithm) -> None:
+    """Refuse transforms without effect, those that cancel others, and those that compare groups where the algorithm
+    has none."""
+    lost: list[str] = []  # names of earlier transforms that assign credit
+    for transform in algorithm.advantage_transforms:
+        name = type(transform).__name__
+        if transform.needs_groups and algorithm.advantage == "gae":
+            host = type(algorithm).__name__
+            raise ValueError(
+                f"advantage_transforms: {name} compares the trajectories of a group, {host} does not; take GRPO"
+            )
+        if transform.needs_outcome and not algorithm.use_grpo:
+            raise ValueError(f"{name} changes the outcome's advantages, which use_grpo: false takes away; leave it out")
+        if transform.replaces_credit and lost:
+            raise ValueError(
+                f"advantage_transforms: {name} replaces the advantages of {', '.join(lost)}; put it first, or leave "
+                "one out"
+            )
+        if type(transform).assign_credit is not AdvantageTransform.assign_credit:
+            lost.append(name)
+        transform.check(algorithm)

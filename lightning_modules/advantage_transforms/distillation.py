@@ -1,0 +1,449 @@
+"""On-policy distillation: a teacher's log-ratio of each sampled token as an advantage, weighted by turn.
+
+``Distillation`` adds the signal to the advantages. ``TurnWeighting`` classes weight the signal of each turn (SOD's
+divergence ratio, DGPO's incorrect trajectories, SOD's ablations); several multiply. ``PPO`` uses the same weights for
+its KL.
+
+A turn is one message of the model. ``turns_BT`` holds the number of each token's turn; values of turns are [B, K],
+K the largest number of turns in a row, column k - 1 for turn k::
+
+    mask      0 1 1 1 0 0 1 1 0 1 0        prompt, turn, observation, turn, observation, turn, padding
+    turns     0 1 1 1 0 0 2 2 0 3 0
+
+Source: SOD (arXiv 2605.07725, eq. 6 and 7; the paper calls a turn a step), docs/papers/sod.md 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from common.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, UnitInterval
+from lightning_modules import ranks
+from lightning_modules.advantage_transforms.base import (
+    AdvantageTransform,
+    Algorithm,
+    ConfigRepr,
+    RolloutBatch,
+    per_turn_prompts,
+    validate_choice,
+)
+from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts, after_prompts
+from lightning_modules.batch import RowTensors, TokenBatch, turn_starts
+from lightning_modules.metrics import StepMetrics
+from lightning_modules.models.policy import DType
+from lightning_modules.models.remote_teacher import RemoteTeacher
+from rollout.trajectory_metrics import first_error
+
+if TYPE_CHECKING:
+    from rollout.trajectory import Trajectory
+
+Reference = Literal["first", "batch_median"]
+Gather = Callable[[Tensor], Tensor]  # [n] of this rank -> [N] of all ranks
+SHOWN_TURNS = 8  # turns with metrics of their own; the last turn has metrics, too
+
+
+# ---------------------------------------------------------------------- values of turns: torch only, no gradient
+def turn_index(mask_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+    """Number each token's turn [B, T] int64: 0 where the mask is 0, else 1..K.
+
+    A turn begins where the mask changes from 0 to 1, and at every token marked by ``starts_BT``. Without
+    ``starts_BT``, adjacent turns count as one.
+
+    >>> turn_index(torch.tensor([[0, 1, 1, 0, 1, 1]]), torch.tensor([[0, 1, 0, 0, 1, 1]])).tolist()
+    [[0, 1, 1, 0, 2, 3]]
+    """
+    on = mask_BT != 0
+    begins = on.clone()
+    begins[:, 1:] &= ~on[:, :-1]
+    if starts_BT is not None:
+        begins |= on & (starts_BT != 0)
+    return begins.long().cumsum(1) * on
+
+
+def turn_means(values_BT: Tensor, turns_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Average over each turn's tokens, and count them; both [B, K] float32, summed in float64.
+
+    Values outside of turns may be anything, NaN included.
+    """
+    most = int(turns_BT.max()) if turns_BT.numel() else 0
+    on = turns_BT > 0
+    sums = torch.zeros((len(turns_BT), most + 1), dtype=torch.float64, device=values_BT.device)
+    counts = sums.clone()
+    sums.scatter_add_(1, turns_BT, values_BT.double().masked_fill(~on, 0.0))
+    counts.scatter_add_(1, turns_BT, on.double())
+    sums, counts = sums[:, 1:], counts[:, 1:]
+    return (sums / counts.clamp(min=1.0)).float(), counts.float()
+
+
+def spread_turns(values_BK: Tensor, turns_BT: Tensor) -> Tensor:
+    """Give every token the value of its turn [B, T]; 0 outside of turns."""
+    return torch.nn.functional.pad(values_BK, (1, 0)).gather(1, turns_BT)
+
+
+def last_turn(values_BK: Tensor, tokens_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value of each row's last turn [B], and which rows have a turn [B] bool."""
+    count = (tokens_BK > 0).sum(1)
+    if tokens_BK.shape[1] == 0:
+        return tokens_BK.new_zeros(len(tokens_BK)), count > 0
+    return values_BK.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0], count > 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDivergences:
+    """Distances between student S and teacher T on each turn; [B, K] float32, 0 where a row has no such turn."""
+
+    absolute: Tensor  # d_k: mean |S - T| of log-probs, nats
+    signed: Tensor  # mean T - S, nats; above 0 where the teacher prefers the tokens
+    tokens: Tensor  # number of tokens of the turn; 0: there is no such turn
+
+
+def turn_divergences(student_BT: Tensor, teacher_BT: Tensor, turns_BT: Tensor) -> TurnDivergences:
+    """Eq. 6: d_k = mean over the tokens of turn k of |log pi_S - log pi_T|, on the tokens the student sampled."""
+    difference = teacher_BT - student_BT
+    absolute, tokens = turn_means(difference.abs(), turns_BT)
+    return TurnDivergences(absolute, turn_means(difference, turns_BT)[0], tokens)
+
+
+def divergence_ratios(
+    divergences: TurnDivergences,
+    delta: float | None = 0.2,
+    epsilon: float = 1e-6,
+    reference: Reference = "first",
+    floor: float = 0.0,
+    gather: Gather = lambda values: values,
+) -> Tensor:
+    """SOD's weight of each turn [B, K], 0 where a row has no such turn (eq. 7, telescoped)::
+
+        w_1 = 1        w_k = max(floor, min((d_ref + epsilon) / (d_k + epsilon), 1 + delta))
+
+    The paper writes a running product of neighbours' ratios. The product itself is not clipped, so it equals the ratio
+    to turn 1 (docs/papers/sod.md 1.2). Without a bound, w_k d_k is d_ref: every turn has the same mean |w (T - S)|.
+
+    Args:
+        divergences: of whole rows: every turn of a trajectory.
+        delta: how far above 1 a weight may get; None for no bound.
+        epsilon: keeps the ratio finite.
+        reference: d_ref. ``first``: d_1 of the same row (the paper). ``batch_median``: the median of d_1 over the
+            batch. A short first turn has a noisy d_1, which scales the whole trajectory (docs/papers/sod.md 1.6).
+        floor: smallest weight; 0 for the paper's.
+        gather: collects the first turns' divergences of all ranks; every rank must call.
+
+    Raises:
+        ValueError: unknown reference.
+    """
+    d, exists = divergences.absolute, divergences.tokens > 0
+    validate_choice("reference_turn", reference, Reference)
+    level: Tensor | float = 0.0
+    if reference != "first":  # a collective: before any return
+        everywhere = gather(d[:, :1][exists[:, :1]])
+        if len(everywhere):
+            level = torch.quantile(everywhere, 0.5)
+    if d.shape[1] == 0:
+        return d
+    first = d[:, :1]
+    if reference != "first":
+        first = torch.full_like(first, float(level))
+    weights = ((first + epsilon) / (d + epsilon)).clamp(min=floor, max=None if delta is None else 1.0 + delta)
+    weights[:, 0] = 1.0
+    return weights * exists
+
+
+# ---------------------------------------------------------------------- weights of turns
+@dataclass(frozen=True, slots=True)
+class TurnInputs:
+    """Inputs of a ``TurnWeighting``."""
+
+    trajectories: Sequence[Trajectory]
+    divergences: TurnDivergences  # of student and teacher
+    outcome: Tensor | None  # mean advantage of each turn [B, K]; None where advantages are not known yet (PPO)
+
+
+class TurnWeighting(ConfigRepr):
+    """A factor of the teacher's signal on each turn of a trajectory."""
+
+    compares_turns = False  # whether it reads several turns of a trajectory, which must then be one row
+    reads_advantages = False
+
+    def __call__(self, inputs: TurnInputs) -> Tensor:
+        """Return [B, K] or [B, 1]. Every rank must call."""
+        raise NotImplementedError
+
+
+class DivergenceRatio(TurnWeighting):
+    """SOD's weights: ``w_1 = 1, w_k = min((d_1 + epsilon) / (d_k + epsilon), 1 + delta)``, see ``divergence_ratios``.
+
+    Args:
+        delta: how far above 1 a turn's weight may get; null for no bound.
+        epsilon: keeps the ratio of divergences finite.
+        reference_turn: divergence in the numerator: first (d_1 of the trajectory) or batch_median (of d_1, over all
+            ranks).
+        floor: smallest weight of a turn, from 0 to 1.
+    """
+
+    compares_turns = True
+
+    def __init__(
+        self,
+        delta: NonNegativeFloat | None = 0.2,
+        epsilon: PositiveFloat = 1e-6,
+        reference_turn: Reference = "first",
+        floor: UnitInterval = 0.0,
+    ) -> None:
+        self.delta, self.epsilon, self.floor = delta, epsilon, floor
+        self.reference_turn: Reference = validate_choice("reference_turn", reference_turn, Reference)
+
+    def __call__(self, inputs: TurnInputs) -> Tensor:
+        return divergence_ratios(
+            inputs.divergences, self.delta, self.epsilon, self.reference_turn, self.floor, ranks.gather_values
+        )
+
+
+class IncorrectOnly(TurnWeighting):
+    """DGPO's selective KL (docs/papers/dgpo.md 2.2): 0 for correct trajectories, 1 for the others.
+
+    A trajectory is correct if its reward part ``em`` (without one, its total reward) is at least ``success_threshold``.
+
+    Args:
+        success_threshold: smallest score of a correct trajectory.
+    """
+
+    def __init__(self, success_threshold: FiniteFloat = 0.1) -> None:
+        self.success_threshold = success_threshold
+
+    def __call__(self, inputs: TurnInputs) -> Tensor:
+        rewards = [t.reward for t in inputs.trajectories if t.reward is not None]
+        wrong = [float(r.parts.get("em", r.total) < self.success_threshold) for r in rewards]
+        return inputs.divergences.tokens.new_tensor(wrong)[:, None]
+
+
+class AdvantageGate(TurnWeighting):
+    """``beta_min + (beta_max - beta_min) sigmoid(-beta_gamma A)``: distil more from failed trajectories (the other
+    branch of SOD's released code).
+
+    Args:
+        beta_min: weight of a trajectory that is far better than its group.
+        beta_max: weight of a trajectory that is far worse.
+        beta_gamma: how steeply the weight falls with the advantage.
+    """
+
+    reads_advantages = True
+
+    def __init__(
+        self, beta_min: NonNegativeFloat = 0.0, beta_max: NonNegativeFloat = 0.1, beta_gamma: NonNegativeFloat = 1.0
+    ) -> None:
+        if beta_min > beta_max:
+            raise ValueError(f"beta_min is {beta_min}; expected 0 to beta_max ({beta_max})")
+        self.beta_min, self.beta_max, self.beta_gamma = beta_min, beta_max, beta_gamma
+
+    def __call__(self, inputs: TurnInputs) -> Tensor:
+        if inputs.outcome is None:
+            raise ValueError("AdvantageGate reads advantages, which are not known here; take another weighting")
+        gate = torch.sigmoid(-self.beta_gamma * inputs.outcome)
+        return self.beta_min + (self.beta_max - self.beta_min) * gate
+
+
+class DecayAfterError(TurnWeighting):
+    """``decay`` to the power k - k_err from the first erroneous turn k_err on, else 1.
+
+    A turn is erroneous if it is no valid action, or if one of its calls was refused, failed or timed out
+    (``trajectory_metrics.first_error``).
+
+    Args:
+        decay: factor per turn.
+    """
+
+    compares_turns = True
+
+    def __init__(self, decay: UnitInterval = 0.9) -> None:
+        self.decay = decay
+
+    def __call__(self, inputs: TurnInputs) -> Tensor:
+        return self.decay ** turns_after_error(inputs).clamp(min=0)
+
+
+class MaskAfterError(TurnWeighting):
+    """0 after the first erroneous turn (see ``DecayAfterError``), else 1."""
+
+    compares_turns = True
+
+    def __call__(self, inputs: TurnInputs) -> Tensor:
+        return (turns_after_error(inputs) <= 0).float()
+
+
+def turns_after_error(inputs: TurnInputs) -> Tensor:
+    """Number of each turn minus that of the first erroneous turn [B, K]; -inf without an error."""
+    errors = inputs.divergences.tokens.new_tensor([_error_turn(t) for t in inputs.trajectories])[:, None]
+    return torch.arange(1, inputs.divergences.tokens.shape[1] + 1, device=errors.device)[None] - errors
+
+
+def _error_turn(trajectory: Trajectory) -> float:
+    """Number (from 1) of the first erroneous turn among those with tokens; inf without one."""
+    turn = first_error(trajectory)
+    if turn is None:
+        return float("inf")
+    return 1.0 + sum(t.end > t.start for t in trajectory.turns[:turn])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedTurns:
+    """Distances between student and teacher on each turn, and the weights of the signal."""
+
+    divergences: TurnDivergences
+    weights: Tensor  # [B, K], 0 where a row has no such turn
+    weights_BT: Tensor
+    factors: tuple[Tensor, ...]  # of each TurnWeighting, [B, K] or [B, 1]; their product is ``weights``
+
+
+def weigh_turns(
+    weights: Sequence[TurnWeighting],
+    trajectories: Sequence[Trajectory],
+    batch: TokenBatch,
+    student: Tensor,
+    teacher: Tensor,
+    advantages: Tensor | None = None,
+) -> WeightedTurns:
+    """Multiply all weights, by turn and by token. Every rank must call.
+
+    Raises:
+        ValueError: a weight compares turns, but each turn is a row.
+    """
+    check_rows(weights, any(t.row is not None for t in trajectories))
+    turns = turn_index(batch.mask, turn_starts(trajectories, batch))
+    divergences = turn_divergences(student, teacher, turns)
+    outcome = None if advantages is None else turn_means(advantages, turns)[0]
+    found = (divergences.tokens > 0).float()
+    factors = tuple(weight(TurnInputs(trajectories, divergences, outcome)) for weight in weights)
+    for factor in factors:
+        found = found * factor
+    return WeightedTurns(divergences, found, spread_turns(found, turns), factors)
+
+
+def check_rows(weights: Sequence[TurnWeighting], by_turn: bool) -> None:
+    """Refuse weights that compare the turns of a trajectory where each turn is a row."""
+    if by_turn and (names := [type(weight).__name__ for weight in weights if weight.compares_turns]):
+        raise ValueError(
+            f"{', '.join(names)} compares the turns of a trajectory, but every turn has its own prompt and is a row; "
+            "take window: null (one conversation), or opd_mode: uniform"
+        )
+
+
+# ---------------------------------------------------------------------- the signal
+@dataclass(frozen=True, slots=True)
+class DistillationInputs(RowTensors):
+    """Shown on trajectory pages; [B, T] float32, 0 where the mask is 0."""
+
+    opd_weights: Tensor  # of the token's turn
+    opd_advantages: Tensor  # what the distillation added to the advantages
+
+
+class Distillation(AdvantageTransform):
+    """``A_t += coef w (T_t - S_t)``: S, T the log-probs of student (before the update) and teacher.
+
+    The signal is an advantage without gradient. Its policy gradient is that of the reverse KL; the gradient of the
+    sampled log-ratio itself is 0 on average. The signal stays fixed during the optimiser steps of an iteration, and a
+    token gets only its own log-ratio, not those of later tokens.
+
+    Logged: ``train/divergence/turn<k>`` and ``train/weight/turn<k>`` (means over trajectories, k up to 8; ``last``: of
+    trajectories with at least two turns), ``train/opd_log_ratio``, ``_std``, ``_min`` and ``_max`` (T - S over tokens),
+    ``train/opd_advantage_abs``, ``train/opd_weight_capped`` (share of the turns after the first), ``train/opd_clamped``
+    (share of tokens).
+
+    Args:
+        teacher: folder of the frozen teacher; it must share the student's tokenizer.
+        server: a teacher behind HTTP, instead of ``teacher``.
+        prompts: the prompt that the teacher reads before each response; null for the student's prompt.
+        weights: factors of w by turn; none for 1 (on-policy distillation, OPD).
+        coef: weight of the signal beside the outcome's advantage.
+        adv_clamp: bound on |T - S| of a token in the advantage (5 to 20 are usual); the divergences of turns use the
+            log-ratios without bound. Null for none.
+    """
+
+    learns = True
+
+    def __init__(
+        self,
+        teacher: str | None = None,
+        server: RemoteTeacher | None = None,
+        prompts: TeacherPrompts | None = None,
+        weights: list[TurnWeighting] | None = None,
+        coef: PositiveFloat = 1.0,
+        adv_clamp: PositiveFloat | None = None,
+    ) -> None:
+        if teacher is not None and server is not None:
+            raise ValueError(f"there are two teachers, '{teacher}' and {server}; name one of them")
+        if teacher is None and server is None:
+            raise ValueError("there is no teacher to distil from; name one")
+        self.teacher, self.server, self.prompts = teacher, server, prompts
+        self.weights, self.coef, self.adv_clamp = weights or [], coef, adv_clamp
+
+    def check(self, algorithm: Algorithm) -> None:
+        if self.server is not None and algorithm.temperature != 1.0:
+            raise ValueError(f"temperature is {algorithm.temperature}, but a server's log-probs are those of 1.0")
+        if not algorithm.use_grpo and (gates := [w for w in self.weights if w.reads_advantages]):
+            raise ValueError(f"{gates[0]} weighs by the group advantage, which use_grpo: false takes away")
+        self.check_single(algorithm, Distillation, "distil from one teacher, and multiply its signal by weights")
+        algorithm.teacher_path = self.teacher
+
+    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        """Refuse rows whose turns cannot be compared, and a teacher server that is missing or reads other token ids."""
+        check_rows(self.weights, per_turn_prompts(data))
+        if self.server is not None:
+            budgets = getattr(getattr(data, "rollouts", None), "budgets", None)
+            with ranks.stop_together():
+                self.server.check(algorithm.policy_path, getattr(budgets, "max_length", None))
+        if self.prompts is not None:
+            self.prompts.check_data(algorithm, data)
+
+    def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
+        return {} if self.teacher is None else {"teacher": (self.teacher, algorithm.teacher_dtype)}
+
+    def teacher_logprobs(
+        self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch
+    ) -> Tensor | None:
+        prompts = None
+        if self.prompts is not None:
+            with ranks.stop_together():
+                prompts = self.prompts(algorithm, trajectories)
+        if self.server is not None:
+            with ranks.stop_together():
+                return after_prompts(self.server.score, prompts, trajectories, batch)
+        if algorithm.teacher is None:
+            raise RuntimeError("the teacher is not loaded; build_models comes first")
+        return after_prompts(partial(algorithm.logprobs_of, algorithm.teacher), prompts, trajectories, batch)
+
+    def transform(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
+        student, mask = rollout.scores.require("old_logprobs"), rollout.batch.mask
+        teacher = rollout.scores.require("teacher_logprobs")
+        weighted = weigh_turns(self.weights, rollout.trajectories, rollout.batch, student, teacher, advantages)
+        log_ratio = (teacher - student) * mask
+        signal = log_ratio if self.adv_clamp is None else log_ratio.clamp(-self.adv_clamp, self.adv_clamp)
+        opd = self.coef * weighted.weights_BT * signal
+        self._log(rollout.algorithm.metrics, weighted, log_ratio, opd, mask)
+        return advantages + opd, DistillationInputs(weighted.weights_BT, opd)
+
+    def _log(self, metrics: StepMetrics, weighted: WeightedTurns, log_ratio: Tensor, opd: Tensor, mask: Tensor) -> None:
+        mean, tokens, weights = metrics.mean, weighted.divergences.tokens, weighted.weights
+        mean("train/opd_log_ratio", log_ratio.sum(), mask.sum())
+        mean("train/opd_advantage_abs", opd.abs().sum(), mask.sum())
+        sampled = log_ratio[mask > 0]
+        metrics.deviation("train/opd_log_ratio_std", sampled)
+        if sampled.numel():
+            metrics.minimum("train/opd_log_ratio_min", sampled.min())
+            metrics.maximum("train/opd_log_ratio_max", sampled.max())
+        if self.adv_clamp is not None:
+            mean("train/opd_clamped", (log_ratio.abs() > self.adv_clamp).sum(), mask.sum())
+        for weight, factor in zip(self.weights, weighted.factors, strict=True):
+            if isinstance(weight, DivergenceRatio) and weight.delta is not None:
+                later = tokens[:, 1:] > 0  # the first turn always weighs 1
+                mean("train/opd_weight_capped", ((factor[:, 1:] >= 1 + weight.delta) & later).sum(), later.sum())
+        for name, values in (("divergence", weighted.divergences.absolute), ("weight", weights)):
+            for k in range(min(values.shape[1], SHOWN_TURNS)):
+                mean(f"train/{name}/turn{k + 1}", values[:, k].sum(), (tokens[:, k] > 0).sum())
+            several = (tokens > 0).sum(1) > 1
+            mean(f"train/{name}/last", (last_turn(values, tokens)[0] * several).sum(), several.sum())
