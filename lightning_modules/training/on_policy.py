@@ -29,7 +29,7 @@ from common.ranges import (
     UnitInterval,
 )
 from lightning_modules import ranks
-from lightning_modules.advantage_transforms.base import AdvantageTransform, MicroBatch, RolloutBatch
+from lightning_modules.advantage_transforms.base import MicroBatch, RolloutBatch
 from lightning_modules.batch import (
     LogprobBatch,
     PolicyOutputs,
@@ -97,7 +97,8 @@ class OnPolicyModule(PolicyModule):
         weight_decay: AdamW's decoupled weight decay.
         betas: AdamW's betas.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 for never.
-        num_mini_batches: optimiser steps per pass over the rollout batch (trajectory i goes to step i mod num_mini_batches).
+        num_mini_batches: optimiser steps per pass over the rollout batch. Trajectory i goes to step
+            i mod num_mini_batches.
         epochs: passes over the rollout batch.
         temperature: sampling temperature the log-probs are computed at; must be the sampler's.
         max_tokens_per_micro_batch: tokens (without packing: padding included) that go through the models at once.
@@ -146,7 +147,7 @@ class OnPolicyModule(PolicyModule):
         self.reference_dtype: DType = reference_dtype
         self.reference: PreTrainedModel | None = None  # built in build_models
         self.critic: ValueModel | None = None
-        self.advantage_transforms: list[AdvantageTransform] = []
+        self.advantage_transforms: list[Any] = []  # AdvantageTransforms, of the algorithms that take some
         # Models of advantage transforms, built in build_models.
         self.teacher_path: str | None = None
         self.teacher_dtype: DType = reference_dtype
@@ -452,9 +453,10 @@ class OnPolicyModule(PolicyModule):
     def update(self, batch: TokenBatch, inputs: RowTensors, weights: TokenWeights, positions: Sequence[int]) -> None:
         """All optimiser steps of the iteration; only the last one raises ``trainer.global_step``.
 
-        ``positions``: where each row stood in the rollout batch before failed trajectories were left out; the
-        trajectory at position i belongs to step i mod ``num_mini_batches``, so that a failure moves no other trajectory to
-        another step. Turn k of one that is learnt from turn by turn has position i + k.
+        Args:
+            positions: of each row in the rollout batch before failed trajectories were left out. The trajectory at
+                position i belongs to step i mod ``num_mini_batches``, so a failure moves no other trajectory to another
+                step. Turn k of a trajectory that is split into turns has position i + k.
         """
         optimizer, scheduler = optimisation.only(self)
         n = self.num_mini_batches

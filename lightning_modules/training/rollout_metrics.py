@@ -20,8 +20,8 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     """Log one iteration's rollout batch (this rank's groups), over all ranks.
 
     Rewards and endings: ``train/reward``, ``train/<part>`` (over the trajectories whose reward has that part),
-    ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/zero_variance_groups`` (share of the
-    groups with identical rewards or a single usable trajectory, which give zero advantage).
+    ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/zero_variance_groups`` (share
+    of the groups with identical rewards or a single usable trajectory, which give zero advantage).
 
     Sums: ``train/trajectories``, ``train/tool_calls`` (executed; a call that forks have inherited counts once),
     ``train/calls/<tool>``.
