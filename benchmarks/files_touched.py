@@ -39,7 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ("--data.iterations=2", "--trainer.val_check_interval=2", "--data.val_files=[]", "--data.test_files=[]")
 GRPO, SOD = "lightning_modules.algorithms.grpo.GRPO", "lightning_modules.algorithms.sod.SOD"
-POLICY = {"policy": "${stage:smoke_sft}/model", "mini_batches": 1}
+POLICY = {"policy": "${stage:smoke_sft}/model", "num_mini_batches": 1}
 MODELS = {GRPO: POLICY, SOD: POLICY | {"teacher": "${stage:smoke_model}/model"}}
 EXPERIMENTS, STAGE, SERVERS = "experiments/__main__.py", "-m experiments stage", "-m retrieval."
 
