@@ -32,7 +32,9 @@ ROWS = (
     Row("bf16 product", "machine:bf16_product", "A", "machine"),
     Row("Triton compile", "machine:triton_compile", "A", "machine", not_on_cpu="no Triton in the CPU build"),
     Row("packed = padded", "training:packed", "A", "equal", TRAINING),
+    Row("LoRA, packed", "training:lora", "A", "equal", (*TRAINING, "peft")),
     Row("Liger = plain", "training:liger", "A", "equal", (*TRAINING, "liger_kernel"), not_on_cpu="CUDA kernels"),
+    Row("chunked vocabulary", "training:chunked", "A", "step", TRAINING),
     Row("training step", "training:step", "A", "step", TRAINING),
     Row(
         "peak memory",

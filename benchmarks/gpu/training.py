@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -21,13 +22,15 @@ from experiments.registry import sizing
 from experiments.registry.shapes import GB, Dimensions, GPUSpec
 from experiments.registry.sizing import Training
 from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.models.lora import LoRA
 from lightning_modules.models.policy import output_head
-from lightning_modules.models.projection import LOGITS_CHUNK
+from lightning_modules.models.projection import LOGITS_CHUNK, LMHead, TokenStatistics
 from rollout.trajectory import Trajectory
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
 GRADIENT_ERROR = {"bf16-mixed": 0.05, "32-true": 1e-3}  # relative; a token that sees a wrong one makes tens of percents
 LOGPROB_ERROR = {"bf16-mixed": 0.02, "32-true": 1e-4}  # nats, mean
+CHUNKED_ERROR = 1.5  # times the error of log_softmax in the same precision
 MEMORY_ERROR = 0.15  # of the counted peak
 VOCABULARY_SHARE = 0.25  # of a training step, at most
 UTILISATION = 0.1  # of the chip's peak, at least
@@ -91,6 +94,7 @@ def one_step(setting: Setting, trainer: dict[str, Any] | None = None, **model: A
         "max_grad_norm": 0.0,
         "num_mini_batches": 1,
     }
+    torch.manual_seed(0)  # adapters start at random
     module, weights = GradientStep(folder, temperature=1.0, **options, **model), Weights()
     fit(setting, module, [rows], callbacks=[weights], **trainer or {})
     logprobs = [x for _, values in module.last_token_values for x in values["old_logprobs"]]
@@ -99,16 +103,18 @@ def one_step(setting: Setting, trainer: dict[str, Any] | None = None, **model: A
 
 
 @cache
-def expected(setting: Setting) -> tuple[Step, tuple[float, float]]:
+def expected(setting: Setting, lora: LoRA | None = None) -> tuple[Step, tuple[float, float]]:
     """The padded form in float32, and what bfloat16 alone makes of that form's log-probs and gradient."""
-    exact = one_step(setting, {"precision": "32-true"})
-    return exact, (0.0, 0.0) if setting.cpu else differences(exact, one_step(setting))
+    exact = one_step(setting, {"precision": "32-true"}, lora=lora)
+    return exact, (0.0, 0.0) if setting.cpu else differences(exact, one_step(setting, lora=lora))
 
 
-def compared(setting: Setting, cure: str, trainer: dict[str, Any] | None = None, **model: Any) -> Finding:
+def compared(
+    setting: Setting, cure: str, trainer: dict[str, Any] | None = None, lora: LoRA | None = None, **model: Any
+) -> Finding:
     """Another form of the step with the padded one in float32."""
-    exact, (plain_gap, plain_error) = expected(setting)  # first: Liger and ZeRO-3 change what models are made after
-    gap, error = differences(exact, one_step(setting, trainer, **model))
+    exact, (plain_gap, plain_error) = expected(setting, lora)  # first: Liger and ZeRO-3 change how models are built
+    gap, error = differences(exact, one_step(setting, trainer, lora=lora, **model))
     most = LOGPROB_ERROR[precision(setting)], GRADIENT_ERROR[precision(setting)]
     figure = f"log-probs off by {gap:.0e} nats of {most[0]:g} at most, gradient by {error:.1e} of {most[1]:g}"
     if not setting.cpu:
@@ -129,6 +135,10 @@ def packed(setting: Setting) -> Finding:
     return compared(setting, "train with --model.packing false, and report this row", packing=True)
 
 
+def lora(setting: Setting) -> Finding:
+    return compared(setting, "train without model.lora, and report this row", lora=LoRA(), packing=True)
+
+
 def liger(setting: Setting) -> Finding:
     return compared(setting, "train with --model.liger false, and report this row", liger=True)
 
@@ -145,6 +155,50 @@ def sharded(setting: Setting, strategy: str) -> Finding:
     import lightning_modules.sharding.strategies  # noqa: F401  # registers zero2 and zero3
 
     return compared(setting, "train with --trainer.strategy ddp, and report this row", {"strategy": strategy})
+
+
+# ---------------------------------------------------------------------- the output layer alone
+def log_softmax(head: LMHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs of the targets and entropies [N, 2], in the plain form that holds all logits."""
+    logits = head(hidden)
+    logprobs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    return torch.stack([logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)], -1)
+
+
+def chunked(setting: Setting) -> Finding:
+    """Log-probs, entropies and their gradients in chunks, and by log_softmax in the same precision; against float64."""
+    n, size, vocabulary = (64, 32, 1024) if setting.cpu else (1024, 1024, 151_936)
+    device = "cpu" if setting.cpu else "cuda"
+    torch.manual_seed(0)
+    head = LMHead(size, vocabulary, bias=False, device=device)
+    torch.nn.init.normal_(head.weight, std=1.6 / math.sqrt(size))
+    hidden, factors = torch.randn(n, size, device=device), torch.randn(n, 2, device=device)
+    targets = torch.multinomial((head(hidden.detach()).detach() / 0.7).softmax(-1), 1)[:, 0]
+
+    def differentiated(form: Callable[[LMHead, torch.Tensor], torch.Tensor], *to: torch.dtype) -> list[torch.Tensor]:
+        layer = copy.deepcopy(head).to(*to)
+        states = hidden.to(*to).requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=not setting.cpu and not to):
+            columns = form(layer, states)
+        gradients = torch.autograd.grad((columns * factors).sum(), [states, layer.weight])
+        return [x.detach().double() for x in (*columns.unbind(-1), *gradients)]
+
+    def plain(layer: LMHead, states: torch.Tensor) -> torch.Tensor:
+        return log_softmax(layer, states, targets, 0.7)
+
+    def in_chunks(layer: LMHead, states: torch.Tensor) -> torch.Tensor:
+        return layer(states, function=TokenStatistics(0.7, entropy=True), rows=(targets,), chunk=n // 4)
+
+    exact = differentiated(plain, torch.float64)
+    errors = [
+        [float((found - x).norm() / x.norm()) for found, x in zip(differentiated(form), exact, strict=True)]
+        for form in (in_chunks, plain)
+    ]
+    names = "log-probs", "entropies", "gradient of hidden states", "gradient of the matrix"
+    figure = ", ".join(f"{name} {a:.1e} ({b:.1e})" for name, a, b in zip(names, *errors, strict=True))
+    ok = all(a <= CHUNKED_ERROR * b + 1e-6 for a, b in zip(*errors, strict=True))
+    figure = f"relative errors (of log_softmax in the same precision): {figure}; at most {CHUNKED_ERROR:g} times those"
+    return Finding(ok, figure, "report this row; it is computed in lightning_modules/models/projection.py")
 
 
 # ---------------------------------------------------------------------- a training step at full size
