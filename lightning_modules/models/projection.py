@@ -57,10 +57,10 @@ class TokenStatistics:
         rows = _block_rows(logits)
         moved, powers = logits.new_empty((2, rows, logits.shape[-1]), dtype=exact)
         for s in _slices(len(logits), rows):
-            z = logits[s].to(exact)
+            z = logits[s]
             a, b = moved[: len(z)], powers[: len(z)]
-            top = z.amax(-1, keepdim=True)
-            torch.sub(z, top, out=a)
+            top = z.amax(-1, keepdim=True).to(exact)
+            torch.sub(z, top, out=a)  # reads half precision and writes float32 in one pass
             if self.temperature != 1.0:
                 a.div_(self.temperature)
             torch.exp(a, out=b)
@@ -69,7 +69,7 @@ class TokenStatistics:
             shift[s] = top + self.temperature * norm[:, None]
             found[s, 0] = chosen - norm
             if self.entropy:
-                found[s, 1] = norm - (b[:, None] @ a[:, :, None])[:, 0, 0] / total  # a product makes no third copy
+                found[s, 1] = norm - a.mul_(b).sum(-1) / total
             if self.accuracy:
                 found[s, -1] = (chosen >= 0).to(exact)
         return found, shift
@@ -90,8 +90,8 @@ class TokenStatistics:
             b = None
         powers = None if b is None else logits.new_empty((rows, logits.shape[-1]), dtype=exact)
         for s in _slices(len(logits), rows):
-            z = logits[s].to(exact)  # float32: no copy
-            z.sub_(shift[s])
+            z = logits[s]
+            z = z.sub_(shift[s]) if z.dtype == exact else z - shift[s]
             if self.temperature != 1.0:
                 z.div_(self.temperature)
             if b is None or powers is None:
