@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.ranges import PositiveInt
+from common.ranks import gather_lists
 from common.seeds import derive_seed
 from data_modules.loading.decoding import UNCHANGED, Decoding
 from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.loaders import fingerprint
 from data_modules.loading.mixing import Mixing, Source
-from data_modules.loading.ranks import gather_over_ranks
 from data_modules.supervised_data_module import SupervisedDataModule, append_eos
 from rollout.storage import from_row, to_row
 from rollout.system import RolloutSystem
@@ -128,6 +128,5 @@ class MixedDataModule(SupervisedDataModule):
         self.rollouts.sleep()  # type: ignore[union-attr]
         self._guard.check(found, f"training step {position + 1}", self.rollouts.failures)  # type: ignore[union-attr]
         eos = self._eos_id() if self.append_eos else None
-        everyone = [t for part in gather_over_ranks(found) for t in part]
-        usable = [t for t in everyone if t.trainable]
+        usable = [t for t in gather_lists(found) if t.trainable]
         return [t if eos is None else append_eos(t, eos) for t in usable]

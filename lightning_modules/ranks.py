@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.ranks import gather_lists, gather_objects, rank, world_size
 
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+__all__ = ["gather_objects", "gather_values", "max_over_ranks", "rank", "stop_together", "sum_over_ranks", "world_size"]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -41,16 +36,7 @@ def gather_values(values: Tensor) -> Tensor:
     """[n] of this rank -> [N] of all ranks, in rank order; n may differ between ranks. Every rank must call."""
     if world_size() == 1:
         return values
-    return values.new_tensor([value for part in gather_objects(values.tolist()) for value in part])
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """One (small, picklable) object per rank, in rank order, on every rank."""
-    if world_size() == 1:
-        return [value]
-    out: list[Any] = [None] * world_size()
-    dist.all_gather_object(out, value)
-    return out
+    return values.new_tensor(gather_lists(values.tolist()))
 
 
 @contextmanager

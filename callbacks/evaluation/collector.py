@@ -8,7 +8,7 @@ import lightning as L
 
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import EvaluationRow, row_of
-from callbacks.ranks import gather_lists
+from common.ranks import gather_lists
 from rollout.trajectory import Task, Trajectory
 
 

@@ -16,9 +16,9 @@ from callbacks.evaluation.statistics import Interval, bootstrap_interval
 from callbacks.evaluation.step_rows import verdicts_of, wrong_before
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
-from callbacks.ranks import gather_lists
 from callbacks.trainer import data_module
 from common.ranges import PositiveInt
+from common.ranks import gather_lists
 from rollout.environments.base import EnvironmentFactory
 from rollout.samplers.base import check_forks
 from rollout.samplers.continuation import ContinuationSampler

@@ -12,9 +12,9 @@ from callbacks.evaluation.evaluation import add_metrics
 from callbacks.evaluation.statistics import Interval, bootstrap_function, bootstrap_interval
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT
-from callbacks.ranks import gather_lists
 from callbacks.trainer import data_module
 from common.ranges import PositiveInt
+from common.ranks import gather_lists
 from rollout.trajectory import Trajectory
 from rollout.trajectory_metrics import turns_after_tools
 

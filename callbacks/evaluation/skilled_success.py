@@ -12,8 +12,8 @@ from callbacks.evaluation.evaluation import add_metrics
 from callbacks.evaluation.statistics import bootstrap_interval
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
-from callbacks.ranks import gather_lists
 from callbacks.trainer import data_module
+from common.ranks import gather_lists
 from rollout.protocols.text import control_tokens
 from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter

@@ -24,9 +24,9 @@ from callbacks.evaluation.step_rows import (
 )
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT
-from callbacks.ranks import gather_lists, gather_objects
 from callbacks.trainer import data_module, stage_dir
 from common.ranges import PositiveInt
+from common.ranks import gather_lists, gather_objects
 from rollout.storage import save_trajectories
 from rollout.trajectory import Trajectory
 

@@ -11,12 +11,12 @@ import lightning as L
 
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
-from callbacks.ranks import gather_lists
 from callbacks.tracking.mlflow_logger import MLflowLogger
 from callbacks.tracking.trajectory_page import PageItem, render_page
 from callbacks.trainer import policy_source, stage_dir
 from common.files import write_atomically
 from common.ranges import NonNegativeInt, PositiveInt
+from common.ranks import gather_lists
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import Trajectory
 

@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from callbacks.ranks import gather_objects
 from callbacks.tracking.mlflow_logger import MLflowLogger
 from callbacks.trainer import is_better, stage_dir
 from callbacks.training.checkpoint_files import (
@@ -33,6 +32,7 @@ from callbacks.training.stop_request import StopRequested, is_asked
 from common.digests import files_of, list_path, sha256, write_list
 from common.files import DiskFullError, is_no_room, link_atomically, no_room_message, remove
 from common.ranges import PositiveInt
+from common.ranks import gather_objects
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning as L
 
-from callbacks.ranks import gather_objects
 from callbacks.trainer import callbacks_of, data_module
+from common.ranks import gather_objects
 from rollout.trajectory import Trajectory
 
 

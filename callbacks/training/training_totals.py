@@ -9,11 +9,11 @@ from typing import Any
 
 import lightning as L
 
-from callbacks.ranks import gather_objects
 from callbacks.tracking.run_info import TRAINING_FILE
 from callbacks.trainer import data_module, stage_dir
 from callbacks.training.throughput import is_trajectories, just_sampled
 from common.files import write_atomically
+from common.ranks import gather_objects
 from rollout.trajectory_metrics import RolloutMetrics, rollout_metrics
 
 LAST = 10  # iterations

@@ -8,10 +8,10 @@ from typing import Any
 import lightning as L
 import torch
 
-from callbacks.ranks import gather_objects
 from callbacks.trainer import settle_parameters
 from callbacks.training.optimizer_offload import offload_optimizer, reload_optimizer
 from common.ranges import PositiveFloat, PositiveInt
+from common.ranks import gather_objects
 from rollout.engines.base import Generation
 from rollout.system import RolloutSystem
 from rollout.trajectory import InfrastructureError

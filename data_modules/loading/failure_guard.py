@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.make_command import continue_command
-from data_modules.loading.ranks import gather_over_ranks
+from common.ranks import gather_objects
 from rollout.trajectory import InfrastructureError, Trajectory
 
 
@@ -15,7 +15,7 @@ class TooManyFailuresError(InfrastructureError):
 
 def sum_over_ranks(counts: tuple[int, int]) -> tuple[int, int]:
     """Element-wise sum, the same on every rank. A collective where torch.distributed runs, else the identity."""
-    everything = gather_over_ranks(counts)
+    everything = gather_objects(counts)
     return sum(c[0] for c in everything), sum(c[1] for c in everything)
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data_modules.loading.ranks import gather_over_ranks
+from common.ranks import gather_objects
 from rollout.trajectory import Trajectory, split_turns
 
 logger = logging.getLogger(__name__)
@@ -101,11 +101,11 @@ def balance(groups: Sequence[Sequence[Trajectory]], first_index: int, rank: int,
         index += len(group)
     if not exchange:
         return Share([t for group in own for t in group])
-    costs = gather_over_ranks([tokens_of(group) for group in own])
+    costs = gather_objects([tokens_of(group) for group in own])
     wanted = assign(costs)
     moved = {(rank, i): own[i] for i in range(len(own)) if (rank, i) not in wanted[rank]}
     # All ranks get all that moves, over the host's network: some megabytes of token ids an iteration.
-    arrived = {key: group for part in gather_over_ranks(moved) for key, group in part.items()}
+    arrived = {key: group for part in gather_objects(moved) for key, group in part.items()}
     found = [own[key[1]] if key[0] == rank else arrived[key] for key in wanted[rank]]
     before, after = (sum(part) for part in costs), (sum(costs[r][i] for r, i in part) for part in wanted)
     ratios = imbalance([*before]), imbalance([*after])

@@ -151,13 +151,13 @@ def test_ranks_share_fresh_and_kept_batches(make_data, monkeypatch):
     ranks = [make(rank, 2) for rank in range(2)]
     for position in range(4):
         parts: list = []
-        monkeypatch.setattr(module, "gather_over_ranks", lambda own: [own])
+        monkeypatch.setattr(module, "gather_lists", lambda own: own)
         for data in ranks:
             kept = list(data._kept)
             saved = SupervisedDataModule._rows(data, position)
             parts.append(data._sample(position, saved) if data._source(position) == "fresh" else [])
             assert list(data._kept) == kept
-        monkeypatch.setattr(module, "gather_over_ranks", lambda own, parts=parts: parts)
+        monkeypatch.setattr(module, "gather_lists", lambda own, parts=parts: sum(parts, []))
         batches = [data._batch(position) for data in ranks]
         assert sorted(sum(names(batches), [])) == sorted(t.group for t in expected[position])
         assert {t.response_ids for batch in batches for t in batch} == {t.response_ids for t in expected[position]}

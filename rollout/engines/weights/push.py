@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
+from common.ranks import gather_objects, rank
 from rollout.engines.base import Engine, EngineGone, UpdateInterrupted
 from rollout.engines.process import INTERRUPTED
 from rollout.engines.weights.files import WeightFiles, in_type, shared_memory_id
@@ -87,7 +88,7 @@ def _push_to_own_engines(
     are written beside it, and hold the whole push for an engine that dies in it.
     """
     tensors, sender, obstacle = _connect(engine, submit, tensors)
-    hosts, obstacles = zip(*_all_gather((shared_memory_id(), obstacle)), strict=True)
+    hosts, obstacles = zip(*gather_objects((shared_memory_id(), obstacle)), strict=True)
     if sender is not None and any(obstacles):
         sender.close()
         sender = None
@@ -95,21 +96,21 @@ def _push_to_own_engines(
         raise ValueError(
             f"transport: ipc cannot be used: {next(filter(None, obstacles))}; take transport: auto or files"
         )
-    writer = hosts.index(hosts[_rank()])
+    writer = hosts.index(hosts[rank()])
     keeper: Any = engine if getattr(engine, "keeps_weights", False) else None
     if keeper is not None and not between_steps:  # nothing is in flight, on any rank, that the old weights might be
         keeper.forget()  # needed for again; memory need not hold both
     before: WeightFiles | None = keeper.kept if keeper is not None else None
     tensors = in_type(tensors, _info(engine).get("dtype"))
     if sender is not None:
-        copies = WeightFiles([]) if keeper is not None and writer == _rank() else None
+        copies = WeightFiles([]) if keeper is not None and writer == rank() else None
         route = _Buffer(sender, copies, keeper is not None)
         files, problem = _consume(tensors, lambda given: route.send(given, checksum, between_steps), True)
     else:
         route, sums = None, checksum or keeper is not None
-        files, problem = _consume(tensors, lambda given: WeightFiles.write(given, sums), writer == _rank())
+        files, problem = _consume(tensors, lambda given: WeightFiles.write(given, sums), writer == rank())
     try:
-        written = _all_gather((files.paths if files else [], problem and _picklable(problem)))
+        written = gather_objects((files.paths if files else [], problem and _picklable(problem)))
         _raise_first([error for _, error in written], problem)
         whole = files or WeightFiles(written[writer][0])
         whole.verified = checksum
@@ -119,7 +120,7 @@ def _push_to_own_engines(
                 submit(engine.load_files(whole, version, between_steps, **keep)).result()
         except Exception as error:
             problem = error
-        _raise_first(_all_gather(problem and _picklable(problem)), problem)
+        _raise_first(gather_objects(problem and _picklable(problem)), problem)
     finally:
         if route is not None:
             route.close()
@@ -218,12 +219,12 @@ def _push_to_servers(
 
     submit(engine.begin_push()).result()
     try:
-        _all_gather(None)  # a barrier: no rank takes a server with new weights for a wrong one
-        _, problem = _consume(tensors, send, _rank() == 0)
-        outcome: Any = _all_gather(_picklable(problem) if problem else engine.held)[0]
+        gather_objects(None)  # a barrier: no rank takes a server with new weights for a wrong one
+        _, problem = _consume(tensors, send, rank() == 0)
+        outcome: Any = gather_objects(_picklable(problem) if problem else engine.held)[0]
         if isinstance(outcome, Exception):
             _raise_first([outcome], problem)
-        elif _rank() > 0:
+        elif rank() > 0:
             submit(engine.adopt(outcome)).result()
     finally:  # also if gathering fails: else this rank's requests would wait for a push that is over
         submit(engine.end_push()).result()
@@ -273,9 +274,9 @@ class _WithoutClose:
 def _raise_first(problems: list[Exception | None], cause: Exception | None) -> None:
     """Raise the lowest rank's problem; where there are several ranks the error names the failing one. ``cause``: this
     rank's own error."""
-    for rank, problem in enumerate(problems):
+    for number, problem in enumerate(problems):
         if problem is not None:
-            error = type(problem)(f"rank {rank}: {problem}") if len(problems) > 1 else problem
+            error = type(problem)(f"rank {number}: {problem}") if len(problems) > 1 else problem
             if error is cause:
                 raise error
             raise error from cause
@@ -286,28 +287,3 @@ def _picklable(error: Exception) -> Exception:
     if type(error) in (ValueError, InfrastructureError, EngineGone, UpdateInterrupted):
         return error
     return InfrastructureError(f"weights could not be pushed: {type(error).__name__}: {error}")
-
-
-def _distributed() -> bool:
-    import torch
-
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return ready and torch.distributed.get_world_size() > 1
-
-
-def _rank() -> int:
-    import torch
-
-    return torch.distributed.get_rank() if _distributed() else 0
-
-
-def _all_gather(value: Any) -> list[Any]:
-    """The value of every rank. A collective, called in the trainer's thread where all ranks have gathered as many
-    weights."""
-    if not _distributed():
-        return [value]
-    import torch
-
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

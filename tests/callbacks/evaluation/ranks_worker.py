@@ -14,11 +14,11 @@ import torch
 from callbacks.evaluation.arcap import ARCap
 from callbacks.evaluation.evaluation import Evaluation
 from callbacks.model_export.exporter import Export
-from callbacks.ranks import gather_lists
 from callbacks.trainer import settle_parameters
 from callbacks.training.checkpoint_files import find_checkpoint, settle_checkpoints
 from callbacks.training.resume import IterationCheckpoint
 from callbacks.training.throughput import Throughput, rollout_rate
+from common.ranks import gather_lists
 from lightning_modules.algorithms.sft import SFT
 from lightning_modules.sharding import resharding
 from lightning_modules.sharding.strategies import ZeRO3
