@@ -140,7 +140,7 @@ def card_of(
 
 
 def stage_folder_of(path: Path) -> Path | None:
-    """Of ``STAGE/model`` or ``STAGE/checkpoints/x.ckpt``; None for what lies elsewhere."""
+    """Of ``STAGE/model`` or ``STAGE/checkpoints/x.ckpt``, or None for what lies elsewhere."""
     for parent in list(path.absolute().parents)[:2]:
         if (parent / "config.yaml").is_file() and (parent / "stage.json").is_file():
             return parent

@@ -143,7 +143,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
 
 
 def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | None:
-    """The work of an on-policy training run; None for others, and without ``iterations``."""
+    """The work of an on-policy training run, or None for others, and without ``iterations``."""
     if not data.get("prompts_per_iteration") or not data.get("iterations"):
         return None
     protocol = rollouts.get("protocol", {}).get("init_args") or {}
@@ -262,7 +262,7 @@ def advice(columns: Sequence[Sized], chip: GPUSpec) -> list[str]:
 
 
 def settings(sized: Sized, chip: GPUSpec) -> str | None:
-    """The cheapest options that help; None where none is needed."""
+    """The cheapest options that help, or None where none is needed."""
     now = sized.training
     if fits(now, chip):
         return engine_settings(sized, chip) if now.engine_share and sized.run else None

@@ -28,7 +28,7 @@ class Column:
     curve: str | None = None  # metric logged in training
 
     def value(self, test: Mapping[str, Any], training: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return the metric as an ``Interval.as_json`` (training metrics have no interval); None if not measured."""
+        """Return the metric as an ``Interval.as_json`` (training metrics have no interval), or None if not measured."""
         if not self.training:
             return test.get(self.key)
         mean = (training or {}).get(self.key)

@@ -34,7 +34,7 @@ def ranks_of(config: Mapping[str, Any]) -> Ranks:
 
 
 def device_indices(devices: Any) -> list[str] | None:
-    """Return devices listed one by one, as a list or separated by commas; None for a number or ``auto``."""
+    """Return devices listed one by one, as a list or separated by commas, or None for a number or ``auto``."""
     if isinstance(devices, str) and "," in devices:
         devices = devices.split(",")
     if not isinstance(devices, (list, tuple)):
@@ -43,7 +43,7 @@ def device_indices(devices: Any) -> list[str] | None:
 
 
 def count_devices(devices: Any) -> int | None:
-    """Count devices as ``Trainer(devices=...)`` does: a number or indices, also as text; None for ``auto``."""
+    """Count devices as ``Trainer(devices=...)`` does: a number or indices, also as text, or None for ``auto``."""
     if (indices := device_indices(devices)) is not None:
         return len(indices)
     try:
@@ -69,7 +69,7 @@ def require_launcher(name: str, config: Mapping[str, Any], launched: int | None)
     """Raises ExperimentError for a stage on several nodes without a launcher for all of them: ranks would wait forever.
 
     Args:
-        launched: nodes given to ``LAUNCH=torchrun``; None without it.
+        launched: nodes given to ``LAUNCH=torchrun``, or None without it.
     """
     nodes = ranks_of(config).nodes
     if nodes == 1:

@@ -18,7 +18,7 @@ from experiments.reports.tested_on import SHOWN, differing
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-PIPED = 100_000  # columns: a line of a table in a pipe is cut nowhere
+PIPED = 100_000  # columns, so that a table in a pipe is never cut
 CURVES = (
     "val/em", "test/em", "train/em", "train/reward", "train/loss", "train/kl", "train/entropy",
     "train/response_tokens", "train/grad_norm", "train/logprob_gap", "throughput/tokens_per_s",
@@ -27,7 +27,7 @@ HISTORY_SCHEMA = {"run_id": pl.String, "run": pl.String, "metric": pl.String, "s
 
 
 class NoRunsError(LookupError):
-    """The store holds no run that fits the filters."""
+    """No run in the store fits the filters."""
 
 
 def open_store(tracking_uri: str) -> MlflowClient:
@@ -35,7 +35,7 @@ def open_store(tracking_uri: str) -> MlflowClient:
     path = Path(tracking_uri.removeprefix(SQLITE))
     if tracking_uri.startswith(SQLITE) and not path.exists():
         raise FileNotFoundError(
-            f"no MLflow store at {path}; train something first (make train), or import runs (make metrics)"
+            f"no MLflow store at {path}; train an experiment first (make train), or import runs (make metrics)"
         )
     from mlflow import MlflowClient
 
@@ -43,19 +43,19 @@ def open_store(tracking_uri: str) -> MlflowClient:
 
 
 def runs_frame(client: MlflowClient, experiment: str | None = None, names: Sequence[str] = ()) -> pl.DataFrame:
-    """One row per run, oldest first: run_id, run, status, test set, seconds, ``metrics.*`` (last values).
+    """Return one row per run, oldest first: run_id, run, status, test set, seconds, ``metrics.*`` (last values).
 
     Args:
-        experiment: MLflow experiment; None: all of them.
+        experiment: MLflow experiment, or None for all.
         names: experiments or shell patterns: "dgpo_tiny" keeps "dgpo_tiny" and "dgpo_tiny-seed0", not "dgpo_tiny_x";
-            "dgpo*" keeps all of them. Empty: all runs.
+            "dgpo*" keeps all three. Empty: all runs.
 
     Raises:
-        NoRunsError: no such experiment, or no run fits one of the names; says which exist.
+        NoRunsError: an unknown experiment, or a name that no run fits.
     """
     stored = {e.name: e.experiment_id for e in client.search_experiments()}
     if experiment is not None and experiment not in stored:
-        raise NoRunsError(f"no MLflow experiment '{experiment}'; there are: {', '.join(sorted(stored)) or 'none'}")
+        raise NoRunsError(f"no MLflow experiment '{experiment}'; expected one of {sorted(stored)}")
     searched = list(stored.values()) if experiment is None else [stored[experiment]]
     found_runs = client.search_runs(searched, max_results=50_000, order_by=["attributes.start_time ASC"])
     rows = [_row(run) for run in found_runs]
@@ -63,7 +63,7 @@ def runs_frame(client: MlflowClient, experiment: str | None = None, names: Seque
     if (lost := [name for name in names if not any(_fits(row["run"], name) for row in rows)]) or not kept:
         known = ", ".join(sorted({row["run"] for row in rows})) or "none"
         where = f" in experiment '{experiment}'" if experiment is not None else ""
-        raise NoRunsError(f"no run fits {lost}{where}; there are: {known}")
+        raise NoRunsError(f"no run fits {lost}{where}; the runs are: {known}")
     return pl.from_dicts(kept, infer_schema_length=None)  # all rows: a column may appear late
 
 
@@ -84,20 +84,20 @@ def _row(run: Any) -> dict[str, Any]:
 
 
 def _tested_on(run: Any) -> str | None:
-    """Names and digests of the data sets that the run was tested on (``experiments.stages.inputs``)."""
+    """Return names and digests of the data sets that a run was tested on (``experiments.stages.inputs``)."""
     used = run.inputs.dataset_inputs if run.inputs else ()
     tests = [each.dataset for each in used if any(tag.value == "testing" for tag in each.tags)]
     return ", ".join(sorted(f"{dataset.name} ({dataset.digest[:SHOWN]})" for dataset in tests)) or None
 
 
 def _stored(value: float) -> float:
-    """A metric's value: MLflow's databases keep the largest finite number in place of an infinite one."""
+    """Restore an infinite value, for which MLflow's databases store the largest finite number."""
     return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value
 
 
 def history_frame(client: MlflowClient, runs: Mapping[str, str], metrics: Sequence[str]) -> pl.DataFrame:
-    """Long table of ``run_id, run, metric, step, value``. A step logged twice (an iteration repeated after a kill)
-    counts once, with its last value.
+    """Return a long table of ``run_id, run, metric, step, value``. A step logged twice, because an iteration was
+    repeated after a kill, counts once, with its last value.
 
     Args:
         runs: run id -> name.
@@ -121,8 +121,8 @@ def compare(
     experiment: str | None = None,
     metrics: Sequence[str] = CURVES,
 ) -> str:
-    """A table of the runs as text: status, seconds, and the last value of each metric that any has. A last line names
-    the test sets where they differ.
+    """Format a table of runs: status, seconds, and the last value of each metric that a run has. A last line names the
+    test sets if they differ.
 
     Args:
         outputs: folder with the embedded store.
@@ -130,7 +130,7 @@ def compare(
         tracking_uri: default: ``MLFLOW_TRACKING_URI``, else the SQLite file in ``outputs``.
 
     Raises:
-        FileNotFoundError: no store. NoRunsError: nothing fits.
+        FileNotFoundError: no store. NoRunsError: no run fits.
     """
     from rich.table import Table
 
@@ -151,7 +151,7 @@ def _cell(value: Any) -> str:
 
 
 def table_text(table: Any) -> str:
-    """A rich table as text: coloured and folded for a terminal, plain and as wide as its rows for a pipe or a file."""
+    """Render a rich table: coloured and folded for a terminal, plain and unfolded for a pipe or a file."""
     from rich.console import Console
 
     console = Console()

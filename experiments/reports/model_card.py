@@ -1,4 +1,4 @@
-"""README.md of an exported model: algorithm, data, scores with intervals, command and commit."""
+"""Writes README.md of an exported model: algorithm, data, scores with intervals, command and commit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FACTS = {"algorithm": "algorithm", "models": "starts from", "data": "data", "rep
 def model_card(
     config: Mapping[str, Any], result: Mapping[str, Any], tested: Path | None, serve: str, note: str = ""
 ) -> str:
-    """A card in Hugging Face's format, Markdown after YAML.
+    """Return a model card in Hugging Face's format, Markdown after YAML.
 
     Args:
         config: resolved configuration of the experiment.
-        result: what its result.json says; empty for a run that is not done.
-        tested: stage folder whose test was made with these very weights; None: the card has no scores.
+        result: content of its result.json; empty for an unfinished run.
+        tested: stage folder with a test of these weights, or None for a card without scores.
         serve: command that serves the model.
-        note: a line under the scores, or in their place.
+        note: line below or instead of the scores.
     """
     from huggingface_hub import ModelCardData
 
@@ -47,7 +47,7 @@ def model_card(
 
 
 def _scores(folder: Path, columns: list[str] | None) -> str:
-    """The test's metrics; "" for a stage without one."""
+    """Return the section of test metrics; "" for a stage without a test."""
     try:
         test = read_evaluation(folder)["test"]
     except (FileNotFoundError, ValueError):

@@ -1,6 +1,6 @@
-"""Gates of ``make preconditions``: whether a mechanism has something to work on, before any reinforcement. Pure.
+"""Gates of ``make preconditions``: checks that a method's mechanism can work, before reinforcement learning starts.
 
-The bounds are ours (docs/preconditions.md); nothing published measures them.
+The bounds are ours (docs/preconditions.md); no paper reports them.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from callbacks.evaluation.fork_outcomes import PREFIX as FORKS
 from callbacks.evaluation.step_rows import StepRow, wrong_before
 from experiments.reports.markdown import markdown_table
 
-SOME = 0.99  # of groups without success, so that a reward is met at all
-FEWEST = 20  # prefixes or tool results; fewer measure nothing
-SHUFFLED_TOLERANCE = 0.1  # of success, between shuffled skills and none
+SOME = 0.99  # of groups without success, at most, so that some are rewarded
+FEWEST = 20  # prefixes or tool results, at least, for a measurement
+SHUFFLED_TOLERANCE = 0.1  # of success rate, between shuffled skills and none
 
 Test = Mapping[str, Any]  # "test" of an evaluation.json: metric -> {mean, low, high, n}
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """``found`` is None where nothing could be measured, which is no pass."""
+    """A bound on a measurement. ``found`` is None if it could not be measured; the gate then fails."""
 
-    name: str  # by which it is overridden
+    name: str  # for ALLOW=NAME
     title: str
     found: float | None
-    least: float | None  # one bound or both
+    least: float | None  # one or both bounds
     most: float | None
-    advice: str  # what to change where it fails
+    advice: str  # what to change if it fails
 
     @property
     def passed(self) -> bool:
@@ -49,7 +49,7 @@ class Gate:
 
 
 def groups_gate(start: Test, size: int, least: float) -> Gate:
-    """``size``: trajectories in a group."""
+    """Bound the share of groups (``size`` trajectories each) without any success."""
     found = mean(start, f"pass/{size}")
     return Gate(
         "no_success",
@@ -57,48 +57,53 @@ def groups_gate(start: Test, size: int, least: float) -> Gate:
         None if found is None else 1.0 - found,
         least,
         SOME,
-        "too few, and outcome rewards alone teach enough: take harder tasks, fewer turns, or an earlier cold start; "
-        "all, and nothing is ever rewarded: take a longer cold start",
+        "if too few, outcome rewards alone teach enough: take harder tasks, fewer turns, or an earlier cold start; "
+        "if all, no trajectory is ever rewarded: take a longer cold start",
     )
 
 
 def distillation_gates(start: Test, steps: Sequence[Sequence[StepRow]], teacher: Test, size: int) -> list[Gate]:
-    """SOD's: of the student's test, the steps of its trajectories as the teacher scored them (``by_trajectory``), and
-    the teacher's test with ``Continuations`` of these."""
+    """Gates of SOD.
+
+    Args:
+        start: test of the student.
+        steps: its turns with the teacher's scores (``by_trajectory``).
+        teacher: test of the teacher with ``Continuations`` of the student's trajectories.
+    """
     placed = place(steps)
     first = [rows[0].divergence for rows in steps if rows]
     return [
         groups_gate(start, size, 0.8),
         Gate(
-            "teacher_clean", "teacher continues right, clean prefixes", of_enough(teacher, PREFIX + CLEAN), 0.8, None,
+            "teacher_clean", "teacher succeeds from clean prefixes", of_enough(teacher, PREFIX + CLEAN), 0.8, None,
             "the teacher cannot do the task: train it longer, or take a larger one",
         ),
         Gate(
-            "teacher_drifted", "teacher continues right, drifted prefixes", of_enough(teacher, PREFIX + DRIFTED), None,
+            "teacher_drifted", "teacher succeeds from drifted prefixes", of_enough(teacher, PREFIX + DRIFTED), None,
             0.3,
-            "the teacher knows the way back, so that its advice after an error is good: there is nothing to weigh down",
+            "the teacher recovers from errors, so its advice after an error is good: no turn needs a lower weight",
         ),
         Gate(
-            "auc_clean", "AUC of a step's mean T - S for the verdict, clean", auc_of(placed, drifted=False), 0.8, None,
-            "the teacher's log-ratio does not tell good steps from bad ones: take a more certain teacher",
+            "auc_clean", "AUC of a turn's mean T - S for its verdict, clean", auc_of(placed, drifted=False), 0.8, None,
+            "the teacher's log-ratio does not separate good turns from bad ones: take a more certain teacher",
         ),
         Gate(
             "auc_drifted", "the same after an error", auc_of(placed, drifted=True), None, 0.6,
-            "the teacher's log-ratio is as good after an error as before: there is nothing to weigh down",
+            "the teacher's log-ratio is as good after an error as before: no turn needs a lower weight",
         ),
         Gate(
-            "weight_ratio", "weight of drifted over clean steps, from the second", weight_ratio(placed), None, 0.5,
+            "weight_ratio", "weight of drifted over clean turns, from the second", weight_ratio(placed), None, 0.5,
             "the divergence does not rise after an error: take a teacher that has never seen a recovery",
         ),
         Gate(
             "first_step", "coefficient of variation of d_1", variation(first), None, 1.0,
-            "the reference of all weights is noise: longer first steps",
+            "the reference of all weights is noise: make first turns longer",
         ),
     ]  # fmt: skip
 
 
 def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[Gate]:
-    """SDAR's: of three tests of the student as it starts, without skills, with them, and with others in their place."""
+    """Gates of SDAR, from tests of the initial student without skills, with skills, and with other tasks' skills."""
     without, average = mean(plain, f"average/{size}"), f"average/{size}"
     return [
         groups_gate(plain, size, 0.7),
@@ -113,21 +118,21 @@ def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[G
         Gate(
             "shuffled_skills", "success with other tasks' skills", mean(shuffled, average), None,
             SHUFFLED_TOLERANCE + (without or 0.0),
-            "what helps is not what the skills say (their form, their length): look at the bank and its retriever",
+            "the form or length of skills helps, not their content: inspect the bank and its retriever",
         ),
     ]  # fmt: skip
 
 
 def fork_gates(start: Test) -> list[Gate]:
-    """ARPO's: of the student's test with ``ForkOutcomes``."""
+    """Gates of ARPO, from a test of the student with ``ForkOutcomes``."""
     return [
         Gate(
             "open", "tool results after which outcomes differ", of_enough(start, f"{FORKS}open"), 0.2, None,
-            "what a fork would sample anew is decided before it: harder or easier tasks, or results that matter more",
+            "outcomes are decided before the fork: take harder or easier tasks, or tool results that matter more",
         ),
         Gate(
             "entropy_tells", "correlation of dH with the outcome's variance", of_enough(start, f"{FORKS}correlation"),
-            0.2, None, "entropy does not tell where outcomes are open: branches at random would do as well",
+            0.2, None, "entropy does not show where outcomes are open: random branches would do as well",
         ),
     ]  # fmt: skip
 
@@ -137,12 +142,12 @@ def mean(test: Test, metric: str) -> float | None:
 
 
 def of_enough(test: Test, metric: str) -> float | None:
-    """The mean, if it is over ``FEWEST``."""
+    """Return the mean of a metric with at least ``FEWEST`` measurements, else None."""
     return mean(test, metric) if metric in test and test[metric]["n"] >= FEWEST else None
 
 
 def place(steps: Sequence[Sequence[StepRow]]) -> list[tuple[StepRow, bool]]:
-    """Every step of every trajectory, with whether one before it went wrong."""
+    """Pair every turn of every trajectory with whether an earlier turn went wrong."""
     return [
         (row, drifted)
         for rows in steps
@@ -151,7 +156,8 @@ def place(steps: Sequence[Sequence[StepRow]]) -> list[tuple[StepRow, bool]]:
 
 
 def auc_of(placed: Sequence[tuple[StepRow, bool]], *, drifted: bool) -> float | None:
-    """Of ``signed`` for the environment's verdict on the step, or where it has none for the trajectory's success."""
+    """AUC of a turn's ``signed`` log-ratio for the environment's verdict, or, without one, for the trajectory's
+    success."""
     part = [row for row, after_error in placed if after_error is drifted]
     judged = [(row.signed, _is_good(row)) for row in part]
     return auc([s for s, good in judged if good is True], [s for s, good in judged if good is False])
@@ -164,7 +170,7 @@ def _is_good(row: StepRow) -> bool | None:
 
 
 def auc(good: Sequence[float], bad: Sequence[float]) -> float | None:
-    """Probability that a good one scores above a bad one, ties by half; None without one of either."""
+    """Return the probability that a good score exceeds a bad one (ties: half), or None if either list is empty."""
     if not good or not bad:
         return None
     above = np.subtract.outer(good, bad)
@@ -177,28 +183,28 @@ def weight_ratio(placed: Sequence[tuple[StepRow, bool]]) -> float | None:
 
 
 def weight_of(placed: Sequence[tuple[StepRow, bool]], *, drifted: bool) -> float | None:
-    """Mean over steps; the first ones, which weigh 1 by definition, are left out."""
+    """Mean weight over turns, without first turns, whose weight is 1 by definition."""
     weights = [row.weight for row, after_error in placed if after_error is drifted and row.step > 1]
     return statistics.fmean(weights) if weights else None
 
 
 def variation(values: Sequence[float]) -> float | None:
-    """Standard deviation over mean."""
+    """Coefficient of variation: standard deviation over mean."""
     if len(values) < 2 or not statistics.fmean(values):
         return None
     return statistics.stdev(values) / statistics.fmean(values)
 
 
 def gates_of_seeds(of: Mapping[int, Sequence[Gate]]) -> str:
-    """The gates of every seed's start, as Markdown."""
+    """Format the gates of every seed's initial model as Markdown."""
     first, *_ = of.values()
     rows = [
         [gate.name, gate.title, gate.expected, *(_found(gates[k]) for gates in of.values())]
         for k, gate in enumerate(first)
     ]
     return (
-        "**Gates**, measured on each seed's start before anything trained from it (docs/preconditions.md); in bold "
-        f"what failed:\n\n{markdown_table(['gate', '', 'expected', *(f'seed {seed}' for seed in of)], rows)}"
+        "**Gates**, measured on each seed's initial model before training (docs/preconditions.md); failed gates are "
+        f"bold:\n\n{markdown_table(['gate', '', 'expected', *(f'seed {seed}' for seed in of)], rows)}"
     )
 
 

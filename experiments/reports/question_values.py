@@ -1,4 +1,4 @@
-"""Writes the values of a test's questions into one line of a results file, and reads them."""
+"""Packs the values of a test's questions into one line of a results file, and unpacks them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ DIGITS = string.digits + string.ascii_letters
 
 
 def packed(values: Sequence[float | None]) -> str:
-    """Write ``numbers|codes``: the distinct numbers in ascending order, then the place of each question's number among
-    them, in base 62. All codes have as many digits as the largest needs; dashes stand for None. Exact.
+    """Pack values as ``numbers|codes``: the distinct numbers in ascending order, then each question's index into them
+    in base 62. All codes have the same number of digits; dashes mean None. Lossless.
 
     >>> packed([0.0, 1.0, None, 0.5])
     '0.0 0.5 1.0|02-1'
@@ -29,7 +29,7 @@ def packed(values: Sequence[float | None]) -> str:
 
 
 def unpacked(text: str) -> np.ndarray:
-    """Read the values [questions] of ``packed``; NaN for None."""
+    """Return the values [questions] of a ``packed`` text; NaN for None."""
     numbers, _, codes = text.partition("|")
     levels = np.array([*map(float, numbers.split()), np.nan])
     width = _width(len(levels) - 1)
@@ -49,8 +49,8 @@ def _width(numbers: int) -> int:
 
 
 def common_tables(runs: Sequence[Sequence[str]]) -> list[np.ndarray]:
-    """A table [runs, questions] of each measure, with the questions for which every run has all measures; an empty list
-    if a run lacks measures.
+    """Return a table [runs, questions] of each measure, over the questions for which every run has all measures; an
+    empty list if a run has no measures.
 
     Args:
         runs: the ``packed`` measures of each run.

@@ -1,4 +1,4 @@
-"""The closing table of ``make train`` and the results page of ``make reproduce``."""
+"""Writes the closing table of ``make train`` and the results page of ``make reproduce``."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from experiments.reports.tested_on import differing, tested_on
 
 __all__ = ["Run", "closing_table", "compare", "write_results"]
 
-RESULT_CURVES = (  # beside those of the score; drawn where a run has them
+RESULT_CURVES = (  # drawn besides those of the score, if a run has them
     "train/kl", "train/entropy", "train/tool_calls_per_trajectory", "train/opd_log_ratio",
     "train/divergence/last", "train/weight/last", "val/with_skills",
 )  # fmt: skip
 
 
 def closing_table(rows: Sequence[tuple[str, Path]], columns: Sequence[str] | None = None) -> str:
-    """One line per stage as text: n and the chosen columns, scores with 95 % bootstrap intervals. A last line names the
-    test sets where they differ.
+    """Format one line per stage: n and the chosen columns, scores with 95 % bootstrap intervals. A last line names the
+    test sets if they differ.
 
     Args:
         rows: (label, stage folder or its evaluation.json), in the order to show.
-        columns: names of ``experiments.registry.columns``; None: the default ones.
+        columns: names of ``experiments.registry.columns``, or None for the default ones.
 
     Raises:
-        FileNotFoundError, ValueError: a stage has no test (see ``read_evaluation``), or no such column.
+        FileNotFoundError, ValueError: a stage without a test (see ``read_evaluation``), or an unknown column.
     """
     from rich.table import Table
 
@@ -70,17 +70,17 @@ def write_results(
 
     Args:
         experiment: the experiment that the others are compared with; also the name of the files.
-        rows: finished stages as ``Run.of`` reads them; a stage named twice (a teacher shared by all seeds) counts once.
+        rows: finished stages as ``Run.of`` reads them; duplicates (a teacher shared by all seeds) count once.
         out_dir: normally docs/results.
-        command: what makes the page again.
-        columns: names of ``experiments.registry.columns`` for the tables; None: the default ones.
-        score: name of ``experiments.registry.columns.SCORES`` by which methods are compared; None: EM.
-        tracking_uri: MLflow store with the curves (found by the run id kept in each stage folder); default:
-            ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the folder that holds the stages.
-        notes: Markdown that goes under the title.
+        command: the command that writes the page.
+        columns: names of ``experiments.registry.columns`` for the tables, or None for the default ones.
+        score: key of ``experiments.registry.columns.SCORES`` that compares methods, or None for EM.
+        tracking_uri: MLflow store with the curves (each stage folder has its run id); default:
+            ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the outputs.
+        notes: Markdown below the title.
 
     Raises:
-        ValueError: no row belongs to ``experiment``, or no such column or score.
+        ValueError: no row of ``experiment``, or an unknown column or score.
     """
     chosen, main = columns_of(columns), score_of(score)
     runs = list({Path(row["folder"]): Run.of(row) for row in rows}.values())
@@ -88,7 +88,7 @@ def write_results(
     runs.sort(key=lambda run: groups.index(run.group))
     mine = [run for run in runs if run.experiment == experiment]
     if not mine:
-        raise ValueError(f"none of the rows is a run of '{experiment}', only {sorted({r.experiment for r in runs})}")
+        raise ValueError(f"no row is a run of '{experiment}'; found {sorted({r.experiment for r in runs})}")
     out_dir = Path(out_dir)
     curves = out_dir / f"{experiment}_curves.png"
     uri = tracking_uri or default_tracking_uri(mine[0].folder.resolve().parent.parent)
@@ -107,15 +107,15 @@ def write_results(
 def _write_curves(
     path: Path, runs: Sequence[Run], tracking_uri: str, metrics: Sequence[str], methods: Sequence[str]
 ) -> pl.DataFrame:
-    """Draw the runs that were logged; return what was drawn, as ``compare.history_frame`` makes it: empty (and no file)
-    when none was logged or none has any of the metrics. ``metrics[0]`` is what runs that learn by reinforcement log."""
+    """Draw the curves of logged runs; return their ``compare.history_frame``, empty (and no file) if no run logged any
+    of the metrics. ``metrics[0]`` is logged by reinforcement learning."""
     files = {run: run.folder / RUN_ID_FILE for run in runs}
     ids = {f.read_text().strip(): run.method for run, f in files.items() if f.exists()}
     history = history_frame(open_store(tracking_uri), ids, metrics) if ids else pl.DataFrame(schema=HISTORY_SCHEMA)
     if not len(history):
         return history
     learning = history.filter(pl.col("metric") == metrics[0])["run_id"].unique()
-    if len(learning):  # iterations of supervised learning are another measure of time
+    if len(learning):  # supervised learning counts other iterations
         history = history.filter(pl.col("run_id").is_in(learning.implode()))
     path.parent.mkdir(parents=True, exist_ok=True)
     curves_figure(history, metrics, methods).savefig(path, dpi=DPI)

@@ -1,4 +1,4 @@
-"""Reads finished stages into the objects of a results file, and pools their scores over seeds."""
+"""Reads finished stages into the objects of a results file and pools their scores over seeds."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from experiments.reports.tested_on import tested_on
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One finished stage as the results page needs it."""
+    """A finished stage on a results page."""
 
     experiment: str
-    method: str  # what it is called in tables
+    method: str  # its name in tables
     seed: int
     folder: Path
     seconds: float
     command: str
     commit: str
-    sampled: Path | None = None  # folder of the same model's test at temperature 1, if there is one
-    fixed_seed: bool = False  # the same one for every seed of the methods that it is compared with
-    group: str | None = None  # what the method's name ends with, if it is compared with those alone that share it
+    sampled: Path | None = None  # folder of the same model's test at temperature 1
+    fixed_seed: bool = False  # one stage for all seeds of the methods that it is compared with
+    group: str | None = None  # end of the method's name; methods are compared within their group
 
     @property
     def ungrouped(self) -> str:
@@ -48,7 +48,7 @@ class Run:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
-        """From a mapping with name, label, seed, folder, seconds, command, commit and perhaps sampled, fixed_seed,
+        """Read a mapping with name, label, seed, folder, seconds, command, commit, and optionally sampled, fixed_seed,
         group."""
         return cls(
             experiment=row["name"], method=row["label"], seed=row["seed"], folder=Path(row["folder"]),
@@ -59,10 +59,10 @@ class Run:
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """``evaluation.json`` of a stage that was tested; ``path`` is the file or the stage's folder.
+    """Read ``evaluation.json`` of a tested stage; ``path`` is the file or the stage's folder.
 
     Raises:
-        FileNotFoundError: no such file. ValueError: it holds no test.
+        FileNotFoundError: no such file. ValueError: it contains no test.
     """
     path = Path(path)
     path = path if path.suffix == ".json" else path / "evaluation.json"
@@ -70,26 +70,26 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} does not exist; expected the evaluation of a stage that was tested")
     content = json.loads(path.read_text())
     if "test" not in content:
-        raise ValueError(f"{path} holds {sorted(content)} but no 'test'; was the stage stopped before its test?")
+        raise ValueError(f"{path} contains {sorted(content)}, expected 'test'; run the stage to its end")
     return content
 
 
 def read_training(folder: Path) -> dict[str, Any] | None:
-    """``training.json`` of a stage; None for one that was not trained on rollouts, or before there was such a file."""
+    """Read ``training.json`` of a stage, or None for stages without rollouts and for older runs."""
     path = Path(folder) / TRAINING_FILE
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def question_frame(folder: Path) -> pl.DataFrame:
-    """Rows of the normal search loop in a stage's test, without those that infrastructure spoiled. Files of earlier
-    versions lack some columns."""
+    """Return the rows of a stage's test, without diagnostic prompts and infrastructure failures. Older files lack some
+    columns."""
     frame = pl.read_parquet(Path(folder) / "evaluation" / "test.parquet")
     return frame.filter((pl.col("prompt_mode") == AGENT) & ~pl.col("failed"))
 
 
 def question_scores(folder: Path, column: str = "em") -> dict[str, float]:
-    """Question id -> score, the mean over a question's attempts; rows without a score are left out, and a column that
-    the file does not have gives none."""
+    """Map question ids to the mean of a column over the question's attempts, without rows that lack a value; empty if
+    the file lacks the column."""
     frame = question_frame(folder)
     if column not in frame.columns:
         return {}
@@ -98,8 +98,7 @@ def question_scores(folder: Path, column: str = "em") -> dict[str, float]:
 
 
 def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Question id -> sums of several columns over the question's attempts that have them all; empty if the file lacks
-    one of them."""
+    """Map question ids to sums of columns over the attempts that have all of them; empty if a column is missing."""
     frame = question_frame(folder)
     if not set(columns) <= set(frame.columns):
         return {}
@@ -108,8 +107,8 @@ def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float
 
 
 def measures(folder: Path, column: Column) -> list[dict[str, float]]:
-    """Numbers by question id from which a column is computed over several runs: the mean, the two sums of a ratio, or a
-    metric of several attempts (of ``average_of_sets`` with each question's set); empty where the rows lack them."""
+    """Return the numbers by question id from which a column is computed over several runs: means, the two sums of a
+    ratio, or a metric of several attempts (for ``average_of_sets`` with each question's set). Empty without them."""
     if len(column.rows) == 1:
         found = [question_scores(folder, column.rows[0])]
     elif len(column.rows) == 2:
@@ -127,8 +126,8 @@ def measures(folder: Path, column: Column) -> list[dict[str, float]]:
 
 
 def paired(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], *, same_seeds: bool) -> PairedDifference | None:
-    """Bootstrap of a minus b (``score_values``) over seeds and the questions that all of them answered; None without
-    such a question. With one seed each it is over questions alone."""
+    """Bootstrap the difference a - b of ``score_values`` over seeds and the questions that all answered; over questions
+    alone for one seed each. Returns None without a common question."""
     tables = common_tables([*a, *b]) if a and b else []
     if not (tables and tables[0].size):
         return None
@@ -136,17 +135,19 @@ def paired(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], *, same_seeds
 
 
 def score_values(objects: Sequence[Mapping[str, Any]], score: Score, *, sampled: bool = False) -> list[list[str]]:
-    """The score of each run's questions, packed; empty if ``sampled`` and a run was not tested at temperature 1."""
+    """Return the packed scores of each run's questions; empty if ``sampled`` and a run has no test at temperature 1."""
     if not sampled:
         return [o["questions"].get(score.column, []) for o in objects]
     return [o["sampled"]["questions"] for o in objects] if all(o["sampled"] for o in objects) else []
 
 
 def pooled_cell(objects: Sequence[Mapping[str, Any]], name: str, column: Column) -> dict[str, Any] | None:
-    """A column's value over the runs (seeds) of one method, from their ``results_json``: computed anew, with an
-    interval over seeds and the questions that all have, where ``questions`` has the column (metrics over several
-    attempts: over questions alone); else a single run's own, or the mean of the runs' means; None unless every run has
-    it."""
+    """Pool a column over the runs (seeds) of one method, from their ``results_json``.
+
+    With values by question the interval is over seeds and common questions, or over questions alone for metrics of
+    several attempts. Otherwise returns a single run's value, or the mean of the runs' values. Returns None unless every
+    run has the column.
+    """
     values, over_attempts = [o["metrics"].get(name) for o in objects], column.key.startswith(OVER_ATTEMPTS)
     if len(values) == 1 and over_attempts:
         return values[0]
@@ -162,7 +163,7 @@ def pooled_cell(objects: Sequence[Mapping[str, Any]], name: str, column: Column)
 
 
 def _over_attempts(tables: Sequence[np.ndarray]) -> dict[str, Any]:
-    """A metric of several attempts, from each question's mean over the runs; resamples the questions of each set."""
+    """Bootstrap a metric of several attempts from each question's mean over runs, within each set of questions."""
     means = tables[0].mean(axis=0)
     if len(tables) == 1:
         return bootstrap_interval(means).as_json()
@@ -171,7 +172,7 @@ def _over_attempts(tables: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def mean_metric(values: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Mean over seeds of the means, without an interval; None unless every seed has it."""
+    """Average the seeds' means, without an interval, or None unless every seed has one."""
     present = [f for f in values if f is not None and f["n"]]
     if len(present) < len(values):
         return None
@@ -179,15 +180,16 @@ def mean_metric(values: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
 
 
 def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str = "em") -> list[dict[str, Any]]:
-    """One object per method and seed.
+    """Return one object per method and seed.
 
-    The ``score`` (of ``experiments.registry.columns``, named under ``metric``) of the test as n (questions), attempts
-    (at each question), trials (all attempts that were scored), k (right ones among them), mean (k / trials, unless a
-    question has fewer attempts than the others), low, high, null where it was not measured; under ``sampled`` the same
-    at temperature 1; under ``sources`` the score by data source; under ``f1`` and ``searches`` means; under ``metrics``
-    mean, low, high and n of every chosen column that was measured (of the training one number: no interval, n is 1);
-    under ``questions`` the ``measures`` of score and columns, one ``question_values.packed`` text each, whose questions
-    are those of all runs in the order of their ids; then test_set (``tested_on``), seconds, command, commit.
+    - ``metric``: name of the score; n questions, attempts per question, trials (scored attempts), k correct ones, mean
+      (k / trials if all questions have as many attempts), low, high; null if not measured
+    - ``sampled``: the same at temperature 1
+    - ``sources``: the score by data source; ``f1``, ``searches``: means
+    - ``metrics``: mean, low, high and n of every measured column (training metrics: one number, n is 1)
+    - ``questions``: ``measures`` of score and columns, each a ``question_values.packed`` text over the questions of all
+      runs, sorted by id
+    - ``test_set`` (``tested_on``), ``seconds``, ``command``, ``commit``
     """
     column, objects = COLUMNS[SCORES[score].column], []
     folders = [folder for run in runs for folder in (run.folder, run.sampled) if folder is not None]
@@ -230,7 +232,7 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
 def score_metrics(folder: Path, score: Score) -> dict[str, Any]:
     metric, frame = read_evaluation(folder)["test"].get(score.column), question_frame(folder)
     attempts = frame.group_by("id").len()["len"].max() or 0
-    if metric is None:  # tested before there was such a metric
+    if metric is None:  # an older test
         return {"n": 0, "attempts": attempts, "trials": 0, "k": None, "mean": None, "low": None, "high": None}
     scored = frame[score.rows].drop_nulls()
     counts = {"n": metric["n"], "attempts": attempts, "trials": len(scored), "k": round(scored.sum())}

@@ -1,4 +1,4 @@
-"""The results page of ``make reproduce``: its tables, as Markdown, from the objects of its JSON file."""
+"""Formats the results page of ``make reproduce`` from the objects of its JSON file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.reports.results import mean_metric, paired, pooled_cell, score_
 from experiments.reports.tested_on import differing
 
 Result = Mapping[str, Any]  # an object of ``results.results_json``
-ENOUGH_SEEDS = 5  # fewer rank no two methods
+ENOUGH_SEEDS = 5  # needed to rank two methods
 SAMPLED_NOTE = (
     "{0} at T = 1: the same models with answers sampled at temperature 1, as the released code of DGPO does it.\n"
 )
@@ -32,13 +32,13 @@ DIFFERENCE_NOTE = (
 
 
 def number_text(value: float) -> str:
-    """Three decimals for shares and scores, fewer the larger: ``0.412``, ``265.1``, ``15,360``."""
+    """Format a number with three decimals, or fewer if it is large: ``0.412``, ``265.1``, ``15,360``."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
 def metric_text(metric: Mapping[str, Any] | None, with_interval: bool) -> str:
-    """``0.412 [0.371, 0.453]``, or without the interval if there is none; "-" for one that was not measured."""
+    """Format a metric as ``0.412 [0.371, 0.453]``, without interval if it has none; "-" if it was not measured."""
     if metric is None or not metric["n"]:
         return "-"
     text = number_text(metric["mean"])
@@ -57,16 +57,16 @@ def results_page(
     notes: str,
     history: pl.DataFrame,
 ) -> str:
-    """The page about ``method`` and the methods that it is compared with.
+    """Format the page about ``method`` and the methods that it is compared with.
 
     Args:
         experiment: name of the page and its files.
-        method: what the page is about, as its objects name it.
-        objects: ``results_json`` of all finished stages, as the page's JSON file has them.
-        columns, score: what the tables show.
-        command: what makes the page again.
-        notes: Markdown that goes under the title.
-        history: what ``<experiment>_curves.png`` shows (``compare.history_frame``); empty if it was not drawn.
+        method: as its objects name it.
+        objects: ``results_json`` of all finished stages.
+        columns, score: shown in the tables.
+        command: the command that writes the page.
+        notes: Markdown below the title.
+        history: ``compare.history_frame`` of ``<experiment>_curves.png``; empty if it was not drawn.
     """
     of: dict[str, list[Result]] = {}
     for result in objects:
@@ -108,7 +108,7 @@ def _ungrouped(result: Result) -> str:
 
 
 def provenance(objects: Sequence[Result]) -> str:
-    """Which commits the rows (``results_json``) come from.
+    """Say which commits the rows (``results_json``) come from.
 
     >>> provenance([{"commit": "abc"}, {"commit": "abc"}])
     'All rows come from commit `abc`.'
@@ -126,7 +126,7 @@ def provenance(objects: Sequence[Result]) -> str:
 
 
 def seeds_note(seeds: Mapping[str, int]) -> str:
-    """Which methods have too few seeds for a sentence that ranks them.
+    """Say which methods have too few seeds to be ranked.
 
     >>> seeds_note({"DGPO": 5, "KD": 3})
     '**Fewer than 5 seeds: KD (3). Nothing here ranks them.**'
@@ -159,7 +159,7 @@ def _method_table(of: Mapping[str, Sequence[Result]], columns: Mapping[str, Colu
 
 
 def _source_table(of: Mapping[str, Sequence[Result]]) -> str:
-    """The score by data set; a method's cell is "-" where a seed was not tested on that data set."""
+    """Format the score by data set; "-" if a seed was not tested on it."""
     sources = sorted({source for results in of.values() for result in results for source in result["sources"]})
     rows = [
         [method, *(metric_text(mean_metric([r["sources"].get(source) for r in results]), False) for source in sources)]
@@ -169,7 +169,7 @@ def _source_table(of: Mapping[str, Sequence[Result]]) -> str:
 
 
 def _seed_table(objects: Sequence[Result], columns: Mapping[str, Column], score: Score) -> str:
-    """The score, and what else was chosen instead of the default columns: how far the seeds differ."""
+    """Format every seed's score and the columns that are not default ones."""
     others = {name: c for name, c in columns.items() if name not in (*DEFAULT, score.column)}
     sampled = any(o["sampled"] for o in objects)
     rows = [
@@ -193,7 +193,7 @@ def short_commit(commit: str) -> str:
 
 
 def _speed_table(methods: Iterable[str], history: pl.DataFrame, metric: str) -> str:
-    """How early each method is good; empty where none was validated more than once."""
+    """Format the area under each method's validation curve; "" if no method was validated twice."""
     value = pl.col("value")
     seeds = history.filter(pl.col("metric") == metric).group_by("run", "run_id").agg(value.mean(), pl.len())
     rows = []
@@ -237,15 +237,15 @@ def _difference_table(of: Mapping[str, Sequence[Result]], about: Result, score: 
 def _pairs(
     mine: Sequence[Result], others: Sequence[Result]
 ) -> Iterator[tuple[str, Sequence[Result], Sequence[Result], bool]]:
-    """Yields (seed, runs, the other method's runs, whether run i of both has the same seed) of each comparison."""
-    if all(other["fixed_seed"] for other in others):  # one model, such as the cold start of all seeds: a pair with each
+    """Yield (seed, runs, the other method's runs, whether runs are paired by seed) for each comparison."""
+    if all(other["fixed_seed"] for other in others):  # one model for all seeds, such as a cold start
         others = [{**others[0], "seed": run["seed"]} for run in mine]
     theirs = {run["seed"]: run for run in others}
     both = [(run, theirs[run["seed"]]) for run in mine if run["seed"] in theirs]
     yield from ((str(run["seed"]), [run], [other], True) for run, other in both)
-    if len(both) > 1:  # a seed that only one side has proves nothing
+    if len(both) > 1:
         yield "all", [run for run, _ in both], [other for _, other in both], True
-    elif not both:  # nothing can be paired by seed: all there is on both sides
+    elif not both:  # no common seed: compare all runs
         yield "all", mine, others, False
 
 

@@ -1,4 +1,4 @@
-"""Sections "Steps" and "Gates" of a results page: the per-turn signals of distillation, as tables."""
+"""Writes the sections "Steps" and "Gates" of a results page: tables of distillation's signals by turn."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from experiments.reports.results import Run
 
 TITLES = {"divergence": "d", "weight": "w", "teacher_entropy": "teacher entropy"}
 ACTIVE, GAP = "train/gate_active", "train/gap"
-PLACES = {  # title of a column, and how lightning_modules.maths.gates.gate_metrics ends the metric's name
+PLACES = {  # column title -> end of the metric's name in lightning_modules.maths.gates.gate_metrics
     **{f"part {k}": f"part{k}" for k in range(1, 4)},
     **{f"turn {k}": f"turn{k}" for k in range(1, 9)},
     "later": "later",
 }
-TAIL = 10  # iterations at either end of a training that a value is the mean of
+TAIL = 10  # iterations averaged at the start and at the end of training
 BOUNDS = Bounds()
 STEPS_WORDS = (
     "How far the teacher and each model are apart on the model's own trajectories of the test, by step (a step is "
@@ -61,7 +61,7 @@ GATES_WORDS = (
 
 
 def steps_section(runs: Sequence[Run]) -> str:
-    """Tables of divergence, weight and teacher entropy by turn; "" if no run has recorded them.
+    """Return tables of divergence, weight and teacher entropy by turn; "" if no run has recorded them.
 
     Args:
         runs: in the order of the page; all seeds of a method are pooled.
@@ -111,7 +111,7 @@ def steps_section(runs: Sequence[Run]) -> str:
 
 
 def gates_section(runs: Sequence[Run], tracking_uri: str) -> str:
-    """Tables of the gap and of the share of tokens that a self-teacher endorsed; "" if no run has logged gates.
+    """Return tables of the gap and of the share of tokens that a self-teacher endorsed; "" if no run has logged gates.
 
     Args:
         runs: in the order of the page; metrics are means over the seeds of a method.
@@ -141,7 +141,7 @@ def gates_section(runs: Sequence[Run], tracking_uri: str) -> str:
 
 
 def gate_history(runs: Sequence[Run], tracking_uri: str) -> dict[str, pl.DataFrame]:
-    """Method -> a table of step, metric, value (mean over the method's seeds), for methods that have logged gates."""
+    """Map each method with gates to a table of step, metric, value (mean over the method's seeds)."""
     files = {run: run.folder / RUN_ID_FILE for run in runs}
     ids = {file.read_text().strip(): run.method for run, file in files.items() if file.exists()}
     if not ids:
@@ -154,14 +154,14 @@ def gate_history(runs: Sequence[Run], tracking_uri: str) -> dict[str, pl.DataFra
 
 
 def at_end(history: pl.DataFrame, metric: str, *, last: bool = True) -> float | None:
-    """Mean of a metric over its first or last iterations; None where it was never logged."""
+    """Average a metric over its first or last iterations, or None if it was never logged."""
     values = history.filter(pl.col("metric") == metric).sort("step")["value"]
     kept = values.tail(TAIL) if last else values.head(TAIL)
     return None if kept.is_empty() else float(kept.mean())  # type: ignore[arg-type]
 
 
 def discriminates(history: pl.DataFrame) -> bool:
-    """Whether gates differ between tokens: without a gate, or at beta 0, all are on the same side of one half."""
+    """Whether gates differ between tokens. Without a gate, or at beta 0, all are on the same side of one half."""
     shares = history.filter(pl.col("metric") == ACTIVE)["value"]
     return bool(((shares > 0) & (shares < 1)).any())
 

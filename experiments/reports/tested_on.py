@@ -1,4 +1,4 @@
-"""The questions that a run was tested on, so that a table names rows of different test sets."""
+"""Identifies the questions of a test, so that tables can warn of rows with different test sets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from experiments.registry.keys import HASHES, PathHasher
 from experiments.stages.inputs import dataset_name
 
 SHOWN = 6  # digits of a digest
-MOST = 8  # rows of a set that are named
+MOST = 8  # rows of a set that are listed
 
 
 def tested_on(folder: Path) -> str | None:
-    """``gsm8k (40 questions, 3f2a1c)``: equal texts mean the same questions. The digest covers the ids of the questions
-    and the test files. None for a stage without a test."""
+    """Return the test set as ``gsm8k (40 questions, 3f2a1c)``; equal texts mean the same questions. The digest covers
+    question ids and test files; returns None for a stage without a test."""
     table, config = folder / "evaluation" / "test.parquet", folder / "config.yaml"
     if not table.is_file():
         return None
@@ -43,7 +43,7 @@ def tested_on(folder: Path) -> str | None:
 
 
 def differing(rows: Iterable[tuple[str, str | None]]) -> str:
-    """The rows of each test set, in one line; "" where no two rows are known to have different ones.
+    """List the rows of each test set in one line; "" unless at least two rows differ.
 
     Args:
         rows: label, and test set as text.
@@ -55,7 +55,7 @@ def differing(rows: Iterable[tuple[str, str | None]]) -> str:
     if len(sets) < 2:
         return ""
     listed = "; ".join(f"{_named(list(labels))}: {tested}" for tested, labels in sets.items())
-    return f"The rows are of {len(sets)} test sets, and only rows of the same set can be compared. {listed}."
+    return f"The rows have {len(sets)} different test sets; compare only rows of the same set. {listed}."
 
 
 def _named(labels: list[str]) -> str:

@@ -168,7 +168,7 @@ def test_compare_finds_runs_in_all_experiments(outputs):
     assert runs_frame(client, names=["*_grpo"])["run"].to_list() == ["sod_grpo-seed0", "arpo_grpo-seed0"]
     assert runs_frame(client, "arpo")["run"].to_list() == ["arpo_grpo-seed0"]
     assert "arpo_grpo-seed0" in compare(outputs, ["*_grpo"], metrics=("test/em",))
-    with pytest.raises(NoRunsError, match=r"no run fits \['none'\]; there are: .*arpo_grpo-seed0.*dgpo-seed0"):
+    with pytest.raises(NoRunsError, match=r"no run fits \['none'\]; the runs are: .*arpo_grpo-seed0.*dgpo-seed0"):
         runs_frame(client, names=["none"])
 
 
@@ -215,13 +215,13 @@ def test_compare_prints_a_table(outputs):
 def test_filters_that_fit_nothing_say_what_exists(outputs, tmp_path):
     client = client_of(outputs)
     assert runs_frame(client, "tests", ["kd"])["run"].to_list() == ["kd-seed0", "kd-seed1"]
-    with pytest.raises(NoRunsError, match="no run fits .*'kd_ppo'.*there are: dgpo-seed0, dgpo-seed1, kd-seed0, kd-"):
+    with pytest.raises(NoRunsError, match="no run fits .*'kd_ppo'.*the runs are: dgpo-seed0, dgpo-seed1, kd-seed0, kd-"):
         runs_frame(client, "tests", ["kd_ppo"])
     with pytest.raises(NoRunsError, match=r"no run fits \['kd_ppo'\]"):
         runs_frame(client, "tests", ["kd", "kd_ppo"])
-    with pytest.raises(NoRunsError, match="no MLflow experiment 'nothing'; there are: .*tests"):
+    with pytest.raises(NoRunsError, match="no MLflow experiment 'nothing'; expected one of .*tests"):
         runs_frame(client, "nothing")
-    with pytest.raises(FileNotFoundError, match="train something first"):
+    with pytest.raises(FileNotFoundError, match="train an experiment first"):
         open_store(f"sqlite:///{tmp_path}/none.db")
 
 
@@ -260,7 +260,7 @@ def test_results_page_and_json(outputs, tmp_path):
     assert text.split("## By kind of question")[1].count("| DGPO |") >= 1
     method = next(line for line in text.splitlines() if line.startswith("| DGPO | 2 "))
     assert "0.750 [" in method and method.rstrip(" |").endswith("1.000")
-    with pytest.raises(ValueError, match="none of the rows is a run of 'sft'"):
+    with pytest.raises(ValueError, match="no row is a run of 'sft'"):
         write_results("sft", rows, tmp_path, "x")
 
 

@@ -128,11 +128,11 @@ def test_rows_of_different_test_sets_are_named(stages, tmp_path):
     made = {name: tmp_path / "outputs" / "grpo" / name for name in ("a", "b", "fewer")}
     for one, other in (("a", "b"), ("a", "fewer"), ("b", "fewer")):
         said = closing_table([(one, made[one]), (other, made[other])], ARPO).splitlines()[-1]
-        assert said.startswith("The rows are of 2 test sets") and f"{one}: " in said and f"; {other}: " in said, said
+        assert said.startswith("The rows have 2 different test sets") and f"{one}: " in said and f"; {other}: " in said, said
     assert "(20 questions, " in said and "fewer: one_hop (19 questions, " in said
     rows = [*rows_of(stages)[:1], rows_of(stages)[2] | {"folder": made["fewer"]}]
     page, _ = write_results("arpo", rows, tmp_path, "make reproduce EXP=arpo", columns=ARPO)
-    assert "**The rows are of 2 test sets, " in page.read_text()
+    assert "**The rows have 2 different test sets, " in page.read_text()
     page, _ = write_results("arpo", rows_of(stages), tmp_path, "make reproduce EXP=arpo", columns=ARPO)
     assert "test sets" not in page.read_text()
 
