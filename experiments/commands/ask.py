@@ -1,4 +1,4 @@
-"""``make ask``: put a question to a trained model and watch it search."""
+"""``make ask``: asks a trained model a question and shows how it searches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @command(
     "ask",
-    "put a question to a trained model and watch it search",
-    option("--question", help="without it, questions are read from the terminal"),
+    "ask a trained model a question and watch it search",
+    option("--question", help="default: read questions from the terminal"),
     option("--temperature", type=float, default=0.0, help="0 is greedy"),
 )
 def ask(args: argparse.Namespace, context: RunContext) -> None:
-    """Roll out questions with the experiment's model, each turn printed as soon as it is there."""
+    """Roll out questions with the experiment's model and print each turn as soon as it is complete."""
     from rich.console import Console
 
     from data_modules.loading.decoding import Decoding
@@ -49,8 +49,8 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
     config = copy.deepcopy(make_graph(context).target().config)
     if plays_episodes(config):
         raise ExperimentError(
-            f"the world of '{context.target}' takes tasks, not questions; its episodes lie in the "
-            f"stage's trajectories/; {context.command('evaluate')} plays new ones"
+            f"the world of '{context.target}' takes tasks, not questions; its episodes are in the stage's "
+            f"trajectories/; run new ones: {context.command('evaluate')}"
         )
     model = find_model(context, None)
     runner.require_unaltered(model)
@@ -76,19 +76,21 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def example_task(config: Config) -> Task:
-    """The first question of the experiment's files, whose prompt shows how a question is put."""
+    """Load the first question of the experiment's files; its prompt is the template for other questions."""
     from data_modules.datasets.questions import load_tasks
     from experiments.stages.data_files import loading
 
     arguments = data_arguments(config)
     files = [path for key in ("test_files", "val_files", "train_files", "files") for path in arguments.get(key) or ()]
     if not files:
-        raise ExperimentError("the prompt template is 'dataset', and the experiment names no question file to show one")
+        raise ExperimentError(
+            "the prompt template is 'dataset', but the experiment names no question file; add one, as data.test_files"
+        )
     return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0]
 
 
 def asked_task(question: str, example: Task | None) -> Task:
-    """The question as a task; where the data set words the prompts, in the prompt of ``example``."""
+    """Make a task of a question, in the prompt of ``example`` if the data set writes the prompts."""
     from rollout.trajectory import Task
 
     text = question.strip()
@@ -99,7 +101,9 @@ def asked_task(question: str, example: Task | None) -> Task:
         text += "" if text.endswith("?") else "?"
         prompt = tuple((role, content.replace(example.question, text)) for role, content in example.prompt)
         if prompt == example.prompt and text != example.question:
-            raise ExperimentError(f"the prompt of task {example.id} does not hold its question; no place for another")
+            raise ExperimentError(
+                f"the prompt of task {example.id} does not contain its question, so no other can replace it"
+            )
     return Task(id="asked", question=text, golden_answers=(), data_source="asked", prompt=prompt)
 
 
@@ -121,7 +125,7 @@ def answer(system: Any, console: Console, task: Task, sampling: SamplingParams, 
 
 @dataclass
 class WatchedSampler:
-    """One trajectory, shown as it grows: the model's text in colour, what it reads dimmed."""
+    """Samples one trajectory and prints it as it grows: the model's text in colour, observations dimmed."""
 
     console: Console
     protocol: Any

@@ -1,4 +1,4 @@
-"""``make check-data``: reads all questions and passages of an experiment before anything is trained or indexed."""
+"""``make check-data``: reads all questions and passages of an experiment before training or indexing."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from rollout.trajectory import Task
 
 EXAMPLES = 3
-COUNTED = 2000  # prompts whose lengths are counted, evenly spaced: a thousand take about a second
+COUNTED = 2000  # evenly spaced prompts whose lengths are counted; a thousand take about a second
 
 
-@command("check-data", "read questions and corpus, name all faults, show prompts and their lengths; loads no model")
+@command("check-data", "read questions and corpus, list all faults, show prompts and their lengths; loads no model")
 def check_data(args: argparse.Namespace, context: RunContext) -> None:
-    """Print counts, three prompts as the model will see them, and the lengths of prompts against the limits.
+    """Print counts, three prompts as the model will see them, and prompt lengths against the limits.
 
     Raises:
-        ExperimentError: with all faults of all files.
+        ExperimentError: lists all faults of all files.
     """
     graph = make_graph(context)
     stage, plan = graph.target(), graph.plan(compare=False)
@@ -46,7 +46,7 @@ def check_data(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def check_corpus(arguments: dict[str, Any]) -> list[str]:
-    """Count the passages of an index that is to be built; returns what is wrong with the others."""
+    """Count the passages of an index to build; return messages about malformed ones."""
     from data_modules.datasets.files import listed
     from retrieval.corpus import RowError, passages, require_corpus
     from retrieval.types import CorpusError
@@ -70,14 +70,14 @@ def check_corpus(arguments: dict[str, Any]) -> list[str]:
         return [f"{corpus}: no passages"]
     said = listed(faults, unit, lambda lines, fault: f"{corpus}, {lines}: {fault}")
     if good and arguments.get("skip_malformed"):
-        print("\n  ".join(["  left out (skip_malformed):", *said]) if said else "  none is left out")
+        print("\n  ".join(["  left out (skip_malformed):", *said]) if said else "  no passage is left out")
         return []
     return said
 
 
 def check_parts(parts: Sequence[PartOfData], stage: Stage) -> list[str]:
-    """Print how many questions each part has, prompts and their lengths; return which questions the protocol refuses,
-    and limits that the questions do not keep."""
+    """Print the number of questions of each part, prompts and their lengths; return messages about refused questions
+    and exceeded limits."""
     arguments, counts = data_arguments(stage.config), {part.part: len(part.tasks) for part in parts}
     print("  " + ", ".join(f"{part} {count}" for part, count in counts.items()))
     faults = check_prompts([(part.part, task) for part in parts for task in part.tasks], stage)
@@ -87,7 +87,7 @@ def check_parts(parts: Sequence[PartOfData], stage: Stage) -> list[str]:
 
 
 def check_prompts(questions: Sequence[tuple[Part, Task]], stage: Stage) -> list[str]:
-    """Show prompts and their lengths; return which questions the protocol refuses, and limits that no prompt keeps."""
+    """Print prompts and their lengths; return messages about questions that the protocol refuses."""
     from data_modules.datasets.files import listed, spread
 
     writers = PromptWriters(stage)
@@ -123,10 +123,10 @@ def _ends(ids: Sequence[int]) -> str:
 
 
 def _say_lengths(lengths: list[int], writer: FirstPrompts | None) -> None:
-    """Print the sorted ``lengths``, and how many prompts leave too little room for a whole response."""
+    """Summarise the sorted ``lengths``, and count prompts that leave too little space for a full response."""
     middle, high = lengths[len(lengths) // 2], lengths[len(lengths) * 95 // 100]
     print(f"\nprompts, of {len(lengths)}: median {middle} tokens, 95 % up to {high}, longest {lengths[-1]}")
     if writer is not None and (whole := writer.budgets.max_length):
         response = writer.budgets.max_response_tokens
         short = sum(length + response > whole for length in lengths)
-        print(f"  that leave less than max_response_tokens ({response}) of max_length ({whole}): {short}")
+        print(f"  with less than max_response_tokens ({response}) left of max_length ({whole}): {short}")

@@ -1,7 +1,6 @@
-"""The command line.
+"""Command line of the experiments.
 
-Exit codes: 0 well, 1 a stage failed, 2 something in the command or in a file is wrong, 75 stopped by SIGUSR1 after a
-checkpoint, 130 stopped.
+Exit codes: 0 success, 1 a stage failed, 2 wrong command or file, 75 stopped by SIGUSR1 after a checkpoint, 130 stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OUTPUTS = "--paths.outputs"
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and Lightning CLI overrides (``--model.x 1``, ``--trainer.max_steps=3``, ``--config f``)."""
+    """Split words into our own options and Lightning CLI overrides (``--model.x 1``, ``--config f``)."""
     ours: list[str] = []
     theirs: list[str] = []
     rest = list(words)
@@ -50,7 +49,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_outputs(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The folder that the last ``--paths.outputs`` names, and the other overrides."""
+    """Return the folder of the last ``--paths.outputs``, and the other overrides."""
     folder, others = None, list(overrides)
     while given := [i for i, word in enumerate(others) if word.partition("=")[0] == OUTPUTS]:
         _, joined, value = others.pop(given[0]).partition("=")
@@ -91,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"'{command.name}' takes no overrides, found {overrides[0]}")
     if outputs is not None:
         project = dataclasses.replace(project, outputs=outputs)
-        overrides.append(f"{OUTPUTS}={outputs}")  # for the processes that this one starts, and for hints
+        overrides.append(f"{OUTPUTS}={outputs}")  # for child processes and for hints
     context = RunContext(
         project=project,
         target=args.name if command.experiment else "",
@@ -113,8 +112,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
         return 0
     except OSError as error:
         print(f"error: {explain(error)}", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""The type of a command, the table of all commands, and helpers that several share. Imports without torch."""
+"""Registers commands, and holds helpers that several commands share. Imports without torch."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import http.client
 import math
 import os
@@ -22,7 +23,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Need, Stage
 
-SERVER_GRACE_S = 10.0  # for a server to end by itself
+SERVER_GRACE_S = 10.0  # before a server is killed
 
 Run = Callable[[argparse.Namespace, RunContext], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -30,7 +31,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of ``python -m experiments``."""
+    """A command of ``python -m experiments``."""
 
     name: str
     help: str
@@ -44,20 +45,20 @@ COMMANDS: dict[str, Command] = {}
 
 
 def option(*flags: str, **settings: Any) -> Option:
-    """As ``ArgumentParser.add_argument`` takes it."""
+    """Describe an option by the arguments of ``ArgumentParser.add_argument``."""
     return flags, settings
 
 
 def command(
     name: str, help: str, *options: Option, experiment: bool = True, overrides: bool = True
 ) -> Callable[[Run], Run]:
-    """Make the decorated function a command. It prints, raises ExperimentError for what the user has to fix, and keeps
-    heavy imports inside.
+    """Register the decorated function as a command. It prints, raises ExperimentError for mistakes of the user, and
+    imports heavy packages in its body.
 
     Args:
-        options: of its own, besides the following.
-        experiment: it takes an experiment's name and ``--seed``.
-        overrides: it takes overrides of the configuration (``--model.x 1``).
+        options: further options.
+        experiment: the command takes an experiment's name and ``--seed``.
+        overrides: the command takes overrides of the configuration (``--model.x 1``).
     """
 
     def register(run: Run) -> Run:
@@ -67,7 +68,13 @@ def command(
     return register
 
 
-COMPARE = option("--compare", action="store_true", help="with the experiments that it is compared with")
+COMPARE = option("--compare", action="store_true", help="also the experiments that it is compared with")
+
+
+def named(context: RunContext, verb: str | None = None, **variables: object) -> RunContext:
+    """Return the context with the make variables that are set, for hints; ``verb``: another command."""
+    given = tuple(f"{name}={value}" for name, value in variables.items() if value)
+    return dataclasses.replace(context, verb=verb or context.verb, variables=given)
 
 
 def make_graph(context: RunContext) -> Graph:
@@ -79,14 +86,14 @@ def unique_needs(stages: Sequence[Stage]) -> list[Need]:
 
 
 def numbers(option: str, text: str, example: str, least: int = 0) -> list[int]:
-    """Raises ExperimentError for a list of anything else than numbers from ``least`` on."""
+    """Parse comma-separated numbers. Raises ExperimentError for other words and for numbers below ``least``."""
     if not all(part.strip().isdigit() and int(part) >= least for part in text.split(",")):
         raise ExperimentError(f"{option} {text}: expected numbers separated by commas, as in {example}")
     return [int(part) for part in text.split(",")]
 
 
 def require_free_port(port: int, otherwise: str) -> None:
-    """``otherwise``: a command with another port. Raises ExperimentError for one that is taken, or that is no port."""
+    """Raises ExperimentError for an invalid or used port; ``otherwise`` is a command with another port."""
     if not 0 <= port < 1 << 16:
         raise ExperimentError(f"port {port}: expected a number from 0 to 65535, as in {otherwise}")
     with socket.socket() as probe:
@@ -98,7 +105,7 @@ def require_free_port(port: int, otherwise: str) -> None:
 
 
 def answers(port: int) -> bool:
-    """Whether a server on this machine answers HTTP on the port."""
+    """Whether a local server answers HTTP on the port."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as connection:
         try:
             connection.request("GET", "/health")
@@ -115,13 +122,13 @@ def serve(
     ready: Callable[[], bool] = lambda: True,
     words: str = "",
 ) -> None:
-    """Run a server in the foreground until Ctrl-C or SIGTERM, which end the server's own children, too.
+    """Run a server in the foreground until Ctrl-C or SIGTERM, which also end the server's children.
 
     Args:
-        ready: asked until it is true; then ``words`` are printed.
+        ready: polled until it returns true; then ``words`` are printed.
 
     Raises:
-        StageFailed: the server ends otherwise.
+        StageFailed: the server ended by itself with an error.
     """
     deadline, asked, told = math.inf, False, False
 
@@ -142,12 +149,12 @@ def serve(
                 time.sleep(0.1)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)  # what did not end, and what it left behind
+                os.killpg(server.pid, signal.SIGKILL)  # the server if it did not end, and its children
             code = server.wait()
     if not asked and code != 0:
         raise StageFailed(f"the {name} ended with exit code {code}", 1)
 
 
 def builds_index(stage: Stage) -> bool:
-    """Whether the stage makes a search index."""
+    """Whether the stage builds a search index."""
     return (stage.config.get("task") or {}).get("class_path") == "retrieval.index.BuildIndex"

@@ -1,4 +1,4 @@
-"""Fetching the weights and data that an experiment needs and that can be fetched."""
+"""``make download``: fetches the weights and data that an experiment needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from experiments.stages.graph import Need
     COMPARE,
 )
 def download(args: argparse.Namespace, context: RunContext) -> None:
-    """Fetch what can be fetched; say how to get the rest."""
+    """Fetch weights and data from the Hugging Face hub; say how to get the rest."""
     needs = unique_needs(make_graph(context).plan(compare=context.compare))
     if not needs:
         print(f"'{context.target}' needs no download")
@@ -43,13 +43,13 @@ def download(args: argparse.Namespace, context: RunContext) -> None:
     if failed:
         raise ExperimentError(
             "\n  ".join(["these could not be fetched:", *failed])
-            + "\nCheck the network (behind a proxy: HTTPS_PROXY; a mirror: HF_ENDPOINT; gated models: HF_TOKEN) and "
-            "run the command again, it continues where it stopped. Or put the files at the paths named above by hand."
+            + "\nCheck the network (proxy: HTTPS_PROXY; mirror: HF_ENDPOINT; gated models: HF_TOKEN) and run the "
+            "command again; it continues where it stopped. Or put the files at the paths above by hand."
         )
 
 
 def _fetch(need: Need, hub: str, root: Path) -> str | None:
-    """Returns what went wrong, or None."""
+    """Fetch one need; return an error message or None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -66,14 +66,14 @@ def _fetch(need: Need, hub: str, root: Path) -> str | None:
             assemble(parts, target)
         except (OSError, EOFError, tarfile.TarError) as error:
             return f"joining {', '.join(part.name for part in parts)}: {error}"
-        for part in parts:  # 65 GB of wiki-18's vectors would stay twice
+        for part in parts:  # wiki-18's vectors would take 65 GB twice
             part.unlink()
     return None if target.exists() else f"fetched, but {need.path} is not there: {need.how}"
 
 
 def assemble(parts: Sequence[Path], target: Path) -> None:
-    """Write the parts, unpacked where they are ``.gz``, one after the other; the target appears when it is whole. Of a
-    tar archive behind ``.gz``, which wiki-18.jsonl.gz is against its name, its one file."""
+    """Concatenate the parts, unpacked if they are ``.gz``; the target appears when it is complete. Some ``.gz`` files,
+    such as wiki-18.jsonl.gz, are tar archives of one file."""
     temporary = target.with_name(f".{target.name}.part")
     with temporary.open("wb") as out:
         for part in parts:

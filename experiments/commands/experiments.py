@@ -1,4 +1,4 @@
-"""``make experiments``: a line per family, or per experiment with a filter; a screen cuts lines at 80 columns."""
+"""``make experiments``: lists families, or with a filter experiments, one per line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.stages.context import RunContext
 
 WIDTH = 80
 NEWCOMERS = """\
-New here? Begin with one of these; every other experiment is listed below.
+New here? Begin with one of these; the list below has all experiments.
   make smoke                            3 minutes on a CPU: SFT, GRPO, tests
   make train EXP=dgpo_tiny              half an hour on a CPU: a paper's method
   make train EXP=quick_grpo_qwen3_0.6b  an evening on a GPU of 24 GB
@@ -24,15 +24,15 @@ New here? Begin with one of these; every other experiment is listed below.
 
 @command(
     "list",
-    "list the experiments, all or some",
+    "list experiments",
     option("--like", help="part of a name"),
-    option("--algorithm", help="as GRPO; upper or lower case"),
-    option("--hardware", help="part of what is needed, as cpu"),
+    option("--algorithm", help="such as GRPO, in any case"),
+    option("--hardware", help="part of the needed hardware, such as cpu"),
     experiment=False,
     overrides=False,
 )
 def list_experiments(args: argparse.Namespace, context: RunContext) -> None:
-    """Raises ExperimentError where the filter leaves nothing."""
+    """Print the list. Raises ExperimentError if no experiment fits the filter."""
     every, wrong = listing.summaries(context.project)
     for fault in wrong:
         print(f"left out: {fault}", file=sys.stderr)
@@ -49,10 +49,10 @@ def list_experiments(args: argparse.Namespace, context: RunContext) -> None:
         if args.algorithm is not None:
             hint = nearest(args.algorithm, {entry.algorithm for entry in every})
         elif args.like is not None:
-            hint = f"; no name holds '{args.like}'{nearest(args.like, {entry.name for entry in every}, show=6)}"
-        raise ExperimentError(f"none of the {len(every)} experiments fits{hint}")
+            hint = f"; no name contains '{args.like}'{nearest(args.like, {entry.name for entry in every}, show=6)}"
+        raise ExperimentError(f"no experiment of {len(every)} fits the filter{hint}")
     rows = [(entry.name, entry.algorithm, entry.reproduces or entry.summary) for entry in found]
-    print_table([("experiment", "algorithm", "reproduces, or what it is"), *rows])
+    print_table([("experiment", "algorithm", "reproduces, or summary"), *rows])
     print(f"\n{len(found)} of {len(every)} experiments. Run the first: make train EXP={found[0].name}")
 
 
@@ -65,19 +65,19 @@ def fits(entry: Summary, args: argparse.Namespace) -> bool:
 
 
 def families(every: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """(family, number of experiments, hardware, algorithms) for each, in the order of their names."""
+    """Return (family, number of experiments, hardware, algorithms) for each family, sorted by name."""
     rows = []
     for family in sorted({entry.family for entry in every}):
         members = [entry for entry in every if entry.family == family]
         trained_first = sorted(members, key=lambda entry: entry.kind != "fit")
         algorithms = dict.fromkeys(entry.algorithm for entry in trained_first if entry.algorithm not in ("", "-"))
         largest = max((entry.hardware for entry in members), key=lambda hardware: ("GPU" in hardware, hardware))
-        rows.append((family, str(len(members)), largest, ", ".join(algorithms) or "what the others depend on"))
+        rows.append((family, str(len(members)), largest, ", ".join(algorithms) or "needed by the others"))
     return rows
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as their cells. A terminal shows ``WIDTH`` columns; a pipe or a file gets whole lines."""
+    """Print aligned columns, cut at ``WIDTH`` characters on a terminal but not in a pipe."""
     width = WIDTH if sys.stdout.isatty() else None
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:

@@ -1,9 +1,8 @@
-"""``make export``: a model out of outputs/ as a Hugging Face folder, of a finished experiment or from a checkpoint."""
+"""``make export``: exports a finished experiment's model or a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import shutil
 import sys
@@ -14,7 +13,7 @@ import yaml
 
 from callbacks.training.checkpoint_files import FOLDER, find_checkpoint
 from common.files import obey_umask, write_atomically
-from experiments.commands.command import command, make_graph, option
+from experiments.commands.command import command, make_graph, named, option
 from experiments.commands.models import TRUST, find_model, is_model_folder
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
@@ -23,37 +22,35 @@ from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
 
-OWN = ("last", "best")  # checkpoints of the experiment's own stage
-WHICH = "last or best (the experiment's own, done or not), a .ckpt (file or DeepSpeed folder) or a model folder"
+OWN = ("last", "best")  # checkpoints of the experiment's stage
+WHICH = "last or best (of the experiment, finished or not), a .ckpt (file or DeepSpeed folder) or a model folder"
 
 
 @command(
     "export",
-    "an experiment's model, or any checkpoint of it, as a Hugging Face folder",
-    option("--checkpoint", help=f"{WHICH}; default: its result"),
+    "export an experiment's model or checkpoint as a Hugging Face folder",
+    option("--checkpoint", help=f"{WHICH}; default: its final model"),
     TRUST,
     option("--to", help="target folder; default: exports/NAME"),
-    option("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as the weights are"),
+    option("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the weights' own type"),
 )
 def export(args: argparse.Namespace, context: RunContext) -> None:
-    """Copy the exported model of a finished experiment, or merge a checkpoint; beside it a model card
-    (``README.md``) and ``provenance.yaml``. The last line printed is a command that serves the model.
+    """Copy the model of a finished experiment, or merge a checkpoint, and add a model card (``README.md``) and
+    ``provenance.yaml``. The last printed line is a command that serves the model.
 
     Raises:
-        ExperimentError: nothing to export, a target that is in the way, or what was named is no (whole) checkpoint of
-            this experiment.
+        ExperimentError: no model to export, a target folder that is not empty, or a checkpoint that is incomplete or of
+            another experiment.
     """
     from callbacks.model_export.serving import serve_command
 
     stage = make_graph(context).target()
-    given = {"CKPT": args.checkpoint, "TRUST": 1 if args.trust else None, "DTYPE": args.dtype}
-    variables = tuple(f"{name}={value}" for name, value in given.items() if value)
-    context = dataclasses.replace(context, verb="export", variables=variables)
+    context = named(context, "export", CKPT=args.checkpoint, TRUST=1 if args.trust else None, DTYPE=args.dtype)
     path = find_weights(stage, context, args.checkpoint, args.trust)
     target = Path(args.to) if args.to else context.project.root / "exports" / context.target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         other = context.command(TO=f"{target}-2")
-        raise ExperimentError(f"{target} exists and is not empty: remove it, or name another folder: {other}")
+        raise ExperimentError(f"{target} exists and is not empty; remove it, or choose another folder: {other}")
     if is_model_folder(path) and args.dtype is None:
         runner.require_unaltered(path)
         shutil.copytree(path, target, dirs_exist_ok=True)
@@ -71,14 +68,14 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
     card = card_of(path, folder, config, result, args.dtype, serve_command(called, flags))
     write_atomically(target / "README.md", card)
     program = context.project.relative(Path(sys.executable).with_name("vllm"))
-    if "cpu" in importlib.metadata.version("vllm"):  # by default it compiles, and needs 92 % of the host's memory free
+    if "cpu" in importlib.metadata.version("vllm"):  # its defaults compile, and need 92 % of the host's memory
         flags += ["--enforce-eager", "--gpu-memory-utilization", "0.5"]
-    print(f"exported {context.project.relative(path.absolute())} to {target}: transformers and vLLM load it as it is")
+    print(f"exported {context.project.relative(path.absolute())} to {target}, which transformers and vLLM load")
     print(f"  to serve it: {serve_command(called, flags, program)}")
 
 
 def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trust: bool) -> Path:
-    """The model folder or checkpoint that is asked for. Raises ExperimentError if there is none."""
+    """Find the requested model folder or checkpoint. Raises ExperimentError if it does not exist."""
     store = StageFolder(stage.folder)
     if checkpoint in OWN:
         if (path := find_checkpoint(stage.folder, checkpoint)) is None:
@@ -89,11 +86,11 @@ def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trus
         return find_model(context, checkpoint, trust)
     if store.result() is None and store.checkpoint is not None:
         raise ExperimentError(
-            f"'{stage.name}' is not done; its last checkpoint can be exported: {context.command(CKPT='last')}"
+            f"'{stage.name}' is not finished; export its last checkpoint instead: {context.command(CKPT='last')}"
         )
     path = runner.folder_of(context, stage) / "model"
     if not path.is_dir():
-        raise ExperimentError(f"'{context.target}' makes no model ({context.project.relative(path)} does not exist)")
+        raise ExperimentError(f"'{context.target}' makes no model: {context.project.relative(path)} does not exist")
     return path
 
 
@@ -109,7 +106,7 @@ def merge(path: Path, target: Path, source: str, dtype: str | None) -> None:
 
 
 def flags_of(config: Config, target: Path, called: str) -> list[str]:
-    """The flags with which ``vllm serve`` speaks the format of the configuration's rollouts; [] without rollouts."""
+    """Return the flags with which ``vllm serve`` uses the format of the rollouts; [] without rollouts."""
     from callbacks.model_export.serving import serve_flags, template_flags
     from experiments.stages.parser import instantiate
 
@@ -117,13 +114,13 @@ def flags_of(config: Config, target: Path, called: str) -> list[str]:
     if not given:
         return []
     arguments = dict(given.get("init_args") or {})
-    if not Path(str(arguments.get("tokenizer"))).is_dir():  # made elsewhere
+    if not Path(str(arguments.get("tokenizer"))).is_dir():  # made on another machine
         arguments["tokenizer"] = str(target)
     try:
         protocol = instantiate({**given, "init_args": arguments}, "protocol")
         return serve_flags(protocol) + template_flags(protocol, target, called)
     except (ExperimentError, ValueError, TypeError, OSError, argparse.ArgumentError) as error:
-        print(f"  note: no flags for its tool calls, since its protocol cannot be made: {short(error)}")
+        print(f"  note: no flags for tool calls, because the protocol cannot be loaded: {short(error)}")
         return []
 
 

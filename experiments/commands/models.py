@@ -1,4 +1,4 @@
-"""The models that experiments have made: finding one, and testing it (``make evaluate``). Imports without torch."""
+"""Finds the models of experiments and tests them (``make evaluate``). Imports without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.commands.command import command, make_graph, option
+from experiments.commands.command import command, make_graph, named, option
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, data_arguments
@@ -18,15 +18,17 @@ from experiments.stages.context import RunContext
 from experiments.stages.graph import Graph, Stage, require_files
 from experiments.stages.store import StageFolder
 
-TRUST = option("--trust", action="store_true", help="read a DeepSpeed checkpoint from elsewhere, which can run code")
-SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds its files, which are pickles
+TRUST = option(
+    "--trust", action="store_true", help="read a DeepSpeed checkpoint from outside the outputs; it can run code"
+)
+SHARDS = "checkpoint"  # folder of a DeepSpeed checkpoint with its files, which are pickles
 
 EVALUATE_ONLY = "lightning_modules.training.policy_module.EvaluateOnly"
 
 
 def trained_stage(context: RunContext) -> Stage:
-    """Where the experiment's model lies: the stage as overridden if it was trained so, else the one without overrides,
-    which are then about how the model is used."""
+    """Return the stage with the experiment's model: the one with these overrides if it was trained, else the one
+    without overrides, which then only change how the model is used."""
     overridden = make_graph(context).target()
     plain = Graph(context.project, context.target, Overrides(), context.seed).target()
     made = [stage for stage in (overridden, plain) if StageFolder(stage.folder).result() is not None]
@@ -34,11 +36,11 @@ def trained_stage(context: RunContext) -> Stage:
 
 
 def find_model(context: RunContext, checkpoint: str | None, trust: bool = False) -> Path:
-    """The file or folder named, or else the experiment's own model: of kind test, the one that it tests.
+    """Return the path of ``checkpoint``, by default of the experiment's model (for kind test, the tested model).
 
     Raises:
-        ExperimentError: it is not there, is neither a checkpoint nor a model folder, or could run code when it is read
-            and neither lies in the outputs nor is to be trusted.
+        ExperimentError: a missing path, neither a checkpoint nor a model folder, or an untrusted DeepSpeed checkpoint
+            from outside the outputs.
     """
     if checkpoint is None:
         stage = trained_stage(context)
@@ -47,17 +49,17 @@ def find_model(context: RunContext, checkpoint: str | None, trust: bool = False)
         checkpoint = str(context.project.root / stage.config["model"]["init_args"]["policy"])
     path = Path(checkpoint)
     if not path.exists():
-        raise ExperimentError(f"no checkpoint at {checkpoint}")
+        raise ExperimentError(f"no checkpoint at {checkpoint}; correct CKPT")
     if path.is_dir() and (path / "model" / "config.json").is_file():
         return path / "model"  # a stage's folder
     if not is_model_folder(path) and path.suffix != ".ckpt":
-        raise ExperimentError(f"{checkpoint} is neither a .ckpt nor a Hugging Face folder (no config.json in it)")
+        raise ExperimentError(f"{checkpoint}: expected a .ckpt or a Hugging Face folder with config.json")
     ours = path.resolve().is_relative_to(context.project.outputs.resolve())
     if (path / SHARDS).is_dir() and not ours and not trust:
         trusted = context.command(CKPT=checkpoint, TRUST=1)
         raise ExperimentError(
-            f"{checkpoint} is a DeepSpeed checkpoint from elsewhere: its files are pickles, which can run code when "
-            f"they are read. If you trust who wrote them: {trusted}"
+            f"{checkpoint} is a DeepSpeed checkpoint from outside the outputs: its files are pickles, which can run "
+            f"code when read. If you trust its author: {trusted}"
         )
     return path
 
@@ -67,14 +69,14 @@ def is_model_folder(path: Path) -> bool:
 
 
 def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
-    """A stage of kind test over ``path``: a model folder is loaded instead of the experiment's policy, a .ckpt
-    into the experiment's own module."""
+    """Return a stage of kind test for ``path``: a model folder replaces the experiment's policy; a .ckpt is loaded into
+    the experiment's module."""
     digest = hashlib.sha256(f"{target.key} {graph.hasher(path)}".encode()).hexdigest()[:12]
     graph.hasher.save()
     folder = target.folder.parent / f"evaluate-{digest}"
     config = copy.deepcopy(target.config)
     config["experiment"] |= {"kind": "test", "folder": graph.project.relative(folder)}
-    config["trainer"].pop("num_nodes", None)  # a test takes one node, and no launcher
+    config["trainer"].pop("num_nodes", None)  # a test runs on one node without a launcher
     logger = (config["trainer"].get("logger") or {}).get("init_args")
     if logger is not None:
         logger |= {"run_name": f"{target.name}-{path.name}", "save_dir": str(folder)}
@@ -85,15 +87,17 @@ def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
 
 
 def rollouts_of(config: Config) -> Config:
-    """The rollout system's part of a configuration. Raises ExperimentError if there is none."""
+    """Return the rollout system's part of a configuration. Raises ExperimentError if it has none."""
     rollouts = data_arguments(config).get("rollouts")
     if not rollouts:
-        raise ExperimentError(f"'{config['experiment']['name']}' has no rollout system, so it cannot search or answer")
+        raise ExperimentError(
+            f"'{config['experiment']['name']}' has no rollout system, so it cannot search or answer; use another EXP"
+        )
     return rollouts
 
 
 def to_meet(stages: Sequence[Stage]) -> str:
-    """What is published of the stages, a line each under their table; "" where nothing is, or no number."""
+    """Return a line for each stage with a published number; "" if no stage has one."""
     said = [(stage.label, str(stage.config["experiment"].get("reproduces") or "")) for stage in stages]
     return "".join(f"\n  published, {label}: {what}" for label, what in said if any(map(str.isdigit, what)))
 
@@ -101,29 +105,29 @@ def to_meet(stages: Sequence[Stage]) -> str:
 @command(
     "evaluate",
     "test a checkpoint or model folder as the experiment does",
-    option("--checkpoint", help="a .ckpt of this experiment or a model folder; default: its result"),
+    option("--checkpoint", help="a .ckpt of this experiment or a model folder; default: its final model"),
     TRUST,
 )
 def evaluate(args: argparse.Namespace, context: RunContext) -> None:
-    """Run Trainer.test for a checkpoint as a stage of its own, and print its line of the table.
+    """Test a checkpoint with Trainer.test as a separate stage and print its line of the table.
 
     Raises:
-        ExperimentError: no such checkpoint, or one whose tokenizer is not the experiment's.
+        ExperimentError: a missing checkpoint, or one with another tokenizer than the experiment's.
     """
     graph, checkpoint = make_graph(context), args.checkpoint
     target = graph.target()
     if target.kind == "task":
-        raise ExperimentError(f"'{target.name}' is of kind task: there is no model to evaluate")
+        raise ExperimentError(
+            f"'{target.name}' is of kind task and has no model; evaluate an experiment of kind fit or test"
+        )
     if checkpoint is None and target.kind == "test":
-        runner.require_needs([target])  # says how its model is had
-    given = {"CKPT": checkpoint, "TRUST": 1 if args.trust else None}
-    variables = tuple(f"{name}={value}" for name, value in given.items() if value)
-    context = replace(context, verb="evaluate", variables=variables)
+        runner.require_needs([target])  # says how to get its model
+    context = named(context, "evaluate", CKPT=checkpoint, TRUST=1 if args.trust else None)
     path = find_model(context, checkpoint, args.trust)
     runner.require_unaltered(path)
     stage = evaluation_stage(target, path, graph)
     for upstream in target.upstream:
-        runner.folder_of(context, upstream)  # the world, the index: made by train
+        runner.folder_of(context, upstream)  # world and index, made by train
     require_files([stage], context.project.root)
     if is_model_folder(path):
         require_same_tokenizer(path, rollouts_of(stage.config)["init_args"]["protocol"]["init_args"]["tokenizer"])
@@ -136,12 +140,12 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def require_same_tokenizer(model: Path, tokenizer: str) -> None:
-    """Raises ExperimentError when the model reads other ids than the experiment writes."""
+    """Raises ExperimentError if the model's token ids differ from the experiment's."""
     from transformers import AutoTokenizer
 
     theirs, ours = (AutoTokenizer.from_pretrained(str(p)).get_vocab() for p in (model, tokenizer))
     if theirs != ours:
         raise ExperimentError(
             f"{model} has another tokenizer ({len(theirs)} entries) than this experiment ({tokenizer}, {len(ours)} "
-            "entries): it is a checkpoint of another model. Name the experiment that it belongs to with EXP"
+            "entries); give the checkpoint's experiment with EXP"
         )

@@ -1,4 +1,4 @@
-"""Commands over the outputs: a table of runs (``make compare``), MLflow over them (``make ui``), and ``make clean``."""
+"""Commands on the outputs: ``make compare``, ``make ui``, ``make metrics`` and ``make clean``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BOOKKEEPING = ("config.yaml", "stage.json", "log", "traceback.txt")
 
 @command(
     "compare",
-    "a table of runs; curves: make ui",
+    "print a table of runs; for curves: make ui",
     option("names", nargs="*", help="only these experiments"),
     experiment=False,
     overrides=False,
 )
 def compare(args: argparse.Namespace, context: RunContext) -> None:
     from experiments.reports.compare import CURVES, NoRunsError
-    from experiments.reports.report import compare as compare_runs
+    from experiments.reports.compare import compare as compare_runs
 
     metrics = dict.fromkeys((*CURVES, *chosen_metrics(args.names, context)))
     try:
@@ -42,8 +42,7 @@ def compare(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def chosen_metrics(names: Sequence[str], context: RunContext) -> list[str]:
-    """Metrics behind the columns that the named experiments have chosen for their tables. Other names (patterns, files
-    since removed) add no metric."""
+    """Return the metrics behind the columns of the named experiments; other names (patterns) add none."""
     known = [name for name in names if name in listing.names(context.project)]
     blocks = [listing.load(name, context.project)["experiment"] for name in known]
     columns = [column for block in blocks for column in columns_of(block.get("columns") or []).values()]
@@ -52,32 +51,31 @@ def chosen_metrics(names: Sequence[str], context: RunContext) -> list[str]:
 
 @command("ui", "open the runs in MLflow", option("--port", type=int, default=5000), experiment=False, overrides=False)
 def ui(args: argparse.Namespace, context: RunContext) -> None:
-    """Serve MLflow's own interface over the embedded store, in the foreground."""
+    """Serve MLflow's interface on the embedded store, in the foreground."""
     store = default_tracking_uri(context.project.outputs)
     database = Path(store.removeprefix(SQLITE))
     if store.startswith(SQLITE) and not database.is_file():
         raise ExperimentError(
-            f"there are no runs yet ({database} does not exist): run {context.elsewhere('smoke')} first (3 minutes)"
+            f"no runs yet: {database} does not exist; run {context.elsewhere('smoke')} first (3 minutes)"
         )
     require_free_port(args.port, context.elsewhere("ui", PORT=5001))
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     print(f"MLflow starts over {store}; its address follows", flush=True)
     words = (
         f"MLflow answers at http://127.0.0.1:{args.port} (Ctrl-C ends it)\n"
-        "Top left, Model training shows runs and their curves, GenAI (MLflow's default) their traces\n"
+        "At the top left, 'Model training' shows runs and curves, 'GenAI' (MLflow's default) traces\n"
     )
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store, "--port", str(args.port)]
     serve(command, "MLflow server", context, environment, lambda: answers(args.port), words)
 
 
-@command("metrics", "bring into MLflow what its database lacks of an experiment's runs", COMPARE)
+@command("metrics", "import an experiment's missing metrics into MLflow", COMPARE)
 def metrics(args: argparse.Namespace, context: RunContext) -> None:
-    """Import every folder with a metrics.jsonl of the experiment and of the stages it depends on, whatever its seed and
-    settings. A run that the store does not know is created. A run that cannot be imported is named, and the others
-    follow.
+    """Import the metrics.jsonl of all runs of the experiment and of the stages it depends on, with any seed and
+    settings. Runs that the store lacks are created; a run that cannot be imported is reported and skipped.
 
     Raises:
-        ExperimentError: the store takes nothing, or a run was left out.
+        ExperimentError: the store accepts no data, or a run was left out.
     """
     import sqlite3
 
@@ -102,17 +100,17 @@ def metrics(args: argparse.Namespace, context: RunContext) -> None:
             of_folder = isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(folder)
             if not (is_refusal(error) or of_folder or isinstance(error, yaml.YAMLError)):
                 raise ExperimentError(
-                    f"MLflow ({uri}) takes nothing: {reason}. Another process may hold it; a broken database can be "
-                    "moved away, and the same command makes another"
+                    f"MLflow ({uri}) accepts no data: {reason}. Another process may lock it. If the database is "
+                    "broken, move it away and run this command again"
                 ) from None
             said, left_out = f"left out: {reason}", left_out + 1
         print(f"  {context.project.relative(folder)}: {said}", flush=True)
     if left_out:
-        raise ExperimentError(f"left out {left_out} of {len(folders)} runs, for the reasons above")
+        raise ExperimentError(f"left out {left_out} of {len(folders)} runs; the reasons are above")
 
 
 def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
-    """Send parameters, data sets and metrics to MLflow, and pages where the run is created. Returns a summary."""
+    """Send parameters, data sets and metrics to MLflow, and pages if the run is new. Returns a summary."""
     from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
     from callbacks.tracking.mlflow_run import MLflowRun
     from callbacks.tracking.run_parameters import parameters
@@ -139,20 +137,20 @@ def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
         client.set_terminated(run.run_id, "FINISHED", round(1000 * result["finished"]))
     elif run.made:
         client.set_terminated(run.run_id, "KILLED", rows[-1].ms if rows else None)
-    return f"{sent} values sent{', to a run that was made anew' if run.made else ''}"
+    return f"{sent} values sent{', to a new run' if run.made else ''}"
 
 
 @command(
     "clean",
-    "remove unfinished stages, but for those that can be resumed",
-    option("--all", action="store_true", help="list all stages; with --force remove them"),
-    option("--force", action="store_true", help="remove what can be resumed, too, and with --all what is done"),
+    "remove unfinished stages that cannot be resumed",
+    option("--all", action="store_true", help="list finished stages, too; with --force remove them"),
+    option("--force", action="store_true", help="also remove stages that can be resumed"),
     experiment=False,
     overrides=False,
 )
 def clean(args: argparse.Namespace, context: RunContext) -> None:
-    """Remove stage folders without a running process: those that are neither done nor can be resumed, with ``--force``
-    also those that can be resumed, with ``--all --force`` all. What would need ``--force`` is listed."""
+    """Remove stage folders without a running process: unfinished ones that cannot be resumed; with ``--force`` those
+    that can, too; with ``--all --force`` all. Lists the folders that need ``--force``."""
     removed = kept = 0
     for folder in sorted(context.project.outputs.glob("*/*/")):
         state = StageFolder(folder).state() if (folder / "stage.json").is_file() else "done"
@@ -170,12 +168,12 @@ def clean(args: argparse.Namespace, context: RunContext) -> None:
         shutil.rmtree(folder)
         removed += 1
     more = context.elsewhere("clean", **({"ALL": 1} if args.all else {}), FORCE=1)
-    words = f"; {kept} kept, to remove them, too: {more}" if kept else ""
+    words = f"; {kept} kept, remove them with: {more}" if kept else ""
     print(f"{removed} stage folders removed{words}")
 
 
 def can_be_resumed(folder: Path) -> bool:
-    """Whether an unfinished stage has saved weights, or as a task has files that another attempt may find."""
+    """Whether an unfinished stage has saved weights, or, for a task, files that another attempt can use."""
     store = StageFolder(folder)
     if store.has_weights() or not store.config_path.is_file():
         return store.has_weights()

@@ -1,4 +1,4 @@
-"""``make preconditions``: whether SOD, SDAR or ARPO has something to work on, measured on its start."""
+"""``make preconditions``: measures on the initial model whether SOD, SDAR or ARPO can work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.make_command import make_command
-from experiments.commands.command import command, make_graph, option
+from experiments.commands.command import command, make_graph, named, option
 from experiments.commands.models import evaluation_stage, is_model_folder, rollouts_of
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from experiments.reports.preconditions import Gate
 
 QUESTIONS = 64
-CALLBACKS = ("RankWatch", "Progress", "WeightSync", "Evaluation", "TrajectoryLog")  # that the tests keep
+CALLBACKS = ("RankWatch", "Progress", "WeightSync", "Evaluation", "TrajectoryLog")  # kept in the tests
 DISTILLS = ("lightning_modules.algorithms.sod.SOD", "lightning_modules.advantage_transforms.distillation.Distillation")
 FORKS = "rollout.samplers.branching."
 ALLOW = option("--allow", default="", metavar="GATES", help="names of gates that may fail, separated by commas")
@@ -32,18 +32,18 @@ ALLOW = option("--allow", default="", metavar="GATES", help="names of gates that
 
 @command(
     "preconditions",
-    "measure whether SOD, SDAR or ARPO has something to work on, before it trains",
-    option("--questions", type=int, default=QUESTIONS, help=f"of the training set; default {QUESTIONS}"),
+    "measure whether SOD, SDAR or ARPO can work, before training",
+    option("--questions", type=int, default=QUESTIONS, help=f"number of training questions; default {QUESTIONS}"),
     ALLOW,
 )
 def preconditions(args: argparse.Namespace, context: RunContext) -> None:
-    """Make what the experiment starts from, test it as it will train, and print the gates.
+    """Make the experiment's initial model, test it as it will train, and print the gates.
 
     Raises:
-        ExperimentError: nothing can be measured.
-        StageFailed: a gate failed that is not allowed to.
+        ExperimentError: an experiment without gates.
+        StageFailed: a gate failed that ``ALLOW`` does not name.
     """
-    context = replace(context, verb="preconditions", variables=(f"QUESTIONS={args.questions}",))
+    context = named(context, "preconditions", QUESTIONS=args.questions)
     require_gates(make_graph(context), context, args.allow, args.questions)
 
 
@@ -53,10 +53,10 @@ def require_gates(
     """Measure, print and return the gates of the graph's target. Raises as ``preconditions``.
 
     Args:
-        shown: whose command the message about failed gates has; default: ``context``.
+        shown: the command in the message about failed gates; default: ``context``.
     """
     target = graph.target()
-    measured(target, questions)  # refuses what has no gates before anything is made
+    measured(target, questions)  # refuses experiments without gates before any stage runs
     runner.make(graph, replace(context, compare=False), without_target=True)
     from experiments.reports.preconditions import gates_table
 
@@ -64,29 +64,29 @@ def require_gates(
     allowed = {name.strip() for name in allow.split(",") if name.strip()}
     if unknown := sorted(allowed - {gate.name for gate in gates}):
         raise ExperimentError(
-            f"ALLOW={allow}: no gate {', '.join(unknown)}; there are {', '.join(g.name for g in gates)}"
+            f"ALLOW={allow}: unknown gate {', '.join(unknown)}; expected some of {', '.join(g.name for g in gates)}"
         )
-    print(gates_table(gates, f"{target.name}: what its mechanism has to work on ({questions} training questions)"))
+    print(gates_table(gates, f"{target.name}: preconditions ({questions} training questions)"))
     failed = [gate for gate in gates if not gate.passed]
     more = context.command("preconditions", QUESTIONS=2 * questions)
     for gate in failed:
         advice = (
-            f"nothing to measure it on among these trajectories; try more questions: {more}"
+            f"these trajectories do not suffice to measure it; try more questions: {more}"
             if gate.found is None
             else gate.advice
         )
         print(f"  {gate.name}: {advice}{' (allowed)' if gate.name in allowed else ''}")
     if refused := [gate.name for gate in failed if gate.name not in allowed]:
         raise StageFailed(
-            f"{len(refused)} of {len(gates)} gates failed: {', '.join(refused)}. Change what they say, or go on "
-            f"nevertheless: {(shown or context).command(ALLOW=','.join(gate.name for gate in failed))}",
+            f"{len(refused)} of {len(gates)} gates failed: {', '.join(refused)}. Follow their advice, or continue "
+            f"anyway: {(shown or context).command(ALLOW=','.join(gate.name for gate in failed))}",
             1,
         )
     return gates
 
 
 def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
-    """Test the target's start in stages of its own (made once), and read the gates from what they found."""
+    """Test the target's initial model in separate stages, which run once, and compute the gates."""
     from callbacks.evaluation.step_rows import TRAJECTORIES_FILE, by_trajectory, load_steps
     from experiments.reports.preconditions import distillation_gates, fork_gates, skill_gates
     from experiments.reports.results import read_evaluation
@@ -126,14 +126,14 @@ def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
 
 
 def find_teacher(target: Stage) -> str | None:
-    """The teacher's folder of SOD, or of GRPO with ``Distillation``."""
+    """Return the teacher's folder of SOD, or of GRPO with ``Distillation``."""
     for part in dictionaries(target.config.get("model")):
         if part.get("class_path") in DISTILLS:
             arguments = part.get("init_args") or {}
             if (arguments.get("teacher_server") or arguments.get("server")) is not None:
                 raise ExperimentError(
-                    f"'{target.name}' asks a teacher behind a server, which cannot continue trajectories here; "
-                    "name its folder instead: --model.teacher FOLDER"
+                    f"'{target.name}' uses a teacher server, which cannot continue trajectories; give the teacher's "
+                    "folder instead: --model.teacher FOLDER"
                 )
             if arguments.get("opd_mode") != "none" and arguments.get("opd_coef", 1) and arguments.get("teacher"):
                 return str(arguments["teacher"])
@@ -141,7 +141,7 @@ def find_teacher(target: Stage) -> str | None:
 
 
 def find_skills(target: Stage) -> Config | None:
-    """The arguments of the skills of SDAR and its relatives."""
+    """Return the arguments of the skills of SDAR and its relatives."""
     for part in dictionaries(target.config.get("model")):
         if (skills := part.get("skills")) is not None and part.get("skills_coef") != 0:
             return skills.get("init_args", skills)  # with or without their class
@@ -149,20 +149,20 @@ def find_skills(target: Stage) -> Config | None:
 
 
 def find_sampler(target: Stage) -> Config | None:
-    """The arguments of ARPO's sampler, or AEPO's."""
+    """Return the arguments of ARPO's or AEPO's sampler."""
     sampler = rollouts_of(target.config)["init_args"].get("sampler") or {}
     if not str(sampler.get("class_path", "")).startswith(FORKS):
         return None
     if sampler["init_args"].get("variant") == "lock_step":
         raise ExperimentError(
-            f"'{target.name}' branches by the tokens before a result (variant: lock_step), which is not measured here; "
-            "measure it with variant: fixed"
+            f"'{target.name}' branches by the tokens before a result (variant: lock_step), which has no gates; measure "
+            "with variant: fixed"
         )
     return sampler["init_args"]
 
 
 def dictionaries(value: object) -> Iterator[dict[str, Any]]:
-    """All mappings of a nested configuration, outer ones first."""
+    """Yield all mappings of a nested configuration, outer ones first."""
     if isinstance(value, dict):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -170,19 +170,17 @@ def dictionaries(value: object) -> Iterator[dict[str, Any]]:
 
 
 def measured(target: Stage, questions: int) -> tuple[Config, int]:
-    """The experiment's configuration with its training questions as the test, sampled as it trains, and the size of a
-    group."""
+    """Return the configuration with the training questions as the test, sampled as in training, and the group size."""
     config = copy.deepcopy(target.config)
     data = data_arguments(config)
     size = data.get("group_size") or 1
     sampler = find_sampler(target)
     if (find_teacher(target), find_skills(target), sampler) == (None, None, None):
         raise ExperimentError(
-            f"'{target.name}' has no teacher that is distilled from (SOD), no skills (SDAR), no branches (ARPO): it "
-            "has no gates"
+            f"'{target.name}' has no gates: no teacher (SOD), no skills (SDAR), no branches (ARPO); use another EXP"
         )
     if size < 2 or not data.get("train_files"):
-        raise ExperimentError(f"'{target.name}' samples no groups (group_size {size}): there is nothing to measure")
+        raise ExperimentError(f"'{target.name}' samples no groups (group_size {size}), so its gates cannot be measured")
     data |= {
         "test_files": data["train_files"], "val_files": [], "diagnostic_prompts": [],
         "attempts": size, "max_test": questions,
@@ -190,7 +188,7 @@ def measured(target: Stage, questions: int) -> tuple[Config, int]:
         "max_eval_prompt_tokens": data.get("max_prompt_tokens"),
     }  # fmt: skip
     rollouts_of(config)["init_args"].pop("test_limits", None)
-    if sampler is not None:  # dH is recorded as the sampler looks at it
+    if sampler is not None:  # record dH as the sampler computes it
         rollouts_of(config)["init_args"]["entropy_tokens"] = sampler.get("first_tokens", 20)
     callbacks = config["trainer"]["callbacks"]
     config["trainer"]["callbacks"] = [c for c in callbacks if c["class_path"].rpartition(".")[2] in CALLBACKS]
@@ -204,8 +202,8 @@ def watched(config: Config, callback: str, arguments: Config) -> Config:
 
 
 def advised(config: Config, skills: Config | None, positions: float) -> Config:
-    """With the skills in the student's own prompt, where they are the same in every turn, and room for them, as far as
-    the model's positions go."""
+    """Put the skills into the student's prompt, the same in every turn, and lengthen the limits by them, up to the
+    model's ``positions``."""
     config = copy.deepcopy(config)
     arguments = rollouts_of(config)["init_args"]
     arguments["skills"] = None
@@ -227,10 +225,10 @@ def shuffled(skills: Config | None) -> Config | None:
 
 
 def probe(target: Stage, graph: Graph, name: str, model: str, config: Config) -> Stage:
-    """A stage of kind test, in a folder of its own beside the target's."""
+    """Return a stage of kind test, in a separate folder next to the target's."""
     folder = graph.project.root / model
     if not is_model_folder(folder):
         fetch = make_command("download", {"EXP": target.name})
-        raise ExperimentError(f"'{target.name}': no model folder at {model}; fetch it first: {fetch}")
+        raise ExperimentError(f"'{target.name}': no model folder at {model}; download it first: {fetch}")
     settings = json.dumps([config["data"], config["trainer"]["callbacks"]], sort_keys=True)
     return evaluation_stage(replace(target, config=config, key=f"{target.key}, {name} {settings}"), folder, graph)

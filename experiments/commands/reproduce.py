@@ -1,5 +1,4 @@
-"""``make reproduce``: seeds of an experiment and of its ablations, tested (in two ways unless the experiment says
-``sampled: false``), and a page about them."""
+"""``make reproduce``: trains several seeds of an experiment and of its ablations and writes a results page."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from experiments.commands.command import command, make_graph, numbers, option
+from experiments.commands.command import command, make_graph, named, numbers, option
 from experiments.commands.models import evaluation_stage
 from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
@@ -17,35 +16,30 @@ from experiments.stages.context import RunContext
 from experiments.stages.graph import Graph, Stage
 from experiments.stages.store import StageFolder
 
-# The released code of DGPO validates at temperature 1 although greedy decoding is configured (docs/papers/dgpo.md 2.4),
-# so its tables hold sampled answers; every model is tested in this way, too, unless the experiment says
-# `sampled: false` because its own test samples already.
+# DGPO's released code validates at temperature 1 although greedy decoding is configured (docs/papers/dgpo.md 2.4), so
+# its tables report sampled answers. Every model is also tested in this way, unless the experiment says `sampled: false`
+# because its test samples already.
 SAMPLED = {"temperature": 1.0}
 
 
 @command(
     "reproduce",
-    "several seeds of an experiment and its ablations, then a report",
+    "train several seeds of an experiment and its ablations, then write a results page",
     option("--seeds", default="0,1,2", help="comma-separated"),
-    option("--ablation-seeds", help="seeds of the ablations, some of --seeds; default: all of them"),
+    option("--ablation-seeds", help="seeds of the ablations, a part of --seeds; default: all"),
     ALLOW,
 )
 def reproduce(args: argparse.Namespace, context: RunContext) -> None:
-    """Several seeds of the experiment and of its ablations (of those in ``ablations_once`` the first seed alone), then
-    docs/results/NAME.{md,json}. What is done is reused. The gates of an experiment with ``preconditions`` are measured
-    on all seeds' starts before anything trains from one of them.
+    """Train several seeds of the experiment and of its ablations (only the first seed of ``ablations_once``), then
+    write docs/results/NAME.{md,json}. Finished stages are reused. Gates of an experiment with ``preconditions`` are
+    measured on all seeds before training.
 
     Raises:
-        ExperimentError: seeds that are no numbers.
-        StageFailed: a stage did not end well, or a gate failed; the next call continues from there.
+        ExperimentError: seeds that are not numbers.
+        StageFailed: a stage or a gate failed; the next call continues from there.
     """
-    variables = [f"SEEDS={args.seeds}"]
-    if args.ablation_seeds:
-        variables.append(f"ABLATION_SEEDS={args.ablation_seeds}")
-    if args.allow:
-        variables.append(f"ALLOW={args.allow}")
     context = dataclasses.replace(context, compare=True)
-    shown = dataclasses.replace(context, verb="reproduce", variables=tuple(variables))
+    shown = named(context, "reproduce", SEEDS=args.seeds, ABLATION_SEEDS=args.ablation_seeds, ALLOW=args.allow)
     seeds = numbers("--seeds", args.seeds, "0,1,2")
     ablation_seeds = numbers("--ablation-seeds", args.ablation_seeds, "0,1,2") if args.ablation_seeds else seeds
     rows: list[dict[str, Any]] = []
@@ -64,10 +58,10 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
         for name in [*ablations, *once]:
             rows += make_rows(dataclasses.replace(seeded, target=name), sampled)
     from experiments.reports.preconditions import gates_of_seeds
-    from experiments.reports.report import write_results  # late: it imports torch, which would sit here for hours
+    from experiments.reports.report import write_results  # imported late: torch would take memory for hours
 
     results = context.project.root / "docs" / "results"
-    notes = results / f"{context.target}_notes.md"  # what a person has to say about the results
+    notes = results / f"{context.target}_notes.md"  # written by hand
     text = notes.read_text() if notes.is_file() else ""
     if gates:
         text += f"\n{gates_of_seeds(gates)}"
@@ -77,7 +71,7 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def make_rows(context: RunContext, sampled: bool) -> list[dict[str, Any]]:
-    """Make the experiment and what it is compared with; a row for each that was tested, if ``sampled`` also with
+    """Make the experiment and those that it is compared with; return a row for each test. ``sampled`` adds tests with
     sampled answers."""
     graph = make_graph(context)
     target, compared = runner.make(graph, context)
@@ -88,7 +82,7 @@ def make_rows(context: RunContext, sampled: bool) -> list[dict[str, Any]]:
 
 
 def make_sampled(stage: Stage, graph: Graph, context: RunContext) -> Path:
-    """Folder of the test of a finished stage's model with sampled answers; made unless it is there."""
+    """Test a finished stage's model with sampled answers, once; return the test's folder."""
     config = copy.deepcopy(stage.config)
     data = config["data"]["init_args"]
     data["eval_sampling"], data["diagnostic_prompts"] = SAMPLED, []
@@ -101,12 +95,12 @@ def make_sampled(stage: Stage, graph: Graph, context: RunContext) -> Path:
 
 
 def model_of(stage: Stage) -> Path:
-    """Folder of the model that a finished stage has tested."""
+    """Return the folder of the model that a finished stage has tested."""
     return stage.folder / "model" if stage.kind == "fit" else Path(stage.config["model"]["init_args"]["policy"])
 
 
 def result_row(stage: Stage) -> dict[str, Any]:
-    """What the results page needs to know about a stage that is done."""
+    """Return a finished stage's row for the results page."""
     result = StageFolder(stage.folder).result() or {}
     return {
         "name": stage.name,

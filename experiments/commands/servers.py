@@ -1,4 +1,4 @@
-"""Servers over what an experiment configures: its search index (``make retriever``), its engine (``make engine``)."""
+"""``make retriever`` and ``make engine``: serve an experiment's search index or its engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import closure
 
-# Handed through to the server.
+# Passed on to the server
 SERVER_OPTIONS = (
     "topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce", "ef-search", "probes",
     "backend", "secret-file",
@@ -26,13 +26,13 @@ SERVER_OPTIONS = (
 @command(
     "retriever",
     "serve the search index that an experiment depends on",
-    option("--index", help="index folder; default: the one the experiment has built"),
+    option("--index", help="index folder; default: the experiment's"),
     option("--port", type=int, default=8000),
-    *(option(f"--{name}", help="as `python -m retrieval.server` takes it") for name in SERVER_OPTIONS),
+    *(option(f"--{name}", help="see `python -m retrieval.server --help`") for name in SERVER_OPTIONS),
     option("--gpu", action="store_true", help="exact vectors on all GPUs, as 16-bit floats"),
 )
 def retriever(args: argparse.Namespace, context: RunContext) -> None:
-    """The search server over the index that an experiment depends on, in the foreground."""
+    """Serve the search index that an experiment depends on, in the foreground."""
     require_free_port(args.port, context.command("retriever", PORT=args.port + 1))
     searched = args.backend or args.index
     if searched is None:
@@ -40,9 +40,9 @@ def retriever(args: argparse.Namespace, context: RunContext) -> None:
         stages = [stage for stage in closure([graph.target()]) if builds_index(stage)]
         if not stages:
             name_one = context.command("retriever", INDEX="FOLDER")
-            raise ExperimentError(f"'{context.target}' builds no index; name one: {name_one}")
+            raise ExperimentError(f"'{context.target}' builds no index; give one: {name_one}")
         searched = str(runner.folder_of(context, stages[0]) / "index")
-        if args.threads is None:  # as many as it was built with
+        if args.threads is None:  # as it was built
             args.threads = str(stages[0].config["task"]["init_args"].get("threads", 1))
     index = [] if args.backend else ["--index", searched]
     share_with_machines(args, context)
@@ -53,14 +53,14 @@ def retriever(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def server_options(args: argparse.Namespace) -> list[str]:
-    """What was given of the server's own options, as its arguments; the server checks them."""
+    """Return the given server options as arguments; the server checks them."""
     given = {name: getattr(args, name.replace("-", "_")) for name in SERVER_OPTIONS}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
     return [*words, "--gpu"] if args.gpu else words
 
 
 def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
-    """Where other machines reach the server, and no other secret is given, it gets that of the outputs."""
+    """Give the server the secret of the outputs if other machines can reach it and no other secret is given."""
     if args.secret_file is None and not is_local(args.host or "127.0.0.1"):
         given = os.environ.get(SECRET_VARIABLE)
         share_secret(context.project.outputs)
@@ -68,7 +68,7 @@ def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
         what = (
             f"the same {SECRET_VARIABLE}"
             if given
-            else f"{SECRET_VARIABLE} from {kept}; runs over these outputs have it"
+            else f"{SECRET_VARIABLE} from {kept}, as runs with these outputs have"
         )
         print(f"clients must have {what}", flush=True)
 
@@ -76,20 +76,20 @@ def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
 @command(
     "engine-server",
     "serve the engine that an experiment configures, over HTTP",
-    option("--checkpoint", help="folder of a model of the same shapes; default: the one the YAML names"),
-    option("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines, with a secret"),
+    option("--checkpoint", help="folder of a model of the same shape; default: the model in the YAML"),
+    option("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines; needs a secret"),
     option("--port", type=int, default=8100),
-    option("--secret-file", help="as `python -m rollout.engines.server.server` takes it"),
+    option("--secret-file", help="see `python -m rollout.engines.server.server --help`"),
 )
 def engine_server(args: argparse.Namespace, context: RunContext) -> None:
-    """The engine that an experiment configures, over HTTP, in the foreground."""
+    """Serve the engine that an experiment configures over HTTP, in the foreground."""
     require_free_port(args.port, context.command("engine", PORT=args.port + 1))
     target = make_graph(context).target()
     engine = rollouts_of(target.config)["init_args"]["engine"]
     if args.checkpoint is not None:
         engine["init_args"]["model"] = args.checkpoint
     for upstream in target.upstream if args.checkpoint is None else ():
-        runner.folder_of(context, upstream)  # the model's stage: made by train
+        runner.folder_of(context, upstream)  # the model's stage, made by train
     share_with_machines(args, context)
     runner.require_unaltered(context.project.root / str(engine["init_args"].get("model", "")))
     words = ["--port", str(args.port), "--host", args.host]

@@ -1,5 +1,5 @@
-"""``make train``: an experiment and everything it depends on; the plan alone (``dry-run``, ``validate``, ``status``); a
-single prepared stage (``stage``)."""
+"""Runs an experiment with everything it depends on (``train``), shows and validates its plan (``dry-run``,
+``validate``, ``status``), or runs one prepared stage (``stage``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from experiments.commands.command import COMPARE, command, make_graph, option, unique_needs
+from experiments.commands.command import COMPARE, command, make_graph, named, option, unique_needs
 from experiments.commands.models import to_meet
 from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
@@ -23,35 +23,33 @@ from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage, closure
 from experiments.stages.store import StageFolder
 
-RESUME = "continue an interrupted stage: the default, but with a word when there is none"
-LAUNCH = "torchrun: start the ranks with it, on every node that runs this command; slurm: write a job and submit it"
+RESUME = "continue an interrupted stage (the default), and say so if no stage can be continued"
+LAUNCH = "torchrun: start ranks on every node that runs this command; slurm: write and submit a job"
 
 
 @command(
     "train",
-    "make an experiment and all its stages, then show the results",
+    "run an experiment and all its stages, then show the results",
     COMPARE,
     ALLOW,
     option("--resume", choices=["last"], help=RESUME),
-    option("--fresh", action="store_true", help="make the experiment's own stage anew, even if it is done"),
+    option("--fresh", action="store_true", help="run the experiment's own stage again, even if it is finished"),
     option("--launch", choices=["torchrun", "slurm"], help=LAUNCH),
-    option("--nodes", type=int, metavar="N", help="as --trainer.num_nodes N"),
-    option("--processes", type=int, metavar="N", help="ranks per node; as --trainer.devices N"),
+    option("--nodes", type=int, metavar="N", help="same as --trainer.num_nodes N"),
+    option("--processes", type=int, metavar="N", help="ranks per node; same as --trainer.devices N"),
     option("--node-rank", type=int, metavar="R", help="this node's number; default: NODE_RANK, or 0"),
-    option("--master-addr", metavar="HOST", help="node 0; default: MASTER_ADDR"),
-    option("--master-port", type=int, metavar="P", help="of node 0; default: MASTER_PORT, or 29400"),
-    option("--sbatch", help="further options of the job, as '--partition=gpu --time=24:00:00'"),
+    option("--master-addr", metavar="HOST", help="address of node 0; default: MASTER_ADDR"),
+    option("--master-port", type=int, metavar="P", help="port of node 0; default: MASTER_PORT, or 29400"),
+    option("--sbatch", help="further options of the job, such as '--partition=gpu --time=24:00:00'"),
 )
 def train(args: argparse.Namespace, context: RunContext) -> None:
-    """Make everything, then the table and where things lie. With LAUNCH, see ``launch/nodes.py`` and ``slurm.py``."""
+    """Run all stages, then print the results and the places of the files."""
     from experiments.launch import nodes, slurm
 
     graph = make_graph(context)
     target = graph.target()
     ranks = nodes.require_launchable(args, os.environ, target.config)
-    given = {"LAUNCH": args.launch, "ALLOW": args.allow}
-    variables = tuple(f"{name}={value}" for name, value in given.items() if value)
-    context = dataclasses.replace(context, variables=variables)
+    context = named(context, LAUNCH=args.launch, ALLOW=args.allow)
     if args.launch == "slurm":
         slurm.submit(graph, context, args, ranks)
         return
@@ -69,7 +67,7 @@ def train(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def closing_table(stages: Sequence[Stage], columns: Sequence[str] | None) -> None:
-    """One line per stage that was tested (tasks, and stages that only prepare a model, are not)."""
+    """Print a line for each tested stage; tasks and stages that only prepare a model have no test."""
     rows = [(s.label, s.folder) for s in stages if StageFolder(s.folder).evaluation.is_file()]
     if rows:
         from experiments.reports.report import closing_table as table_of
@@ -101,14 +99,14 @@ def print_closing_words(target: Stage, context: RunContext) -> None:
 
 @command("dry-run", "print the resolved configuration and validate it; loads no model", COMPARE)
 def dry_run(args: argparse.Namespace, context: RunContext) -> None:
-    """Print the resolved configuration as YAML on stdout, and the stages that it depends on on stderr. Validates it and
-    the stages that ``--stages`` overrides; `train` validates all stages in the same way."""
+    """Print the resolved configuration as YAML to stdout and the stages that it depends on to stderr. Validates the
+    experiment and the stages with ``--stages`` overrides; `train` validates all stages in the same way."""
     graph = make_graph(context)
     target = graph.target()
     from experiments.stages.data_files import check_data_files
     from experiments.stages.validate import check
 
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries say when they are imported
+    with contextlib.redirect_stdout(sys.stderr):  # messages of imported libraries
         changed = [stage for stage in closure(target.upstream) if stage.name in graph.overrides.stages]
         notes = [note for stage in (*changed, target) for note in check(stage, context.project.root)]
     print(yaml.safe_dump(target.config, sort_keys=False, allow_unicode=True, width=110), flush=True)
@@ -116,7 +114,7 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
         stages = graph.plan(compare=context.compare)
         runner.print_plan(graph, runner.to_make(stages), context)
         for need in unique_needs(stages):
-            print(f"  needs: {need.path}{'' if need.present else ' -- not there yet'} ({need.how})")
+            print(f"  needs: {need.path}{'' if need.present else ' -- missing'} ({need.how})")
         for line in check_data_files(stages, context.project.root).lines():
             print(f"  data: {line}")
         for note in notes:
@@ -129,11 +127,11 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
     "validate the stages that `train` would run, quietly",
     COMPARE,
     option("--fresh", action="store_true"),
-    option("--elsewhere", action="store_true", help="for another machine: this one's devices do not matter"),
+    option("--elsewhere", action="store_true", help="for another machine: ignore this machine's devices"),
 )
 def validate(args: argparse.Namespace, context: RunContext) -> None:
-    """Check all stages that `train` would run, and read the data files that are there, quietly but for what is left out
-    of them; and that this machine has what the stages ask for."""
+    """Check all stages that `train` would run, their existing data files, and whether this machine has the needed
+    devices. Prints only what is left out of the data."""
     graph = make_graph(context)
     target = graph.target()
     from experiments.stages.data_files import check_data_files
@@ -147,9 +145,9 @@ def validate(args: argparse.Namespace, context: RunContext) -> None:
         print(f"  data: {line}", flush=True)
 
 
-@command("status", "which stages of an experiment are done, and where they are", COMPARE)
+@command("status", "show which stages of an experiment are finished, and where they are", COMPARE)
 def status(args: argparse.Namespace, context: RunContext) -> None:
-    """The stages of the experiment with these settings, then the runs with other settings or seeds."""
+    """Print the stages of the experiment with these settings, then runs with other settings or seeds."""
     graph = make_graph(context)
     plan = graph.plan(compare=context.compare)
     runner.print_plan(graph, runner.to_make(plan), context, plan)

@@ -12,14 +12,12 @@ import polars as pl
 from callbacks.tracking.run_info import RUN_ID_FILE, default_tracking_uri
 from common.files import write_atomically
 from experiments.registry.columns import columns_of, score_of
-from experiments.reports.compare import HISTORY_SCHEMA, compare, history_frame, open_store, table_text
+from experiments.reports.compare import HISTORY_SCHEMA, history_frame, open_store, table_text
 from experiments.reports.curves import DPI, curves_figure
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
 from experiments.reports.results_page import metric_text, results_page
 from experiments.reports.signal_tables import gates_section, steps_section
 from experiments.reports.tested_on import differing, tested_on
-
-__all__ = ["Run", "closing_table", "compare", "write_results"]
 
 RESULT_CURVES = (  # drawn besides those of the score, if a run has them
     "train/kl", "train/entropy", "train/tool_calls_per_trajectory", "train/opd_log_ratio",

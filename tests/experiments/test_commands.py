@@ -131,7 +131,7 @@ def test_a_server_that_other_machines_reach_has_the_secret_of_the_outputs(run_he
     command, secret = served[-1]
     path = workshop.project.outputs / FILE
     assert secret == path.read_text() and secret not in " ".join(command) + done.stdout + done.stderr
-    assert f"clients must have {SECRET_VARIABLE} from {path}; runs over these outputs have it" in done.stdout
+    assert f"clients must have {SECRET_VARIABLE} from {path}, as runs with these outputs have" in done.stdout
 
 
 def test_overrides_are_told_from_our_own_options():
@@ -247,7 +247,7 @@ def test_only_models_are_taken_for_models(workshop, tmp_path):
         find_model(context, None)
     with pytest.raises(ExperimentError, match="no checkpoint at /nowhere"):
         find_model(context, "/nowhere")
-    with pytest.raises(ExperimentError, match="neither a .ckpt nor a Hugging Face folder"):
+    with pytest.raises(ExperimentError, match="expected a .ckpt or a Hugging Face folder"):
         find_model(context, str(tmp_path))
     shards = tmp_path / "sharded.ckpt"
     (shards / "checkpoint").mkdir(parents=True)
@@ -298,7 +298,7 @@ def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():
     assert asked_task(" who? ", None) == Task("asked", "who?", (), "asked")
     example = Task("q1", "where is it?", (), "nq", prompt=(("user", "Think. Question: where is it?\n"),))
     assert asked_task("who was she", example).prompt == (("user", "Think. Question: who was she?\n"),)
-    with pytest.raises(ExperimentError, match="q1 does not hold its question"):
+    with pytest.raises(ExperimentError, match="q1 does not contain its question"):
         asked_task("who?", replace(example, prompt=(("user", "Think."),)))
     with pytest.raises(ExperimentError, match="the question is empty"):
         asked_task("  ", None)

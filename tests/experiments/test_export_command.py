@@ -57,7 +57,7 @@ def run(context, to, checkpoint=None, dtype=None):
 def test_the_last_checkpoint_of_an_interrupted_run(trained, tmp_path, capsys):
     context, store, weights = trained
     shutil.rmtree(store.path / "model")
-    with pytest.raises(ExperimentError, match="'sft' is not done; .* make export EXP=sft CKPT=last"):
+    with pytest.raises(ExperimentError, match="'sft' is not finished; .* make export EXP=sft CKPT=last"):
         run(context, tmp_path / "a")
     assert same_weights(policy_state(run(context, tmp_path / "b", "last")), weights)
     assert "checkpoints/iteration-00000004.ckpt to" in capsys.readouterr().out

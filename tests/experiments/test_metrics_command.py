@@ -37,7 +37,7 @@ def done(workshop):
 
 def test_a_lost_run_is_made_anew_and_what_is_there_is_not_sent_again(workshop, run_here, done):
     MetricsFile(done.path / METRICS_FILE).append(ODD, 3)
-    for said in ("6 values sent, to a run that was made anew", "0 values sent\n"):
+    for said in ("6 values sent, to a new run", "0 values sent\n"):
         imported = run_here("metrics", "x")
         assert imported.returncode == 0 and said in imported.stdout, imported
     (spoilt := done.path.with_name("0") / METRICS_FILE).parent.mkdir()  # before the run in the order of their names
@@ -60,7 +60,7 @@ def test_a_lost_run_is_made_anew_and_what_is_there_is_not_sent_again(workshop, r
 def test_refusals_in_one_line(workshop, run_here, done):
     (workshop.project.outputs / "mlflow.db").write_bytes(b"x" * 5000)
     broken = run_here("metrics", "x")
-    assert broken.returncode == 2 and "takes nothing: file is not a database" in broken.stderr
+    assert broken.returncode == 2 and "accepts no data: file is not a database" in broken.stderr
     (done.path / METRICS_FILE).unlink()
     nothing = run_here("metrics", "x")
     assert nothing.returncode == 2 and json.dumps(nothing.stderr).count("\\n") == 1

@@ -286,7 +286,7 @@ def test_compare_says_in_a_line_which_name_has_no_runs(workshop, run_here, monke
     def refuse(*_, **__):
         raise NoRunsError("no run fits ['nope']")
 
-    monkeypatch.setattr("experiments.reports.report.compare", refuse)
+    monkeypatch.setattr("experiments.reports.compare.compare", refuse)
     run = run_here("compare", "a", "nope")
     assert run.returncode == 2 and run.stderr == "error: no run fits ['nope']\n"
 
@@ -298,7 +298,7 @@ def test_missing_needs_stop_before_anything_runs(chain, run_here, tmp_path):
     assert run.returncode == 2 and f"needs: {tmp_path}/weights (ask the owner)" in run.stderr
     assert runs(journal) == []
     dry = run_here("dry-run", "c")
-    assert dry.returncode == 0 and f"needs: {tmp_path}/weights -- not there yet (ask the owner)" in dry.stderr
+    assert dry.returncode == 0 and f"needs: {tmp_path}/weights -- missing (ask the owner)" in dry.stderr
     assert yaml.safe_load(dry.stdout)["experiment"]["name"] == "c", "stdout is YAML alone"
     (tmp_path / "weights").mkdir()
     require_needs([workshop.graph("c").target()])
@@ -331,11 +331,11 @@ def test_clean_keeps_what_can_be_resumed_or_is_done_unless_forced(chain, run_her
     stores["a"].finish({"seconds": 1})
     (stores["b"].path / "part-0").touch()
     said = run_here("clean").stdout
-    assert "0 stage folders removed; 1 kept, to remove them, too: make clean FORCE=1\n" in said
+    assert "0 stage folders removed; 1 kept, remove them with: make clean FORCE=1\n" in said
     assert f"  kept    {stores['b'].path} (can be resumed)" in said
     said = run_here("clean", "--all").stdout
     assert (
-        "2 kept, to remove them, too: make clean ALL=1 FORCE=1\n" in said
+        "2 kept, remove them with: make clean ALL=1 FORCE=1\n" in said
         and f"{stores['a'].path} (done)" in said
         and stores["a"].path.exists()
     )

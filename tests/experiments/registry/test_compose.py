@@ -54,7 +54,7 @@ def test_callbacks_are_named_in_files_and_a_list_afterwards(workshop):
         ({"x": "experiment: {summry: a}"}, "unknown key 'experiment.summry'; did you mean 'summary'"),
         (
             {"x": "experiment: {columns: [em, calls]}"},
-            "experiment.columns: unknown column 'calls'; expected some of em, f1, ",
+            "experiment.columns: unknown column 'calls'; expected some of em, ",
         ),
         ({"x": "experiment: {columns: em}"}, "must be a list of different names such as .em, tool_calls., found 'em'"),
         ({"x": "experiment: {columns: [em, em]}"}, "must be a list of different names"),

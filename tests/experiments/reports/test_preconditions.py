@@ -119,11 +119,11 @@ def test_dh_is_recorded_as_the_sampler_looks_at_it(context, name):
 @pytest.mark.parametrize(
     ("name", "overrides", "error"),
     [
-        ("grpo_words_tiny", (), "has no teacher"),
-        ("sod_tiny", ("--model.opd_mode", "none"), "has no teacher"),
-        ("sdar_tiny", ("--model.skills_coef", "0"), "has no teacher"),
+        ("grpo_words_tiny", (), "has no gates: no teacher"),
+        ("sod_tiny", ("--model.opd_mode", "none"), "has no gates: no teacher"),
+        ("sdar_tiny", ("--model.skills_coef", "0"), "has no gates: no teacher"),
         ("sod_tiny", ("--data.group_size", "1"), "samples no groups"),
-        ("arpo_tiny_lock_step", (), "variant: lock_step.*not measured here"),
+        ("arpo_tiny_lock_step", (), "variant: lock_step.*has no gates"),
     ],
 )
 def test_what_has_no_gates_is_refused(context, name, overrides, error):
@@ -148,10 +148,10 @@ def test_a_failed_gate_stops_unless_it_is_allowed_by_name(context, monkeypatch, 
     with pytest.raises(StageFailed, match=r"1 of 2 gates failed: b\..*ALLOW=a,b$"):
         require_gates(graph, context, "a")
     shown = dataclasses.replace(context, verb="reproduce", variables=("SEEDS=0,1",))
-    with pytest.raises(StageFailed, match=r"nevertheless: make reproduce EXP=\S+ SEEDS=0,1 ALLOW=a,b$"):
+    with pytest.raises(StageFailed, match=r"continue anyway: make reproduce EXP=\S+ SEEDS=0,1 ALLOW=a,b$"):
         require_gates(graph, context, "", shown=shown)
     require_gates(graph, context, "a, b")
-    with pytest.raises(ExperimentError, match="no gate c; there are a, b"):
+    with pytest.raises(ExperimentError, match="unknown gate c; expected some of a, b"):
         require_gates(graph, context, "c")
 
 
