@@ -130,7 +130,7 @@ def test_rows_of_different_test_sets_are_named(stages, tmp_path):
     assert "(20 questions, " in said and "fewer: one_hop (19 questions, " in said
     rows = [*rows_of(stages)[:1], rows_of(stages)[2] | {"folder": made["fewer"]}]
     page, _ = write_results("arpo", rows, tmp_path, "make reproduce EXP=arpo", columns=ARPO)
-    assert "**The rows have 2 different test sets, " in page.read_text()
+    assert "**The rows have 2 different test sets; " in page.read_text()
     page, _ = write_results("arpo", rows_of(stages), tmp_path, "make reproduce EXP=arpo", columns=ARPO)
     assert "test sets" not in page.read_text()
 
