@@ -108,7 +108,7 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
 
     with contextlib.redirect_stdout(sys.stderr):  # messages of imported libraries
         changed = [stage for stage in closure(target.upstream) if stage.name in graph.overrides.stages]
-        notes = [note for stage in (*changed, target) for note in check(stage, context.project.root)]
+        notes = [note for stage in (*changed, target) for note in check(stage, context.project.root, only=True)]
     print(yaml.safe_dump(target.config, sort_keys=False, allow_unicode=True, width=110), flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         stages = graph.plan(compare=context.compare)
@@ -139,7 +139,7 @@ def validate(args: argparse.Namespace, context: RunContext) -> None:
 
     todo = runner.to_make(graph.plan(compare=context.compare), fresh=target if args.fresh else None)
     for stage in todo:
-        if (notes := check(stage, context.project.root)) and not args.elsewhere:
+        if (notes := check(stage, context.project.root, only=True)) and not args.elsewhere:
             raise ExperimentError(notes[0])
     for line in check_data_files(todo, context.project.root, count=False).lines(quiet=True):
         print(f"  data: {line}", flush=True)

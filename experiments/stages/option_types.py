@@ -186,7 +186,7 @@ def _misfit_of_scalar(value: Any, hint: Any, plain: str) -> str | None:
     if hint is int:
         return None if isinstance(value, int) else plain
     try:
-        _adapter(hint).validate_python(value)
+        adapter(hint).validate_python(value)
     except ValidationError as error:
         fault = error.errors()[0]
         own = fault["type"] not in typing.get_args(core_schema.ErrorType)
@@ -203,7 +203,8 @@ def read(value: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _adapter(hint: Any) -> TypeAdapter[Any]:
+def adapter(hint: Any) -> TypeAdapter[Any]:
+    """The validator of an annotation."""
     return TypeAdapter(hint)
 
 

@@ -37,7 +37,7 @@ def instantiate(config: Config, name: str) -> Any:
     from jsonargparse import ArgumentParser
 
     protocols.compare_by_calls()
-    startup.resolve_types_as_python()
+    startup.speed_up_parser()
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(import_class(config["class_path"], name), name, required=True)
     parsed = parser.parse_object({name: config})
@@ -53,7 +53,7 @@ def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bo
     With ``instantiate`` the result has ``trainer``, ``model`` and ``datamodule`` (or ``task``).
     """
     protocols.compare_by_calls()
-    startup.resolve_types_as_python()
+    startup.speed_up_parser()
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             task = config["experiment"]["kind"] == "task"

@@ -1,20 +1,23 @@
-"""What keeps the start of a validation short: libraries that it does not need are not imported."""
+"""Shortens the start of a validation: skips libraries that it does not need, and repeated work of the parser."""
 
 from __future__ import annotations
 
 import gc
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, get_type_hints
 
+from experiments.stages.option_types import adapter
+
 # torchmetrics imports them, where they are installed, for BERTScore, CLIPScore, audio and plots: three seconds.
 OPTIONAL_FOR_METRICS = ("transformers", "scipy", "matplotlib")
+COMPILER = "torch._dynamo"
 
 
 def import_torchmetrics() -> None:
-    """Import what Lightning imports of torchmetrics as where OPTIONAL_FOR_METRICS are not installed; later imports of
-    those are as ever. For a process that validates and ends: the metrics that need them are not there."""
+    """Import torchmetrics as if OPTIONAL_FOR_METRICS were not installed. Metrics that need them are missing then."""
     if "torchmetrics" in sys.modules:
         return
     from lightning_utilities.core import imports
@@ -29,9 +32,28 @@ def import_torchmetrics() -> None:
         imports.package_available, cache.__bool__ = available, met
 
 
+def import_lightning() -> None:
+    """Import Lightning without torch's compiler and sympy, which take a quarter of a dry run.
+
+    Only for a process that runs no stage: Lightning would not recognise a compiled module."""
+    if "lightning" in sys.modules or COMPILER in sys.modules:
+        return
+    import torch
+
+    compiler: Any = types.ModuleType(COMPILER)
+    compiler.OptimizedModule = type("OptimizedModule", (torch.nn.Module,), {})
+    compiler.disable = lambda function, *_, **__: function  # a decorator in Lightning
+    sys.modules[COMPILER] = compiler
+    try:
+        import_torchmetrics()
+        import lightning.pytorch.cli  # noqa: F401
+    finally:
+        del sys.modules[COMPILER]
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Imports and parsing leave little garbage, and the collector would walk all that they make again and again."""
+    """Switch the garbage collector off: imports and parsing leave little garbage among many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -41,10 +63,10 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def resolve_types_as_python() -> None:
-    """Make jsonargparse import what stands under ``if TYPE_CHECKING`` (transformers, deepspeed) only for annotations
-    that Python cannot resolve without. Idempotent."""
-    from jsonargparse import _postponed_annotations
+def speed_up_parser() -> None:
+    """Make jsonargparse import modules under ``if TYPE_CHECKING`` (transformers, deepspeed) only for annotations that
+    Python cannot resolve, and build the validator of each range once. Idempotent."""
+    from jsonargparse import _postponed_annotations, _typehints
 
     of_jsonargparse = _postponed_annotations.get_types
     if of_jsonargparse.__module__ == __name__:
@@ -52,10 +74,11 @@ def resolve_types_as_python() -> None:
 
     def get_types(obj: Any, logger: Any = None, parent: Any = None) -> dict[str, Any]:
         try:
-            types = get_type_hints(obj)
-        except Exception:  # whatever a name stands for can raise anything
+            found = get_type_hints(obj)
+        except Exception:  # an annotation can raise anything
             return of_jsonargparse(obj, logger, parent)
-        unresolved = any(map(_postponed_annotations.type_requires_eval, types.values()))
-        return of_jsonargparse(obj, logger, parent) if unresolved else types
+        unresolved = any(map(_postponed_annotations.type_requires_eval, found.values()))
+        return of_jsonargparse(obj, logger, parent) if unresolved else found
 
     _postponed_annotations.get_types = get_types
+    _typehints.validate_annotated = lambda value, hint: adapter(hint).validate_python(value)

@@ -27,6 +27,7 @@ from experiments.stages.rollout_tools import check_rollouts
 
 # None of them takes a metric of torchmetrics.
 WITHOUT_METRICS = ("callbacks.", "data_modules.", "experiments.", "lightning", "retrieval.", "rollout.", "torch.")
+LIGHTNING = ("callbacks.", "data_modules.", "lightning")  # their modules import Lightning
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 # Arguments of earlier versions, and what to write instead.
 RENAMED = {
@@ -57,8 +58,11 @@ RENAMED = {
 
 
 @startup.no_collection()
-def check(stage: Stage, root: Path) -> list[str]:
+def check(stage: Stage, root: Path, *, only: bool = False) -> list[str]:
     """Check a stage without running it.
+
+    Args:
+        only: this process runs no stage afterwards, so that it need not import all of Lightning.
 
     Returns:
         the devices and packages that this machine lacks. The stage may be meant for another machine.
@@ -71,8 +75,8 @@ def check(stage: Stage, root: Path) -> list[str]:
     require_files([stage], root)
     where = f"experiment '{stage.name}'"
     paths = [text for key, text in strings(stage.config) if key.endswith("class_path")]
-    if all(path.startswith(WITHOUT_METRICS) for path in paths):
-        startup.import_torchmetrics()
+    if all(path.startswith(WITHOUT_METRICS) for path in paths) and any(path.startswith(LIGHTNING) for path in paths):
+        startup.import_lightning() if only else startup.import_torchmetrics()
     config = with_arguments(stage.config, stage.arguments, where)
     check_classes(config, where)
     parsed = cli(stage.config, stage.arguments, where, instantiate=False)

@@ -18,6 +18,7 @@ LATER = {
     "scipy",
     "matplotlib",
     "pandas",
+    "sympy",
 }
 
 
@@ -27,8 +28,9 @@ LATER = {
         ("import experiments.commands.cli", HEAVY),
         ("from experiments.commands.cli import main; main(['dry-run', 'dgpo_tiny'])", LATER),
         ("from experiments.commands.cli import main; main(['dry-run', 'sod_qwen3_0.6b'])", LATER),
+        ("from experiments.commands.cli import main; main(['dry-run', 'world_tiny'])", LATER | {"torch"}),
     ],
-    ids=["command line", "dry run", "dry run with DeepSpeed"],
+    ids=["command line", "dry run", "dry run with DeepSpeed", "dry run of a task"],
 )
 def test_what_is_not_imported(code, unwanted):
     report = f"{code}; import sys; print(sorted({unwanted!r} & sys.modules.keys()))"
