@@ -18,7 +18,7 @@ OVERHEAD = 3 * GB  # allowance: CUDA context, NCCL's buffers, fragmentation
 ENGINE_WORK = 1 * GB  # allowance: vLLM's activations and sampler within its share
 ENGINE_ASLEEP = 1 * GB  # allowance: CUDA context and graphs of a sleeping vLLM
 LOGITS = 1  # copies of [logits_chunk, vocabulary] in the type of the products (models/projection.py)
-BLOCK = 2**24  # elements with further float32 copies: four, two of float32 (the same file, LARGE_BLOCK)
+BLOCK = 2**24  # elements with two further float32 copies (the same file, LARGE_BLOCK)
 EFFICIENCY = 0.35  # of the roofline that a run reaches: an assumption (0.23 in training 0.6B on an H200)
 ADAM = 8  # bytes per trained parameter: two moments in float32
 LIVE_PARAMETERS = 1e9  # DeepSpeed's stage3_max_live_parameters: gathered at once, at most
@@ -186,7 +186,7 @@ def logits(t: Training) -> float:
     exact, elements = t.precision == "float32", t.logits_chunk * t.policy.vocabulary
     element = 4 if exact else 2
     matrix = 0 if t.adapters else (4 + element) * t.policy.output_matrix
-    return float(LOGITS * element * elements + (8 if exact else 16) * min(BLOCK, elements) + matrix)
+    return float(LOGITS * element * elements + 8 * min(BLOCK, elements) + matrix)
 
 
 def activations(t: Training) -> float:

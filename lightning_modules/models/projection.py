@@ -27,7 +27,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 LOGITS_CHUNK = 2048  # tokens whose logits exist at once, by default: 1.2 GB in float32 at a vocabulary of 151,936
 FUNCTION_ROWS = 256  # to which a function is applied at once; a divergence holds some 10 times their logits
 # Elements that statistics are computed of at once, by device: on a processor rows that stay in its cache, elsewhere
-# enough to keep it busy. Up to three float32 copies of a block exist beside the logits.
+# enough to keep it busy. Two float32 copies of a block exist beside the logits.
 BLOCK = {"cpu": 2**19}
 LARGE_BLOCK = 2**24
 
