@@ -1,4 +1,4 @@
-"""Base of callbacks that look at the trajectories of validations and tests."""
+"""Base class of callbacks that read the trajectories of validations and tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trajectories_of(outputs: Any, hook: str) -> list[Trajectory]:
 
 
 def prompt_mode_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
-    """Name of the prompt mode behind one evaluation dataloader, from ``datamodule.prompt_modes(split)``.
+    """Return the prompt mode of one evaluation dataloader, from ``datamodule.prompt_modes(split)``.
 
     Raises:
         ValueError: several dataloaders, but the data module does not name them.
@@ -45,16 +45,16 @@ def prompt_mode_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
 
 
 class EvaluationHooks(L.Callback):
-    """Sees every trajectory of an evaluation; ``split`` is "val" or "test"."""
+    """Passes every trajectory of an evaluation to ``take``; ``split`` is "val" or "test"."""
 
     def begin(self, split: str) -> None:
-        """Before the first batch."""
+        """Called before the first batch."""
 
     def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
-        """A batch of this rank, asked as ``probe`` says (``rows.AGENT``: the normal loop)."""
+        """Called with each batch of this rank; ``probe`` is the prompt mode (``AGENT``: the normal search loop)."""
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
-        """After the last batch, on every rank; also in Lightning's sanity check (``trainer.sanity_checking``)."""
+        """Called after the last batch, on every rank, also in Lightning's sanity check."""
 
     def _take(self, trainer: L.Trainer, split: str, outputs: Any, dataloader_idx: int) -> None:
         prompt_mode = prompt_mode_of(trainer, split, dataloader_idx)

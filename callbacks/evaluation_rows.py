@@ -1,4 +1,4 @@
-"""EvaluationRow: what an evaluation keeps of a trajectory, as parser and tools recorded it: no transcript is read."""
+"""The row that an evaluation keeps of each trajectory, read from the recorded turns and tool calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILURE_MARKERS = ("error when executing tool", "traceback", "execution timed ou
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """What an evaluation keeps of one trajectory. The columns of ``evaluation/<split>.parquet``."""
+    """One evaluated trajectory. The fields are the columns of ``evaluation/<split>.parquet``."""
 
     id: str
     data_source: str
@@ -46,11 +46,11 @@ class EvaluationRow:
     calls: dict[str, int] = field(default_factory=dict)  # the same by tool; tools without a call are absent
     failed_calls: int = 0  # executed, and ended as an error or ran out of time
     empty_calls: int = 0  # executed, and came back with nothing
-    entropy_first: float | None = None  # entropy (nats) at the first tokens of the first turn; None: not recorded
+    entropy_first: float | None = None  # entropy (nats) at the first tokens of the first turn; None if not recorded
     entropy_after_tools: float | None = None  # the same, mean over the turns that follow a tool's result
-    reward: float | None = None  # the run's own reward; None: the trajectory was not scored
+    reward: float | None = None  # the reward of the run; None if not scored
     reward_parts: dict[str, float] = field(default_factory=dict)  # its parts, without those that are columns above
-    judged: float | None = None  # 1.0 right, 0.0 wrong; None: not judged, or the judge failed
+    judged: float | None = None  # 1.0 right, 0.0 wrong; None if not judged, or the judge failed
     judge_failed: bool = False
     attempted_calls: int = 0  # executed ones, those a tool or the environment declined, and ``malformed_calls``
     succeeded_calls: int = 0  # of those: executed without error and in time
@@ -61,25 +61,23 @@ class EvaluationRow:
 
     @property
     def math(self) -> float | None:
-        """Mathematical equality with the gold answer, where the reward compares formulas; else None."""
+        """Mathematical equality with the gold answer if the reward compares formulas; else None."""
         return self.reward_parts.get("math")
 
     @property
     def verdict(self) -> float | None:
-        """Whether the answer is right by the reward's own means: its part ``acc`` (raw correctness, where the reward
-        tells it apart from shaping), else mathematical equality, else the ``success`` of an environment that scores
-        itself; None where the reward has none of them."""
+        """Correctness by the reward: its part ``acc`` (correctness without shaping), else mathematical equality, else
+        the environment's ``success``; None if the reward has none of these parts."""
         return self.reward_parts.get("acc", self.reward_parts.get("math", self.reward_parts.get("success")))
 
     @property
     def accuracy(self) -> float | None:
-        """Whether the answer is right, by the best means there is: the judge (None where it failed), else ``verdict``,
-        else exact match."""
+        """Correctness by the judge (None if it failed), else by ``verdict``, else exact match."""
         return self._right(self.em)
 
     @property
     def soft_accuracy(self) -> float | None:
-        """As ``accuracy``, but F1 instead of exact match."""
+        """``accuracy`` with F1 in place of exact match."""
         return self._right(self.f1)
 
     def _right(self, otherwise: float) -> float | None:
@@ -89,13 +87,12 @@ class EvaluationRow:
 
 
 def contains_answer(document: Document, golden_answers: Sequence[str]) -> bool:
-    """Whether any gold answer occurs in the document's title and text.
+    """Return whether any gold answer occurs in the document's title or text.
 
-    Both sides are normalised as for exact match (lower case, no punctuation, no articles), and the gold answer's
-    words must occur as consecutive whole words: "art" is not found in "Hartley". A gold answer that normalises
-    to nothing ("The") is never found. Ours: docs/papers/dgpo.md section 4, ``norm(a) in norm(docs)``, made aware of
-    word boundaries, since a plain substring test counts every short answer as a hit. The title is read too because
-    the model is shown it.
+    Both sides are normalised as for exact match (lower case, no punctuation, no articles). The gold answer's words must
+    occur as consecutive whole words: "art" is not found in "Hartley". A gold answer that normalises to nothing ("The")
+    is never found. This is docs/papers/dgpo.md section 4, ``norm(a) in norm(docs)``, with word boundaries: a plain
+    substring test counts every short answer as a hit.
     """
     words = f" {normalize_answer(f'{document.title} {document.text}')} "
     golds = (normalize_answer(answer) for answer in golden_answers)
@@ -103,35 +100,35 @@ def contains_answer(document: Document, golden_answers: Sequence[str]) -> bool:
 
 
 def executed_searches(trajectory: Trajectory) -> tuple[ToolCall, ...]:
-    """Searches that ran, in order. Refused calls, invalid actions and infrastructure failures are not searches."""
+    """Return the executed searches in order, without refused, invalid and failed ones."""
     return tuple(call for call in trajectory.executed_calls if call.request.name == SEARCH_TOOL)
 
 
 def search_hits(trajectory: Trajectory) -> tuple[float, float]:
-    """(hit at first, hit at any): 1.0 or 0.0; a trajectory that never searched has (0.0, 0.0)."""
+    """Return (hit of the first search, hit of any search) as 1.0 or 0.0; (0.0, 0.0) without a search."""
     golds = trajectory.task.golden_answers
     hits = [any(contains_answer(d, golds) for d in call.result.documents) for call in executed_searches(trajectory)]
     return (float(hits[0]), float(any(hits))) if hits else (0.0, 0.0)
 
 
 def raw_hit(trajectory: Trajectory) -> float:
-    """Whether any gold answer, as it is written, is part of what a search returned, in whatever turn: "art" is found in
-    "party", "mira" not in "Mira". So DGPO's released validation has it (main_ppo.py, info_contains_answer; it looks at
-    the text as the model read it, cut to its limit, and at the prompt's own example, which holds no answer)."""
+    """Return whether any gold answer is a raw substring of a search result: "art" is found in "party", "mira" is not
+    found in "Mira". DGPO's released validation does the same (main_ppo.py, info_contains_answer), on the cut text that
+    the model saw."""
     texts = [call.result.text for call in executed_searches(trajectory)]
     return float(any(gold in text for gold in trajectory.task.golden_answers if gold for text in texts))
 
 
 def valid_action_counts(trajectory: Trajectory) -> tuple[int, int]:
-    """(turns that are what the protocol asks for, all turns)."""
+    """Return (valid turns, all turns); the protocol can read the action of a valid turn."""
     valid = sum(t.action.kind is not ActionKind.INVALID and t.action.well_formed for t in trajectory.turns)
     return valid, len(trajectory.turns)
 
 
 def malformed_calls(trajectory: Trajectory) -> int:
-    """Turns that the model ended itself and that could not be read: each is a failed attempt at a call. One that was
-    cut (by its own limit or with the response's budget) is none, nor the last one where that budget ended the
-    trajectory: whether a call would have come of it is not known."""
+    """Count the turns that the model ended itself and the protocol could not read: failed attempts at a call.
+
+    A turn that a token limit cut does not count, because a call might have followed."""
     last = len(trajectory.turns) - 1 if trajectory.stop_reason is StopReason.LENGTH else None
     return sum(
         turn.action.kind is ActionKind.INVALID and turn.action.ended and turn.finish_reason != "length" and i != last
@@ -190,8 +187,8 @@ SCHEMA = {
 
 
 def record_of(row: EvaluationRow, tools: Sequence[str], parts: Sequence[str]) -> dict[str, Any]:
-    """A row of the file: ``calls/<tool>`` (0 without a call), ``reward/<part>`` (null without it) and ``accuracy`` are
-    columns of their own."""
+    """Return a row as a record of the file, with columns ``calls/<tool>`` (0 without a call), ``reward/<part>`` (null
+    without the part) and ``accuracy``."""
     record: dict[str, Any] = {**asdict(row), "accuracy": row.accuracy}
     calls, reward_parts = record.pop("calls"), record.pop("reward_parts")
     record |= {f"calls/{tool}": calls.get(tool, 0) for tool in tools}
@@ -199,8 +196,7 @@ def record_of(row: EvaluationRow, tools: Sequence[str], parts: Sequence[str]) ->
 
 
 def save_rows(path: Path, rows: Sequence[EvaluationRow]) -> None:
-    """Write rows as parquet. The columns before ``attempt`` are in every file; those that follow are missing in files
-    of earlier versions."""
+    """Write rows as parquet. Files of earlier versions lack the columns from ``attempt`` on."""
     tools = sorted({tool for row in rows for tool in row.calls})
     parts = sorted({part for row in rows for part in row.reward_parts})
     schema = SCHEMA | {f"calls/{tool}": pl.Int64 for tool in tools} | {f"reward/{part}": pl.Float64 for part in parts}

@@ -1,4 +1,4 @@
-"""Accessors of a Lightning trainer and its module: the stage's folder, the data module, the policy's source."""
+"""Reads the stage's folder, the data module and the policy's source from a Lightning trainer and module."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import lightning as L
 
 
 def stage_dir(trainer: L.Trainer) -> Path:
-    """The stage's output folder: ``trainer.default_root_dir`` (experiments/ sets it)."""
+    """Return the stage's output folder: ``trainer.default_root_dir``, which the experiment sets."""
     return Path(trainer.default_root_dir)
 
 
 def data_module(trainer: L.Trainer) -> Any:
-    """The data module of the run; None where loaders were given. Lightning sets the attribute without declaring it."""
+    """Return the run's data module; None if loaders were given. Lightning does not declare the attribute."""
     return getattr(trainer, "datamodule", None)
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
-    """Lightning sets this attribute without declaring it, too."""
+    """Return the trainer's callbacks. Lightning does not declare the attribute."""
     return getattr(trainer, "callbacks", [])
 
 
 def settle_parameters(trainer: L.Trainer) -> None:
-    """Wait for parameters that ZeRO-3 is still fetching ahead, before anyone gathers them. Nothing to do elsewhere.
+    """Wait for parameters that ZeRO-3 is still prefetching, before a rank gathers them; does nothing without ZeRO-3.
 
-    DeepSpeed prefetches along the order of modules that it has recorded. A step that runs fewer of them (an evaluation
-    step that only hands trajectories on, fewer micro-batches than before) leaves the fetched ahead in flight, and
-    gathering such a parameter fails ("Cannot partition a param in flight"). A collective under ZeRO-3.
+    DeepSpeed prefetches in the order of modules that it recorded. A step that runs fewer modules (such as an evaluation
+    step without a forward pass) leaves prefetched parameters in flight, and gathering those fails ("Cannot partition a
+    param in flight"). A collective under ZeRO-3.
     """
     engine = getattr(trainer.strategy, "deepspeed_engine", None)
     if engine is not None:
@@ -36,7 +36,7 @@ def settle_parameters(trainer: L.Trainer) -> None:
 
 
 def policy_source(module: object) -> str:
-    """Folder or hub name the policy was loaded from, which also holds its tokenizer.
+    """Return the folder or hub name that the policy and its tokenizer were loaded from.
 
     Raises:
         ValueError: the policy was not loaded from anywhere.
@@ -51,7 +51,7 @@ def policy_source(module: object) -> str:
 
 
 def is_better(value: float, best: float | None, mode: str) -> bool:
-    """Whether ``value`` is strictly better than ``best`` (None: nothing yet). NaN never is."""
+    """Return whether ``value`` is strictly better than ``best`` (None: nothing yet). NaN never is."""
     if value != value:
         return False
     return best is None or (value > best if mode == "max" else value < best)

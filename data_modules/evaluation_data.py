@@ -11,7 +11,6 @@ import lightning as L
 
 from common.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from common.seeds import derive_seed
-from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError, spread
 from data_modules.datasets.question_file import OnInvalidRow
 from data_modules.datasets.splits import Splits
@@ -119,10 +118,6 @@ class EvaluationData(L.LightningDataModule):
         super().__init__()
         if rollouts is None and (val_files or test_files):
             raise ValueError("val_files and test_files are evaluated by rollouts; give `rollouts` too, or neither")
-        check_at_least_one(
-            eval_batch=eval_batch, attempts=attempts, max_val=max_val, max_test=max_test,
-            max_diagnostic_prompts=max_diagnostic_prompts, max_eval_prompt_tokens=max_eval_prompt_tokens,
-        )  # fmt: skip
         if attempts > 1 and eval_sampling.temperature == 0:
             raise ValueError(
                 f"attempts is {attempts}, but eval_sampling is greedy (temperature 0), so that all attempts would be "

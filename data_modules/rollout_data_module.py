@@ -8,7 +8,6 @@ from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveInt
 from common.seeds import derive_seed
-from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.ground_truths import ABILITIES
 from data_modules.evaluation_data import Split, as_list
@@ -104,15 +103,6 @@ class RolloutDataModule(TrainingData):
         **evaluation: Any,
     ) -> None:
         super().__init__(rollouts=rollouts, **evaluation)
-        check_at_least_one(
-            prompts_per_iteration=prompts_per_iteration, group_size=group_size, iterations=iterations,
-            max_train=max_train, dynamic_sampling=dynamic_sampling, max_prompt_tokens=max_prompt_tokens,
-        )  # fmt: skip
-        if max_off_policy_iterations < 0:
-            raise ValueError(
-                f"max_off_policy_iterations is {max_off_policy_iterations}; expected 0 (on policy) or the number of "
-                "batches ahead"
-            )
         if rollouts.sleep_mode:
             check_sleep(rollouts.engine, rollouts.in_flight_updates, max_off_policy_iterations)
         if dynamic_sampling is not None and group_size < 2:

@@ -1,7 +1,7 @@
-"""ARCap: diagnoses which of a search agent's abilities is missing.
+"""Diagnoses which of a search agent's abilities is missing (ARCap).
 
-Formulas: docs/papers/dgpo.md section 4 (Kotoge et al., arXiv 2508.20324), with the published definitions beside ours.
-No code of their probes is public; of the hit there is the validation of the released training code (``hit_raw``).
+Formulas: docs/papers/dgpo.md section 4 (Kotoge et al., arXiv 2508.20324). The code of their probes is not public;
+``hit_raw`` follows the validation of the released training code.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ COMPONENTS: dict[str, tuple[PromptMode, Callable[[EvaluationRow], float]]] = {
 
 
 def arcap(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """ARCap's components, ``arcap/<component>`` over all rows and ``arcap/<component>/<data source>``.
+    """Return ARCap's components as ``arcap/<component>`` over all rows and ``arcap/<component>/<data source>``.
 
     - source_referencing ``= mean EM(answer | question, gold passages, prompt without thinking)``
     - thinking           ``= mean EM(answer | question, gold passages in one <information> block, thinking allowed)``
     - hit_first          ``= mean 1[a gold answer occurs in a document of the first executed search]``; no search: 0
     - hit_any            the same over all executed searches
-    - hit_raw            the released code's: a gold answer is a raw part of what any search returned, case and all
-                         (its result before the cut to 500 tokens, and without blocks that the model wrote itself)
+    - hit_raw            a gold answer is a raw substring of any search result (case-sensitive, before the cut to 500
+                         tokens)
     - searches           mean number of executed searches
-    - closed_book        ``= mean EM(answer | question)``: what the model knows by heart
+    - closed_book        ``= mean EM(answer | question)``: answers from the model's memory
 
-    Rows that infrastructure spoiled are left out. A probe that was not run is absent, not zero.
+    Infrastructure failures are left out. A probe that was not run is absent, not zero.
     """
     metrics: dict[str, Interval] = {}
     for component, (mode, value) in COMPONENTS.items():

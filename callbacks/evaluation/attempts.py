@@ -1,7 +1,7 @@
-"""Metrics over several attempts at each question: average@k, pass@k, maj@k, and bootstrap forms as released. Pure.
+"""Metrics over several attempts at each question: average@k, pass@k, maj@k, and bootstrap forms as released.
 
-All metrics are means over questions, of a number per question; intervals resample questions. Rows that infrastructure
-spoiled must have been left out by the caller; attempts that could not be judged are left out here.
+All metrics are means over questions of one number per question; intervals resample questions. The caller leaves out
+infrastructure failures; attempts without a judgement are left out here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from callbacks.evaluation.statistics import Interval, bootstrap_interval, bootst
 from callbacks.evaluation_rows import EvaluationRow
 
 DRAWS, DRAW_SEED = 1000, 42  # of the released bootstrap (docs/papers/sod.md 6)
-PROGRAMS = "code"  # the ability whose answers are programs: no two are alike, so that there is nothing to vote on
+PROGRAMS = "code"  # the ability whose answers are programs: no two are equal, so votes make no sense
 OF_SETS = "average_of_sets"
 NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{1,30})?")
 FIELDS = ("id", "data_source", "attempt", "answer", "accuracy", "ability")  # all that metrics here need of a row
@@ -31,7 +31,7 @@ Values = dict[str, float]  # question id -> number
 
 
 def attempts_of(rows: Iterable[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
-    """Rows by question, in order of first appearance; a question's attempts in theirs."""
+    """Group rows by question, in order of first appearance, each group sorted by attempt."""
     questions: dict[str, list[EvaluationRow]] = {}
     for row in rows:
         questions.setdefault(row.id, []).append(row)
@@ -40,7 +40,7 @@ def attempts_of(rows: Iterable[EvaluationRow]) -> dict[str, list[EvaluationRow]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The judged attempts at one question, in their order; no answer is "", surrounding space is not there."""
+    """The judged attempts at one question, in order. Answers are stripped; "" means no answer."""
 
     id: str
     data_source: str
@@ -53,8 +53,8 @@ class Question:
 
 
 def questions_of(records: Iterable[Sequence[Any]]) -> list[Question]:
-    """Questions in order of first appearance. ``records``: ``FIELDS`` of each row; those without accuracy are left
-    out."""
+    """Return questions in order of first appearance. ``records`` has the ``FIELDS`` of each row; rows without accuracy
+    are left out."""
     found: dict[str, list[Sequence[Any]]] = {}
     for record in records:
         if record[4] is not None:
@@ -70,23 +70,20 @@ def _attempt(record: Sequence[Any]) -> int:
 
 
 def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Only ``average_of_sets/1`` unless some question has two attempts or more that could be judged
-    (``row.accuracy``). The largest k is the largest number of judged attempts at any question.
+    """Return the metrics over several attempts; the largest k is the largest number of judged attempts at a question.
 
     - ``average/<k>``: share of right attempts, mean over all questions, at the largest k;
-      ``average_of_sets/<k>``: mean over the data sources of their averages, as SOD's tables have it (average@32); its
-      interval resamples each source's questions. Only with several data sources; with one attempt, too: tables of
-      search questions have it, whose sets are of very different sizes;
+    - ``average_of_sets/<k>``: mean over data sources of their averages, as in SOD's tables (average@32), with several
+      data sources only; its interval resamples each source's questions. With one attempt, this is the only metric;
     - ``pass/<k>``: one of k attempts is right, the unbiased estimator over all n attempts (``statistics.pass_at_k``);
       ``pass_first/<k>``: one of the first k (the published definition); k in powers of two and the largest;
-    - ``maj/<k>``: the majority vote of k attempts is right (``majority``), equal answers ``united``, the same k but 1;
-    - ``best_bootstrap/<k>``, ``maj_bootstrap/<k>``: what the released code calls best@k and maj@k (``best_bootstrap``,
-      ``maj_bootstrap``), k in powers of two from 2. best@k is biased: its expectation is ``1 - (1 - c / n)^k``.
+    - ``maj/<k>``: the majority vote of k attempts is right (``majority``) after ``united``; the same k without 1;
+    - ``best_bootstrap/<k>``, ``maj_bootstrap/<k>``: best@k and maj@k of the released code, k in powers of two from 2.
+      best@k is biased: its expectation is ``1 - (1 - c / n)^k``.
 
-    A question with less than k judged attempts (infrastructure spoiled some, or the judge failed) stays in the metrics
-    of k with all the attempts it has: left out, it would change what is measured with k. With several data sources all
-    are also there by source, at the largest k: ``pass/32/<data source>``. Votes are taken on questions whose answers
-    are no programs, and not at all where no attempt has an answer.
+    A question with fewer than k judged attempts counts with all its attempts: leaving it out would change the set of
+    questions with k. With several data sources each metric also exists by source, at the largest k:
+    ``pass/32/<data source>``. Votes skip questions whose answers are programs, and need an attempt with an answer.
     """
     questions = questions_of([getattr(row, name) for name in FIELDS] for row in rows)
     largest = max((len(question.votes) for question in questions), default=0)
@@ -108,22 +105,22 @@ def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) 
 
 
 def metric_values(name: str, questions: Sequence[Question]) -> Values:
-    """Every question's number of one metric, named as ``sampling_metrics`` does; of its data source alone, if the name
-    has one."""
+    """Return every question's value of one metric, named as in ``sampling_metrics``; a name with a data source covers
+    that source only."""
     family, size, *sources = name.split("/", 2)
     part = [question for question in questions if not sources or question.data_source == sources[0]]
     return question_values("average" if family == OF_SETS else family, part, [int(size)])[int(size)]
 
 
 def by_source(questions: Sequence[Question]) -> dict[str, list[Question]]:
-    """Questions by data source, sorted by its name; nothing if there is only one."""
+    """Group questions by data source, sorted by name; empty if there is only one source."""
     sources = sorted({question.data_source for question in questions})
     parts = {source: [q for q in questions if q.data_source == source] for source in sources}
     return parts if len(parts) > 1 else {}
 
 
 def mean_of_sets(values: Mapping[str, float], questions: Sequence[Question], *, resamples: int = 10_000) -> Interval:
-    """Mean over data sources of the means of their questions' values; questions without one are left out."""
+    """Return the mean over data sources of their questions' mean value; questions without a value are left out."""
     sets: dict[str, list[float]] = {}
     for question in questions:
         if question.id in values:
@@ -132,7 +129,7 @@ def mean_of_sets(values: Mapping[str, float], questions: Sequence[Question], *, 
 
 
 def sizes_of(family: str, largest: int) -> list[int]:
-    """The k of a family's metrics, ascending."""
+    """Return the k of a family's metrics, ascending."""
     powers = [2**i for i in range(largest.bit_length())]
     if family.endswith("_bootstrap"):
         return powers[1:]
@@ -142,7 +139,7 @@ def sizes_of(family: str, largest: int) -> list[int]:
 
 
 def question_values(family: str, questions: Sequence[Question], sizes: Sequence[int]) -> dict[int, Values]:
-    """By k, every question's number; of those that are voted on, if the family is a vote."""
+    """Return every question's value by k. Votes skip questions whose answers are programs."""
     if family.startswith("maj"):
         questions = [question for question in questions if question.ability != PROGRAMS]
         if not any(answer for question in questions for answer, _ in question.votes):
@@ -157,8 +154,8 @@ def question_values(family: str, questions: Sequence[Question], sizes: Sequence[
 
 
 def united(votes: Sequence[Vote]) -> list[Vote]:
-    """The votes with equal answers in one spelling, the first: those that were found right equal the gold answer, and
-    numbers are equal by value. What is equal else, only the task's judge could say, of each pair.
+    """Rewrite equal answers in the spelling that comes first. All right answers are equal, and numbers are compared by
+    value. Other equalities would need the task's judge for each pair.
 
     >>> united([("33", 0.0), ("033", 0.0), ("1/2", 1.0), ("0.5", 1.0)])
     [('33', 0.0), ('33', 0.0), ('1/2', 1.0), ('1/2', 1.0)]
@@ -172,13 +169,12 @@ def united(votes: Sequence[Vote]) -> list[Vote]:
 
 
 def majority(votes: Sequence[Vote], sizes: Sequence[int]) -> dict[int, float]:
-    """By k, the expected correctness of the most frequent answer among k of the votes, drawn without replacement.
+    """Return by k the expected correctness of the most frequent answer among k votes drawn without replacement.
 
-    "" abstains: it takes a place in the draw and never wins; nothing but abstentions is wrong. Of equally frequent
-    answers each wins with the same probability. An answer is as right as the mean over the attempts that gave it.
-    Computed exactly, for all k at once: for each answer j and each number t of its votes, the ways in which no other
-    answer gets more than t, by the number of those that get t as well (cost about n^2 small array operations a
-    question; counts of ways are float64, which holds them up to n = 1000).
+    "" abstains: it takes a place in the draw and never wins; a draw of abstentions is wrong. Ties are broken uniformly.
+    The correctness of an answer is the mean over its attempts. The computation is exact: for each answer and each
+    number t of its votes, it counts the draws in which no other answer gets more than t votes, by the number of ties at
+    t. Cost: about n^2 small array operations per question. Counts are float64, which suffices up to n = 1000.
 
     >>> majority([("4", 1.0), ("4", 1.0), ("5", 0.0), ("", 0.0)], [1, 4])
     {1: 0.5, 4: 1.0}
@@ -203,8 +199,8 @@ def majority(votes: Sequence[Vote], sizes: Sequence[int]) -> dict[int, float]:
 
 
 def _ways(others: Sequence[int], abstained: int, t: int, n: int) -> np.ndarray:
-    """[D, S]: in how many ways d of the others' votes and abstentions can be drawn so that no answer is drawn more than
-    t times, and s answers exactly t times. D = n + 1, S = answers that can be + 1."""
+    """Count [D, S] the ways to draw d votes of other answers and abstentions with no answer drawn more than t times and
+    s answers exactly t times. D = n + 1, S = number of answers with t votes + 1."""
     ways = np.zeros((n + 1, sum(c >= t for c in others) + 1))
     ways[: abstained + 1, 0] = [math.comb(abstained, x) for x in range(abstained + 1)]
     for count in others:
@@ -218,19 +214,18 @@ def _ways(others: Sequence[int], abstained: int, t: int, n: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _draws(n: int, k: int) -> np.ndarray:
-    """[1000, k] indices below n, with replacement; the released code seeds numpy with 42 at every call."""
+    """Draw [1000, k] indices below n with replacement; the released code seeds numpy with 42 at every call."""
     return np.random.RandomState(DRAW_SEED).choice(n, size=(DRAWS, k), replace=True)
 
 
 def best_bootstrap(right: Sequence[float], k: int) -> float:
-    """Mean over 1000 draws of k attempts, with replacement, of the best one (``best@k/mean`` of the released code)."""
+    """Return the mean over 1000 draws of k attempts, with replacement, of the best one (released ``best@k/mean``)."""
     return float(np.asarray(right)[_draws(len(right), k)].max(axis=1).mean())
 
 
 def maj_bootstrap(votes: Sequence[Vote], k: int) -> float:
-    """Mean over 1000 draws of k votes, with replacement, of the correctness of the most frequent one (``maj@k/mean`` of
-    the released code). There "" is an answer like any other, the first drawn of equally frequent answers wins, and its
-    correctness is that of its first vote drawn."""
+    """Return the mean correctness of the most frequent of k votes over 1000 draws with replacement, as released
+    (``maj@k/mean``): "" is an ordinary answer, ties go to the first drawn, whose first vote gives the correctness."""
     correct = np.asarray([value for _, value in votes])
     codes = np.unique([answer for answer, _ in votes], return_inverse=True)[1]
     drawn_DK = _draws(len(votes), k)

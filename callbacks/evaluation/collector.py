@@ -1,4 +1,4 @@
-"""Base of evaluation callbacks: collects the rows of one evaluation over all dataloaders and ranks."""
+"""Base class of evaluation callbacks that collect rows over all dataloaders and ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from rollout.trajectory import Task, Trajectory
 
 
 class RowCollector(EvaluationHooks):
-    """Base of the evaluation callbacks: collects the rows of one evaluation over all dataloaders and ranks, then
-    calls ``report`` once, with the same rows on every rank."""
+    """Collects the rows of one evaluation over all dataloaders and ranks, then calls ``report`` once on every rank."""
 
     def __init__(self) -> None:
         self._rows: list[EvaluationRow] = []
         self._tasks: dict[str, Task] = {}  # by id, of those rows
 
     def complete(self, split: str, rows: list[EvaluationRow], tasks: Mapping[str, Task]) -> list[EvaluationRow]:
-        """What is added to this rank's own rows, all of the evaluation's, before they are gathered: here nothing."""
+        """Complete this rank's rows of the evaluation before they are gathered; the default returns them unchanged."""
         return rows
 
     def report(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, rows: list[EvaluationRow]) -> None:

@@ -1,5 +1,4 @@
-"""What a policy makes of another one's beginnings: prefixes of saved trajectories, clean or after an error, are
-continued by the model under test."""
+"""Lets the tested model continue prefixes of saved trajectories, clean ones and ones after an error."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from rollout.trajectory_metrics import outcome_of
 
 PREFIX = "continues/"  # of these metrics in evaluation.json
 CLEAN, DRIFTED = "clean", "drifted"
-Prefix = tuple[Trajectory, int]  # a trajectory, and the turn that is sampled anew
+Prefix = tuple[Trajectory, int]  # a trajectory, and the turn to sample again
 
 
 def prefixes(trajectories: Iterable[Trajectory], environment: EnvironmentFactory) -> dict[str, list[Prefix]]:
-    """All beginnings that end before a turn but the first: clean where no turn of theirs is wrong (``is_wrong``), else
+    """Return all prefixes that end before a later turn: clean if none of their turns is wrong (``is_wrong``), else
     drifted."""
     found: dict[str, list[Prefix]] = {CLEAN: [], DRIFTED: []}
     for trajectory in trajectories:
@@ -40,13 +39,13 @@ def prefixes(trajectories: Iterable[Trajectory], environment: EnvironmentFactory
         wrong = wrong_before(zip(outcomes, verdicts_of(environment, trajectory), strict=True))
         for turn in range(1, len(trajectory.turns)):
             before = trajectory.turns[turn - 1]
-            if before.observation_end > before.end:  # nothing goes on after a turn that nothing answered
+            if before.observation_end > before.end:  # a turn without an observation cannot be continued
                 found[DRIFTED if wrong[turn] else CLEAN].append((trajectory, turn))
     return found
 
 
 def choose(of_a_kind: Sequence[Prefix], count: int) -> list[Prefix]:
-    """At most ``count``, in an order of chance that depends on nothing but their names."""
+    """Choose at most ``count`` prefixes in a pseudo-random order that depends only on their names."""
 
     def key(prefix: Prefix) -> bytes:
         trajectory, turn = prefix
@@ -56,18 +55,17 @@ def choose(of_a_kind: Sequence[Prefix], count: int) -> list[Prefix]:
 
 
 class Continuations(EvaluationHooks):
-    """After the test, lets the tested model continue prefixes of saved trajectories, once each, and adds the share of
-    right ends to ``evaluation.json``: ``continues/clean``, ``continues/drifted``, and each ``/<k>``, where the model
-    takes over at its step k. Sampled as the test is, and judged as in its table (``EvaluationRow.accuracy``).
+    """Lets the tested model continue prefixes of saved trajectories after the test, once each.
+
+    Adds the share of right ends to ``evaluation.json``: ``continues/clean``, ``continues/drifted``, and each ``/<k>``,
+    where the model takes over at turn k. Sampling and judgement are those of the test (``EvaluationRow.accuracy``).
 
     Args:
         trajectories: file or folder of ``rollout.storage``, sampled by a policy with the same tokenizer.
-        max_prefixes: continued of either kind.
+        max_prefixes: prefixes of each kind.
     """
 
     def __init__(self, trajectories: str, max_prefixes: PositiveInt = 150) -> None:
-        if max_prefixes < 1:
-            raise ValueError(f"Continuations(max_prefixes={max_prefixes}): expected at least 1")
         self.trajectories, self.max_prefixes = trajectories, max_prefixes
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -94,7 +92,7 @@ class Continuations(EvaluationHooks):
 
 
 def check_continues(data: Any, callback: str) -> None:
-    """Refuse what no trajectory can be continued in."""
+    """Refuse data without a rollout system, and protocols whose trajectories cannot be continued."""
     rollouts = getattr(data, "rollouts", None)
     if rollouts is None:
         raise ValueError(f"{callback} goes on with other trajectories, which takes a rollout system; found none")
@@ -103,8 +101,7 @@ def check_continues(data: Any, callback: str) -> None:
 
 
 def continued(data: Any, chosen: Sequence[Prefix]) -> list[tuple[Prefix, float]]:
-    """Each prefix that infrastructure has not spoiled, with 1.0 where it ended right. One that is chosen twice is
-    continued twice."""
+    """Continue the prefixes; return each with 1.0 if it ended right, else 0.0. Infrastructure failures are left out."""
     tasks, starts = [], {}
     for trajectory, turn in chosen:
         name = f"{trajectory.task.id} {trajectory.index} {turn}"

@@ -28,11 +28,10 @@ OTHERS = (ARCAP_PREFIX, STEPS_PREFIX, "continues/", "forks/", "with_skills")  # 
 
 
 class AnswersProtocol(Protocol):
-    """Reads and scores answers as a released evaluation does. Annotated with Any, as ``judging.JudgeProtocol`` is."""
+    """Reads and scores answers as a released evaluation does. Annotated with Any: see ``judging.JudgeProtocol``."""
 
     def score(self, trajectory: Any) -> Any:
-        """(answer or None, its scores) of a ``Trajectory``; the scores are em, f1 and, where formulas are compared,
-        math."""
+        """Return (answer or None, scores) of a ``Trajectory``. The scores are em, f1 and, for formulas, math."""
         ...
 
 
@@ -40,8 +39,8 @@ def log_metrics(
     module: L.LightningModule, split: str, metrics: Mapping[str, Interval], *, intervals: Iterable[str] = ()
 ) -> None:
     """Log the means as ``<split>/<name>``, and for the names in ``intervals`` also ``_low``, ``_high`` and ``_n``.
-    Metrics without a single observation are not logged. Every rank holds the same values, so the mean over ranks
-    that ``sync_dist`` takes changes nothing; it only keeps Lightning's per-rank metrics equal by contract."""
+
+    Metrics without an observation are not logged. All ranks hold the same values: ``sync_dist`` changes nothing."""
     logged: dict[str, float] = {}
     for name, metric in metrics.items():
         if metric.n == 0:
@@ -59,8 +58,7 @@ def log_metrics(
 def update_evaluation_file(
     path: Path, split: str, metrics: Mapping[str, Interval], owned: Callable[[str], bool], header: Mapping[str, Any]
 ) -> None:
-    """Replace the metrics that the caller owns in ``evaluation.json`` and leave the others as they are, so that
-    several callbacks may write it in any order."""
+    """Replace the metrics that the caller owns in ``evaluation.json`` and keep the others."""
     content = json.loads(path.read_text()) if path.exists() else {}
     kept = {name: value for name, value in content.get(split, {}).items() if not owned(name)}
     content[split] = kept | {name: metric.as_json() for name, metric in metrics.items()}
@@ -71,8 +69,7 @@ def update_evaluation_file(
 def add_metrics(
     trainer: L.Trainer, module: L.LightningModule, split: str, metrics: Mapping[str, Interval], prefix: str
 ) -> None:
-    """Log a callback's metrics, and put them into ``evaluation.json`` in place of those with its prefix, one of
-    ``OTHERS``. Every rank calls it."""
+    """Log a callback's metrics and put them into ``evaluation.json`` in place of those with its prefix."""
     assert prefix in OTHERS, f"{prefix} is not among OTHERS: Evaluation would take these metrics for its own"
     log_metrics(module, split, metrics)
     if trainer.is_global_zero:
@@ -85,15 +82,14 @@ class Evaluation(RowCollector):
 
     Writes, in the stage folder, ``evaluation.json`` (metrics with n and 95 % bootstrap interval under "val" and
     "test", and seconds, commit, command) and ``evaluation/<split>.parquet`` (one row per question and prompt mode).
-    EM and F1 are scored here from the parsed answer, whatever reward the run trains on. With a judge, every rank puts
-    its own answers to it, all at once, after the last batch and before the rows are gathered; its prompt version
-    and model stand in ``evaluation.json`` under "judge".
+    EM and F1 are scored here from the parsed answer, whatever reward the run trains on. With a judge, every rank
+    sends its answers at once after the last batch; ``evaluation.json`` has its prompt version and model under "judge".
 
     Args:
         resamples: of the bootstrap intervals.
-        judge: also asked whether an answer of the test is right (see ``judging.judge_rows``); null for none.
-        answers: reads and scores the test's answers instead, as a released evaluation does
-            (``rollout.rewards.arpo_evaluation``); null: the protocol's answer, and EM and F1 of ``rewards.scoring``.
+        judge: judges the test's answers in addition (see ``judging.judge_rows``); null for none.
+        answers: reads and scores the test's answers as a released evaluation (``rollout.rewards.arpo_evaluation``);
+            null: the protocol's answer, with EM and F1 of ``rewards.scoring``.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class Evaluation(RowCollector):
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds of this stage so far, earlier parts of a resumed run included."""
+        """Wall-clock seconds of this stage so far, including earlier parts of a resumed run."""
         return self._earlier_seconds + (time.monotonic() - self._started if self._started is not None else 0.0)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""What forks at tool results have to work on: are outcomes still open there, and does entropy tell where?"""
+"""Measures whether outcomes are still open after tool results, and whether entropy tells where."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ PREFIX = "forks/"  # of these metrics in evaluation.json
 
 
 def rise(trajectory: Trajectory, turn: int) -> float | None:
-    """ARPO's dH at the result before a turn, in nats: entropy of the turn's first tokens less the first turn's. None
-    where one of the two was not recorded (``RolloutSystem(entropy_tokens=...)``)."""
+    """Return ARPO's dH before a turn, in nats: entropy of the turn's first tokens minus that of the first turn. Returns
+    None if one of the two was not recorded (``RolloutSystem(entropy_tokens=...)``)."""
     first, after = trajectory.turns[0].entropy, trajectory.turns[turn].entropy
     return None if first is None or after is None else after - first
 
 
 class ForkOutcomes(EvaluationHooks):
-    """After the test, lets the model go on ``forks`` times from tool results of its own trajectories, and adds to
-    ``evaluation.json``, over the results (n):
+    """Continues tool results of the model's own trajectories ``forks`` times after the test.
 
-    - ``forks/open``: share of results after which some went right and others wrong;
-    - ``forks/correlation``: Pearson's, of dH (``rise``) with the variance p (1 - p) of going right. None if all results
-      are alike in one of the two.
+    Adds to ``evaluation.json``, over the n tool results:
 
-    Judged as in the test's table (``EvaluationRow.accuracy``).
+    - ``forks/open``: share of results after which some continuations were right and others wrong;
+    - ``forks/correlation``: Pearson correlation of dH (``rise``) with the variance p (1 - p) of the outcome. Absent if
+      one of the two is constant.
+
+    Outcomes are judged as in the test's table (``EvaluationRow.accuracy``).
 
     Args:
-        forks: of each result.
-        max_results: gone on from, over all ranks.
+        forks: continuations of each result.
+        max_results: results that are continued, over all ranks.
     """
 
     def __init__(self, forks: PositiveInt = 8, max_results: PositiveInt = 150) -> None:
@@ -75,7 +76,7 @@ class ForkOutcomes(EvaluationHooks):
 
 
 def fork_metrics(results: Sequence[tuple[float, float]]) -> dict[str, Interval]:
-    """Of (dH, share that went right) of each result; empty without any, without the correlation where there is none."""
+    """Return the metrics of (dH, share of right outcomes) per result; empty without results."""
     if not results:
         return {}
     change, share = np.array(results, dtype=float).T

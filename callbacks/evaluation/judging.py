@@ -14,12 +14,11 @@ log = logging.getLogger(__name__)
 
 
 class JudgeProtocol(Protocol):
-    """What an evaluation needs of a judge (rollout.rewards.judge has one).
+    """The judge that an evaluation calls (rollout.rewards.judge has one).
 
-    Annotated with Any where it takes a ``Sequence[tuple[str, Sequence[str], str]]`` of (question, gold answers,
-    answer) and a callback of progress, and gives one verdict an item: jsonargparse takes a class for this protocol
-    only if its annotations are the very same, or these are Any. A verdict has ``correct`` (None: the judge failed)
-    and ``error``, the reason of a failure.
+    ``judge_all`` takes a ``Sequence[tuple[str, Sequence[str], str]]`` of (question, gold answers, answer) and returns
+    one verdict per item, with ``correct`` (None: the judge failed) and ``error``, the reason of a failure. It is
+    annotated with Any because jsonargparse accepts a class for this protocol only if the annotations are equal or Any.
     """
 
     prompt_version: str  # which wording of the question; verdicts under different ones cannot be compared
@@ -29,17 +28,18 @@ class JudgeProtocol(Protocol):
 
 
 def judge_rows(judge: JudgeProtocol, rows: Sequence[EvaluationRow], tasks: Mapping[str, Task]) -> list[EvaluationRow]:
-    """The rows with verdicts in ``judged``, in the same order. Right is what the reward calls right (``row.verdict``:
-    mathematical equality, tests passed) or what the judge does (docs/papers/arpo.md section 7, llm_equal); no answer is
-    wrong otherwise; neither is put to the judge. Exact match settles nothing, since it deletes signs ("-5" is "5" to
-    it). Probes and rows that infrastructure spoiled are not judged. A judge that fails leaves ``judged`` None and sets
-    ``judge_failed``.
+    """Return the rows, in order, with the judge's verdicts in ``judged``.
+
+    An answer is right if the reward says so (``row.verdict``: mathematical equality, tests passed) or the judge does
+    (docs/papers/arpo.md section 7, llm_equal). Answers that the reward calls right and missing answers are not sent to
+    the judge. Exact match decides nothing here, because it deletes signs ("-5" equals "5"). Other prompt modes and
+    infrastructure failures are not judged. If the judge fails, ``judged`` is None and ``judge_failed`` is set.
 
     Args:
         tasks: by id, of all rows.
 
     Raises:
-        ValueError: the judge gave another number of verdicts than it got answers.
+        ValueError: the number of verdicts differs from the number of answers.
     """
     judged = list(rows)
     asked: list[int] = []

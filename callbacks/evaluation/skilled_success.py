@@ -1,4 +1,4 @@
-"""How well a policy does with skills in its prompt that it otherwise goes without."""
+"""Measures how well a policy does with skills in its prompt that it normally does not see."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ METRIC = "with_skills"
 
 
 class SkilledSuccess(EvaluationHooks):
-    """After each validation and test, puts its tasks once more to the model, once each, with skills in the prompt:
-    ``with_skills``, the share that ended right (``EvaluationRow.accuracy``), logged and in ``evaluation.json``.
+    """Rolls out the tasks of each validation and test once more with skills in the prompt, and logs the share that
+    ended right (``EvaluationRow.accuracy``) as ``with_skills``, also in ``evaluation.json``.
 
-    Where the self-teacher of SDAR has the current weights, this is its own success: one that has forgotten how to read
-    its skills shows here, and not in its loss.
+    If SDAR's self-teacher uses the current weights, this is the teacher's success. A policy that has unlearned to read
+    its skills shows here, not in its loss.
 
     Args:
-        skills: what is put into the prompts, in the user's turn, whatever skills the rollout system has itself.
+        skills: skills for the user's turn, in place of those of the rollout system.
 
     Raises:
-        ValueError: skills with a retriever that learns, which would be another one than the teacher's.
+        ValueError: skills with a retriever that learns; the teacher has its own.
     """
 
     def __init__(self, skills: Skills) -> None:
@@ -48,7 +48,7 @@ class SkilledSuccess(EvaluationHooks):
         self.accept_data(data_module(trainer))
 
     def accept_data(self, data: Any) -> None:
-        """Refuse skills that do not fit. Before a training its data module asks, ere a model loads."""
+        """Refuse skills that do not fit; the data module calls this before a model loads."""
         if getattr(data, "rollouts", None) is None:
             raise ValueError(
                 "SkilledSuccess puts tasks to the model once more, which takes a rollout system; found none"

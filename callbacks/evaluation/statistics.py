@@ -23,7 +23,7 @@ class Interval:
     n: int
 
     def as_json(self) -> dict[str, float | int | None]:
-        """NaN is not JSON: an empty sample gives nulls."""
+        """Return the fields, with null for NaN, which JSON does not have."""
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in asdict(self).items()}
 
 
@@ -48,7 +48,7 @@ def _as_sample(values: Sequence[float] | np.ndarray, name: str) -> np.ndarray:
 
 
 def _ends(values: np.ndarray) -> tuple[float, float]:
-    """The middle 95 % of resampled values."""
+    """Return the ends of the middle 95 % of resampled values."""
     low, high = np.quantile(values, [(1 - LEVEL) / 2, 1 - (1 - LEVEL) / 2])
     return float(low), float(high)
 
@@ -92,11 +92,11 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray, *, resamples: int =
 
 
 def bootstrap_strata(strata: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """Percentile bootstrap of the mean of the strata's means: values are drawn anew within each of them. n counts all
-    values.
+    """Return the percentile bootstrap of the mean of the strata's means; resamples draw within each stratum. n counts
+    all values.
 
     Raises:
-        ValueError: no stratum, or an empty one.
+        ValueError: no strata, or an empty one.
     """
     if not strata:
         raise ValueError("bootstrap_strata: found no stratum, expected at least one")
@@ -116,12 +116,11 @@ def bootstrap_function(
 
     Args:
         columns: one sequence per measure, each with one value per question, in the same order.
-        function: from means [measures, R] to values [R]. A resample for which it is not finite (a ratio whose
-            denominator came out as 0) is left out of the quantiles.
+        function: from means [measures, R] to values [R]. Resamples without a finite value (a ratio with denominator
+            0) are left out of the quantiles.
 
     Raises:
-        ValueError: no measure, unequal lengths, a value that is not finite, or a function that is not finite at the
-            means of the whole sample.
+        ValueError: no measures, unequal lengths, or values (or a function at the sample means) that are not finite.
     """
     samples = [_as_sample(column, "bootstrap_function") for column in columns]
     sizes = {sample.size for sample in samples}
@@ -218,7 +217,7 @@ def _seed_resamples(
     resamples: int,
     seed: int,
 ) -> tuple[float, np.ndarray, int]:
-    """The function's value, its values over the resamples [R], and the number of questions."""
+    """Return the function's value, its values over the resamples [R], and the number of questions."""
     tables = [np.asarray(table, dtype=np.float64) for table in measures]
     shapes = [table.shape for table in tables]
     if len({shape[1:] for shape in shapes}) > 1 or (same_seeds and len({len(table) for table in tables}) > 1):

@@ -1,4 +1,4 @@
-"""Scores a test's trajectories with a teacher: its divergence from the student at each step, and SOD's step weight."""
+"""Scores a test's trajectories with a teacher: divergence from the student and SOD's weight, turn by turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import lightning as L
 
-from callbacks.evaluation.evaluation import log_metrics, update_evaluation_file
+from callbacks.evaluation.evaluation import add_metrics
 from callbacks.evaluation.step_rows import (
     STEPS_FILE,
     STEPS_PREFIX,
@@ -34,8 +34,8 @@ Key = tuple[int, bytes, str]
 
 
 def choice_key(trajectory: Trajectory) -> Key:
-    """Which trajectories come first: every question's first attempt, then every question's second, ...; questions in
-    an order of chance that depends on nothing but their ids, so that all methods are asked the same ones."""
+    """Return the order in which trajectories are chosen: every question's first attempt, then every second, ...;
+    questions in a pseudo-random order of their ids, so that all methods get the same ones."""
     task = trajectory.task.id
     return trajectory.index, hashlib.sha256(task.encode()).digest(), task
 
@@ -45,27 +45,26 @@ def has_steps(trajectory: Trajectory) -> bool:
 
 
 class StepDivergence(EvaluationHooks):
-    """Scores the agent's trajectories of a test with a teacher, step by step (``pl_module.turn_divergences``).
+    """Scores the agent's trajectories of a test with a teacher, turn by turn (``pl_module.turn_divergences``).
 
-    Writes, in the stage folder, ``evaluation/steps.parquet`` (a row per step, see ``step_rows.StepRow``) and the
-    trajectories themselves (``evaluation/steps_trajectories.parquet``, for ``rollout.storage.load_trajectories``);
-    logs ``step_metrics`` and adds them to ``evaluation.json``. Validations are not scored.
+    Writes, in the stage folder, ``evaluation/steps.parquet`` (a row per turn, see ``step_rows.StepRow``) and the
+    trajectories (``evaluation/steps_trajectories.parquet``, for ``rollout.storage.load_trajectories``); logs
+    ``step_metrics`` and adds them to ``evaluation.json``. Validations are not scored.
 
     Args:
         teacher: folder of the teacher, which must have the policy's vocabulary.
-        max_trajectories: how many are scored, over all ranks: as many of every question as possible, and the same
-            ones whatever the method. Those that infrastructure spoiled are left out of them, not replaced.
+        max_trajectories: trajectories to score, over all ranks: as many of every question as possible, the same ones
+            for every method. Infrastructure failures among them are left out, not replaced.
     """
 
     def __init__(self, teacher: str, max_trajectories: PositiveInt = 400) -> None:
-        if max_trajectories < 1:
-            raise ValueError(f"StepDivergence(max_trajectories={max_trajectories}): expected at least 1")
         self.teacher = teacher
         self.max_trajectories = max_trajectories
         self._kept: list[Trajectory] = []  # of this rank; those that may be chosen
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Raises TypeError, FileNotFoundError or ValueError where nothing could be scored, before a model loads."""
+        """Refuse a module or teacher that cannot score, before a model loads (TypeError, FileNotFoundError,
+        ValueError)."""
         if not callable(getattr(pl_module, "turn_divergences", None)):
             raise TypeError(
                 f"StepDivergence needs a module with turn_divergences(trajectories, teacher), as PolicyModule has it; "
@@ -87,7 +86,7 @@ class StepDivergence(EvaluationHooks):
             self._kept = heapq.nsmallest(self.max_trajectories, [*self._kept, *trajectories], key=choice_key)
 
     def _chosen(self, trainer: L.Trainer) -> list[Trajectory]:
-        """This rank's part of the trajectories to score; what was met twice (on two ranks) counts once."""
+        """Return this rank's share of the trajectories to score; a trajectory on two ranks counts once."""
         kept_at: dict[Key, tuple[int, int]] = {}
         for rank, keys in enumerate(gather_objects([choice_key(t) for t in self._kept])):
             for i, key in enumerate(keys):
@@ -106,12 +105,10 @@ class StepDivergence(EvaluationHooks):
         own = [row for parts in zip(mine, scored, verdicts, strict=True) for row in step_rows(*parts)]
         steps = by_trajectory(gather_lists(own))
         metrics = step_metrics(steps)
-        log_metrics(pl_module, split, metrics)
+        add_metrics(trainer, pl_module, split, metrics, STEPS_PREFIX)
         trajectories = gather_lists(mine)
         if not trainer.is_global_zero:
             return
         folder = stage_dir(trainer)
         save_steps(folder / STEPS_FILE, [row for rows in steps for row in rows])
         save_trajectories(folder / TRAJECTORIES_FILE, sorted(trajectories, key=lambda t: (t.task.id, t.index)))
-        path = folder / "evaluation.json"
-        update_evaluation_file(path, split, metrics, lambda name: name.startswith(STEPS_PREFIX), {})

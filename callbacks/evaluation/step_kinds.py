@@ -1,7 +1,6 @@
-"""Classifies trajectories by the weights and outcomes of their steps: stable, erroneous, recovering. Pure.
+"""Classifies trajectories by the weights and outcomes of their turns: stable, erroneous, recovering.
 
-The names are the paper's (SOD, arXiv 2605.07725, its cases A, B and C), which defines none of them: weights react to
-divergence alone (docs/papers/sod.md 1.2). The definitions below are ours.
+The paper names these kinds (SOD, arXiv 2605.07725, cases A, B and C) without defining them. These definitions are ours.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Which weights are low, and which are back up. The weight of the first step is 1 by definition.
+    """Bounds for low and recovered weights. The weight of the first turn is 1 by definition.
 
     Raises:
-        ValueError: not 0 < low <= recovered, without which a trajectory could be of two kinds.
+        ValueError: not 0 < low <= recovered; a trajectory could then be of two kinds.
     """
 
     low: float = 0.7  # a weight below it is low
-    recovered: float = 0.9  # a weight of at least that has risen back
+    recovered: float = 0.9  # a weight of at least this has recovered
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.recovered:
@@ -37,14 +36,15 @@ class Bounds:
 
 
 def kind_of(trajectory: Sequence[StepRow], bounds: Bounds = Bounds()) -> Kind:
-    """The kind of one trajectory, from all its steps 1..K in order. A step is erroneous if its outcome is error,
-    timeout, refused or invalid.
+    """Return the kind of a trajectory, from all its turns 1..K in order.
 
-    - stable: K >= 2, no step is erroneous, and no weight is low;
-    - erroneous: some step e < K is erroneous, and the weights of all steps after e, the last one included, are low;
-    - recovering: some weight is low; with l the last step whose weight is, some step at l or before is erroneous, no
-      step after l is, and the last weight has risen back (w_K >= recovered; so l < K);
-    - other: everything else, such as a single step, weights that sink without an error, errors that leave no trace.
+    A turn is erroneous if its outcome is error, timeout, refused or invalid.
+
+    - stable: K >= 2, no turn is erroneous, and no weight is low;
+    - erroneous: some turn e < K is erroneous, and the weights of all turns after e are low;
+    - recovering: some weight is low, some turn at or before the last low weight is erroneous, no later turn is, and the
+      last weight has recovered;
+    - other: the rest, such as a single turn, weights that sink without an error, or errors without a trace.
     """
     count = len(trajectory)
     wrong = [k for k, row in enumerate(trajectory) if row.outcome in ERRONEOUS]
@@ -62,7 +62,7 @@ def kind_of(trajectory: Sequence[StepRow], bounds: Bounds = Bounds()) -> Kind:
 def sort_by_kind(
     trajectories: Sequence[Sequence[StepRow]], bounds: Bounds = Bounds()
 ) -> dict[Kind, list[Sequence[StepRow]]]:
-    """All kinds, those without a trajectory too."""
+    """Group trajectories by kind; every kind has a list."""
     kinds: dict[Kind, list[Sequence[StepRow]]] = {kind: [] for kind in Kind}
     for trajectory in trajectories:
         kinds[kind_of(trajectory, bounds)].append(trajectory)

@@ -1,5 +1,7 @@
-"""StepRow: divergence of teacher and student, weight and outcome of each step of a test's trajectories. A step
-is one turn of the model that holds a token (docs/papers/sod.md 1.2); one row each in ``evaluation/steps.parquet``."""
+"""The rows of ``evaluation/steps.parquet``: divergence of teacher and student, weight and outcome of each turn.
+
+Only turns that hold a token have a row (SOD calls them steps, docs/papers/sod.md 1.2).
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ STEPS_PREFIX = "steps/"  # of these metrics in evaluation.json
 STEPS_FILE = "evaluation/steps.parquet"  # in a stage's folder
 TRAJECTORIES_FILE = "evaluation/steps_trajectories.parquet"  # the trajectories behind them
 
-MEASURES = ("divergence", "weight", "signed", "teacher_entropy")  # what a module says of each step
-SHOWN_STEPS = 6  # as many steps have metrics of their own
+MEASURES = ("divergence", "weight", "signed", "teacher_entropy")  # a module returns these for each turn
+SHOWN_STEPS = 6  # the first turns that have separate metrics
 SHOWN = ("divergence", "weight", "teacher_entropy")  # the measures that have a metric for each step
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step of one trajectory. The columns of ``evaluation/steps.parquet``."""
+    """One turn of one trajectory. The fields are the columns of ``evaluation/steps.parquet``."""
 
     id: str  # of the question
     attempt: int
@@ -41,18 +43,17 @@ class StepRow:
     signed: float  # mean T - S, nats: above 0 where the teacher likes the tokens more
     teacher_entropy: float  # mean entropy of the teacher's distributions at the step's tokens, nats
     outcome: str  # see ``rollout.trajectory_metrics.outcome_of``
-    acc: float | None  # raw correctness of the trajectory; None: its reward has no such part
-    verdict: bool | None = None  # the environment's, see ``verdicts_of``; None: it has none of this step
+    acc: float | None  # correctness of the trajectory; None if its reward has no part `acc`
+    verdict: bool | None = None  # the environment's (``verdicts_of``); None if it cannot tell
 
 
 def turns_with_tokens(trajectory: Trajectory) -> list[int]:
-    """Indices of the turns that are steps."""
+    """Return the indices of the turns that hold a token."""
     return [i for i, turn in enumerate(trajectory.turns) if turn.end > turn.start]
 
 
 def verdicts_of(environment: object, trajectory: Trajectory) -> Sequence[bool | None]:
-    """Of each turn, whether it was right, by the ``verdicts`` of an environment (``EnvironmentFactory``); None where
-    nobody can tell."""
+    """Return whether each turn was right, by the environment's ``verdicts``; None if it cannot tell."""
     judge = getattr(environment, "verdicts", None)
     return [None] * len(trajectory.turns) if judge is None else judge(trajectory)
 
@@ -93,7 +94,7 @@ def step_rows(
 
 
 def by_trajectory(rows: Iterable[StepRow]) -> list[list[StepRow]]:
-    """The steps of each trajectory of one run, in their order; trajectories by question and attempt."""
+    """Group rows by trajectory, sorted by question, attempt and turn."""
     of: dict[tuple[str, int], list[StepRow]] = {}
     for row in sorted(rows, key=lambda row: (row.id, row.attempt, row.step)):
         of.setdefault((row.id, row.attempt), []).append(row)
@@ -101,12 +102,12 @@ def by_trajectory(rows: Iterable[StepRow]) -> list[list[StepRow]]:
 
 
 def is_wrong(outcome: str, verdict: bool | None) -> bool:
-    """Whether a step went wrong: by the verdict, or where there is none by its outcome."""
+    """Return whether a turn went wrong, by the verdict if there is one, else by its outcome."""
     return outcome in ERRONEOUS if verdict is None else not verdict
 
 
 def wrong_before(steps: Iterable[tuple[str, bool | None]]) -> list[bool]:
-    """Of each step of a trajectory, by outcomes and verdicts, whether one before it went wrong.
+    """Return for each turn, given by outcome and verdict, whether an earlier turn went wrong.
 
     >>> wrong_before([("ok", None), ("error", None), ("ok", None)])
     [False, False, True]
@@ -119,7 +120,7 @@ def wrong_before(steps: Iterable[tuple[str, bool | None]]) -> list[bool]:
 
 
 def after_error(trajectory: Sequence[StepRow]) -> list[StepRow]:
-    """The steps that follow an erroneous one."""
+    """Return the turns that directly follow an erroneous one."""
     return [row for before, row in pairwise(trajectory) if before.outcome in ERRONEOUS]
 
 
@@ -140,7 +141,7 @@ def step_metrics(trajectories: Sequence[Sequence[StepRow]], *, resamples: int = 
 
 
 def _mean(rows: Sequence[StepRow], name: str, resamples: int) -> Interval:
-    """Over rows; the interval takes whole questions, since trajectories of one are not independent."""
+    """Return the mean over rows; the interval resamples questions, because their trajectories are not independent."""
     sums: dict[str, list[float]] = {}
     for row in rows:
         total = sums.setdefault(row.id, [0.0, 0.0])
@@ -164,6 +165,6 @@ def save_steps(path: Path, rows: Sequence[StepRow]) -> None:
 
 
 def load_steps(folder: Path) -> list[StepRow] | None:
-    """The steps of a stage's test; None where none were looked at."""
+    """Read the rows of a stage's test; None if ``StepDivergence`` did not run."""
     path = Path(folder) / STEPS_FILE
     return [StepRow(**row) for row in pl.read_parquet(path).iter_rows(named=True)] if path.is_file() else None

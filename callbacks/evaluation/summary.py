@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, with n and interval, from its rows. Pure."""
+"""Computes the metrics of an evaluation, with n and interval, from its rows."""
 
 from __future__ import annotations
 
@@ -32,36 +32,32 @@ SIGMA = 0.1  # calls; of tool_productivity
 
 
 def by_source(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
-    """Rows by data source, sorted by its name."""
+    """Group rows by data source, sorted by name."""
     sources = sorted({row.data_source for row in rows})
     return {source: [row for row in rows if row.data_source == source] for source in sources}
 
 
 def per_question(rows: Iterable[EvaluationRow], value: Value) -> list[float]:
-    """One number per question: the mean over its attempts. Rows without a value are left out, and so are questions
-    without a row that has one. Intervals resample these, since attempts at one question are not independent."""
+    """Return the mean over attempts of each question. Rows without a value are left out.
+
+    Intervals resample these numbers, because attempts at one question are not independent."""
     found = [[value(row) for row in attempts] for attempts in attempts_of(rows).values()]
     known = [[float(v) for v in values if v is not None] for values in found]
     return [float(np.mean(values)) for values in known if values]
 
 
 def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Metrics of the normal search loop. Rows that infrastructure spoiled are left out (their share is
-    ``infrastructure_failures``, the only metric they enter). With several attempts per question, means are over
-    questions of each question's mean; n counts questions.
+    """Return the metrics of the normal search loop, without infrastructure failures (their share is
+    ``infrastructure_failures``). With several attempts per question, each question counts with its mean.
 
     Scores: ``em``, ``f1`` and ``acc`` (``row.accuracy``), each also as ``em/<data source>``; ``judge`` (right answers
-    among those judged) and ``judge_failures`` (share of judgements that failed); ``reward/total`` and
-    ``reward/<part>`` (over the rows that have the part, such as ``reward/math``); with several attempts per question
-    the metrics of ``sampling_metrics`` (of which ``average_of_sets`` is there with one, too).
+    among those judged) and ``judge_failures`` (share of failed judgements); ``reward/total`` and ``reward/<part>``
+    (over the rows that have the part, such as ``reward/math``); the metrics of ``sampling_metrics``.
 
     Behaviour, per question: ``searches``, ``tool_calls``, ``calls/<tool>`` (all executed), ``failed_calls``,
     ``empty_calls``, ``response_tokens`` (sampled), ``entropy_first``, ``entropy_after_tools`` (nats, over the
     questions where they were recorded), ``stop/<reason>`` (shares, all reasons), ``valid_actions`` (share of turns,
-    pooled; its n counts turns), ``tool_success`` and ``tool_success_as_released`` (see there).
-
-    Both: ``em_per_1000_calls``, ``f1_per_1000_calls``, ``accuracy_per_1000_calls``, ``tool_productivity`` (see
-    ``per_call``).
+    pooled; n counts turns), and the metrics of ``tool_success``. Both: the metrics of ``per_call``.
     """
     agent = [row for row in rows if row.prompt_mode == AGENT]
     scored = [row for row in agent if not row.failed]
@@ -99,10 +95,10 @@ def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict
 
 
 def per_call(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """What calls bring in. Intervals resample questions; resamples without a single call are left out of them.
+    """Return scores per call. Intervals resample questions; resamples without a call are left out.
 
     - ``em_per_1000_calls``, ``f1_per_1000_calls``: 1000 * sum of scores / sum of executed calls; absent without calls.
-      A model that answers by heart scores high: to be read beside em and tool_calls.
+      Read them beside em and tool_calls: a model that answers from memory scores high.
     - ``accuracy_per_1000_calls``: the same by ``row.accuracy`` (the judge's verdict, else the reward's, else EM), over
       the questions that have one.
     - ``tool_productivity``: 100 * acc * calls / (calls + 0.1), the released evaluation's (docs/papers/arpo.md section
@@ -135,8 +131,8 @@ def per_call(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[
 
 
 def tool_success(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Share of the model's calls that succeeded, pooled over calls; intervals resample questions, which n counts.
-    Absent without a call.
+    """Return the share of the model's calls that succeeded, pooled over calls; empty without a call. Intervals resample
+    questions, and n counts them.
 
     - ``tool_success``: executed without error and in time (an empty result is a result), of all calls: executed ones,
       those that the tool or the environment declined, and turns that the model ended and that could not be parsed

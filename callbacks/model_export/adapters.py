@@ -23,16 +23,7 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def merge_into(source: str, adapters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """W + alpha / rank * B A for every adapted W of the model at ``source``, and its other parameters as they are.
-
-    Args:
-        source: Hugging Face folder (or owner/name) of the base.
-        adapters: A and B by name.
-        settings: ``rank``, ``alpha``, and ``dtype``: the type the base was trained in, and the result has.
-
-    Raises:
-        ValueError: an A without its B, or adapters of modules that the base does not have.
-    """
+    """Yield the parameters of the model at ``source``, with W + alpha / rank * B A for every adapted W."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, settings["dtype"]))
@@ -74,7 +65,7 @@ def write_adapter(folder: Path, adapters: Mapping[str, torch.Tensor], settings: 
 
 
 def read_adapter(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the trained model, tensor) of what ``write_adapter`` wrote."""
+    """Yield (name in the trained model, tensor) from a folder that ``write_adapter`` wrote."""
     from safetensors.torch import load_file
 
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():

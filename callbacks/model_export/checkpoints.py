@@ -25,18 +25,18 @@ WRAPPER = "_forward_module."  # what some strategies put before that
 def export_checkpoint(
     checkpoint: Path, folder: Path, source: str, *, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"
 ) -> None:
-    """Write the policy in ``checkpoint``, with the configuration and tokenizer of ``source``, to ``folder``. Adapters,
-    which are all that a checkpoint of LoRA holds, are merged into the weights of ``source``.
+    """Write the policy in ``checkpoint``, with the configuration and tokenizer of ``source``, to ``folder``.
+
+    LoRA checkpoints hold adapters only; they are merged into the weights of ``source``.
 
     Args:
-        checkpoint: what ``checkpoint_weights`` reads.
-        folder: is replaced as a whole, once the new one is complete.
+        checkpoint: any checkpoint that ``checkpoint_weights`` reads.
+        folder: replaced as a whole, once the new one is complete.
         source: Hugging Face folder (or owner/name) that the policy was started from.
-        dtype: None: as in the checkpoint (DeepSpeed: float32).
+        dtype: None keeps the checkpoint's (DeepSpeed: float32).
 
     Raises:
-        ValueError: no checkpoint, one with a missing shard or of another model than ``source``, or it is not what was
-            written (``DigestError``).
+        ValueError: a missing checkpoint or shard, another model than ``source``, or changed files (``DigestError``).
         DiskFullError: no room.
     """
     check_digests(checkpoint)
@@ -62,7 +62,7 @@ def export_checkpoint(
 
 
 def skeleton(source: str) -> Any:
-    """The model at ``source`` without weights: its configuration, its parameters' names and shapes."""
+    """Return the model at ``source`` without weights: its configuration and its parameters' names and shapes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -72,31 +72,30 @@ def skeleton(source: str) -> Any:
 
 
 def read_generation_config(source: str) -> Any:
-    """The ``GenerationConfig`` of the model at ``source``; None where there is none.
+    """Return the ``GenerationConfig`` of the model at ``source``; None if it has none.
 
     Raises:
-        ValueError: transformers does not load the model, because of this file.
+        ValueError: transformers cannot read the file.
     """
     from transformers import GenerationConfig
 
     file = Path(source) / "generation_config.json"
     try:
         return GenerationConfig.from_pretrained(source)
-    except Exception as error:  # of any class, by what the file has in it
+    except Exception as error:  # the class depends on the content of the file
         if isinstance(error, OSError) and not file.is_file():
             return None
         raise ValueError(f"{file}: transformers refuses it ({one_line(error)}); mend the file or remove it") from None
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights of the policy by Hugging Face name; frozen models, critics and optimisers are left out.
+    """Return the policy's weights by Hugging Face name, without frozen models, critics and optimisers.
 
-    Read are: a Lightning ``.ckpt`` file; the folder that DeepSpeed (ZeRO-2 or 3) writes in its place, whose ranks'
-    float32 parts are put together; a Hugging Face folder. DeepSpeed's files are pickles that can run code: read only
-    your own.
+    Reads a Lightning ``.ckpt`` file, a DeepSpeed folder (ZeRO-2 or 3; joins the ranks' float32 parts) or a Hugging Face
+    folder. DeepSpeed's files are pickles that can run code: read only your own.
 
     Raises:
-        ValueError: none of these, a shard is missing, or there is no policy in it.
+        ValueError: another kind of file, a missing shard, or a checkpoint without a policy.
     """
     if (checkpoint / "config.json").is_file():
         return dict(read_weights(checkpoint))
@@ -106,7 +105,7 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
         state = _lightning_state(checkpoint)
     else:
         raise ValueError(
-            f"{checkpoint} is no checkpoint; expected a .ckpt file, a DeepSpeed folder (with a folder '{SHARDS}' in "
+            f"{checkpoint} is not a checkpoint; expected a .ckpt file, a DeepSpeed folder (with a folder '{SHARDS}' in "
             "it) or a Hugging Face folder (with config.json)"
         )
     names = {name: name.removeprefix(WRAPPER) for name in state}
@@ -117,7 +116,7 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_lora(checkpoint: Path) -> dict[str, Any] | None:
-    """LoRA's settings in a checkpoint that holds adapters alone; None for any other. As ``checkpoint_weights``."""
+    """Return LoRA's settings in a checkpoint that holds only adapters; None for any other."""
     if (checkpoint / "config.json").is_file():
         return None
     if checkpoint.is_file():
@@ -135,9 +134,9 @@ def _content(path: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (ValueError, *UNREADABLE) as error:
         reason = str(error).strip().splitlines()
-        raise ValueError(f"{path} is no checkpoint, or an incomplete one: {reason[0] if reason else error!r}") from None
+        raise ValueError(f"{path} is not a checkpoint, or is incomplete: {reason[0] if reason else error!r}") from None
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
-        raise ValueError(f"{path} is no Lightning checkpoint: there is no state_dict in it")
+        raise ValueError(f"{path} is not a Lightning checkpoint: it has no state_dict")
     return content
 
 
@@ -153,14 +152,13 @@ def _sharded_state(folder: Path) -> dict[str, torch.Tensor]:
             return dict(state or {})
     except (ValueError, *UNREADABLE) as error:
         raise ValueError(
-            f"the DeepSpeed checkpoint {folder} is not complete: {error}. Every rank writes a shard of its own; copy "
-            "those of all nodes into one folder, or take an earlier checkpoint"
+            f"the DeepSpeed checkpoint {folder} is not complete: {error}. Copy the shards of all "
+            "nodes into one folder, or take an earlier checkpoint"
         ) from None
 
 
 def _require_models(shards: Path) -> None:
-    """Raises ValueError unless there is a file of names and shapes for every rank that wrote one of weights (stage 3),
-    or at least one (stage 2): DeepSpeed notices only missing weights."""
+    """Raise ValueError if the names-and-shapes file of a rank is missing: DeepSpeed notices only missing weights."""
     weights, models = (len(list(shards.glob(f"*_{kind}_states.pt"))) for kind in ("optim", "model"))
     if not models or (any(shards.glob("zero_pp_rank_*_model_states.pt")) and models != weights):
         raise ValueError(
@@ -171,6 +169,6 @@ def _require_models(shards: Path) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """DeepSpeed's tool prints its progress."""
+    """Silence the progress that DeepSpeed's conversion prints."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -34,10 +34,8 @@ log = logging.getLogger(__name__)
 
 
 class TrainedPolicy(Protocol):
-    """The attributes of a training module that an export reads (``PolicyModule`` has them).
-
-    ``lora_settings`` (None without LoRA) and ``adapter_weights()`` are looked for where they exist.
-    """
+    """The attributes of a training module that an export reads (``PolicyModule`` has them); ``lora_settings`` and
+    ``adapter_weights()`` are optional."""
 
     policy: torch.nn.Module
 
@@ -73,7 +71,7 @@ def export_policy(
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Low-rank adapters of a trained policy: see ``adapters.write_adapter``."""
+    """The low-rank adapters of a trained policy (``adapters.write_adapter``)."""
 
     weights: dict[str, torch.Tensor]
     settings: dict[str, Any]
@@ -89,7 +87,7 @@ def write_folder(
     adapter: Adapter | None = None,
 ) -> None:
     """Write weights with the configurations of ``policy`` and a tokenizer to ``folder``, replacing it as a whole, with
-    the SHA-256 of its files; what was merged into the weights goes to a folder ``adapter`` in it.
+    the SHA-256 of its files. Adapters that were merged into the weights are written to its folder ``adapter``.
 
     Raises:
         DiskFullError: no room; the previous folder is intact.
@@ -123,8 +121,8 @@ def _write(policy: Any, state: dict[str, torch.Tensor], folder: Path, tokenizer:
 
 
 def _write_settings(policy: Any, dtype: torch.dtype, folder: Path, tokenizer: str) -> None:
-    """Write the configurations and the tokenizer. The generation configuration stays as it came: ``save_pretrained``
-    refuses one that it loads with a warning, such as a temperature without ``do_sample``."""
+    """Write the configurations and the tokenizer. The generation configuration is copied: ``save_pretrained``
+    refuses configurations that it loads with a warning, such as a temperature without ``do_sample``."""
     config = copy.deepcopy(policy.config)
     config.architectures = [type(policy).__name__]
     config.dtype = dtype
@@ -135,7 +133,7 @@ def _write_settings(policy: Any, dtype: torch.dtype, folder: Path, tokenizer: st
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every safetensors file in an exported folder, one tensor in memory at a time."""
+    """Yield (name, tensor) of every safetensors file in an exported folder, one tensor in memory at a time."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -149,7 +147,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def load_policy(policy: torch.nn.Module, folder: Path) -> None:
-    """Copy exported weights back into a policy, ZeRO-3 partitioned or not; into one with adapters, the adapters. A
+    """Copy exported weights (or adapters) back into a policy, also one that ZeRO-3 partitions. A
     collective under ZeRO-3.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The ``vllm serve`` command with which a server reads and writes an exported model's calls as the rollouts did."""
+"""Writes the ``vllm serve`` command that reads an exported model's calls as the rollouts did."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NO_TOOLS = "{%- set tools = none -%}"
 
 
 def serve_flags(protocol: Any) -> list[str]:
-    """Flags of ``vllm serve`` for the calls and the thinking that a protocol reads.
+    """Return the flags of ``vllm serve`` for the calls and the thinking that a protocol reads.
 
-    The protocol's ``reader`` names vLLM's parsers. A protocol without one, whose calls are tags of its own, gets no
-    parser: vLLM's server cannot read them.
+    The protocol's ``reader`` names vLLM's parsers. A protocol that reads its own tags gets no parser: vLLM's server
+    cannot read them.
     """
     reader, options = getattr(protocol, "reader", None), getattr(getattr(protocol, "chat", None), "options", None)
     flags = []
@@ -31,8 +31,8 @@ def serve_flags(protocol: Any) -> list[str]:
 
 
 def _thinks(protocol: Any) -> bool:
-    """Whether the template asks for thinking. Its ``<think>`` alone says little: Qwen3's Instruct models, which do not
-    think, drop it from earlier turns."""
+    """Return whether the template asks for thinking. Its ``<think>`` alone does not: Qwen3's Instruct models, which do
+    not think, drop it from earlier turns."""
     chat, template = protocol.chat, str(protocol.tokenizer.chat_template)
     opening = chat.thinking_tags[0]
     if chat.options.get("enable_thinking") is False:
@@ -63,9 +63,5 @@ def _template(tokenizer: Any, tools: Sequence[Any] | None) -> str | None:
 
 
 def serve_command(folder: str, flags: Sequence[str], program: str = "vllm") -> str:
-    """A command for a shell.
-
-    >>> serve_command("exports/a", ["--tool-call-parser", "hermes"])
-    'vllm serve exports/a --tool-call-parser hermes'
-    """
+    """Return the command for a shell."""
     return shlex.join([program, "serve", folder, *flags])

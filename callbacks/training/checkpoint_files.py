@@ -1,4 +1,4 @@
-"""The checkpoints in a stage's folder: which one a run continues from, and where a damaged one goes. Without torch."""
+"""Finds the checkpoint that a run continues from, and moves damaged ones aside. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ BAD = ".bad"
 
 
 def iteration_of(path: Path) -> int | None:
-    """The iteration that a checkpoint's name holds; None for any other name."""
+    """Return the iteration in a checkpoint's name; None for any other name."""
     found = NAME.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
 def numbered(stage: Path) -> list[Path]:
-    """The checkpoints that ``IterationCheckpoint`` has written, newest first."""
+    """Return the checkpoints written by ``IterationCheckpoint``, newest first."""
     named = [(iteration_of(path), path) for path in (Path(stage) / FOLDER).glob("*.ckpt")]
     return [path for _, path in sorted(((n, path) for n, path in named if n is not None), reverse=True)]
 
 
 def usable(stage: Path) -> list[Path]:
-    """The checkpoints that a run may continue from, newest first. ``last.ckpt`` counts, after the numbered ones, where
-    it is a file (a copy that follows links makes one) or a link to another name."""
+    """Return the checkpoints that a run may continue from, newest first.
+
+    ``last.ckpt`` comes last if it is a file (copying a folder may follow links) or a link to another name."""
     found, last = numbered(stage), Path(stage) / FOLDER / LAST
     return [*found, *([last] if last.exists() and last.resolve() not in [path.resolve() for path in found] else [])]
 
 
 def anything_saved(stage: Path) -> list[Path]:
-    """Every file, folder and link among the checkpoints but half-written ones and digests: renamed, set aside, too."""
+    """Return all files, folders and links among the checkpoints, without half-written ones and digests."""
     folder = Path(stage) / FOLDER
     found = sorted(folder.iterdir()) if folder.is_dir() else []
     return [path for path in found if not path.name.startswith(".") and not path.name.endswith(".sha256")]
 
 
 def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Path | None:
-    """The checkpoint to continue a stage from (or its best one), None when there is none yet."""
+    """Return the checkpoint to continue from (or the best one), None if there is none yet."""
     if which == "last":
         return next(iter(usable(stage)), None)
     link = Path(stage) / FOLDER / BEST
@@ -51,28 +52,26 @@ def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Pat
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files under a folder."""
+    """Return the bytes of a file, or of all files under a folder."""
     path = path.resolve()
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
 
 
 def remove_checkpoint(path: Path) -> None:
-    """With its digests."""
+    """Remove a checkpoint and its digests."""
     digests = list_path(path)
     remove(path)
     remove(digests)
 
 
 def settle_checkpoints(stage: Path) -> list[str]:
-    """Find the newest checkpoint that agrees with its digests, and link ``last.ckpt`` to it. Newer ones, which do not
-    agree, are renamed.
+    """Find the newest checkpoint that agrees with its digests, rename newer ones, and link ``last.ckpt`` to it.
 
     Returns:
-        A line for each checkpoint that was renamed or that only the link knows; empty where the newest checkpoint is
-        whole, or where nothing was ever saved.
+        A line for each renamed or missing checkpoint; empty if the newest checkpoint is whole or nothing was saved.
 
     Raises:
-        DigestError: something was saved, but no checkpoint can be used; the folder is left as it is.
+        DigestError: checkpoints exist, but none is whole; the folder is left unchanged.
     """
     folder, bad = Path(stage) / FOLDER, dict[Path, str]()
     linked = Path(os.path.realpath(folder / LAST))
@@ -109,4 +108,4 @@ def _set_aside(path: Path) -> None:
         os.replace(digests, list_path(aside))
     best = path.with_name(BEST)
     if best.is_symlink() and not best.exists():
-        best.unlink()  # the next better validation makes another
+        best.unlink()  # the next better validation makes a new link

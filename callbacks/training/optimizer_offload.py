@@ -1,4 +1,4 @@
-"""Optimiser states in the host's memory while the engine generates (``rollouts.sleep_mode: true``)."""
+"""Moves optimiser states to host memory while the engine generates (``rollouts.sleep_mode: true``)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 
 
 def offload_optimizer(trainer: L.Trainer) -> None:
-    """Move the optimisers' states (AdamW: 8 bytes per parameter) to the host's memory, pinned under CUDA, and give the
-    device's unused memory back. They are ordinary tensors there: checkpoints hold the same as without.
+    """Move the optimiser states (AdamW: 8 bytes per parameter) to host memory, pinned under CUDA, and release the
+    device's unused memory. Checkpoints are the same with and without.
 
-    ZeRO's masters stay on the device, and so do DDP's buckets of gradients.
-    DeepSpeed's ``offload_states`` is not called: at stage 3 it takes its own FusedAdam only, at stage 2 it leaves views
-    that hold the states' memory (0.19.8).
+    ZeRO's master weights and DDP's gradient buckets stay on the device. DeepSpeed's ``offload_states`` is not used: at
+    stage 3 it accepts only its own FusedAdam, at stage 2 it leaves views that hold the states' memory (0.19.8).
     """
     for optimizer in trainer.optimizers:
         _unlink(optimizer)
@@ -24,7 +23,7 @@ def offload_optimizer(trainer: L.Trainer) -> None:
                 if value.device.type != "cpu":
                     host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
                     state[name] = host.copy_(value)
-    torch.cuda.empty_cache()  # nothing without CUDA
+    torch.cuda.empty_cache()  # does nothing without CUDA
 
 
 def reload_optimizer(trainer: L.Trainer) -> None:
@@ -37,13 +36,13 @@ def reload_optimizer(trainer: L.Trainer) -> None:
 
 
 def _states(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """What there is of every element; counters (``step``) stay where they are."""
+    """Return the state tensors that have one value per element, without counters (``step``)."""
     return [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
 def _resize_gradients(optimizer: Any, there: bool) -> None:
-    """ZeRO-3 holds its shard of the gradients in one buffer with many views, which is zero between two steps
-    (sharding/strategies.py): its memory comes and goes under them. Elsewhere gradients are None."""
+    """ZeRO-3 keeps its gradients in one buffer with many views, which is zero between two optimiser steps
+    (sharding/strategies.py). Its memory is freed and allocated under the views. Without ZeRO-3, gradients are None."""
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is None or buffer.device.type == "cpu":
         return
@@ -55,7 +54,7 @@ def _resize_gradients(optimizer: Any, there: bool) -> None:
 
 
 def _unlink(optimizer: Any) -> None:
-    """ZeRO-2 keeps views of the states beside each parameter; its next step makes them anew."""
+    """ZeRO-2 keeps views of the states beside each parameter; its next optimiser step makes new views."""
     if getattr(optimizer, "_hp_optimizer_states_linked", False):
         for group in optimizer.bit16_groups:
             for parameter in group:

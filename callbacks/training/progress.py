@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ProgressBar
 
 from common.progress import ProgressReports
 
-# The most telling first: a bar has room for two or three. Of each row the first metric that the module logs is shown,
-# under its label. An environment's tasks have no answer to compare: em says nothing where there is a success.
+# Most informative first, because a bar fits two or three. Each row shows the first metric that the module logs, under
+# its label. Tasks of an environment have a success but no answer for em.
 METRICS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("reward", "train/reward"), ("loss", "train/loss")),
     (("success", "train/success"), ("em", "train/em")),
@@ -27,8 +27,8 @@ METRICS: tuple[tuple[tuple[str, str], ...], ...] = (
 
 
 def figures(metrics: Mapping[str, Any], chosen: Iterable[str] = ()) -> list[str]:
-    """``["reward 0.300", "em 0.312", ...]`` of those metrics that exist, and after them those that a module or callback
-    of one's own has ``chosen`` (logged with ``prog_bar=True``)."""
+    """Return texts such as ``["reward 0.300", "em 0.312"]`` of the metrics that exist, then of your own metrics in
+    ``chosen`` (logged with ``prog_bar=True``)."""
     shown: dict[str, str] = {}
     known = {name for alternatives in METRICS for _, name in alternatives}
     others = tuple(((name, name),) for name in chosen if name not in known)
@@ -41,7 +41,8 @@ def figures(metrics: Mapping[str, Any], chosen: Iterable[str] = ()) -> list[str]
 
 
 def fraction_done(trainer: L.Trainer) -> float:
-    """How much of the training is done, in [0, 1], by whichever limit (steps or epochs) comes first; NaN: no limit."""
+    """Return the share of the training that is done, in [0, 1], by the limit (steps or epochs) that comes first; NaN
+    without a limit."""
     shares = []
     if trainer.max_steps and trainer.max_steps > 0:
         shares.append(trainer.global_step / trainer.max_steps)
@@ -52,7 +53,7 @@ def fraction_done(trainer: L.Trainer) -> float:
 
 
 class Progress(ProgressBar):
-    """Reports how far training, validation and test are, for both kinds of modules (``common.progress``)."""
+    """Reports the progress of training, validation and test (``common.progress``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Progress(ProgressBar):
         self._batch_evaluated()
 
     def rolled_out(self, finished: int, expected: int) -> None:
-        """Of a batch of an evaluation, ``finished`` of ``expected`` trajectories; called by the data module."""
+        """Report ``finished`` of ``expected`` trajectories of an evaluation batch; the data module calls this."""
         phase, batches, total = self._evaluation
         if self._enabled and finished < expected:
             self._reports.report(phase, (batches + finished / expected) / total)

@@ -1,4 +1,4 @@
-"""Checkpoints after training iterations; a killed run continues exactly from the last one."""
+"""Saves checkpoints after training iterations; a killed run continues exactly from the last one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def rng_state() -> dict[str, Any]:
-    """State of every generator of this process, in types that ``torch.load(weights_only=True)`` reads."""
+    """Return the state of every random generator, in types that ``torch.load(weights_only=True)`` reads."""
     kind, keys, position, has_gauss, cached = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
     state = {
         "python": random.getstate(),
@@ -61,7 +61,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def derived_seed(states: list[dict[str, Any]], rank: int, ranks: int) -> int:
-    """For a rank of a run with another number of ranks than wrote ``states``: from these, and other for each rank."""
+    """Derive a seed for ``rank`` from the generators' ``states`` of a run with another number of ranks."""
     digest = hashlib.blake2b(repr((rank, ranks)).encode(), digest_size=4)
     for state in states:
         digest.update(repr((state["python"], state["numpy"])).encode())
@@ -78,23 +78,21 @@ def set_seeds(seed: int) -> None:
 class IterationCheckpoint(Checkpoint):
     """Saves the whole training state after iterations, so that ``kill -9`` costs at most ``every_n_iterations``.
 
-    Each save writes ``checkpoints/iteration-<n>.ckpt`` (a folder under DeepSpeed) under a temporary name, renames it,
-    and links ``last.ckpt`` to it. Then it deletes the checkpoints that are older than the previous one, except the best
-    by the monitored value, to which ``best.ckpt`` links. The links are for people: a run continues from the newest
-    checkpoint that agrees with its SHA-256 (``settle_checkpoints``), and a checkpoint knows the best one's name.
+    Each save writes ``checkpoints/iteration-<n>.ckpt`` (a folder under DeepSpeed), links ``last.ckpt`` to it, and keeps
+    the previous checkpoint and the best one (``best.ckpt``). The links are for people: a run continues from the newest
+    checkpoint that agrees with its SHA-256 (``settle_checkpoints``).
 
-    What makes the continuation exact: weights, optimiser, schedulers, loop progress (Lightning), the data module's
-    ``state_dict`` (position), and the state of Python's, numpy's and torch's generators on every rank; and how far the
-    file of metrics had come (``MLflowLogger``). On another number of ranks than wrote it, and under another strategy,
-    all of that but the generators continues as well. When a validation follows the iteration, the checkpoint is written
-    after it: Lightning would skip the validation on resume otherwise.
+    The continuation is exact: a checkpoint holds weights, optimiser, schedulers, loop progress, the position in the
+    data, the length of the metrics file, and every rank's random generators. With another number of ranks or another
+    strategy, only the generators start from new seeds. When a validation follows the iteration, the save comes after
+    it, because Lightning would skip the validation on resume.
 
-    A training that is asked to stop (``stop_request``) saves after the current iteration, whichever is due.
+    When a stop is requested (``stop_request``), the callback saves after the current iteration and stops the training.
 
     Args:
-        every_n_iterations: one iteration is one training batch (for on-policy stages one rollout batch).
-        keep_best: keep the checkpoint with the best ``monitor`` (looked up after each validation) as well.
-        monitor, mode: the metric and whether larger ("max") or smaller ("min") is better.
+        every_n_iterations: one iteration is one training batch (in on-policy stages one rollout batch).
+        keep_best: also keep the checkpoint with the best ``monitor`` (read after each validation).
+        monitor, mode: the metric, and whether larger ("max") or smaller ("min") is better.
 
     Raises (while training):
         DiskFullError: no room; the previous checkpoint is intact.
@@ -110,8 +108,6 @@ class IterationCheckpoint(Checkpoint):
         monitor: str = "val/em",
         mode: Literal["max", "min"] = "max",
     ) -> None:
-        if every_n_iterations < 1:
-            raise ValueError(f"IterationCheckpoint(every_n_iterations={every_n_iterations}): expected at least 1")
         self.every_n_iterations = every_n_iterations
         self.keep_best = keep_best
         self.monitor = monitor
@@ -131,8 +127,8 @@ class IterationCheckpoint(Checkpoint):
     ) -> None:
         self._to_stop = is_asked(trainer, stage_dir(trainer))
         if self._due(trainer) and not self._validation_follows(trainer):
-            # Lightning logs the iteration after this hook: a kill in between would lose what the checkpoint lets nobody
-            # repeat. It logs it again, which MLflowLogger knows.
+            # Lightning logs the iteration after this hook. A kill in between would lose its metrics, because a resumed
+            # run does not repeat the iteration. MLflowLogger drops the second copy.
             trainer._logger_connector.update_train_step_metrics()
             self._save(trainer)
             self._stop_if_asked(trainer)
@@ -162,8 +158,8 @@ class IterationCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 logger.warning(
                     "the checkpoint was written by %d ranks, this run has %d: weights, optimiser, schedules and the "
-                    "data's position go on exactly; the ranks' random generators (dropout) begin anew, with seeds made "
-                    "from the saved states, so that a second attempt draws the same",
+                    "position in the data continue exactly; the ranks' random generators (dropout) start from new "
+                    "seeds derived from the saved states",
                     len(self._rng_states), trainer.world_size,
                 )  # fmt: skip
         self._rng_states = None
@@ -202,11 +198,11 @@ class IterationCheckpoint(Checkpoint):
             self.best_score = state_dict["best_score"]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Let metrics continue from where the checkpoint was written.
+        """Rewind the metrics file to the position in the checkpoint.
 
         Raises:
-            ValueError: the checkpoint was written by another data module, of which Lightning would silently restore
-                nothing; or its name has another iteration than its content.
+            ValueError: another data module wrote the checkpoint, or its file name has another iteration than its
+                content.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -215,7 +211,7 @@ class IterationCheckpoint(Checkpoint):
         if data is not None and data.state_dict() and name not in checkpoint:
             raise ValueError(
                 f"the checkpoint holds no position in the data of a {name}: it was written with another data module. "
-                "Resume with that one, or start anew"
+                "Resume with that one, or start a new run"
             )
         path = Path(trainer.ckpt_path or "").resolve()
         done = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
@@ -255,7 +251,7 @@ class IterationCheckpoint(Checkpoint):
         self.seconds += time.perf_counter() - start
 
     def _check_room(self, target: Path) -> None:
-        """Raises DiskFullError. Where there is no room for a third checkpoint, the older of two makes way before."""
+        """Raise DiskFullError if the checkpoint does not fit, after deleting older checkpoints if needed."""
         folder = target.parent
         if (last := find_checkpoint(folder.parent)) is None:
             return
@@ -274,7 +270,7 @@ class IterationCheckpoint(Checkpoint):
         )
 
     def _superseded(self, target: Path) -> list[Path]:
-        """Checkpoints older than the one before ``target``, newest first, without the best one."""
+        """Return the checkpoints older than the one before ``target``, newest first, without the best one."""
         best = {self._best, (target.parent / BEST).resolve().name}
         older = [path for path in numbered(target.parent.parent) if path.name < target.name]
         return [path for path in older[1:] if path.name not in best]
@@ -299,7 +295,7 @@ def _metric_loggers(trainer: L.Trainer) -> list[MLflowLogger]:
 
 
 def _digests(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Of all files of a checkpoint that all ranks have written, by name; each rank reads its share. A collective."""
+    """Return the SHA-256 of every file of a checkpoint, by name. Each rank hashes a share. A collective."""
     folder = list_path(checkpoint).parent
     mine = [file.relative_to(folder).as_posix() for file in files_of(checkpoint)]
     names = sorted({name for seen in gather_objects(mine) for name in seen})

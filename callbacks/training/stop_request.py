@@ -1,7 +1,7 @@
-"""Stopping a training on request, at the end of an iteration and with a checkpoint. Imports without torch.
+"""Stops a training run on request, after an iteration and with a checkpoint. Imports no torch.
 
-Whoever runs the stage leaves a file in its folder (``ask``), on a time limit for instance; rank 0 finds it after the
-iteration, all ranks learn of it at the same place, and ``IterationCheckpoint`` saves and raises ``StopRequested``.
+``ask`` leaves a file in the stage's folder. Rank 0 looks for it after each iteration. ``IterationCheckpoint`` then
+saves and raises ``StopRequested`` on every rank.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class StopRequested(RunStopped):
 
 
 def ask(folder: Path) -> None:
-    """Ask the training that works in a stage's ``folder`` to stop."""
+    """Ask the training run in a stage's ``folder`` to stop."""
     (folder / REQUEST).touch()
 
 
 def forget(folder: Path) -> None:
-    """Remove what an earlier request has left."""
+    """Remove the files of an earlier request."""
     for name in (REQUEST, STOPPED):
         (folder / name).unlink(missing_ok=True)
 
 
 def is_asked(trainer: L.Trainer, folder: Path) -> bool:
-    """Whether the training is to stop, by what rank 0 sees: the same on every rank. Every rank must call."""
+    """Return whether a stop was requested: rank 0 looks, and tells all ranks. A collective."""
     asked = trainer.is_global_zero and (folder / REQUEST).exists()
     return bool(trainer.strategy.broadcast(asked)) if trainer.world_size > 1 else asked

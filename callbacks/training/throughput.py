@@ -1,4 +1,4 @@
-"""Seconds of each phase of a training iteration, and tokens and trajectories per second."""
+"""Logs the seconds of each phase of a training iteration, and tokens and trajectories per second."""
 
 from __future__ import annotations
 
@@ -14,24 +14,19 @@ from rollout.trajectory import Trajectory
 
 
 class Throughput(L.Callback):
-    """Logs, per training iteration (mean over ranks for times, sum over ranks for rates, but the last):
+    """Logs per training iteration (times are means over ranks, rates are sums unless noted; validation is excluded):
 
     - ``time/train``: seconds in the training step;
-    - ``time/rollout`` (``time/data`` when the batch was not just generated): seconds waiting for the batch;
+    - ``time/rollout``: seconds of waiting for the batch (``time/data`` if the batch was not rolled out for this
+      iteration), and of waiting for rollouts before a weight push (``rollouts.in_flight_updates: false``);
     - ``time/sync``, ``time/checkpoint``: seconds in WeightSync and IterationCheckpoint since the previous iteration;
     - ``throughput/trajectories_per_s``, ``throughput/tokens_per_s`` (prompt and response) over the whole iteration;
-    - ``time/generation``: seconds in which the batch was generated, from its beginning to its end, waited for or not;
-      where the data module says (``generation_s``);
-    - ``throughput/hidden_generation``: 1 - time/rollout / time/generation, at least 0: what of the generation took
-      place while something else was done (``data.max_off_policy_iterations``; without it about 0);
-    - ``throughput/rollout_tokens_per_s``: sampled tokens of the batch of all ranks over the seconds of generation of
-      the slowest one, before which no rank has its batch (of waiting for the batch, where the data module does not say
-      how long generation took). Ranks may exchange groups after the rollout (``data.balance_tokens``), so that a rank's
-      own tokens say nothing of its own engine. What dynamic sampling has thrown away is not counted.
-
-    With ``rollouts.in_flight_updates: false`` a push of weights may wait for rollouts; that counts as time/rollout.
-
-    Validation is not part of any of them.
+    - ``time/generation``: seconds from the start to the end of the batch's generation, if the data module reports
+      ``generation_s``;
+    - ``throughput/hidden_generation``: 1 - time/rollout / time/generation, at least 0: the share of generation that
+      overlapped with training (``data.max_off_policy_iterations``; about 0 without it);
+    - ``throughput/rollout_tokens_per_s``: sampled tokens of all ranks over the generation seconds of the slowest rank
+      (its waiting seconds without ``generation_s``). Tokens that dynamic sampling discarded are not counted.
 
     Args:
         on_policy: whether batches are generated while training; decides between time/rollout and time/data.
@@ -90,17 +85,17 @@ class Throughput(L.Callback):
 
 
 def just_sampled(trainer: L.Trainer) -> bool:
-    """Whether the batch was rolled out for this step; a data module that also yields saved ones says so."""
+    """Return whether the batch was rolled out for this iteration (``data.just_sampled``; True without it)."""
     return getattr(data_module(trainer), "just_sampled", True)
 
 
 def is_trajectories(batch: Any) -> bool:
-    """A list of trajectories; an empty one counts (a rank may get nothing), so that all ranks agree."""
+    """Return whether the batch is a list of trajectories. An empty list counts, so that all ranks agree."""
     return isinstance(batch, list) and all(isinstance(item, Trajectory) for item in batch)
 
 
 def phase_seconds(trainer: L.Trainer) -> dict[str, float]:
-    """Cumulative seconds of every callback that times itself (has ``phase`` and ``seconds``)."""
+    """Return the cumulative seconds of every callback that has ``phase`` and ``seconds``."""
     totals: dict[str, float] = {}
     for callback in callbacks_of(trainer):
         phase, seconds = getattr(callback, "phase", None), getattr(callback, "seconds", None)
@@ -110,13 +105,13 @@ def phase_seconds(trainer: L.Trainer) -> dict[str, float]:
 
 
 def rollout_rate(batch: Sequence[Trajectory], rollout_s: float) -> float:
-    """Sampled tokens of all ranks per second of the rank that took longest. Every rank must call.
+    """Return the sampled tokens of all ranks per second of the slowest rank. A collective.
 
     Args:
-        batch: this rank's, after the exchange between ranks.
-        rollout_s: seconds that this rank's own rollouts took.
+        batch: this rank's trajectories, after the exchange between ranks.
+        rollout_s: seconds of this rank's own rollouts.
     """
-    own = (t.loss_mask[t.fork.at if t.fork else 0 :] for t in batch)  # a fork's prefix was sampled once, elsewhere
+    own = (t.loss_mask[t.fork.at if t.fork else 0 :] for t in batch)  # a fork's prefix counts in its parent
     tokens, seconds = zip(*gather_objects((sum(map(sum, own)), rollout_s)), strict=True)
     return sum(tokens) / max(seconds)
 

@@ -1,4 +1,4 @@
-"""Totals of a training (trajectories, calls, tokens, seconds) in training.json, which tables read without MLflow."""
+"""Writes the totals of a training run (trajectories, calls, tokens, seconds) to training.json."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ LAST = 10  # iterations
 
 
 class TrainingTotals(L.Callback):
-    """Keeps ``training.json`` in the stage folder: over all iterations so far and all ranks the sums ``trajectories``,
-    ``tool_calls``, ``calls/<tool>``, the means and shares of ``RolloutMetrics.ratios`` (``distinct``, ``forked``,
-    ``tokens_computed`` per trajectory, ...), ``tokens_computed_total``, ``iterations`` and ``seconds`` (of training,
-    validations included). What dynamic sampling threw away (``discarded_trajectories``) is in ``tool_calls`` and
-    ``tokens_computed_total``, since it was paid for, and in nothing else. Over the last 10 iterations ``last_reward``
-    and ``last_entropy_after_tools``.
+    """Writes ``training.json`` in the stage folder after every iteration, before its checkpoint.
 
-    Written after every iteration, before its checkpoint, since a run may be killed between its last checkpoint and
-    its end. A resumed run goes on from the sums in its checkpoint. Batches that were not rolled out for their step
-    are not counted.
+    It holds sums over all iterations and ranks (``trajectories``, ``tool_calls``, ``calls/<tool>``,
+    ``tokens_computed_total``, ``iterations``, ``seconds`` with validations), the means and shares of
+    ``RolloutMetrics.ratios`` (``distinct``, ``forked``, ``tokens_computed`` per trajectory, ...), ``last_reward`` and
+    ``last_entropy_after_tools`` (both over the last 10 iterations). Trajectories that dynamic sampling discarded
+    (``discarded_trajectories``) count in ``tool_calls`` and ``tokens_computed_total`` only.
+
+    A resumed run continues from the sums in its checkpoint. Batches that were not rolled out for their iteration are
+    not counted.
     """
 
     def __init__(self) -> None:
         self._totals = RolloutMetrics()
-        self._discarded = RolloutMetrics()  # by dynamic sampling: no part of any metric but the costs
+        self._discarded = RolloutMetrics()  # by dynamic sampling: these count as costs only
         self._last: deque[RolloutMetrics] = deque(maxlen=LAST)
         self._iterations = 0
         self._earlier_seconds = 0.0  # of the runs this one resumes
@@ -80,7 +80,7 @@ class TrainingTotals(L.Callback):
             write_atomically(stage_dir(trainer) / TRAINING_FILE, content + "\n")
 
     def totals(self) -> dict[str, float]:
-        """What the file holds. Means without an observation are absent."""
+        """Return the content of the file. Means without an observation are absent."""
         last = sum(self._last, RolloutMetrics())
         ratios = self._totals.ratios() | {
             "last_reward": (last.reward, last.rewarded),

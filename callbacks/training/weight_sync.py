@@ -1,4 +1,4 @@
-"""Weight sync: pushes the policy's weights into the rollout engine, and can verify that the engine uses them."""
+"""Pushes the policy's weights into the rollout engine, and can verify that the engine uses them."""
 
 from __future__ import annotations
 
@@ -20,29 +20,22 @@ PROBE_TEXT = "Where is the old lighthouse?"
 
 
 class WeightSync(L.Callback):
-    """Calls ``datamodule.rollouts.load_weights(module.policy_weights(), version=global_step)`` when training starts,
-    after each training iteration that another batch is sampled after, and before each validation and test, unless the
-    engine already has that version.
+    """Pushes the policy's weights into the engine (``datamodule.rollouts.load_weights``, version ``global_step``).
+
+    Pushes at the start of training, after each training iteration that is followed by a sampled batch, and before each
+    validation and test, unless the engine already has that version. Each rank's own engine, or the servers that all
+    ranks share, receives the weights. A push may wait for rollouts in flight (``rollouts.in_flight_updates: false``);
+    ``seconds`` excludes this. With ``rollouts.sleep_mode: true`` a push wakes the engine, and the optimiser states stay
+    in host memory from the push until the next training step.
 
     Args:
-        during_training: False for supervised stages, whose engine is used for evaluation only: then weights are
-            pushed before validation and test alone.
-        probe: after each push, let the engine (each server, where there are several) continue a fixed text greedily
-            and log the largest difference between its log-probs and the trainer's as ``weight_sync/probe_gap``. A stale
-            or half-written engine shows at once; the difference also holds the numerical difference between the two
-            implementations.
+        during_training: False for supervised stages, whose engine only evaluates: push before validation and test only.
+        probe: after each push, let each engine continue a fixed text greedily, and log the largest difference between
+            its log-probs and the trainer's as ``weight_sync/probe_gap``. A stale or half-written engine shows at once;
+            the numerical difference between the two implementations is included.
         probe_tokens: tokens to compare.
-        probe_tolerance: nats; a larger difference is an error that says whose it is. None: it is logged only.
-        checksum: let the engine compare every tensor that arrives with a checksum of the trainer's.
-
-    Where batches are generated ahead (``data.max_off_policy_iterations``) a push may wait until rollouts in flight are
-    done (``rollouts.in_flight_updates: false``); ``seconds`` leaves that out.
-
-    With ``rollouts.sleep_mode: true`` a push wakes the engine, and the optimisers' states lie in the host's memory from
-    before it until the next training step. The data module lets the engine sleep when a batch is complete; a supervised
-    stage's sleeps after each validation, and so does one whose next batch is a saved one.
-
-    Every rank's own engine gets them, or the servers that all share; ``policy_weights`` gathers collectively.
+        probe_tolerance: a difference above this many nats is an error that names the engine. None: only log it.
+        checksum: let the engine compare a checksum of every received tensor with the trainer's.
     """
 
     phase = "sync"
@@ -55,13 +48,8 @@ class WeightSync(L.Callback):
         probe_tolerance: PositiveFloat | None = None,
         checksum: bool = False,
     ) -> None:
-        if probe_tokens < 1:
-            raise ValueError(f"WeightSync(probe_tokens={probe_tokens}): expected at least 1")
-        if probe_tolerance is not None and (not probe or probe_tolerance <= 0):
-            raise ValueError(
-                f"WeightSync(probe={probe}, probe_tolerance={probe_tolerance}): expected probe: true with a tolerance "
-                "above 0 nats, or no tolerance"
-            )
+        if probe_tolerance is not None and not probe:
+            raise ValueError(f"WeightSync: probe_tolerance is {probe_tolerance} without probe; expected probe: true")
         self.during_training = during_training
         self.probe = probe
         self.probe_tokens = probe_tokens
@@ -72,7 +60,7 @@ class WeightSync(L.Callback):
         self._pushed: int | None = None
 
     def accept_data(self, data: Any) -> None:
-        """Data modules ask before an engine loads a model (``EvaluationData.ask_module``). Raises ValueError."""
+        """Refuse a data module without a rollout system, with ValueError, before an engine loads a model."""
         if getattr(data, "rollouts", None) is None:
             raise ValueError(
                 f"WeightSync needs a data module with a rollout system, found {type(data).__name__}; "
@@ -117,7 +105,7 @@ class WeightSync(L.Callback):
         return self.during_training and getattr(trainer.datamodule, "samples_next", True)  # type: ignore[attr-defined]
 
     def push(self, trainer: L.Trainer, module: Any) -> None:
-        """Push now, if the engine does not hold this version yet. A collective over ranks."""
+        """Push the weights, unless the engine already has this version. A collective."""
         version = trainer.global_step
         if self._pushed == version:
             return
@@ -136,7 +124,7 @@ class WeightSync(L.Callback):
         self.seconds += time.perf_counter() - start
 
     def _probe(self, trainer: L.Trainer, module: Any, version: int) -> float:
-        """Largest gap over all engines of all ranks. A collective."""
+        """Return the largest gap over all engines of all ranks. A collective."""
         rollouts = _rollouts(trainer)
         shared = rollouts.shares_engine
         answer: tuple[list[int], dict[str, Generation], str | None] = ([], {}, None)
@@ -154,7 +142,7 @@ class WeightSync(L.Callback):
         return self._judge(gather_objects(gaps)[:1] if shared else gather_objects(gaps), version)
 
     def _judge(self, gaps: list[dict[str, float]], version: int) -> float:
-        """The largest of all ranks' gaps. Raises ValueError if it is above the tolerance, or no number."""
+        """Return the largest gap of all ranks. Raises ValueError if it exceeds the tolerance or is NaN."""
         suffix = " of rank {}" if len(gaps) > 1 else ""
         named = {who + suffix.format(rank): gap for rank, own in enumerate(gaps) for who, gap in own.items()}
         bound = float("inf") if self.probe_tolerance is None else self.probe_tolerance
@@ -176,13 +164,13 @@ def _rollouts(trainer: L.Trainer) -> RolloutSystem:
 
 @torch.no_grad()
 def generation_gap(policy: torch.nn.Module, prompt_ids: list[int], generation: Generation) -> float:
-    """Largest absolute difference, in nats, between the sampler's log-probs of a continuation of ``prompt_ids`` and the
-    policy's."""
+    """Return the largest absolute difference, in nats, between an engine's log-probs of its continuation of
+    ``prompt_ids`` and the policy's."""
     device = next(policy.parameters()).device
     ids = torch.tensor([[*prompt_ids, *generation.token_ids]], device=device)
     length, n = len(generation.token_ids), ids.shape[1]
     ends = torch.tensor([0, n], dtype=torch.int32, device=device)
-    # What attention is told of packed rows: here one, of one sequence. A model that packs none makes nothing of it.
+    # Boundaries of packed sequences, here one. A model that does not pack ignores them.
     boundaries = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": n, "max_length_k": n}
     was_training = policy.training
     policy.eval()

@@ -33,7 +33,7 @@ class Splits:
     seed: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
-        if min(self.val, self.test) < 0 or self.val + self.test >= 1:
+        if self.val + self.test >= 1:
             raise ValueError(
                 f"splits: val is {self.val} and test {self.test}; expected shares that leave some to train"
             )

@@ -19,7 +19,6 @@ from common.files import write_atomically
 from common.progress import ProgressReports
 from common.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from common.seeds import derive_seed
-from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.question_file import OnInvalidRow
 from data_modules.datasets.splits import Splits
@@ -87,8 +86,7 @@ class GenerateTrajectories:
         splits: Splits | None = None,
         on_invalid_row: OnInvalidRow = "refuse",
     ) -> None:
-        check_at_least_one(limit=limit, samples_per_question=samples_per_question, chunk_questions=chunk_questions)
-        if min(gold_think, gold_direct) < 0 or gold_think + gold_direct > 1:
+        if gold_think + gold_direct > 1:
             raise ValueError(f"gold_think {gold_think} and gold_direct {gold_direct} are shares of one whole")
         self.rollouts = rollouts
         self.files = as_list("files", files)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from common.progress import ProgressReports
 from common.ranges import PositiveInt
-from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError, spread
 from data_modules.datasets.traces import MalformedTrace
 from data_modules.evaluation_data import as_list
@@ -33,9 +32,6 @@ class TraceStage(ABC, Generic[Trace]):
         files: of traces.
         max_tokens: of a trajectory, prompt included.
         limit: at most so many traces, evenly spaced over the files.
-
-    Raises:
-        ValueError: a number below 1.
     """
 
     label: ClassVar[str]
@@ -43,7 +39,6 @@ class TraceStage(ABC, Generic[Trace]):
     counted: ClassVar[tuple[str, ...]] = ()  # what ``note`` and ``shorten`` count
 
     def __init__(self, files: Sequence[str], max_tokens: PositiveInt | None, limit: PositiveInt | None) -> None:
-        check_at_least_one(max_tokens=max_tokens, limit=limit)
         self.files = as_list("files", files)
         self.max_tokens, self.limit = max_tokens, limit
 

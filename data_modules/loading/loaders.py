@@ -102,8 +102,6 @@ class EvaluationLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"eval_batch is {batch_size}; expected at least 1")
         self.mode = mode
         self.tasks = list(tasks[rank::world_size])
         self._batch_size = batch_size

@@ -126,8 +126,6 @@ def test_under_lightning_the_batches_arrive(make_data, make_system, question_fil
 
 
 def test_what_cannot_work_is_refused(make_data):
-    with pytest.raises(ValueError, match="dynamic_sampling is 0; expected at least 1"):
-        make_data(dynamic_sampling=0)
     with pytest.raises(ValueError, match="a group of one never differ"):
         make_data(group_size=1)
     with pytest.raises(

@@ -155,8 +155,3 @@ def test_two_ranks_generate_their_own_shares_ahead(make_data):
     alone = keys(batches(0, 1, 0))
     first, second = (keys(batches(rank, 2, 1)) for rank in range(2))
     assert [left + right for left, right in zip(first, second, strict=True)] == alone
-
-
-def test_what_cannot_work_is_refused(make_data):
-    with pytest.raises(ValueError, match="max_off_policy_iterations is -1; expected 0"):
-        make_data(max_off_policy_iterations=-1)

@@ -97,7 +97,7 @@ def test_a_checkpoint_that_lies_elsewhere(trained, tmp_path, workshop):
     shutil.copy(store.checkpoint, tmp_path / "copy.ckpt")
     assert same_weights(policy_state(run(context, tmp_path / "a", str(tmp_path / "copy.ckpt"))), weights)
     (tmp_path / "copy.ckpt").write_bytes(b"cut")
-    with pytest.raises(ExperimentError, match="copy.ckpt is no checkpoint, or an incomplete one"):
+    with pytest.raises(ExperimentError, match="copy.ckpt is not a checkpoint, or is incomplete"):
         run(context, tmp_path / "b", str(tmp_path / "copy.ckpt"))
     with pytest.raises(ExperimentError, match="no checkpoint at /nowhere"):
         run(context, tmp_path / "b", "/nowhere")

@@ -151,8 +151,6 @@ def test_validations_are_not_scored(trainer_for, tmp_path, teacher_dir):
 
 
 def test_what_cannot_work_is_refused_before_anything_is_loaded(trainer_for, model_dir):
-    with pytest.raises(ValueError, match="max_trajectories=0"):
-        StepDivergence("t", max_trajectories=0)
     data = EvaluationData({"agent": [attempts(1, 1)]})
     with pytest.raises(TypeError, match=r"turn_divergences\(trajectories, teacher\).*Hands has none"):
         trainer_for([StepDivergence(str(model_dir))]).test(Hands(), datamodule=data, verbose=False)

@@ -74,12 +74,12 @@ def test_what_is_no_checkpoint_is_told(interrupted, tmp_path):
     torch.save({"state_dict": {"walk": torch.zeros(1)}}, tmp_path / "walk.ckpt")
     (tmp_path / "empty").mkdir()
     for name, message in {
-        "cut.ckpt": "is no checkpoint, or an incomplete one",
-        "text.ckpt": "is no checkpoint, or an incomplete one",
-        "bare.ckpt": "is no Lightning checkpoint: there is no state_dict",
+        "cut.ckpt": "is not a checkpoint, or is incomplete",
+        "text.ckpt": "is not a checkpoint, or is incomplete",
+        "bare.ckpt": "is not a Lightning checkpoint",
         "walk.ckpt": r"holds no policy: none of its 1 tensors is named policy\.<...>",
-        "empty": "is no checkpoint; expected a .ckpt file, a DeepSpeed folder",
-        "nowhere": "is no checkpoint; expected",
+        "empty": "is not a checkpoint; expected a .ckpt file, a DeepSpeed folder",
+        "nowhere": "is not a checkpoint; expected",
     }.items():
         with pytest.raises(ValueError, match=message):
             checkpoint_weights(tmp_path / name)

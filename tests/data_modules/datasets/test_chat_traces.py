@@ -248,8 +248,6 @@ def test_rows_of_another_shape(make):
         only(make(row(said("a"), tools=[{"name": "f"}])))
     with pytest.raises(ValueError, match="knows no enable_thinking"):
         make(TWO_ROUNDS, name="qwen2_5", thinking=True)
-    with pytest.raises(ValueError, match="limit is 0"):
-        make(TWO_ROUNDS, limit=0)
 
 
 def test_the_report(make, tmp_path):
