@@ -95,8 +95,7 @@ def scores_itself(environment: EnvironmentFactory) -> bool:
 
 
 def check_tools(environment: object, called: Iterable[str], caller: str) -> None:
-    """Raise ValueError if ``caller`` calls tools that the environment does not name. An environment that names no tools
-    passes."""
+    """Raise ValueError if ``caller`` calls tools that the environment, if it names its tools, does not have."""
     called = tuple(called)
     there = getattr(environment, "tools", called)
     if missing := sorted(set(called) - set(there)):
@@ -111,8 +110,7 @@ def check_tools(environment: object, called: Iterable[str], caller: str) -> None
 async def act_in_order(
     action: Action, act: Callable[[ToolRequest], Awaitable[ToolResult]]
 ) -> tuple[tuple[ToolResult, ...], tuple[float, ...]]:
-    """Execute the calls of an action one after the other, because each changes the world. Returns results and
-    seconds."""
+    """Execute the calls of an action in order, because each changes the world. Returns results and seconds."""
     results, latencies = [], []
     for request in action.calls:
         began = time.monotonic()
@@ -122,8 +120,7 @@ async def act_in_order(
 
 
 def check_tasks(tasks: Iterable[Task], look: Callable[[Task], object], what: str) -> None:
-    """Call ``look`` for every task. Raise ValueError with the first messages of its ValueErrors, one per line under
-    ``what``."""
+    """Call ``look`` for every task. Raise ValueError with its first messages, one per line under ``what``."""
     problems = []
     for task in tasks:
         try:

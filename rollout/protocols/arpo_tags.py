@@ -117,8 +117,7 @@ class ARPOProtocol(TextProtocol):
 
 
 def read_system(system: str) -> str:
-    """Return the text of a built-in name or a file. Raises ValueError for anything else, and for a question file
-    without a system message."""
+    """Return the text of a built-in name or a file. Raises ValueError if there is no such text."""
     if system in SYSTEMS:
         return SYSTEMS[system]
     path = Path(system)

@@ -335,8 +335,7 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
 
 
 def request(value: Any, keys: tuple[str, ...] = KEYS) -> ToolRequest:
-    """Return the call of a JSON object with a name and, under the first of the ``keys``, arguments. Raises
-    MalformedCall."""
+    """Return the call of a JSON object with a name and, under the first of the ``keys``, arguments."""
     if not isinstance(value, dict):
         raise MalformedCall(f"expected a JSON object, found {_kind(value)}")
     name = value.get("name")

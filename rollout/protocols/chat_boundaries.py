@@ -121,15 +121,13 @@ class ChatBoundaries:
         return written if ended else [self.end_id, *written]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return ids of a whole prompt that ends with the header of the assistant's turn; see ``hide`` for quoted
-        tags."""
+        """Return ids of a prompt that ends with the header of the assistant's turn; see ``hide`` for quoted tags."""
         return self.quotes.ids(self.render(self.hide(messages)))
 
     def text_after(
         self, messages: Sequence[Message], *, called: Sequence[str] = (), turns: Sequence[Message] = ()
     ) -> str:
-        """Return the text that the template writes behind the end of an assistant's turn. ``turns``: the conversation
-        before that turn."""
+        """Return the text that the template writes behind an assistant's turn. ``turns``: the turns before it."""
         turn = self._calling(called) if called else self._plain
         if not called and self.answer_role == "user":
             messages = [message | {"role": "user"} for message in messages]
@@ -218,8 +216,7 @@ class ChatBoundaries:
             return False
 
     def _behind_turn(self, rendered: str, called: bool = False) -> tuple[str, str]:
-        """Return the token that ends the placeholder's turn, and the text behind it. Raises ValueError without such a
-        token."""
+        """Return the token that ends the placeholder's turn, and the text behind it. Raises ValueError."""
         _, found, rest = rendered.rpartition(_TURN)
         end = self._end.search(rest)
         other = None if called else self._any_special.search(rest[: end.start()] if end else rest)
@@ -250,8 +247,7 @@ class ChatBoundaries:
             self.answer_role = "user"
 
     def _checked(self) -> dict[bool, str]:
-        """Return the template's ends of a turn, by whether it called. Raises ValueError if cutting would not be
-        exact."""
+        """Return the template's ends of a turn, by whether it called. Raises ValueError if a cut is not exact."""
         quote = f"[{next(iter(self._special))}]"
         ends: dict[bool, str] = {}
         for called in ((), (self._tool_name(),)):

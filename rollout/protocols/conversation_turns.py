@@ -1,5 +1,4 @@
-"""Splits a conversation into a rollout's turns: the text that the model would have sampled, and the text it would have
-read."""
+"""Splits a conversation into a rollout's turns: the texts that the model would have sampled and read."""
 
 from __future__ import annotations
 

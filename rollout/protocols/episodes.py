@@ -82,8 +82,7 @@ class EpisodeProtocol(TextProtocol):
 
     # ------------------------------------------------------------------ prompts
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """Return [P] ids of the first turn's prompt. Raises ValueError for a task without an observation, or another
-        mode."""
+        """Return [P] ids of the first turn's prompt. Raises ValueError without an observation, or in another mode."""
         if mode is not PromptMode.AGENT:
             raise ValueError(f"mode {mode} asks for an answer without acting, which an episode does not allow")
         if not task.question.strip():
@@ -132,8 +131,7 @@ class EpisodeProtocol(TextProtocol):
         return self._filled(self.texts.later, values)
 
     def _filled(self, text: str, values: Mapping[str, str]) -> str:
-        """Fill a text. Observations and the model's words are quoted, so their tags are text; those of ``text`` are
-        not."""
+        """Fill a text. The tags of observations and of the model's words become text; those of ``text`` stay."""
         return fill(text, {k: v if k == "history" else self.quotes.quote(v) for k, v in values.items()})
 
     def _goal(self, task: Task) -> str:

@@ -150,8 +150,7 @@ class HermesProtocol(TextProtocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """Return the prompt of the next turn (see ``PerTurnPrompts``). All turns stay; results in a long prompt lose
-        their middle."""
+        """Return the prompt of the next turn with all earlier turns; results in a long prompt lose their middle."""
         if not turns:
             return TurnPrompt(tuple(self.prompt_ids(task)), 0, False)
         prompt = self._with_skills(task, self._messages(task))

@@ -147,8 +147,7 @@ def control_tokens(tokenizer: Any) -> tuple[str, ...]:
 
 
 def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids of the tokenizer's EOS and those in generation_config.json (Qwen lists two), without
-    repetition."""
+    """Return the distinct ids of the tokenizer's EOS and those in generation_config.json (Qwen lists two)."""
     ids = [tokenizer.eos_token_id]
     config = Path(folder) / "generation_config.json"
     if config.is_file():

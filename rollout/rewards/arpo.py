@@ -105,8 +105,7 @@ def as_released(text: str, golds: Sequence[str], bonus: float = 0.1) -> Reward:
 
 
 def is_math(task: Task) -> bool:
-    """Return whether a task is mathematics: by its ``ability`` ("math", "qa"), else by its data source
-    (``MATH_SOURCES``)."""
+    """Return whether a task is mathematics, by its ``ability``, else by its data source."""
     ability = task.metadata.get("ability")
     return ability == "math" if ability else task.data_source in MATH_SOURCES
 

@@ -81,8 +81,7 @@ class ArpoReleasedAnswers:
         self.tokenizer, self.math_timeout_s = load_tokenizer(tokenizer), math_timeout_s
 
     def score(self, trajectory: Any) -> Any:
-        """Return (answer, {em, f1 and, for a mathematical task, math}) of a ``Trajectory``
-        (``evaluation.AnswersProtocol``)."""
+        """Return (answer, {em, f1 and, for mathematics, math}) of a ``Trajectory`` (``evaluation.AnswersProtocol``)."""
         task, math = trajectory.task, is_math(trajectory.task)
         answer = released_answer(decode(self.tokenizer, trajectory.response_ids, skip_special=True))
         said = answer or ""

@@ -109,8 +109,7 @@ class DeadlinePool:
 
 
 def _prepare(function: str, memory_mb: int) -> None:
-    """Prepare a process for its first call. It ignores Ctrl-C, which is for the trainer, and forgets the trainer's
-    rank."""
+    """Prepare a process for its first call: it ignores Ctrl-C and forgets the trainer's rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
@@ -129,8 +128,7 @@ def _find(function: str) -> Any:
 
 
 def _call(function: str, timeout_s: float, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Return True and the function's result, or False and its own TimeoutError. Pebble raises the same exception for a
-    killed call."""
+    """Return True and the result, or False and the function's TimeoutError, which pebble raises for kills too."""
     # SIGALRM's default action ends the process even in the middle of one long operation.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)

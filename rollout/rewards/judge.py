@@ -109,8 +109,7 @@ class Judge:
         return self.client.model
 
     async def judge(self, item: JudgeItem) -> Verdict:
-        """Return the verdict. An empty answer is incorrect without a request. If the service fails or no reply can be
-        read, the verdict is None."""
+        """Return the verdict. An empty answer is incorrect; without a readable reply ``correct`` is None."""
         if item.prediction is None or not item.prediction.strip():
             return Verdict(False)
         reply = ""

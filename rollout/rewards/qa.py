@@ -62,8 +62,7 @@ class SearchR1ReleasedAnswers:
         self.tokenizer = load_tokenizer(tokenizer)
 
     def score(self, trajectory: Trajectory) -> tuple[str | None, dict[str, float]]:
-        """Return (answer, its ``answer_parts``). em is also 1 for two texts that normalisation empties ("the" for "The
-        The")."""
+        """Return (answer, its ``answer_parts``). em is also 1 for two texts that normalisation empties."""
         ids = [*trajectory.prompt_ids, *trajectory.response_ids]
         pairs = between(decode(self.tokenizer, ids), "<answer>", "</answer>")
         answer = pairs[-1].strip() if len(pairs) > 1 else None

@@ -1,5 +1,4 @@
-"""HTTP client of the rollout: API keys from the environment, one pooled session for each event loop, one JSON
-request."""
+"""HTTP client of the rollout: API keys from the environment, pooled sessions, one JSON request."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class LoopSession:
         self._held = PerLoop(owner, make)
 
     def open(self) -> tuple[aiohttp.ClientSession, AbstractAsyncContextManager[Any]]:
-        """Return the running loop's session, and a context manager that holds one of its slots. Raises RuntimeError
-        while another live loop has them."""
+        """Return the running loop's session and a context manager that holds one of its slots."""
         return self._held.get()
 
     async def close(self) -> None:

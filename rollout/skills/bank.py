@@ -41,8 +41,7 @@ class SkillBankError(FileError):
 
 
 def _text(value: str) -> str:
-    """Check that a text is not empty and valid UTF-8. JSON can write half of a surrogate pair, which no tokenizer
-    takes."""
+    """Check that a text is not empty and valid UTF-8: JSON can write half of a surrogate pair."""
     if not value.strip() or re.search("[\ud800-\udfff]", value):
         raise ValueError("expected a text that is not empty")
     return value
@@ -126,8 +125,7 @@ class SkillBank:
         return dict(self.metadata.get(TASK_TO_SKILL, {}))
 
     def category_of(self, task_type: str) -> str | None:
-        """Return the category of a task type by ``task_to_skill``, or of a category's name, or None for an unknown
-        type."""
+        """Return the category of a task type or of a category's name, or None for an unknown type."""
         if task_type in self.tasks:
             return self.tasks[task_type]
         return task_type if task_type in self.by_category else None

@@ -26,8 +26,7 @@ def token_counter(tokenizer: Any) -> CountTokens:
 
 
 def render(selection: Selection, form: Form = "released", header: str = "") -> str:
-    """Render general skills, then each category. Returns "" for an empty selection, whatever the ``header`` (a first
-    line)."""
+    """Render general skills, then each category. Returns "" for an empty selection, even with a ``header``."""
     sections = _sections(selection, form)
     if not sections:
         return ""

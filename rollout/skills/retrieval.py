@@ -35,8 +35,7 @@ class SkillRetriever(ABC):
     _bank: SkillBank | None = None
 
     def bind(self, bank: SkillBank) -> None:
-        """Take the skills from ``bank``. Raises ValueError if the bank lacks data that this retriever needs, or another
-        bank was bound before."""
+        """Take the skills from ``bank``. Raises ValueError for an unsuitable bank, or a second one."""
         if self._bank is not None and self._bank != bank:
             raise ValueError(f"this {type(self).__name__} already chooses from another bank; make one for each bank")
         self._check(bank)
@@ -57,8 +56,7 @@ class SkillRetriever(ABC):
         return (self.with_categories(name) for name in self.bank.by_category)
 
     def check_task(self, task: Task) -> None:
-        """Raise ValueError where ``select`` would, whatever the text. Cheap, because it runs for all tasks before a
-        model loads."""
+        """Raise ValueError where ``select`` would, whatever the text. Cheap: it runs for all tasks."""
         return None
 
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:

@@ -61,8 +61,7 @@ class LimitedTool:
             await self.tool.start()
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Raises InfrastructureError if every attempt failed for reasons outside the model, and PermanentFailure at
-        once."""
+        """Call the tool. Raises InfrastructureError if every attempt failed, and PermanentFailure at once."""
         if self._cache is None:
             return await self._attempts(arguments)
         key = json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=repr)

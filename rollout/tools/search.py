@@ -40,8 +40,7 @@ def format_passages(passages: Iterable[tuple[str, str]]) -> str:
 
 
 def _numbered(passages: Iterable[tuple[str, str]]) -> str:
-    """Format passages as Search-R1's ``_passages2string`` (search_r1/llm_agent/generation.py): one line each, numbered
-    from 1."""
+    """Format passages as Search-R1's ``_passages2string`` (search_r1/llm_agent/generation.py)."""
     return "".join(f"Doc {i}(Title: {heading}) {text}\n" for i, (heading, text) in enumerate(passages, start=1))
 
 
@@ -68,8 +67,7 @@ class SearchTool:
         self.retriever, self.topk = retriever, topk
 
     async def start(self) -> None:
-        """Start the retriever, or check that its servers answer. Raises InfrastructureError if one does not, and the
-        retriever's error for a wrong index."""
+        """Start the retriever, or check that its servers answer. Raises InfrastructureError if one does not."""
         start = getattr(self.retriever, "start", None)
         try:
             if inspect.iscoroutinefunction(start):

@@ -1,5 +1,4 @@
-"""Test cases of a program: the inputs, and how outputs are compared. ``solution_tests`` describes the forms of
-tests."""
+"""Test cases of a program: inputs, and the comparison of outputs. ``solution_tests`` describes the forms."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def form(tests: Mapping[str, Any], as_released: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """One assertion. ``harness.judge`` and ``harness.answer`` run in turn; only the latter's process holds the
-    solution."""
+    """One assertion. ``harness.judge`` and ``harness.answer`` run in turn; only the latter holds the solution."""
 
     program: str
     test: str
@@ -79,8 +77,7 @@ class Calls:
 
     @classmethod
     def of(cls, program: str, name: str, pairs: Sequence[tuple[str, str]], max_output: int) -> Calls:
-        """Take the first tests, as many as fit: their possible answers into ``max_output``, their inputs into
-        INPUTS."""
+        """Take as many of the first tests as fit: their answers into ``max_output``, their inputs into INPUTS."""
         inputs: list[str] = []
         longest = 0
         for given, expected in pairs:

@@ -121,8 +121,7 @@ def calls(text, name, longest):
 
 
 def _as_json(value):
-    """Return JSON that equals ``value`` by Python's rules, except that the value itself may be a tuple; "" if there is
-    none."""
+    """Return JSON that equals ``value`` by Python's rules (a tuple may be a list), or "" if there is none."""
     try:
         return json.dumps(_comparable(list(value) if isinstance(value, tuple) else value))
     except (TypeError, ValueError, OverflowError):

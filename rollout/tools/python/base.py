@@ -48,8 +48,7 @@ class Runner(Protocol):
 
 
 def refused(code: str, stdin: str) -> Run | None:
-    """Return the result of a program that is too long and is not run, else None. Raises ValueError for too much
-    input."""
+    """Return the result of a program that is too long to run, else None. Raises ValueError for too much input."""
     if (size := len(stdin.encode("utf-8", "replace"))) > MAX_STDIN_BYTES:
         raise ValueError(f"a program was to read {size} bytes; expected at most {MAX_STDIN_BYTES}: leave the input out")
     too_long = len(code.encode("utf-8", "replace")) > MAX_PROGRAM_BYTES
@@ -72,8 +71,7 @@ def ended(code: int, output: str, timeout_s: float | None = None, killed: str = 
 
 
 def dedented(text: str) -> str:
-    """Return the text without its common margin. ``textwrap.dedent`` compiles the margin into a pattern, which takes a
-    second for 200,000 spaces."""
+    """Remove the common margin in linear time; ``textwrap.dedent`` takes a second for 200,000 spaces."""
     lines = [line if line.strip(" \t") else "" for line in text.split("\n")]
     shared = os.path.commonprefix([line for line in lines if line])
     margin = len(shared) - len(shared.lstrip(" \t"))
@@ -91,8 +89,7 @@ def readable(text: str) -> str:
 
 
 def middle_cut(text: str, limit: int) -> str:
-    """Cut a text to about ``limit`` characters: keep the beginning and, because errors come last, a fifth for the
-    end."""
+    """Cut a text to about ``limit`` characters, a fifth of them at the end, because errors come last."""
     if len(text) <= limit:
         return text
     tail = limit // 5

@@ -110,8 +110,7 @@ class SandboxServer:
         self.writer.write(HEADER.pack(id, len(body)) + body)  # no drain: the caller waits for the answer anyway
 
     def kill(self) -> None:
-        """Kill the server at once, from any loop. The kernel ends the server and all programs with the monitor
-        process."""
+        """Kill the server at once, from any loop. The kernel ends all its programs with it."""
         if self.process.poll() is None:
             self.process.kill()
         if not self.loop.is_closed():

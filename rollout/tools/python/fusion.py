@@ -65,8 +65,7 @@ class SandboxFusion:
         self._tried = True
 
     async def run(self, code: str, stdin: str = "") -> Run:
-        """Run one program. Raises InfrastructureError if the service is absent or late, says SandboxError, or answers
-        in another form."""
+        """Run one program. Raises InfrastructureError for a service that is absent, late or fails."""
         if (refusal := refused(code, stdin)) is not None:
             return refusal
         data = code.encode("utf-8", "replace")

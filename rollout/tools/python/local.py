@@ -93,8 +93,7 @@ class LocalSandbox:
         return self._protections
 
     async def start(self) -> None:
-        """Start the server and probe it. Raises InfrastructureError if it does not start, and UnprotectedError if it is
-        not tight."""
+        """Start the server and probe it. Raises InfrastructureError, or UnprotectedError if it is not tight."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():

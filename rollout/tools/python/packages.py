@@ -1,5 +1,4 @@
-"""Finds the paths of installed packages and their requirements, to mount them in the sandbox, without importing
-them."""
+"""Finds the paths of installed packages and their requirements without importing them, for the sandbox."""
 
 from __future__ import annotations
 

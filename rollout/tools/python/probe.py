@@ -90,8 +90,7 @@ def program(canary: str, trainer: int, limit_mb: int, threads: int) -> str:
 
 
 def judge(output: str, mechanisms: list[str]) -> tuple[Protection, ...]:
-    """Return the protections from the probe's output and the server's mechanisms. An unfinished probe found no
-    protection."""
+    """Return the protections from the probe's output (none if it did not finish) and the server's mechanisms."""
     try:
         found = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):

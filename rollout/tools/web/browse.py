@@ -1,5 +1,4 @@
-"""Search whose pages a second model reads and summarises, as in ARPO's deep-search evaluation (evaluation/, mode
-"completion_sds")."""
+"""Search whose pages a second model summarises, as in ARPO's evaluation (mode "completion_sds")."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ def passage(text: str, snippet: str, reach: int = 3000, otherwise: int = 6000, l
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Return half-open character spans. A line break also ends a sentence. The last span holds the rest of a page with
-    more than ``MOST_SENTENCES``."""
+    """Return half-open spans of at most ``MOST_SENTENCES`` sentences and the rest. A line break ends a sentence."""
     spans, start = [], 0
     for gap in itertools.islice(_SENTENCE_END.finditer(text), MOST_SENTENCES):
         spans.append((start, gap.start()))

@@ -31,8 +31,8 @@ class BrightDataSearch:
     """Search tool: ``{"query": str}`` to one line "Page i: ..." per hit, the distinct, non-empty descriptions in Bing's
     order.
 
-    The hits are also documents: the id is the link, the text the description, the score 1 / rank. Bing is asked in
-    Chinese for Chinese queries, else in English. Equal queries at the same time share one request.
+    The hits are also documents: the id is the link, the text the description, the score 1 / rank. Chinese queries
+    are searched in Chinese, others in English. Equal queries at the same time share one request.
 
     Outcomes: OK; EMPTY without hits; REFUSED for an empty query, ERROR for a missing one, as in ``SearchTool``. Other
     failures (another status than 200, no answer, no JSON) raise InfrastructureError, and a ``LimitedTool`` retries.
@@ -47,8 +47,7 @@ class BrightDataSearch:
         result_length: characters of each description shown.
         timeout: seconds for one request.
         cache: an SQLite file (see ``search_cache``) for results of this and later runs, keyed by query alone, as
-            published. A file with another ``location``, ``max_results`` or ``result_length`` is refused. None: no
-            cache.
+            published. A file with another ``location``, ``max_results`` or ``result_length`` is refused.
         needs_links: search again if the cache has a result without links (imported results), for ``BrowsingSearch``.
         offline: answer from the cache only, without a key or requests. A query that the cache lacks is EMPTY, in the
             words of a search without hits; ``detail`` says which it was. Results without links are returned without
@@ -155,8 +154,7 @@ def _as_result(text: str, documents: tuple[Document, ...]) -> ToolResult:
 
 
 def _said_in_headers(answer: Answer) -> str:
-    """Return Bright Data's explanation of a failure, which is in headers (docs.brightdata.com, "Debugging SERP
-    API")."""
+    """Return Bright Data's explanation of a failure (docs.brightdata.com, "Debugging SERP API")."""
     said = [v for k, v in answer.headers.items() if k.lower() in ("x-brd-error", "x-brd-error-code")]
     return f" ({'; '.join(said)})" if said else ""
 

@@ -53,8 +53,7 @@ def mount(source: str | None, target: str, kind: str | None = None, flags: int =
 
 
 def bind(source: str, target: str) -> None:
-    """Show a file or folder at another place, read-only unless it is a device. Makes the missing parts of the
-    target."""
+    """Show a file or folder at another place, which is made if missing; read-only unless it is a device."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:

@@ -18,8 +18,7 @@ NAMESPACES = {
 
 
 def isolate(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Leave the trainer's namespaces one by one, if necessary by way of a user namespace. Returns the names of those
-    left, and the reasons for the others."""
+    """Leave the trainer's namespaces one by one. Returns the names of those left, and reasons for the others."""
     done, failures = [], {}
     if "namespaces" not in wanted:
         return done, {"namespaces": "not wanted"}

@@ -69,8 +69,7 @@ def _short(filename: str) -> str:
 
 
 def execute(source: str) -> int:
-    """Run a program as ``__main__`` and return the exit code that Python would return. Prints to stdout, errors to
-    stderr."""
+    """Run a program as ``__main__`` and return Python's exit code. Prints to stdout, errors to stderr."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
@@ -127,8 +126,7 @@ def _finish() -> int:
 
 
 def fresh_streams() -> None:
-    """Open text streams over descriptors 0, 1 and 2. Characters that are not Unicode text are written with
-    backslashes."""
+    """Open text streams over descriptors 0, 1 and 2. Invalid characters are written with backslashes."""
     given = io.BufferedReader(io.FileIO(0, "rb", closefd=False))
     sys.stdin = io.TextIOWrapper(given, encoding="utf-8", errors="surrogateescape")
     for name, fd in (("stdout", 1), ("stderr", 2)):

@@ -27,8 +27,7 @@ class Zygote:
         self.pid, self.requests, self.statuses = pid, requests, statuses
 
     def start(self, number: int) -> tuple[int, int]:
-        """Start a process. Returns the descriptors to write its program to and to read its output from. Raises OSError
-        if no descriptors are left."""
+        """Start a process. Returns descriptors to write its program and to read its output. Raises OSError."""
         fds: list[int] = []
         try:
             fds += os.pipe()
