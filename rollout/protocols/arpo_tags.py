@@ -134,4 +134,4 @@ def read_system(system: str) -> str:
     for message in messages:
         if message["role"] == "system":
             return mended(message["content"])
-    raise ValueError(f"{path}: the prompt of the first row holds no system message; take another system text")
+    raise ValueError(f"{path}: the prompt of the first row has no system message; take another system text")

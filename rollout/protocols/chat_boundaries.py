@@ -268,12 +268,12 @@ class ChatBoundaries:
             answer = results[0] | ({} if called else {"role": self.answer_role})
             earlier = [{"role": "user", "content": "other"}, before, answer]
             if text != self.text_after(results, called=called, turns=earlier):
-                raise ValueError(f"{self.where} writes after a turn what depends on the turns before")
+                raise ValueError(f"{self.where} writes text after a turn that depends on earlier turns")
             if self.quotes.ids_in_pieces(text) != self.ids(text):
                 raise ValueError(f"the tokenizer of {self.where} reads text between control tokens differently")
             shown = self.tokenizer.decode(self.ids_after([{"role": "tool", "content": quote}], called=called))
             if "one" not in text or quote not in shown:
-                raise ValueError(f"{self.where} does not show what a tool returned, or not as it is")
+                raise ValueError(f"{self.where} does not show tool results unchanged")
             ends[bool(called)] = self._behind_turn(self.render([_USER, turn, answer]), bool(called))[0]
         return ends
 

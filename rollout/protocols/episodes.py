@@ -86,7 +86,7 @@ class EpisodeProtocol(TextProtocol):
         if mode is not PromptMode.AGENT:
             raise ValueError(f"mode {mode} asks for an answer without acting, which an episode does not allow")
         if not task.question.strip():
-            raise ValueError(f"task {task.id}: the world shows nothing to begin with")
+            raise ValueError(f"task {task.id}: shows nothing to begin with; expected a first observation")
         return self._prompt(task, self._first(task))
 
     def turn_prompt(

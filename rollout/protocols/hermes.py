@@ -119,7 +119,7 @@ class HermesProtocol(TextProtocol):
             )
         self.max_parallel_calls = (max_parallel_calls or MAX_CALLS) if several else 1
         if history == "template" and self.call_format == HARMONY:
-            raise ValueError("history is template, but a harmony template takes thinking apart; expected sampled")
+            raise ValueError("history is template, but a harmony template stores thinking separately; expected sampled")
         self.history = history
 
     @property
@@ -135,7 +135,7 @@ class HermesProtocol(TextProtocol):
         if mode not in (PromptMode.AGENT, PromptMode.CLOSED_BOOK):
             raise ValueError(
                 f"mode {mode} shows gold passages as the beginning of the assistant's turn, which a chat of tool calls "
-                "has no place for; expected agent or closed_book (take search_r1 or arpo_tags for "
+                "cannot hold; expected agent or closed_book (take search_r1 or arpo_tags for "
                 "ARCap's diagnostic prompts)"
             )
         messages = self._with_skills(task, self._messages(task))

@@ -200,7 +200,7 @@ def _worded_in(path: Path) -> str:
     row = frame.select("prompt", "question").collect().to_dicts()[0]
     asked, question = row["prompt"][-1]["content"], row["question"].strip()
     if asked.count(question) != 1:
-        raise ValueError(f"{path}: the prompt of the first row does not hold its question once: {question!r}")
+        raise ValueError(f"{path}: the prompt of the first row does not contain its question once: {question!r}")
     before, _, after = asked.partition(question)
     return f"{before}{{question}}{after.removeprefix('?')}"
 

@@ -178,8 +178,7 @@ class ReasoningReward:
         tests, who = task.metadata.get("tests"), f"task {task.id} ({task.data_source}) is answered by a program"
         if self.code is None:
             raise ValueError(
-                f"{who}, and the reward has nothing to run it: set its runner, such as "
-                "rollout.tools.python.local.LocalSandbox"
+                f"{who}, but the reward has no runner; set runner, such as rollout.tools.python.local.LocalSandbox"
             )
         if not tests:
             raise ValueError(f"{who}, and its metadata has no tests")

@@ -75,7 +75,8 @@ class Skills:
         self.every_turn = every_turn
         if every_turn and retriever.learns:
             raise ValueError(
-                f"{type(retriever).__name__} learns from episodes, and every_turn chooses for turns: set it to false"
+                f"{type(retriever).__name__} learns from episodes, but every_turn chooses for turns; expected every_turn: "
+                "false"
             )
 
     def __repr__(self) -> str:

@@ -92,7 +92,7 @@ def _read_skills(path: Path, prefix: str) -> tuple[Skill, ...]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # other line ends are text
     except UnicodeDecodeError as error:
-        raise SkillBankError(f"{path}: no UTF-8 text ({error})") from error
+        raise SkillBankError(f"{path}: not UTF-8 text ({error})") from error
     skills: list[Skill] = []
     for number, line in enumerate(lines, start=1):
         line = line.strip()

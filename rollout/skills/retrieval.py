@@ -70,7 +70,7 @@ class SkillRetriever(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state. Raises ValueError if ``state`` is another retriever's."""
         if state:
-            raise ValueError(f"{type(self).__name__} has learnt nothing, but the state holds {sorted(state)}")
+            raise ValueError(f"{type(self).__name__} learns nothing, but the state has {sorted(state)}")
 
     def with_categories(self, *names: str) -> Selection:
         """Return the general skills and those of the named categories, in the bank's order."""
@@ -142,7 +142,7 @@ class Shuffled(SkillRetriever):
     def __init__(self, retriever: SkillRetriever, seed: NonNegativeInt = 0) -> None:
         if retriever.learns:
             raise ValueError(
-                f"Shuffled cannot tell {type(retriever).__name__} what became of its choices; take another"
+                f"Shuffled replaces the choices of {type(retriever).__name__}, which learns from them; take another"
             )
         self.retriever, self.seed = retriever, seed
 

@@ -149,7 +149,7 @@ def assertions(test_code: str) -> list[str]:
     try:
         tree = ast.parse(test_code)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"tests: test_code is no Python: {error}") from error
+        raise ValueError(f"tests: test_code is not Python: {error}") from error
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     body = functions["check"].body if "check" in functions else tree.body
     if not _may_fail([*tree.body, *body], functions):

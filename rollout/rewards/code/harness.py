@@ -387,7 +387,7 @@ class _Numbers:
             return ["data", _comparable(value)]  # other numbers
         except (TypeError, ValueError, OverflowError):
             if self.keep is None:
-                raise TypeError(f"a test gave a solution a {type(value).__name__}, which is no data") from None
+                raise TypeError(f"a test gave a solution a {type(value).__name__}, which is not data") from None
             return ["remote", self.keep(value)]
 
     def _pairs(self, held):

@@ -75,7 +75,7 @@ class BrowsingSearch:
         max_tokens: PositiveInt = 4096,
     ) -> None:
         if isinstance(search, BrightDataSearch) and search.cache is not None and not search.needs_links:
-            raise ValueError("a search with a cache may know results without links: set its needs_links to true")
+            raise ValueError("a search with a cache may return results without links; expected needs_links: true")
         self.search, self.summariser, self.fetcher = search, summariser, fetcher or PageFetcher()
         self.temperature, self.top_p, self.max_tokens = temperature, top_p, max_tokens
 

@@ -367,5 +367,5 @@ def test_as_released_skills_are_chosen_for_every_turn_by_its_prompt(model_dir):
     train(module, model_dir, 1)
     rows, protocol = module._last[0], module.trainer.datamodule.rollouts.protocol
     assert Reading.read == [protocol.decode(list(t.prompt_ids)) for t in rows]
-    with pytest.raises(ValueError, match="UCB learns from episodes, and every_turn chooses for turns"):
+    with pytest.raises(ValueError, match="UCB learns from episodes, but every_turn chooses for turns"):
         skills(UCB(), every_turn=True)

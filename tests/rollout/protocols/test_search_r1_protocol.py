@@ -134,7 +134,7 @@ def test_a_template_is_the_wording_of_a_question_file(model_dir, tmp_path):
     plain = Task("q", rows[1]["question"], ("x",), "nq")
     assert asked.prompt_ids(plain) == published.prompt_ids(replace(plain, prompt=prompt)), "question mark and all"
     pl.DataFrame([search_r1_row(0, question="another?")]).write_parquet(tmp_path / "other.parquet")
-    with pytest.raises(ValueError, match="the prompt of the first row does not hold its question once: 'another"):
+    with pytest.raises(ValueError, match="the prompt of the first row does not contain its question once: 'another"):
         SearchR1Protocol(str(model_dir), template=str(tmp_path / "other.parquet"))
 
 

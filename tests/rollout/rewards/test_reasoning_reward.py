@@ -370,7 +370,7 @@ def test_a_failing_sandbox_is_no_score(make, judge, monkeypatch):
 
 
 def test_what_cannot_be_judged(make, judge):
-    with pytest.raises(ValueError, match=r"task c \(skywork_code\) is answered by a program.*set its runner"):
+    with pytest.raises(ValueError, match=r"task c \(skywork_code\) is answered by a program.*set runner"):
         judge(make(CODE, block("print(1)")), runner=None)
     assert judge(make(MATH, r"\boxed{42}", "42"), runner=None).total == 1.0
     with pytest.raises(ValueError, match="answered by a program, and its metadata has no tests"):

@@ -161,7 +161,7 @@ def test_those_that_learn_nothing_have_no_state():
     retriever.update([(retriever.select(task(), ""), 1.0)])
     assert retriever.state_dict() == {}
     retriever.load_state_dict({})
-    with pytest.raises(ValueError, match=r"Full has learnt nothing, but the state holds \['arms'\]"):
+    with pytest.raises(ValueError, match=r"Full learns nothing, but the state has \['arms'\]"):
         retriever.load_state_dict({"arms": {}})
 
 
@@ -184,5 +184,5 @@ def test_shuffled_gives_other_categories_in_the_same_number():
     assert all(s.general == BANK.general for s in chosen)
     assert retriever.select(task(id="t0", data_source="clean"), "") == chosen[0]
     assert bound(Shuffled(Full())).select(task(), "").categories == (), "no others are left"
-    with pytest.raises(ValueError, match="Shuffled cannot tell UCB"):
+    with pytest.raises(ValueError, match="Shuffled replaces the choices of UCB"):
         Shuffled(UCB())

@@ -133,7 +133,7 @@ def test_over_the_web_search_with_its_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("BRIGHT_DATA_API_KEY", "k")
     cache = str(tmp_path / "cache.sqlite")
     client = ChatClient(["http://127.0.0.1:1"], "m")
-    with pytest.raises(ValueError, match="set its needs_links to true"):
+    with pytest.raises(ValueError, match="expected needs_links: true"):
         BrowsingSearch(BrightDataSearch(cache=cache), client)
 
     async def page(request):
