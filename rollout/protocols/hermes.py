@@ -19,7 +19,7 @@ from common.ranges import PositiveInt
 from rollout.protocols.base import PromptMode, TurnPrompt
 from rollout.protocols.boxed import boxed, unwrapped
 from rollout.protocols.call_formats import MalformedCall, UnclosedThinking, with_tool_text
-from rollout.protocols.call_readers import HARMONY, VERL, CallReader, choose_reader, reader_without_calls
+from rollout.protocols.call_readers import HARMONY, VERL, choose_reader, reader_without_calls
 from rollout.protocols.chat_boundaries import ChatBoundaries, Message
 from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
 from rollout.tokenizer import render_chat
@@ -110,7 +110,10 @@ class HermesProtocol(TextProtocol):
         self.instruction = DATASET if instruction == DATASET else read_template(instruction, built_in)
         if self.instruction != DATASET:
             self._check_named(self.instruction, "the instruction")
-        self.reader, several = self._reader(schemas, call_format)
+        if schemas:
+            self.reader, several = choose_reader(self.chat, call_format, schemas)
+        else:
+            self.reader, several = reader_without_calls(self.tokenizer, self.chat.thinking_tags), True
         self.call_format = self.reader.name
         if not several and (max_parallel_calls or 1) > 1:
             raise ValueError(
@@ -278,11 +281,6 @@ class HermesProtocol(TextProtocol):
                 f"tools_in is none, and {where} does not name {', '.join(unnamed)}; expected a text that says how to "
                 "call the tools, or tools_in: system (or trained, for a model that calls them unasked)"
             )
-
-    def _reader(self, schemas: Sequence[dict[str, Any]], call_format: str) -> tuple[CallReader, bool]:
-        if not schemas:
-            return reader_without_calls(self.tokenizer, self.chat.thinking_tags), True
-        return choose_reader(self.chat, call_format, schemas)
 
     def _messages(self, task: Task) -> list[dict[str, str]]:
         if self.instruction == DATASET:

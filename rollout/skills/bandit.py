@@ -50,10 +50,6 @@ class UCB(SkillRetriever):
             scores[name] = reward / count + self.c * math.sqrt(math.log(total) / count)
         return scores
 
-    def observe(self, selection: Selection, reward: float) -> None:
-        """Learn from one trajectory. For an iteration use ``update``, whose sums do not depend on the order."""
-        self.update([(selection, reward)])
-
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:
         """Learn from an iteration (see ``SkillRetriever``). A selection of several categories counts for each of them.
 

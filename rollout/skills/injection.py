@@ -75,8 +75,7 @@ class Skills:
         self.every_turn = every_turn
         if every_turn and retriever.learns:
             raise ValueError(
-                f"{type(retriever).__name__} learns from episodes, but every_turn chooses for turns; expected every_turn: "
-                "false"
+                f"{type(retriever).__name__} learns from episodes, but every_turn chooses for turns; set it to false"
             )
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import signal
 from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from rollout.services.per_loop import PerLoop
 from rollout.tools.python import probe
 from rollout.tools.python.base import Run, RunStatus, ended, middle_cut, readable, refused
 from rollout.tools.python.connection import SERVER, START_S, SandboxServer
@@ -84,8 +85,7 @@ class LocalSandbox:
         }
         self.concurrency = PER_PROCESSOR * len(os.sched_getaffinity(0))
         self._server: SandboxServer | None = None
-        self._starting, self._free = asyncio.Lock(), asyncio.Semaphore(self.concurrency)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._held = PerLoop("the sandbox", self._for_loop)
         self._protections: tuple[Protection, ...] = ()
 
     def protections(self) -> tuple[Protection, ...]:
@@ -94,15 +94,8 @@ class LocalSandbox:
 
     async def start(self) -> None:
         """Start the server and probe it. Raises InfrastructureError, or UnprotectedError if it is not tight."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._loop is not None and not self._loop.is_closed():
-                raise RuntimeError("the sandbox is in use by another event loop; make one per loop, or close it")
-            if self._server is not None:
-                self._server.kill()
-            self._loop, self._starting, self._server = loop, asyncio.Lock(), None
-            self._free = asyncio.Semaphore(self.concurrency)
-        async with self._starting:
+        starting, _ = self._held.get()
+        async with starting:
             if self._server is not None and self._server.failure is None:
                 return
             server = await SandboxServer.start(self._options)
@@ -114,6 +107,13 @@ class LocalSandbox:
             self._server, first, self._protections = server, not self._protections, protections
             if first:
                 logger.info("programs of the model are confined. %s", probe.describe(protections))
+
+    def _for_loop(self) -> tuple[asyncio.Lock, asyncio.Semaphore]:
+        """Return the lock of the start and the limit on programs. A server of an earlier loop cannot serve this one."""
+        if self._server is not None:
+            self._server.kill()
+            self._server = None
+        return asyncio.Lock(), asyncio.Semaphore(self.concurrency)
 
     async def _probe(self, server: SandboxServer) -> tuple[Protection, ...]:
         options = self._options
@@ -137,7 +137,8 @@ class LocalSandbox:
         if (refusal := refused(code, stdin)) is not None:
             return refusal
         await self.start()
-        async with self._free:
+        _, free = self._held.get()
+        async with free:
             await self.start()  # the server may have ended while this program waited
             assert self._server is not None
             return self._judge(await self._server.ask(code, self.timeout_s, stdin))
@@ -158,6 +159,7 @@ class LocalSandbox:
 
     async def close(self) -> None:
         """End the server and every program; a later run starts it again."""
-        server, self._server, self._loop = self._server, None, None
+        self._held.drop()
+        server, self._server = self._server, None
         if server is not None:
             await server.close()

@@ -30,7 +30,7 @@ def test_scores_by_hand():
     # N = 5, ln 5 = 1.6094379; clean: 0.25 + 2 sqrt(1.6094379 / 4) = 1.5186362; heat: 0.5 + 2 sqrt(1.6094379)
     assert retriever.scores() == pytest.approx({"clean": 1.5186362, "heat": 3.0372724, "compare": math.inf}, abs=1e-6)
     assert retriever.select(task(), "").categories == ("compare",)
-    retriever.observe(of("compare"), 0.0)
+    retriever.update([(of("compare"), 0.0)])
     # N = 6, ln 6 = 1.7917595; 0.25 + sqrt(1.7917595) = 1.5885661; 0.5 + 2 sqrt(..) = 3.1771322; 2 sqrt(..) = 2.6771322
     assert retriever.scores() == pytest.approx({"clean": 1.5885661, "heat": 3.1771322, "compare": 2.6771322}, abs=1e-6)
     assert retriever.select(task(), "") == of("heat")
@@ -74,7 +74,7 @@ def test_the_order_within_an_update_does_not_matter_to_the_last_bit():
 
 def test_a_selection_of_several_categories_counts_for_each():
     retriever = ucb()
-    retriever.observe(of("clean", "heat"), 1.0)
+    retriever.update([(of("clean", "heat"), 1.0)])
     assert retriever.state_dict() == {"arms": {"clean": [1, 1.0], "heat": [1, 1.0]}}
 
 
@@ -85,7 +85,7 @@ def test_it_finds_the_best_arm():
         selection = retriever.select(task(id=str(number)), "")
         [name] = selection.categories
         chosen.append(name)
-        retriever.observe(selection, float(rng.random() < chance[name]))
+        retriever.update([(selection, float(rng.random() < chance[name]))])
     assert chosen[-100:].count("heat") > 70
     greedy = ucb(c=0.0)
     greedy.update([(of(name), value) for name, value in chance.items()])
