@@ -123,12 +123,9 @@ class ArpoReward:
 
     Args:
         tokenizer: Hugging Face folder, to read the response.
-        variant: see above.
+        variant: ``fixed`` or ``as_released``.
         bonus: bonus for the use of both tools (the paper's r_M).
         math_timeout_s: see ``mathematics.math_equal``.
-
-    Raises:
-        ValueError: no tokenizer in the folder.
     """
 
     def __init__(

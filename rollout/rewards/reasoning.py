@@ -63,14 +63,13 @@ class ReasoningReward:
     r"""Reward of -1 or 1 for mathematics and choices. For programs it is the share of tests passed, or -1 without a
     program.
 
-    The task's ability decides (see ``ability``). The program of a solution is the last ```python block of the last
-    turn, if that turn is an answer. Its tests are ``task.metadata["tests"]`` (``code.solution_tests``). A trajectory
-    that ended for another reason has no answer.
+    The task's ability decides (see ``ability``). A solution's program is the last ```python block of the last turn, if
+    that is an answer; its tests are ``task.metadata["tests"]`` (``code.solution_tests``). Other trajectories have no
+    answer.
 
     total = score + shaping + overlong. Parts: acc (1: right; for programs: all tests passed), answered, score, shaping
     and overlong (0 or below). Programs also have tests_passed (the share), acc_public and acc_hidden (1: all tests that
-    a prompt may show passed, and all others; absent if the task has no such test). acc_public says little about a
-    program whose prompt shows these tests.
+    a prompt may show passed, and all others; absent without such tests).
 
     Args:
         tokenizer: Hugging Face folder, to read the response.

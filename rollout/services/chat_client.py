@@ -15,7 +15,7 @@ from rollout.trajectory import InfrastructureError
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "top_p", "max_tokens"})
 
 
-class ChatClient:
+class ChatClient(RoundRobinClient):
     """Client of several equal servers with ``/chat/completions`` (vLLM or any other). ``RoundRobinClient`` says which
     failures are retried. An answer of another shape is not retried, because it would come again.
 
@@ -48,10 +48,10 @@ class ChatClient:
     ) -> None:
         if taken := sorted(_OWN_FIELDS & set(extra or {})):
             raise ValueError(f"extra holds {taken}, which the client sets itself")
-        self.urls = [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
+        urls = [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
         self.model, self.extra = model, dict(extra or {})
         key = ApiKey(api_key_variable, f"the chat endpoint of {model}")
-        self._servers = RoundRobinClient("ChatClient", model, self.urls, key, timeout, retries, backoff, concurrency)
+        super().__init__("ChatClient", model, urls, key, timeout, retries, backoff, concurrency)
 
     async def complete(
         self, messages: Sequence[dict[str, str]], *, temperature: float, max_tokens: int, top_p: float = 1.0
@@ -62,12 +62,8 @@ class ChatClient:
         PermanentFailure if the key is refused.
         """
         payload = {"model": self.model, "messages": list(messages), "temperature": temperature, "top_p": top_p}
-        answer, url = await self._servers.post(payload | {"max_tokens": max_tokens, **self.extra})
+        answer, url = await self.post(payload | {"max_tokens": max_tokens, **self.extra})
         return _reply(answer, url)
-
-    async def close(self) -> None:
-        """Close the connections; a later request opens new ones."""
-        await self._servers.close()
 
 
 def _reply(answer: Answer, url: str) -> str:

@@ -24,19 +24,14 @@ class RoundRobinClient:
 
     After a connection error, a missed deadline, or status 429 or 5xx, the request goes to the next URL. The pause is
     ``backoff * 2**attempt`` seconds, times a random factor between 0.5 and 1.5, or the seconds of a Retry-After header
-    if these are more. Other statuses are not retried, because the server would give the same answer.
-
-    Use it from one event loop at a time; a new loop gets new connections.
+    if these are more. Other statuses are final. A new event loop gets new connections.
 
     Args:
         owner: the class that asks, for messages.
         what: the service, for messages, such as a model's name.
         urls: addresses of POST requests.
         key: the services' key.
-        timeout: seconds for one attempt; waiting for a free slot does not count.
-        retries: further attempts after the first.
-        backoff: seconds before the first retry.
-        concurrency: requests in flight at once.
+        timeout, retries, backoff, concurrency: see ``ChatClient``.
 
     Raises:
         ValueError: a wrong address, or the key is not set.
@@ -97,14 +92,10 @@ class RoundRobinClient:
             pause, left = pause_before_retry(min(len(failures), 20), self.backoff), math.inf
             if patience is not None:
                 pause, left = min(pause, _LONGEST_PAUSE_S), deadline - now
-                self._warn(failures[-1], left)
+                if now - self._warned >= _WARN_EVERY_S:
+                    self._warned = now
+                    logger.warning("no reply from %s (%s); asking on for %.0f s", self.what, failures[-1], left)
             await asyncio.sleep(min(max(asked, pause), left))
-
-    def _warn(self, failure: str, left: float) -> None:
-        now = time.monotonic()
-        if now - self._warned >= _WARN_EVERY_S:
-            self._warned = now
-            logger.warning("no reply from %s (%s); asking on for %.0f s", self.what, failure, left)
 
     async def post_once(self, url: str, payload: dict[str, Any]) -> Answer:
         """Make one attempt at one address, as soon as a slot is free. Any status is an answer."""

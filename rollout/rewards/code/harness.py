@@ -1,13 +1,11 @@
 """Harness around a solution in the sandbox.
 
-One of these functions is sent as text in front of its call, with the definitions that it needs. So this file uses only
-the standard library of Python 3.9 or newer. No process with a solution holds an expected output, so a solution has
-nothing to forge.
+One of these functions is sent as text in front of its call, with its helpers, so this file uses only the standard
+library of Python 3.9 or newer. No process with a solution holds an expected output, so a solution has nothing to forge.
 
 ``as_main`` and ``calls`` follow LiveCodeBench's checker (lcb_runner/evaluation/testing_util.py: grade_stdio,
-grade_call_based, MockStdinWithBuffer, reliability_guard), whose verdicts depend on how it runs a solution.
-``whole_program`` and ``function`` follow SOD's released checker (``as_released`` of ``CodeTests``). ``judge`` and
-``answer`` are the two processes of an assertion.
+grade_call_based, MockStdinWithBuffer, reliability_guard), ``whole_program`` and ``function`` SOD's released checker
+(``as_released`` of ``CodeTests``). ``judge`` and ``answer`` are the two processes of an assertion.
 """
 
 import ast
@@ -36,8 +34,8 @@ removedirs rename renames replace rmdir setuid system truncate unlink"""
 
 
 def compiles(text, form, name):
-    """Print 1 if Python compiles a solution as ``form`` (the name of a function below) makes it, else 0. For SOD's
-    checker it only has to parse, with a function called ``name`` if there is no class Solution."""
+    """Print 1 if Python compiles a solution as the function ``form`` makes it, else 0. For SOD's checker it only has to
+    parse, with a function called ``name`` if there is no class Solution."""
     _silence(2)
     try:
         if form in ("whole_program", "function"):
@@ -52,9 +50,8 @@ def compiles(text, form, name):
 
 
 def as_main(text):
-    """Run a script as LiveCodeBench does: as the body of a function in a module that is not ``__main__``, with a
-    stand-in for standard input. The output is its text in ``sys.stdout``, however it exits; an exception is a failure.
-    Does not return."""
+    """Run a script as LiveCodeBench does: as the body of a function, not in ``__main__``, with a stand-in for standard
+    input. The output is its text in ``sys.stdout``, however it exits; an exception is a failure. Does not return."""
     given = sys.stdin.buffer.read().decode("utf-8", "replace")
     stdout, run = _as_checked(_main_function(text), "main_function")
     # for modules that imported stdin before the solution began (from sys import stdin)
@@ -72,8 +69,8 @@ def as_main(text):
 
 
 def _main_function(text):
-    """Return the source of a module that defines ``main_function`` from the statements that import nothing. A last ``if
-    __name__ == "__main__"`` counts as its body; any other is false."""
+    """Return a module that defines ``main_function`` from the statements that import nothing. A last ``if __name__ ==
+    "__main__"`` counts as its body; any other is false."""
     body = ast.parse(text).body
     if body and isinstance(body[-1], ast.If) and ast.unparse(body[-1].test) == "__name__ == '__main__'":
         body[-1:] = body[-1].body
@@ -85,8 +82,8 @@ def _main_function(text):
 
 
 class _Stdin:
-    """LiveCodeBench's stand-in for standard input. ``read`` and ``readlines`` always return all of it. It is not
-    iterable. Its bytes are all of it, or its first line again and again."""
+    """LiveCodeBench's standard input: ``read`` and ``readlines`` always return all of it, and it is not iterable. Its
+    bytes are all of it, or its first line again and again."""
 
     def __init__(self, given):
         self._rest, data = io.StringIO(given), given.encode()
@@ -98,12 +95,12 @@ class _Stdin:
 
 
 def calls(text, name, longest):
-    """Call one function once per input, in one module, so that its state stays, as LiveCodeBench does. If the text
-    names a class Solution, call the method of one object of it.
+    """Call one function, or a method of one Solution, once per input in one module, so that its state stays. Does not
+    return.
 
-    Standard input: a line with the number of characters of each input, then the inputs; each has one JSON argument per
-    line. Prints a line once the solution is loaded, then one per result: JSON, an empty line if no JSON can equal the
-    result or it has more than ``longest`` characters, or "error" for an exception. Does not return.
+    Standard input: a line with the lengths of the inputs in characters, then the inputs, with one JSON argument per
+    line. Prints a line once the solution is loaded, then one per result: JSON, an empty line if no JSON equals the
+    result or it has more than ``longest`` characters, or "error" for an exception.
     """
     sizes, _, given = sys.stdin.buffer.read().decode("utf-8", "replace").partition("\n")
     stdout, found = _as_checked(CHECKER + text, name)
@@ -146,12 +143,11 @@ def _comparable(value):
 
 
 def _as_checked(source, name):
-    """Run a module as LiveCodeBench does: without standard input, without some functions, and so that it cannot be
-    imported.
+    """Run a module as LiveCodeBench does: without standard input, without some functions, and not importable.
 
-    Returns a copy of standard output, which is closed to the module, and the function called ``name``. If the source
-    has the text "class Solution", the function must be a method of a class Solution at the top of the module; a script,
-    whose statements become the body of a function, fails there.
+    Returns a copy of standard output, which is closed to the module, and the function called ``name``. With the text
+    "class Solution" in the source it must be a method of such a class at the top of the module, so a script with that
+    text fails.
     """
     stdout, nowhere = _silence(1, 2), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
@@ -177,9 +173,8 @@ def whole_program(text):
 def function(text, name):
     """Run a script, then call the function ``name`` that it imported or defined, or that method of its class Solution.
 
-    The arguments are the rest of standard input, one JSON value per line. Prints the result: lists, dictionaries,
-    tuples, None and booleans as JSON, other values by ``str``. An exception of the call prints nothing, and the exit
-    code is 0.
+    Arguments: the rest of standard input, one JSON value per line. Prints the result: lists, dictionaries, tuples, None
+    and booleans as JSON, other values by ``str``. If the call raises, prints nothing and exits with code 0.
     """
     whole_program(IMPORTS + _as_method(text, name))
     names, given = sys.modules["__main__"].__dict__, sys.stdin.read()
@@ -193,8 +188,8 @@ def function(text, name):
 
 
 def _as_method(text, name):
-    """Return the source with the function ``name`` as a method of a class Solution at the end, so that other code
-    cannot call it by its name. Unchanged if "class Solution" is in it."""
+    """Return the source with the function ``name`` as a method of a class Solution at the end, out of reach by its
+    name. Unchanged if "class Solution" is in it."""
     if "class Solution" in text:
         return text
     module, solution = ast.parse(text), ast.parse("class Solution: ...").body[0]
@@ -210,9 +205,9 @@ def _as_method(text, name):
 def judge():
     """Run a test of HumanEval's form: assertions, or a function ``check`` of them, over the expression ``entry_point``.
 
-    The solution is in another process. A call of it ends this process with the question, and the test runs again with
-    the answer among the answers so far. Standard input: JSON of prefix, test, entry point, answers. Prints "passed",
-    "wrong", or JSON: the next question. Does not return.
+    The solution is in another process. A call of it prints the question and ends this process; the test then runs again
+    with the answers so far. Standard input: JSON of prefix, test, entry point, answers. Prints "passed", "wrong", or
+    JSON: the next question. Does not return.
     """
     prefix, test, entry_point, answers = json.load(sys.stdin)
     random.seed(0)  # a test makes the same calls each time
@@ -261,8 +256,8 @@ class _Names(dict):
 
 
 class _Remote:
-    """A function or an object of the solution that is not data. ``path``: a name, or the number of a value in an
-    earlier answer, then attributes. It equals a value only if its data does."""
+    """A function or object of the solution that is not data. ``path``: a name, or the number of a value in an earlier
+    answer, then attributes. It equals a value only if its data does."""
 
     def __init__(self, names, path):
         self.names, self.path = names, path
@@ -293,9 +288,8 @@ class _Remote:
 
 
 def answer(text):
-    """Answer the questions of ``judge`` about a solution. Standard input: JSON of prefix, entry point, questions.
-    Prints JSON: for each question the nodes of the result and of the changed arguments, or name and text of the
-    exception. Does not return."""
+    """Answer the questions of ``judge``. Standard input: JSON of prefix, entry point, questions. Prints JSON: for each
+    question nodes of the result and the changed arguments, or name and text of the exception. Does not return."""
     prefix, entry_point, questions = json.load(sys.stdin)
     stdout = _silence(1, 2)
     module = sys.modules["solution"] = types.ModuleType("solution")
@@ -350,8 +344,8 @@ def _mutable(nodes, values):
 
 
 class _Numbers:
-    """Numbers data as nodes, so that one object stays one object, cycles included. A node is a kind and its content,
-    which numbers other nodes. The first node is the list of requested values."""
+    """Data as numbered nodes (kind, content), so that one object stays one object, cycles included. Content refers to
+    nodes by number. The first node lists the requested values."""
 
     def __init__(self, known, keep=None):
         self.known, self.keep, self.values, self.seen = known, keep, [], {}
@@ -395,8 +389,8 @@ class _Numbers:
 
 
 def _made(nodes, known, remote, mutable, made=None) -> list:
-    """Build the values of the first node from the nodes of ``_Numbers``, except its last ``len(mutable)`` values. Those
-    are in ``mutable`` and are updated in place. All objects are appended to ``made``, in order of nodes."""
+    """Build the values of the first node from nodes of ``_Numbers``. Its last ``len(mutable)`` values are those in
+    ``mutable``, updated in place. All objects are appended to ``made``, in order of nodes."""
     first = nodes[0][1]
     there = dict(zip(first[len(first) - len(mutable) :], mutable))  # noqa: B905  # as in Python 3.9
     built, todo = {}, []

@@ -1,7 +1,5 @@
 """Runs the tests of a program that is an answer, each in a sandboxed process (docs/papers/sod.md 5.1).
 
-Three forms of tests, as in the data sets:
-
 * programs: ``{"inputs": [str], "outputs": [str]}``. The solution is a script that reads an input and prints the output.
 * functions (LiveCodeBench): the same with ``"fn_name"``. An input has one JSON argument per line; an output is the JSON
   result. The solution defines the function, or a class Solution with such a method.
@@ -9,22 +7,19 @@ Three forms of tests, as in the data sets:
 
 ``"public"`` says how many of the first tests a prompt may show; the others must not enter a prompt.
 
-Programs and functions get the verdicts of LiveCodeBench's checker (lcb_runner/evaluation/testing_util.py), which depend
-on how it runs them (``harness.as_main``, ``harness.calls``). It accepts ``exit()``, names that were not imported, deep
-recursion and a function's state from earlier tests. It fails ``open(0)``, ``for line in sys.stdin``, ``global`` in a
-script, ``quit()`` and a script with the text "class Solution". There are three differences: tests after a failed one
-run too, each test of a script has its own process, and the runner sets the limits.
+Programs and functions get the verdicts of LiveCodeBench's checker, which depend on how it runs them (``harness``). It
+accepts ``exit()``, names that were not imported, deep recursion and state from earlier tests. It fails ``open(0)``,
+``for line in sys.stdin``, ``global`` in a script, ``quit()`` and a script with the text "class Solution". Differences:
+tests after a failed one run too, each test of a script has its own process, and the runner sets the limits.
 
-Two outputs of programs are equal if they have as many lines, each equal as a text or as decimal numbers ("1.50" is
-"1.5", "1 2" is not "12"). White space at both ends of lines, empty lines at the ends and invisible characters
-(``tools.python.base.readable``) do not count. Two results are equal if Python says so of them and the JSON value, with
-a tuple for a list: 1 is 1.0, 0.3 is not 0.30000000000000004.
+Outputs of programs are compared by ``cases.same_output``. Results are equal if Python says so of them and the JSON
+value, with a tuple for a list: 1 is 1.0, 0.3 is not 0.30000000000000004.
 
-Assertions run in another process than the solution. The solution receives each call's arguments, answers with data, and
-sees no expected value. So an object whose ``__eq__`` is always true, a print, an exit or an overwritten name changes no
-verdict. A value that is not data, and not an object of a class in ``import_prefix``, stays in the solution's process;
-the test can call it, iterate over it and read its attributes. Names that neither the test nor Python has belong to the
-solution, and the entry point always does. ``random`` is seeded in tests.
+Assertions run in another process than the solution, which gets each call's arguments, answers with data, and sees no
+expected value. So an object that equals everything, a print, an exit or an overwritten name changes no verdict. Values
+that are neither data nor of a class in ``import_prefix`` stay in the solution's process; the test can call them,
+iterate over them and read their attributes. Unknown names and the entry point belong to the solution. ``random`` is
+seeded.
 
 Harness and solution run as one text of at most ``tools.python.base.MAX_PROGRAM_BYTES``, with the solution quoted, so
 that a line break counts twice. A longer solution gets COMPILE_ERROR in all tests.
@@ -164,18 +159,17 @@ class CodeTests:
     """Runs the tests of any number of solutions, in one event loop at a time.
 
     Args:
-        runner: runs the programs. Its time, memory and output limits hold for each test; ``max_output`` must not be
-            below the longest expected output.
+        runner: runs the programs, with its limits for each test; ``max_output`` must fit the longest expected output.
         concurrency: tests in flight at once, over all solutions.
         retries: further attempts at a test after the runner failed.
-        max_timeouts: after this many timeouts of a solution, its later tests count as TIMEOUT too, whether they ran or
-            not, so that an endless solution costs seconds and not minutes. None: run all tests.
+        max_timeouts: after this many timeouts of a solution, its later tests count as TIMEOUT without a run. None: run
+            all.
         as_released: follow SOD's released code (verl/utils/reward_score/livecodebench/code_math.py,
             sandbox_fusion/utils.py). Every backslash-n in a solution becomes a line break and every backslash-t a tab,
-            which breaks solutions with a "\\n" in a string. Every test has a process, which must end with exit code 0.
-            Scripts run as they are. A function becomes a method of a class Solution, so it cannot call itself by its
-            name, and its prints are output too. Outputs are equal as texts except for line breaks at the end. An
-            assertion is a line of ``test_code`` after the first one, in one program with the solution.
+            which breaks a "\\n" in a string. Every test has a process, which must end with exit code 0. Scripts run as
+            they are. A function becomes a method of a class Solution, so it cannot call itself by its name, and its
+            prints are output too. Outputs are equal as texts except for line breaks at the end. An assertion is a line
+            of ``test_code`` after the first one, in one program with the solution.
     """
 
     def __init__(

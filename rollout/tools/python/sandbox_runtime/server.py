@@ -2,14 +2,14 @@
 
     python -s -S -B server.py '{"control": 7, ...}'
 
-The server holds nothing worth stealing: an empty environment, no descriptors except the control socket, no project. It
-leaves the trainer's namespaces (a monitor process stays outside and waits), loads the standard library, enters the view
-of programs, and splits off the process that programs are forked from (`zygote.py`). Only then does it take orders.
-Programs confine themselves further (`worker.py`); their memory holds no other program's data.
+The server holds nothing worth stealing: an empty environment, the control socket, no project. It leaves the trainer's
+namespaces (a monitor process stays outside and waits), loads the standard library, enters the view of programs, and
+splits off the process that programs are forked from (`zygote.py`). Only then does it take orders. Programs confine
+themselves further (`worker.py`); their memory holds no other program's data.
 
 Frames on the control socket, both ways: two little-endian uint32 (id, length), then JSON. In: {"code", "stdin",
-"timeout_s"} or {"cancel": true}. Out: first, with id 0, the arrangements ({"mechanisms", "failures"}) or {"error"};
-later {"status", "code", "output"} per program. The end of the socket ends everything.
+"timeout_s"} or {"cancel": true}. Out: first, with id 0, {"mechanisms", "failures"} or {"error"}; later {"status",
+"code", "output"} per program. The end of the socket ends everything.
 """
 
 import gc
