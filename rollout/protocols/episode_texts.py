@@ -116,7 +116,7 @@ def _text(value: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class PastStep:
+class PastTurn:
     """One turn of an episode: the observation before the action, the action, and its result."""
 
     observation: str
@@ -124,26 +124,26 @@ class PastStep:
     result: str
 
 
-def household_history(steps: Sequence[PastStep], number: int) -> str:
+def household_history(turns: Sequence[PastTurn], number: int) -> str:
     """Write "[Observation i: '..', Action i: '..']" for each turn; ``number``: number of the first one."""
     shown = [
-        f"[Observation {i}: '{step.observation}', Action {i}: '{step.action}']" for i, step in enumerate(steps, number)
+        f"[Observation {i}: '{turn.observation}', Action {i}: '{turn.action}']" for i, turn in enumerate(turns, number)
     ]
     return "\n" + "\n".join(shown) if shown else ""
 
 
-def search_history(steps: Sequence[PastStep], number: int) -> str:
+def search_history(turns: Sequence[PastTurn], number: int) -> str:
     """Write "Step i:<search>..</search> <information>..</information>" for each turn."""
     return "\n".join(
-        f"Step {i}:{step.action} <information>{step.result}</information>" for i, step in enumerate(steps, number)
+        f"Step {i}:{turn.action} <information>{turn.result}</information>" for i, turn in enumerate(turns, number)
     )
 
 
-def short_history(steps: Sequence[PastStep], number: int) -> str:
-    return "".join(f"{step.observation}\n> {step.action}\n" for step in steps)
+def short_history(turns: Sequence[PastTurn], number: int) -> str:
+    return "".join(f"{turn.observation}\n> {turn.action}\n" for turn in turns)
 
 
-HISTORIES: dict[str, Callable[[Sequence[PastStep], int], str]] = {
+HISTORIES: dict[str, Callable[[Sequence[PastTurn], int], str]] = {
     "brackets": household_history,
     "search": search_history,
     "short": short_history,

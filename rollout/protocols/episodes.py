@@ -15,7 +15,7 @@ from common.ranges import NonNegativeInt, PositiveInt
 from rollout.environments.base import ACT
 from rollout.protocols.base import FIRST_OBSERVATION, PromptMode, TurnPrompt
 from rollout.protocols.chat_boundaries import ChatBoundaries
-from rollout.protocols.episode_texts import HISTORIES, PastStep, fill, read_texts
+from rollout.protocols.episode_texts import HISTORIES, PastTurn, fill, read_texts
 from rollout.protocols.text import TextProtocol, fitting, shortened
 from rollout.trajectory import Action, ActionKind, Task, ToolCall, ToolRequest, ToolResult, Turn
 
@@ -99,10 +99,10 @@ class EpisodeProtocol(TextProtocol):
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
         """Return the prompt of the next turn (see ``PerTurnPrompts``)."""
-        steps = self._steps(task, turns, calls)
-        wanted = min(self.window or 0, len(steps)) if shown is None else shown
+        past_turns = self._past_turns(task, turns, calls)
+        wanted = min(self.window or 0, len(past_turns)) if shown is None else shown
         for past in range(wanted, -1, -1):
-            ids = self._prompt(task, self._later(task, steps, past, calls)) if turns else self.prompt_ids(task)
+            ids = self._prompt(task, self._later(task, past_turns, past, calls)) if turns else self.prompt_ids(task)
             if limit is None or len(ids) <= limit:
                 return TurnPrompt(tuple(ids), past, past < wanted)
         return TurnPrompt((), 0, True)
@@ -116,16 +116,16 @@ class EpisodeProtocol(TextProtocol):
         shown = self._shown(task.question) if "{task}" in self.texts.first else task.question.strip()
         return self._filled(self.texts.first, {"task": goal, "observation": shown, "actions": actions})
 
-    def _later(self, task: Task, steps: Sequence[PastStep], shown: int, calls: Sequence[ToolCall]) -> str:
-        past = [PastStep(*map(self.quotes.quote, astuple(step))) for step in steps[len(steps) - shown :]]
-        facts = next((call.result.info for call in reversed(calls) if call.turn == len(steps) - 1), {})
+    def _later(self, task: Task, past_turns: Sequence[PastTurn], shown: int, calls: Sequence[ToolCall]) -> str:
+        past = [PastTurn(*map(self.quotes.quote, astuple(turn))) for turn in past_turns[len(past_turns) - shown :]]
+        facts = next((call.result.info for call in reversed(calls) if call.turn == len(past_turns) - 1), {})
         values = {
             "task": self._goal(task),
-            "history": HISTORIES[self.form](past, len(steps) - shown + 1),
-            "taken": str(len(steps)),
+            "history": HISTORIES[self.form](past, len(past_turns) - shown + 1),
+            "taken": str(len(past_turns)),
             "shown": str(shown),
-            "step": str(len(steps) + 1),
-            "observation": self._shown(steps[-1].result),
+            "step": str(len(past_turns) + 1),
+            "observation": self._shown(past_turns[-1].result),
             "actions": self._actions(facts),
         }
         return self._filled(self.texts.later, values)
@@ -142,15 +142,15 @@ class EpisodeProtocol(TextProtocol):
         found = TASK_SENTENCE.search(task.question)
         return found[1].strip() if found else task.question
 
-    def _steps(self, task: Task, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> list[PastStep]:
-        steps: list[PastStep] = []
+    def _past_turns(self, task: Task, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> list[PastTurn]:
+        past_turns: list[PastTurn] = []
         seen = self._shown(task.question)
         for k, turn in enumerate(turns):
             result = "\n".join(call.result.text.strip() for call in calls if call.turn == k)
             result = result or (turn.action.error or "")
-            steps.append(PastStep(seen, self._acted(turn.action), result))
+            past_turns.append(PastTurn(seen, self._acted(turn.action), result))
             seen = self._shown(result)
-        return steps
+        return past_turns
 
     def _acted(self, action: Action) -> str:
         return " ".join(str(call.arguments.get("action", "")) for call in action.calls)

@@ -11,7 +11,7 @@ from rollout.engines.base import SamplingParams
 from rollout.environments.base import FirstObservation, StepResult
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
 from rollout.protocols.base import PerTurnPrompts, PromptMode
-from rollout.protocols.episode_texts import EpisodeTexts, PastStep, fill, household_history, read_texts
+from rollout.protocols.episode_texts import EpisodeTexts, PastTurn, fill, household_history, read_texts
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.protocols.search_episodes import CORRECTION, SearchEpisodeProtocol
 from rollout.samplers.branching import BranchingSampler
@@ -249,7 +249,7 @@ def test_skills_stand_in_the_users_turn(protocol):
 
 def test_values_with_braces_stay_as_they_are():
     assert fill("{a} {b}", {"a": "{b}", "b": "2"}) == "{b} 2"
-    assert household_history([PastStep("o", "a", "r")], 4) == "\n[Observation 4: 'o', Action 4: 'a']"
+    assert household_history([PastTurn("o", "a", "r")], 4) == "\n[Observation 4: 'o', Action 4: 'a']"
 
 
 WRONG = [
