@@ -69,7 +69,7 @@ class Notebook(QuestionAnswering):
 
 
 class NotebookEnvironment(QuestionAnsweringEnvironment):
-    """One notebook."""
+    """One episode with a notebook."""
 
     def __init__(
         self,

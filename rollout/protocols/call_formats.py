@@ -81,7 +81,7 @@ class MalformedCall(ValueError):
 
 
 class UnclosedThinking(ValueError):
-    """Thinking that begins and never ends."""
+    """The turn begins with thinking that never ends."""
 
 
 def after_thinking(text: str, opening: str = "<think>", closing: str = "</think>", call: str = OPEN) -> str:

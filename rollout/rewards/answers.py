@@ -1,4 +1,4 @@
-r"""Parsing of answers: the letter of a choice, the program of a solution, the box as SOD's released code reads it."""
+r"""Parses answers: the letter of a choice, the program of a solution, the box as SOD's released code reads it."""
 
 from __future__ import annotations
 

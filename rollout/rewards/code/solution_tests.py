@@ -50,7 +50,7 @@ CALLS = 1000  # limit on calls of a solution in one assertion
 
 
 class TestOutcome(StrEnum):
-    """How one test ended."""
+    """Outcome of one test."""
 
     __test__ = False  # pytest
 
@@ -76,7 +76,7 @@ class CodeReport:
 
     @property
     def share_passed(self) -> float:
-        """In [0, 1]."""
+        """Share of the tests that passed, in [0, 1]."""
         return self.outcomes.count(TestOutcome.PASSED) / len(self.outcomes)
 
 

@@ -21,7 +21,7 @@ STATUS = struct.Struct("<Ii")  # number, exit code as of os.waitstatus_to_exitco
 
 
 class Zygote:
-    """The server's end."""
+    """The server's end of the connection to the zygote."""
 
     def __init__(self, pid: int, requests: socket.socket, statuses: int) -> None:
         self.pid, self.requests, self.statuses = pid, requests, statuses
