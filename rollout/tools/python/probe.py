@@ -6,18 +6,18 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-NAMES = {  # protection: essential?
-    "network": True,
-    "file reads": True,
-    "file writes": True,
-    "other processes": True,
-    "process tree": True,
-    "memory": True,
-    "privileges": True,
-    "environment": True,
-    "descriptors": True,
-    "threads": False,
-    "temporary folder": False,
+PROTECTIONS = {  # name: essential?, mechanisms that provide it
+    "network": (True, ("net", "seccomp")),
+    "file reads": (True, ("mounts", "landlock")),
+    "file writes": (True, ("mounts", "landlock")),
+    "other processes": (True, ("pid", "seccomp", "landlock")),
+    "process tree": (True, ("seccomp", "pid")),
+    "memory": (True, ("limits",)),
+    "privileges": (True, ("seccomp", "capabilities")),
+    "environment": (True, ("emptied",)),
+    "descriptors": (True, ("closed",)),
+    "threads": (False, ("limits", "seccomp")),
+    "temporary folder": (False, ("mounts",)),
 }
 
 PROGRAM = """
@@ -95,24 +95,11 @@ def judge(output: str, mechanisms: list[str]) -> tuple[Protection, ...]:
         found = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):
         found = {}
-    providers = {
-        "network": ("net", "seccomp"),
-        "file reads": ("mounts", "landlock"),
-        "file writes": ("mounts", "landlock"),
-        "other processes": ("pid", "seccomp", "landlock"),
-        "process tree": ("seccomp", "pid"),
-        "memory": ("limits",),
-        "privileges": ("seccomp", "capabilities"),
-        "environment": ("emptied",),
-        "descriptors": ("closed",),
-        "threads": ("limits", "seccomp"),
-        "temporary folder": ("mounts",),
-    }
     there = {*mechanisms, "limits", "capabilities", "emptied", "closed"}
     lines = []
-    for name, essential in NAMES.items():
+    for name, (essential, providers) in PROTECTIONS.items():
         hole = found.get(name, "not probed")
-        by = ", ".join(provider for provider in providers[name] if provider in there)
+        by = ", ".join(provider for provider in providers if provider in there)
         lines.append(Protection(name, not hole, essential, hole or by))
     return tuple(lines)
 
