@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from rollout.services.per_loop import PerLoop
+from rollout.services.async_calls import PerLoop
 from rollout.trajectory import InfrastructureError
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")

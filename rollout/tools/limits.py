@@ -15,8 +15,7 @@ from typing import Any
 
 from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.text import whole
-from rollout.services.per_loop import PerLoop
-from rollout.services.retries import with_retries
+from rollout.services.async_calls import PerLoop, with_retries
 from rollout.tools.base import Bounded, OwnFault, Startable, Tool, own_faults
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 
@@ -34,7 +33,7 @@ class ToolLimits:
     timeout_s: PositiveFloat = 60.0  # per attempt; the call is cancelled, not abandoned
     timeout_is_infrastructure: bool = True  # False for tools that run the model's own code: then it is a TIMEOUT result
     retries: NonNegativeInt = 1  # further attempts, after InfrastructureError only, and not after PermanentFailure
-    backoff_s: NonNegativeFloat = 0.5  # pause before the first retry; see ``retries.pause_before_retry``
+    backoff_s: NonNegativeFloat = 0.5  # pause before the first retry; see ``pause_before_retry``
     concurrency: PositiveInt = 64  # attempts running at once, over all trajectories; fewer if the tool says so
     max_characters: PositiveInt = 20_000  # of the text that the model reads; errors lose their middle, others their end
     cache_size: NonNegativeInt = 0  # results kept, least recently used dropped; only for tools without side effects

@@ -39,8 +39,7 @@ from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveInt
 from rollout.rewards.code.cases import Assertion, Calls, Case, assertions, cases, form, same_json
-from rollout.services.per_loop import PerLoop
-from rollout.services.retries import with_retries
+from rollout.services.async_calls import PerLoop, with_retries
 from rollout.tools.base import Startable
 from rollout.tools.python.base import MAX_STDIN_BYTES, Run, Runner, RunStatus
 

@@ -16,7 +16,7 @@ from experiments.registry.project import ROOT
 from rollout.tools.limits import LimitedTool, ToolLimits
 from rollout.tools.python.connection import SandboxServer
 from rollout.tools.python.local import LocalSandbox, UnprotectedError
-from rollout.tools.python.probe import NAMES
+from rollout.tools.python.probe import PROTECTIONS
 from rollout.tools.python.tool import PythonTool
 from rollout.trajectory import CallOutcome, InfrastructureError
 from tests.processes import with_patience
@@ -338,7 +338,7 @@ def test_a_new_event_loop_gets_a_new_server_and_a_second_one_is_refused():
 def test_what_protects_is_listed(bench, caplog):
     bench.do(bench.sandbox.start())
     found = {p.name: p for p in bench.sandbox.protections()}
-    assert found.keys() == NAMES.keys()
+    assert found.keys() == PROTECTIONS.keys()
     assert all(p.active and p.how for p in found.values() if p.essential)
     assert "seccomp" in found["network"].how
 
