@@ -68,7 +68,7 @@ class ChatBoundaries:
         self.arguments_as_text = False  # some templates want JSON text for the arguments of a call
         self._plain = {"role": "assistant", "content": _TURN}
         self.answer_role = "tool"  # of the message that answers a turn without a call
-        self.writes_calls = self._writes_calls() and self._writes_results()
+        self.writes_calls = self._writes_calls()
         self._choose_answer()
         ends = self._checked()
         self.end, self.call_end = ends[False], ends.get(True, ends[False])  # the template's own, by the kind of turn
@@ -199,19 +199,17 @@ class ChatBoundaries:
         return self.tools[0]["function"]["name"] if self.tools else "tool"
 
     def _writes_calls(self) -> bool:
+        """Return whether the template writes calls and results. Sets the form of arguments that it takes."""
+        calling = [_USER, self._calling([self._tool_name()])]
         for self.arguments_as_text in (False, True):
-            try:
-                if _TURN in self.render([_USER, self._calling([self._tool_name()])], open_turn=False):
-                    return True
-            except ValueError:
-                continue
+            if self._shows(_TURN, calling, open_turn=False):
+                return self._shows("the result", [*calling, {"role": "tool", "content": "the result"}])
         self.arguments_as_text = False
         return False
 
-    def _writes_results(self) -> bool:
-        messages = [_USER, self._calling([self._tool_name()]), {"role": "tool", "content": "the result"}]
+    def _shows(self, text: str, messages: Sequence[Message], open_turn: bool = True) -> bool:
         try:
-            return "the result" in self.render(messages)
+            return text in self.render(messages, open_turn=open_turn)
         except ValueError:
             return False
 
