@@ -380,8 +380,8 @@ HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         (ROLES.replace("<|im_end|>", "") + HEADER, "auto", "stop token"),
         (ROLES.replace("<|im_end|>", "<|endoftext|>") + HEADER, "auto", r"stop token \(<\|im_end\|>\)"),
         ("{{ raise_exception('nothing') }}", "auto", "nothing"),
-        (ROLES + "{{ messages | length }}" + HEADER, "auto", "depends on the turns before"),
-        (ROLES.replace("m.content", "m.content | tojson(ensure_ascii=true)") + HEADER, "auto", "not as it is"),
+        (ROLES + "{{ messages | length }}" + HEADER, "auto", "depends on earlier turns"),
+        (ROLES.replace("m.content", "m.content | tojson(ensure_ascii=true)") + HEADER, "auto", "results unchanged"),
         (ROLES.replace("m.content", "m.content | replace('\"', '')") + HEADER, "auto", "not read back; tried hermes"),
     ],
 )
