@@ -106,7 +106,7 @@ def merge(path: Path, target: Path, source: str, dtype: str | None) -> None:
 
 
 def flags_of(config: Config, target: Path, called: str) -> list[str]:
-    """Return the flags with which ``vllm serve`` uses the format of the rollouts; [] without rollouts."""
+    """Return the flags that make ``vllm serve`` use the rollouts' format; [] without rollouts."""
     from callbacks.model_export.serving import serve_flags, template_flags
     from experiments.stages.parser import instantiate
 

@@ -51,7 +51,7 @@ class Sized:
     """A training run on a number of GPUs.
 
     Attributes:
-        run: None where no trajectories are sampled.
+        run: the work to do, or None if no trajectories are sampled.
         low_rank: the same with adapters of rank ``RANK`` on a bfloat16 base.
         in_flight: trajectories that rollouts and engine take at once.
     """
@@ -279,13 +279,13 @@ def settings(sized: Sized, chip: GPUSpec) -> str | None:
 
 
 def fits(t: Training, chip: GPUSpec) -> bool:
-    """Whether trainer and engine fit; vLLM starts only with room for one trajectory."""
+    """Whether trainer and engine fit; vLLM needs space for one trajectory."""
     return sizing.peak(t, chip) <= chip.memory and (not t.engine_share or sizing.cache_tokens(t, chip) >= t.max_length)
 
 
 def fitted(sized: Sized, words: str, change: dict[str, Any], chip: GPUSpec) -> str | None:
-    """``words``, the options for ``change``, and those for smaller micro-batches and the engine that make it fit; None
-    where nothing does."""
+    """Return ``words``, the options for ``change``, with those for smaller micro-batches and the engine that make it
+    fit, or None."""
     trainer = dataclasses.replace(sized.training, **change)
     smaller = min(trainer.max_tokens_per_micro_batch, max(MICRO_BATCH, trainer.max_length))
     for tokens in dict.fromkeys((trainer.max_tokens_per_micro_batch, smaller)):
@@ -312,8 +312,7 @@ def engine_settings(sized: Sized, chip: GPUSpec) -> str | None:
 
 
 def best_engine(sized: Sized, trainer: Training, chip: GPUSpec) -> Training | None:
-    """``trainer`` with its engine awake or asleep and the share with which it holds most trajectories; None where
-    nothing fits."""
+    """Choose the engine's sleep mode and share so that it holds most trajectories; return None if nothing fits."""
     if not trainer.engine_share:
         return trainer if fits(trainer, chip) else None
     ways = [dataclasses.replace(trainer, sleep_mode=way) for way in dict.fromkeys((trainer.sleep_mode, True))]
@@ -324,7 +323,7 @@ def best_engine(sized: Sized, trainer: Training, chip: GPUSpec) -> Training | No
 
 
 def best_share(sized: Sized, training: Training, chip: GPUSpec) -> float:
-    """Share of the GPU's memory that the longest trajectories need, as far as the trainer leaves it."""
+    """Share of the GPU's memory that the longest trajectories need, up to what the trainer leaves."""
     room = max(0.01, sizing.largest_share(training, chip))
     if sized.run is None:
         return min(training.engine_share, room)

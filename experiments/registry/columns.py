@@ -20,9 +20,9 @@ class Column:
     key: str  # in evaluation.json under "test", or with ``training`` in training.json
     interval: bool = False  # shown with its interval
     training: bool = False
-    # Columns of evaluation/test.parquet from which the value and its interval are computed over several seeds: the mean
-    # of one column, or ``per`` times the ratio of two sums. Empty: the mean of the seeds' values, except for metrics of
-    # several attempts (``OVER_ATTEMPTS``).
+    # Columns of evaluation/test.parquet that give the value and its interval over several seeds: the mean of one, or
+    # ``per`` times the ratio of the sums of two. Empty: the mean of the seeds' values, except for metrics of several
+    # attempts (``OVER_ATTEMPTS``).
     rows: tuple[str, ...] = ()
     per: float = 1000.0
     curve: str | None = None  # metric logged in training

@@ -143,8 +143,8 @@ def check_experiment(config: Config, name: str) -> str:
 
 
 def written_in(name: str, key: str, raw: Any, directories: tuple[Path, ...]) -> Path | None:
-    """Find the file of an experiment or base, or an inherited one, that sets ``key`` to ``raw``. None means that the
-    value comes from the command line."""
+    """Find the file of an experiment or base, or an inherited one, that sets ``key`` to ``raw``. Returns None for a
+    value from the command line."""
     definition = find(name, directories)
     if raw is not None and _at(definition.config, key) == raw:
         return definition.path

@@ -142,7 +142,7 @@ def _has(hint: Any, wanted: Sequence[Any]) -> bool:
 
 
 def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: Callable[[Path], str]) -> str:
-    """Compute the key of a configuration in which ``${stage:X}`` is resolved to ``@stage/<key of X>``.
+    """Compute the key of a configuration whose ``${stage:X}`` are resolved to ``@stage/<key of X>``.
 
     Raises:
         ExperimentError: an input folder that is too large, or an unreadable file.

@@ -116,7 +116,7 @@ class Run:
 
     iterations: int
     trajectories: int  # per iteration
-    rows: float = 1.0  # per trajectory: turns with prompts of their own
+    rows: float = 1.0  # per trajectory: turns with separate prompts
     sampled: float = 0.0  # tokens per trajectory, observations included
     epochs: int = 1
 
@@ -181,8 +181,8 @@ def frozen(t: Training) -> dict[str, float]:
 
 
 def logits(t: Training) -> float:
-    """Bytes of a chunk's logits and what is computed from them, and of the gradient of a trained output matrix: its
-    float32 sum, and one chunk's product in the type of the products."""
+    """Bytes of a chunk's logits and their statistics, and of the gradient of a trained output matrix: its float32 sum,
+    and one chunk's product in the type of the products."""
     exact, elements = t.precision == "float32", t.logits_chunk * t.policy.vocabulary
     element = 4 if exact else 2
     matrix = 0 if t.adapters else (4 + element) * t.policy.output_matrix

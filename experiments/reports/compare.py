@@ -91,7 +91,7 @@ def _tested_on(run: Any) -> str | None:
 
 
 def _stored(value: float) -> float:
-    """Restore an infinite value, for which MLflow's databases store the largest finite number."""
+    """Restore an infinite value, which MLflow's databases store as the largest finite number."""
     return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value
 
 

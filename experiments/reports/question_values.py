@@ -49,7 +49,7 @@ def _width(numbers: int) -> int:
 
 
 def common_tables(runs: Sequence[Sequence[str]]) -> list[np.ndarray]:
-    """Return a table [runs, questions] of each measure, over the questions for which every run has all measures; an
+    """Return a table [runs, questions] of each measure, over the questions that have all measures in every run; an
     empty list if a run has no measures.
 
     Args:

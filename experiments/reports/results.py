@@ -107,7 +107,7 @@ def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float
 
 
 def measures(folder: Path, column: Column) -> list[dict[str, float]]:
-    """Return the numbers by question id from which a column is computed over several runs: means, the two sums of a
+    """Return the numbers by question id behind a column over several runs: means, the two sums of a
     ratio, or a metric of several attempts (for ``average_of_sets`` with each question's set). Empty without them."""
     if len(column.rows) == 1:
         found = [question_scores(folder, column.rows[0])]
