@@ -127,7 +127,7 @@ def flags_of(config: Config, target: Path, called: str) -> list[str]:
 def card_of(
     path: Path, folder: Path | None, config: Config, result: dict[str, Any], dtype: str | None, serve: str
 ) -> str:
-    """The model card. Scores are those of the stage's own model: another checkpoint of it was not tested."""
+    """Return the model card. It has scores only for the stage's final model, because no other checkpoint was tested."""
     from experiments.reports.model_card import model_card
 
     if folder is None or not is_model_folder(path) or not result:
@@ -137,7 +137,7 @@ def card_of(
 
 
 def stage_folder_of(path: Path) -> Path | None:
-    """Of ``STAGE/model`` or ``STAGE/checkpoints/x.ckpt``, or None for what lies elsewhere."""
+    """Return the stage's folder of ``STAGE/model`` or ``STAGE/checkpoints/x.ckpt``, or None for other paths."""
     for parent in list(path.absolute().parents)[:2]:
         if (parent / "config.yaml").is_file() and (parent / "stage.json").is_file():
             return parent
@@ -145,12 +145,12 @@ def stage_folder_of(path: Path) -> Path | None:
 
 
 def source_of(checkpoint: Path, stage: Stage, context: RunContext) -> str:
-    """The folder (or owner/name) that the checkpoint's policy was started from, by the configuration of the stage that
-    wrote it, or by the experiment's where it lies elsewhere."""
+    """Return the folder (or owner/name) of the checkpoint's initial policy, from the configuration of its stage, or of
+    the experiment for a checkpoint outside the outputs."""
     folder = stage_folder_of(checkpoint)
     config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
     policy = ((config.get("model") or {}).get("init_args") or {}).get("policy")
     if not policy:
-        raise ExperimentError(f"'{config['experiment']['name']}' has no model.policy: nothing says what its model is")
+        raise ExperimentError(f"'{config['experiment']['name']}' has no model.policy, so its model is unknown; set it")
     local = context.project.root / policy
     return str(local) if local.exists() else policy
