@@ -46,11 +46,11 @@ class EvaluationRow:
     calls: dict[str, int] = field(default_factory=dict)  # the same by tool; tools without a call are absent
     failed_calls: int = 0  # executed, and ended as an error or ran out of time
     empty_calls: int = 0  # executed, and came back with nothing
-    entropy_first: float | None = None  # entropy (nats) at the first tokens of the first turn; None if not recorded
+    entropy_first: float | None = None  # entropy (nats) at the first tokens of the first turn, or None if not recorded
     entropy_after_tools: float | None = None  # the same, mean over the turns that follow a tool's result
-    reward: float | None = None  # the reward of the run; None if not scored
+    reward: float | None = None  # the reward of the run, or None if not scored
     reward_parts: dict[str, float] = field(default_factory=dict)  # its parts, without those that are columns above
-    judged: float | None = None  # 1.0 right, 0.0 wrong; None if not judged, or the judge failed
+    judged: float | None = None  # 1.0 right, 0.0 wrong, or None if not judged, or the judge failed
     judge_failed: bool = False
     attempted_calls: int = 0  # executed ones, those a tool or the environment declined, and ``malformed_calls``
     succeeded_calls: int = 0  # of those: executed without error and in time
@@ -67,7 +67,7 @@ class EvaluationRow:
     @property
     def verdict(self) -> float | None:
         """Correctness by the reward: its part ``acc`` (correctness without shaping), else mathematical equality, else
-        the environment's ``success``; None if the reward has none of these parts."""
+        the environment's ``success``, or None if the reward has none of these parts."""
         return self.reward_parts.get("acc", self.reward_parts.get("math", self.reward_parts.get("success")))
 
     @property

@@ -14,7 +14,7 @@ def stage_dir(trainer: L.Trainer) -> Path:
 
 
 def data_module(trainer: L.Trainer) -> Any:
-    """Return the run's data module; None if loaders were given. Lightning does not declare the attribute."""
+    """Return the run's data module, or None if loaders were given. Lightning does not declare the attribute."""
     return getattr(trainer, "datamodule", None)
 
 

@@ -1,4 +1,4 @@
-"""Base of all data modules: loaders of validation and test, which roll out with the current weights."""
+"""Base class of all data modules: loaders of validation and test, which roll out with the current weights."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NEED_GOLD = (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK)
 
 
 def check_tasks(rollouts: RolloutSystem, tasks: Sequence[Task], *, inject_skills: bool = True) -> None:
-    """Refuse tasks that the environment, if it can tell, says it cannot play, or, with ``inject_skills``, that
-    the rollout system's skills know nothing of. Raises DatasetError with what they say."""
+    """Refuse tasks that the environment cannot play or, with ``inject_skills``, that the rollout system's skills do not
+    cover. Raises DatasetError."""
     try:
         if inject_skills and rollouts.skills is not None:
             rollouts.skills.check_tasks(tasks)
@@ -42,54 +42,51 @@ def check_tasks(rollouts: RolloutSystem, tasks: Sequence[Task], *, inject_skills
 
 
 def as_list(name: str, paths: Sequence[str]) -> list[str]:
-    """Raises ValueError for a single path, which would otherwise be read letter by letter."""
+    """Refuse a single path, which would be read letter by letter, with ValueError."""
     if isinstance(paths, str):
         raise ValueError(f"{name} is the single path {paths!r}; expected a list: [{paths}]")
     return list(paths)
 
 
 class EvaluationData(L.LightningDataModule):
-    """Loaders of validation and test: first the normal search loop over all questions, then one per diagnostic prompt.
+    """Loads validation and test: first the normal search loop over all questions, then one loader per diagnostic
+    prompt.
 
-    Every batch is a ``list[Trajectory]``. ``prompt_modes(split)`` says what each dataloader_idx stands for. No row is
-    dropped or doubled, on any number of ranks. The rollout system is started once and stays up between ``fit`` and
-    ``test``; it is closed after test or validate, on an exception, and at the latest when the process ends.
+    Every batch is a ``list[Trajectory]``; ``prompt_modes(split)`` names each dataloader. Every row occurs once, on any
+    number of ranks. The rollout system starts once, stays up between ``fit`` and ``test``, and is closed after test or
+    validate, on an exception, or when the process ends.
 
     Args:
-        rollouts: rolls questions out; None only if there are no val_files and no test_files.
+        rollouts: rolls questions out, or None without val_files and test_files.
         val_files: question files (see datasets/questions.py) of validation.
-        test_files: of the test; also evaluation sets by name, as "gsm8k:data/gsm8k.jsonl".
-        eval_sampling: decoding of validation, test and diagnostic prompts; greedy unless said otherwise.
-        val_sampling: decoding of validation where it is another one; null: ``eval_sampling``.
+        test_files: question files of the test; also evaluation sets by name, as "gsm8k:data/gsm8k.jsonl".
+        eval_sampling: decoding of validation, test and diagnostic prompts; greedy by default.
+        val_sampling: another decoding for validation; null: ``eval_sampling``.
         eval_batch: questions per batch on each rank; changes speed only.
-        attempts: trajectories per question in the test's search loop, each sampled on its own (no branching, whatever
-            the sampler): for pass@k and for intervals that know how far answers vary. Validation and diagnostic
-            prompts take one.
-        max_val: use at most so many validation questions, evenly spaced over the files.
+        attempts: trajectories per question in the test's search loop, each sampled independently (without branching),
+            for pass@k and for intervals that include the spread of answers. Validation and diagnostic prompts take one.
+        max_val: use at most this many validation questions, evenly spaced over the files.
         max_test: the same for test.
-        diagnostic_prompts: ARCap's diagnostic prompts, in the test only. gold_direct and gold_think ask the
-            questions that have gold passages,
-            closed_book all.
-        max_diagnostic_prompts: at most so many questions per diagnostic prompt, evenly spaced.
-        max_infrastructure_failures: share of an evaluation batch that may fail for reasons that are not the model's;
-            above it the run stops, since a metric over what is left would mislead.
-        seed: of evaluation sampling; None is the run's seed_everything.
-        prompts: ``as_given``, or ``tool_reasoning``: every question, of training too, in SOD's wording for its data
-            source (datasets/tool_prompts.py), for a protocol whose template is ``dataset``;
-            ``tool_reasoning_first_row``: as released, all of a file as its first row asks for.
-        lcb_examples: with ``tool_reasoning``, at most so many of the tests that LiveCodeBench publishes are shown as
-            examples; null: all its tests, as released, which are those that score the answer.
-        max_eval_prompt_tokens: leave out validation and test questions whose prompt (chat template and tools counted)
-            is longer; the log says how many. By default all questions stay. The log names those whose prompts leave no
-            token of ``max_length``: they are not sampled, and count as unanswered.
-        on_invalid_row: of question files, of training too: ``refuse`` stops at rows that cannot be used, ``drop``
-            leaves
-            them out; the message or the log counts them by what is wrong.
-        eval_skills: whether validation and test are given the rollout system's skills, if it has any: false tests what
-            Skill-GRPO has learnt without them.
-        columns: of question files of your own shape, training's too, our columns by the file's names: see
-            ``load_tasks``.
-        splits: train_files, val_files and test_files are the same, and each takes its part of the questions.
+        diagnostic_prompts: ARCap's diagnostic prompts, in the test only. gold_direct and gold_think ask the questions
+            that have gold passages, closed_book asks all.
+        max_diagnostic_prompts: at most this many questions per diagnostic prompt, evenly spaced.
+        max_infrastructure_failures: share of an evaluation batch that may fail by infrastructure. Above it the run
+            stops, because a metric over the rest would mislead.
+        seed: of evaluation sampling (None: the run's seed_everything).
+        prompts: ``as_given``, or ``tool_reasoning``: SOD's wording of every question, also in training, by data source
+            (datasets/tool_prompts.py), for a protocol with template ``dataset``; ``tool_reasoning_first_row``: as
+            released, every row of a file in the wording of its first row.
+        lcb_examples: with ``tool_reasoning``, show at most this many of LiveCodeBench's public tests as examples; null:
+            all its tests, as released, including those that score the answer.
+        max_eval_prompt_tokens: leave out validation and test questions with longer prompts (chat template and tools
+            counted); the log counts them. By default all questions stay. Questions whose prompts leave no token of
+            ``max_length`` are logged, not sampled, and count as unanswered.
+        on_invalid_row: of question files, also in training: ``refuse`` stops at rows that cannot be used, ``drop``
+            leaves them out; the message or the log counts them by fault.
+        eval_skills: whether validation and test show the rollout system's skills; false tests what Skill-GRPO has
+            learnt without them.
+        columns: for question files of your own shape, our columns by the file's names; see ``load_tasks``.
+        splits: train_files, val_files and test_files are the same files, and each part takes its share of questions.
     """
 
     def __init__(
@@ -148,7 +145,7 @@ class EvaluationData(L.LightningDataModule):
     # --- for callbacks ------------------------------------------------------------------------------------------
 
     def prompt_modes(self, split: Split) -> list[str]:
-        """``PromptMode`` value of each dataloader of ``split``, by dataloader_idx; "agent" is the search loop."""
+        """Return the ``PromptMode`` value of each dataloader of ``split``; "agent" is the search loop."""
         if not self.files[split]:
             return []
         return [PromptMode.AGENT.value, *(mode.value for mode in self._diagnostics(split))]
@@ -173,11 +170,10 @@ class EvaluationData(L.LightningDataModule):
 
         Raises:
             DatasetError: a file is missing or wrong, a gold prompt finds no question with gold passages, or no
-                prompt is
-                short enough.
+                prompt is short enough.
         """
         splits: dict[str, tuple[Split, ...]] = {"fit": ("val",), "validate": ("val",), "test": ("test",)}
-        # A fit is followed by its test, whose files and diagnostic prompts are checked now and not after days.
+        # A fit ends with its test: check the test's files and diagnostic prompts now, not after days.
         for split in ("val", "test") if stage == "fit" else splits.get(stage, ()):
             if self.files[split] and split not in self._tasks:
                 assert self.rollouts is not None, "files need rollouts, see __init__"
@@ -208,22 +204,22 @@ class EvaluationData(L.LightningDataModule):
         self.close()
 
     def ask_module(self) -> None:
-        """Let the module that is to be trained, and the callbacks, refuse this data (``accept_data``, if they have
-        one): their own ``setup`` comes after this one's, when the engine has loaded a model."""
+        """Let the module and the callbacks refuse this data (``accept_data``) before an engine loads a model: Lightning
+        calls their ``setup`` later."""
         for part in (getattr(self.trainer, "lightning_module", None), *getattr(self.trainer, "callbacks", ())):
             accept = getattr(part, "accept_data", None)
             if accept is not None:
                 accept(self)
 
     def start_rollouts(self) -> None:
-        """Idempotent."""
+        """Start the rollout system. Idempotent."""
         if not self._running and self.rollouts is not None:
             self._running = True
             atexit.register(self.close)
             self.rollouts.start()
 
     def check_shared(self, *files: list[str]) -> None:
-        """Raises ValueError unless all that ``splits`` shares out is one and the same; none at all is well."""
+        """Refuse files that differ between the parts, with ValueError, if ``splits`` shares them out."""
         if self.questions.splits is not None and len({tuple(paths) for paths in files if paths}) > 1:
             raise ValueError(
                 "splits shares one set of files out among training, validation and test, but they have different ones: "
@@ -231,7 +227,7 @@ class EvaluationData(L.LightningDataModule):
             )  # fmt: skip
 
     def check_tasks(self, tasks: Sequence[Task], *, inject_skills: bool = True) -> None:
-        """Refuse tasks that cannot be rolled out, before a model loads (see the function). Raises DatasetError."""
+        """Refuse tasks that cannot be rolled out, before a model loads. Raises DatasetError."""
         if self.rollouts is not None:
             check_tasks(self.rollouts, tasks, inject_skills=inject_skills)
 
@@ -279,15 +275,16 @@ class EvaluationData(L.LightningDataModule):
         *,
         inject_skills: bool | None = None,
     ) -> list[Trajectory]:
-        """For callbacks: these tasks of this rank, once each, as the split is sampled, with a seed of their own; those
-        that infrastructure spoiled are left out. A collective: every rank calls it, be it with no task.
+        """Roll out ``tasks`` of this rank once each, as the split is sampled, with a separate seed, for callbacks.
+
+        Infrastructure failures are left out. A collective: every rank calls it, even without tasks.
 
         Args:
-            split: whose sampling is taken.
+            split: the split whose sampling is used.
             tasks: of this rank.
-            what: is done, for the message of too many failures; the seed follows from it.
-            sampler: by default each task is rolled out by itself, whatever the training's sampler does.
-            inject_skills: put the system's skills, if it has any, into the prompts; by default as the evaluation does.
+            what: name of the rollouts, for the message of too many failures; also decides the seed.
+            sampler: by default an independent sampler, whatever training uses.
+            inject_skills: put the system's skills, if any, into the prompts; by default as the evaluation does.
 
         Raises:
             TooManyFailuresError: see ``max_infrastructure_failures``.
@@ -300,7 +297,7 @@ class EvaluationData(L.LightningDataModule):
         agent = split == "test" and mode is PromptMode.AGENT
         attempts = self.attempts if agent else 1
         # One seed for the whole split: requests derive theirs from the task's id (and the attempt), so batches do
-        # not matter. An attempt is a group of its own: members of one group may be branches of each other.
+        # not matter. Each attempt is a separate group, because members of one group may be branches of each other.
         trajectories = self._rollout(
             split,
             [task for task in tasks for _ in range(attempts)],

@@ -1,4 +1,4 @@
-"""Data module of distillation that mixes saved trajectories with fresh ones of the student."""
+"""Distillation data module that mixes saved trajectories with fresh ones of the student."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from rollout.trajectory import Trajectory, split_turns
 
 
 class MixedDataModule(SupervisedDataModule):
-    """Yields batches of saved trajectories, or in their place the student's own for the same questions, rolled out with
-    the current weights through the real tools, or kept ones of these: as ``mixing`` decides.
+    """Yields batches of saved trajectories, of fresh ones that the student samples for the same questions, or of kept
+    fresh ones, as ``mixing`` decides.
 
-    The student's trajectories are scored, for the log, and get an EOS after final answers like the saved ones
-    (``append_eos``): a divergence from a teacher says there whether to stop. What decides, and what is drawn, depends
-    on the seed and the step alone; what is kept is in the checkpoint, so that a resumed run goes on as it would have.
+    The student's trajectories are scored for the log, and get an EOS after final answers like the saved ones
+    (``append_eos``), so that a divergence from a teacher includes whether to stop. Decisions and draws depend on the
+    seed and the step only. The kept trajectories are in the checkpoint, so that a resumed run continues exactly.
 
     Args:
-        trajectories: parquet files written by rollout.storage, or folders of them; their tasks are what the student is
-            asked.
-        rollouts: rolls them out; evaluates, too.
-        mixing: ``OnPolicyShare`` (GKD) or ``AdaptiveOffPolicy`` (DistiLLM), or one of your own.
+        trajectories: parquet files written by rollout.storage, or folders of them; the student rolls out their tasks.
+        rollouts: samples the student's trajectories, and evaluates.
+        mixing: ``OnPolicyShare`` (GKD), ``AdaptiveOffPolicy`` (DistiLLM), or your own.
         train_sampling: decoding of the student's trajectories.
-        max_consecutive_failures: training stops after so many consecutive fresh batches above
+        max_consecutive_failures: training stops after this many consecutive fresh batches above
             ``max_infrastructure_failures``.
         supervised: see ``SupervisedDataModule``.
 
-    Raises: ValueError where ``mixing`` follows a loss on held-out trajectories and none are, or nothing
-        validates.
+    Raises:
+        ValueError: ``mixing`` follows a loss on held-out trajectories, but none are held out or validation is off.
     """
 
     samples_student = True
@@ -73,11 +72,11 @@ class MixedDataModule(SupervisedDataModule):
 
     @property
     def samples_next(self) -> bool:
-        """Whether the next batch will be generated, and so needs the current weights."""
+        """Return whether the next batch will be sampled, and so needs the current weights."""
         return self._loader is not None and self._source(self._loader.position) == "fresh"
 
     def validated(self, losses: Mapping[str, float]) -> None:
-        """Losses on the held-out trajectories, by name."""
+        """Pass the losses on the held-out trajectories, by name, to ``mixing``."""
         if self.mixing.follows is not None:
             self.mixing.validated(losses[self.mixing.follows])
 
@@ -117,7 +116,7 @@ class MixedDataModule(SupervisedDataModule):
         return rows
 
     def _sample(self, position: int, saved: Sequence[Trajectory]) -> list[Trajectory]:
-        """One trajectory for each saved one, of all ranks; those that infrastructure failed are left out."""
+        """Roll out one trajectory for each saved one, of all ranks, without infrastructure failures."""
         tasks = list({(t.group, t.index): t.task for t in saved}.values())
         found = self.rollouts.rollout(  # type: ignore[union-attr]  # required in __init__
             tasks[self.rank :: self.world_size],

@@ -25,62 +25,56 @@ Groups = list[list[Trajectory]]
 
 
 class RolloutDataModule(TrainingData):
-    """Yields ``list[Trajectory]`` of ``prompts_per_iteration * group_size`` trajectories per iteration, over all
-    ranks. Each rank rolls out a block of the step's prompts, whole groups of them; with ``balance_tokens`` groups then
-    change ranks.
+    """Yields ``prompts_per_iteration * group_size`` trajectories per iteration over all ranks, as ``list[Trajectory]``.
 
-    Questions come in an order that depends on the seed and the pass alone. Passes do not mix: the
-    ``len(questions) % prompts_per_iteration`` questions left at the end of a pass wait for the next one, whose order is
-    another. Sampling seeds derive from (seed, iteration), so that a resumed run draws the tokens it would have drawn,
-    and any number of ranks draws the same (a branching sampler: see ``rollout.samplers.branching``). The position is
-    saved in the checkpoint.
+    Each rank rolls out a block of the iteration's prompts, in whole groups; ``balance_tokens`` then exchanges groups
+    between ranks. Trajectories that failed by infrastructure are passed on for the log; the on-policy module leaves
+    them out.
 
-    Trajectories that failed by infrastructure are passed on (for the log; the on-policy module leaves them out).
+    The order of questions depends on the seed and the pass only. The ``len(questions) % prompts_per_iteration``
+    questions that are left at the end of a pass are skipped in it. Sampling seeds derive from (seed, iteration): a
+    resumed run, or one on another number of ranks, draws the same tokens (for branching samplers see
+    ``rollout.samplers.branching``). The position is in the checkpoint.
 
-    With ``dynamic_sampling`` (DAPO, arXiv 2503.14476) a group whose rewards are all equal, of which a group-relative
-    algorithm learns nothing, is discarded and its slot offered to another prompt, up to so many times; if none of
-    them does better, the first group stays, so that batches keep their size. The prompts offered to slot s of
-    iteration i depend on (seed, i, s) alone: a resumed run offers the same, and so does any number of ranks, each of
-    which fills its own slots. ``discarded_groups`` counts what was thrown away, ``discarded`` holds it.
+    ``dynamic_sampling`` (DAPO, arXiv 2503.14476) discards groups with identical rewards, which give zero advantage, and
+    samples other prompts in their slots, for this many rounds. If none has different rewards, the first group stays, so
+    that the batch size is constant. The prompts offered to slot s of iteration i depend on (seed, i, s) only.
+    ``discarded_groups`` counts the discarded groups, ``discarded`` holds their trajectories.
 
-    With ``max_off_policy_iterations`` k >= 1, when batch i is handed out the generation of the batches up to i + k
-    begins, in the background and with the weights v_i that the engine then has (v_i: after i iterations). So every
-    token trained on in iteration i was sampled with v_(i-k) or later: this is checked. What a background generation
-    raises is raised when
-    its batch is asked for. Validation waits until nothing is being generated. A checkpoint's position counts batches
-    handed out: what was generated ahead is generated anew after a resume, with the weights of the checkpoint, so that
-    the continuation is not that of the uninterrupted run, token for token. The questions of each batch, its seeds, and
-    with dynamic sampling what is offered, are the same at any staleness. The collectives (of the failure guard) stay
-    in the training thread, batch by batch. What becomes of trajectories in flight at a weight update is
-    ``rollouts.in_flight``.
+    With ``max_off_policy_iterations`` k >= 1, handing out batch i starts the generation of the batches up to i + k in
+    the background, with the weights after i iterations. Every token of iteration i is thus from the weights of
+    iteration i - k or later; this is checked. Errors are raised when their batch is due. Validation waits for the
+    background. A resumed run generates batches in flight again with the checkpoint's weights, so its tokens may differ
+    from the uninterrupted run; questions and seeds are the same for every k. Collectives stay in the training thread.
+    ``rollouts.in_flight_updates`` decides what a weight update does with trajectories in flight.
 
     Args:
         rollouts: rolls the questions out.
         train_files: question files (see datasets/questions.py).
         prompts_per_iteration: questions per iteration, over all ranks; divisible by the number of ranks.
         group_size: trajectories per question (a group).
-        iterations: batches per Lightning epoch; None is one pass over the questions. With the length of the whole
-            training here, ``trainer.max_epochs: 1`` ends it, and ``val_check_interval`` counts iterations.
+        iterations: batches per Lightning epoch (None: one pass over the questions). With the length of the whole run
+            here, ``trainer.max_epochs: 1`` ends it, and ``val_check_interval`` counts iterations.
         train_sampling: decoding while training.
-        max_train: use at most so many questions, evenly spaced over the files.
-        max_prompt_tokens: leave out questions whose prompt (chat template, tools and skills counted) is longer, before
-            ``max_train`` applies; the log says how many, and names the first. By default, and at most, what the
-            rollouts' ``max_length`` leaves: one token to sample, or a whole turn where each turn has its own prompt.
-        dynamic_sampling: at most so many rounds of further prompts per iteration; null for none. Needs
+        max_train: use at most this many questions, evenly spaced over the files.
+        max_prompt_tokens: leave out questions with longer prompts (chat template, tools and skills counted) before
+            ``max_train`` applies; the log counts them and names the first. The default and the maximum is what
+            ``max_length`` leaves: one token to sample, or a whole turn if each turn has its own prompt.
+        dynamic_sampling: at most this many rounds of further prompts per iteration; null for none. Needs
             ``prompts_per_iteration * (1 + dynamic_sampling)`` questions.
-        max_consecutive_failures: training stops after so many consecutive iterations above
+        max_consecutive_failures: training stops after this many consecutive iterations above
             ``max_infrastructure_failures``.
-        abilities: train on questions of these only (``math``, ``choice``, ``code``, ``qa``: ``metadata["ability"]``);
-            the log counts the others. For OPSD with answers: [math, choice], since a program's tests are no answer that
-            a teacher could be told.
-        balance_tokens: with several ranks, exchange whole groups after the rollout, so that each rank learns from about
-            as many tokens; changes speed only (``data_modules.loading.token_balance``).
+        abilities: train only on questions of these (``math``, ``choice``, ``code``, ``qa``: ``metadata["ability"]``);
+            the log counts the others. For OPSD with answers use [math, choice]: a program's tests are not an answer
+            for the teacher.
+        balance_tokens: exchange whole groups between ranks after the rollout, so that each rank learns from about as
+            many tokens; changes speed only (``data_modules.loading.token_balance``).
         max_off_policy_iterations: batches generated ahead of the one that trains. 0: each is rolled out on demand.
         evaluation: see ``EvaluationData``.
 
     Raises (on ``setup``):
-        DatasetError: a file is missing or wrong, or holds fewer (short enough) questions than one step may need.
-        ValueError: prompts_per_iteration cannot be shared by the ranks.
+        DatasetError: a file is missing or wrong, or has fewer (short enough) questions than one iteration may need.
+        ValueError: the number of ranks does not divide prompts_per_iteration.
     """
 
     rollouts: RolloutSystem
@@ -123,7 +117,8 @@ class RolloutDataModule(TrainingData):
         self.max_prompt_tokens = max_prompt_tokens
         self.dynamic_sampling = dynamic_sampling
         self.balance_tokens = balance_tokens
-        # Of the last iteration: tokens of the rank with most over the mean, as rolled out and balanced; None: not done.
+        # Of the last iteration: tokens of the largest rank over the mean, before and after balancing, or None if not
+        # done.
         self.token_imbalance: tuple[float, float] | None = None
         self.max_off_policy_iterations = max_off_policy_iterations
         self.generation_s: float | None = None  # seconds that generating the last batch took, hidden or not
@@ -132,7 +127,7 @@ class RolloutDataModule(TrainingData):
             if max_off_policy_iterations
             else None
         )
-        # Of the last iteration, on this rank: (groups thrown away, groups rolled out); None without dynamic sampling.
+        # Of the last iteration, on this rank: (discarded groups, all groups). It is None without dynamic sampling.
         self.discarded_groups: tuple[int, int] | None = None
         self.discarded: list[Trajectory] = []  # of the last iteration, this rank's
         self._guard = FailureGuard(self.max_infrastructure_failures, max_consecutive_failures)
@@ -141,7 +136,7 @@ class RolloutDataModule(TrainingData):
 
     @property
     def infrastructure_failures(self) -> float:
-        """Share of the last iteration's trajectories, over all ranks, that failed for reasons not the model's."""
+        """Share of the last iteration's trajectories, over all ranks, that failed by infrastructure."""
         return self._guard.share
 
     def setup(self, stage: str) -> None:
@@ -163,21 +158,23 @@ class RolloutDataModule(TrainingData):
 
     @property
     def steps_per_pass(self) -> int:
-        """Iterations until every question had its turn."""
+        """Iterations per pass over the questions."""
         return len(self._questions) // self.prompts_per_iteration
 
     @property
     def training_questions(self) -> tuple[Task, ...]:
-        """All that were loaded, in the order of the files; empty before ``setup``."""
+        """All loaded questions, in the order of the files; empty before ``setup``."""
         return tuple(self._questions)
 
     def prompts(self, iteration: int) -> list[Task]:
-        """The questions of iteration ``iteration`` (from 0), over all ranks. Pure: the same whenever it is called."""
+        """Return the questions of an iteration (from 0), over all ranks. Pure: the same at every call."""
         return [self._questions[i] for i in self._indices(iteration)]
 
     def further_prompts(self, iteration: int, attempt: int) -> list[Task]:
-        """What dynamic sampling offers in its round ``attempt`` (from 0), one question per slot of the iteration, over
-        all ranks; none of them stands in the iteration or in another of its rounds. Pure, as ``prompts``."""
+        """Return the questions that round ``attempt`` (from 0) of dynamic sampling offers, one per slot, over all
+        ranks.
+
+        They differ from those of the iteration and of its other rounds. Pure, as ``prompts``."""
         own = set(self._indices(iteration))
         order = permutation(len(self._questions), derive_seed(self.seed, "further", iteration))
         others = [i for i in order if i not in own]
@@ -289,7 +286,7 @@ class RolloutDataModule(TrainingData):
         return [trajectories[i : i + n] for i in range(0, len(trajectories), n)]
 
     def _last_iteration(self) -> int | None:
-        """How many batches the training will ask for in all, as far as is known: none are generated beyond."""
+        """Return how many batches training will ask for in all, if known: later ones are not generated."""
         epochs, steps = (getattr(self.trainer, name, None) or -1 for name in ("max_epochs", "max_steps"))
         length = getattr(self.trainer, "num_training_batches", None)
         ends = [steps] if steps > 0 else []
@@ -316,5 +313,5 @@ class RolloutDataModule(TrainingData):
 
 
 def differs(group: Sequence[Trajectory]) -> bool:
-    """Whether the rewards of a group, failures left out, are not all the same."""
+    """Return whether the rewards of a group, without failures, differ."""
     return len({t.reward.total for t in group if t.reward is not None and not t.failed_by_infrastructure}) > 1

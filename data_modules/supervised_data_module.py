@@ -1,4 +1,4 @@
-"""Data module of saved trajectories: demonstrations, or what a teacher generated."""
+"""Supervised data module: batches of saved trajectories, such as demonstrations of a teacher."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def append_eos(trajectory: Trajectory, eos_id: int) -> Trajectory:
-    """The trajectory with an EOS after its final answer, as part of the last turn (mask 1, log-prob 0.0).
+    """Add an EOS after the final answer, as part of the last turn (mask 1, log-prob 0.0).
 
-    Search-R1's sequences end at ``</answer>`` and never hold an EOS, so a model trained on them does not learn to
-    stop (docs/papers/dgpo.md 1.4). Nothing is tokenised again. Trajectories without a final answer, or whose last
-    sampled token is the EOS already, come back unchanged.
+    Search-R1's sequences end at ``</answer>`` without EOS, so a model trained on them does not learn to stop
+    (docs/papers/dgpo.md 1.4). The rest is not tokenised again. Trajectories without a final answer, or with a sampled
+    EOS at the end, are returned unchanged.
     """
     if trajectory.stop_reason is not StopReason.ANSWER or trajectory.response_ids[-1] == eos_id:
         return trajectory
@@ -40,23 +40,23 @@ def append_eos(trajectory: Trajectory, eos_id: int) -> Trajectory:
 
 
 def length_of(trajectory: Trajectory) -> int:
-    """Tokens of prompt and response."""
+    """Return the number of tokens of prompt and response."""
     return len(trajectory.prompt_ids) + len(trajectory.response_ids)
 
 
 class BatchPlan:
-    """Which trajectories make up which batch; a pure function of the pass, with the same number of batches in each.
+    """Plans which trajectories form which batch: a pure function of the pass, with equally many batches in each.
 
     A pass is a permutation of all trajectories, cut at equal shares of trajectories (``batch_size``) or of tokens
-    (``batch_tokens``). Nothing is dropped and no batch is empty.
+    (``batch_tokens``). Every trajectory is used, and no batch is empty.
 
     Args:
         lengths: tokens of each trajectory.
         seed: of the order.
-        batch_size: at most so many trajectories per batch.
-        batch_tokens: about so many tokens per batch (the mean is at least that); no fewer than the longest trajectory.
-        bucket_batches: k > 1: the permutation is sorted by length within runs of k batches, and the batches shuffled.
-            Batches then hold similar lengths, which saves padding, and are a little less random.
+        batch_size: at most this many trajectories per batch.
+        batch_tokens: about this many tokens per batch (on average at least), and at least the longest trajectory.
+        bucket_batches: k > 1 sorts the permutation by length within runs of k batches and shuffles the batches. Batches
+            of similar lengths need less padding and are a little less random.
 
     Raises:
         ValueError: not exactly one of batch_size and batch_tokens, or one that does not fit.
@@ -92,7 +92,7 @@ class BatchPlan:
             self.batches = max(1, sum(lengths) // batch_tokens)  # type: ignore[operator]  # one of them is given
 
     def of_pass(self, number: int) -> list[list[int]]:
-        """Indices of trajectories, batch by batch, of pass ``number``."""
+        """Return the indices of trajectories, batch by batch, of pass ``number``."""
         order = permutation(len(self._lengths), derive_seed(self._seed, "order", number))
         if self._bucket_batches > 1:
             run = self._bucket_batches * -(-len(order) // self.batches)
@@ -115,30 +115,28 @@ class BatchPlan:
 
 
 class SupervisedDataModule(TrainingData):
-    """Yields ``list[Trajectory]`` batches of saved trajectories; validation and test by rollouts.
+    """Yields batches of saved trajectories as ``list[Trajectory]``; validation and test roll out.
 
-    Of trajectories whose turns have prompts of their own batches hold the rows (``split_turns``), which sizes count.
-
-    A batch is one optimiser step over all ranks; rank r holds its trajectories r, r + world, ... (none, when a batch
-    holds fewer than there are ranks). The order depends on the seed and the pass alone, and the position is saved in
-    the checkpoint.
+    Trajectories with a prompt per turn are split into rows (``split_turns``), and sizes count rows. A batch is one
+    optimiser step over all ranks; rank r holds its trajectories r, r + world, ... (which may be none). The order
+    depends on the seed and the pass only, and the position is in the checkpoint.
 
     Args:
         trajectories: parquet files written by rollout.storage, or folders of them.
-        batch_size: at most so many trajectories per batch; or
-        batch_tokens: about so many tokens per batch, over all ranks.
+        batch_size: at most this many trajectories per batch; or
+        batch_tokens: about this many tokens per batch, over all ranks.
         bucket_batches: see ``BatchPlan``.
         append_eos: add an EOS after final answers, so that the model learns to stop.
-        tokenizer: Hugging Face folder whose EOS that is; by default the rollout system's.
-        max_tokens: leave out trajectories with more tokens, prompt included. Prompts that alone fill the ``max_length``
-            of ``rollouts`` are left out in any case. The log says how many are left out, and names the first.
-        max_train: use at most so many trajectories, evenly spaced over the files.
-        held_out: keep so many of these, evenly spaced, out of the training: their losses are logged at every
-            validation, as ``val/ce`` and so on.
+        tokenizer: Hugging Face folder that defines the EOS; by default the rollout system's.
+        max_tokens: leave out trajectories with more tokens, prompt included. Prompts that fill the ``max_length`` of
+            ``rollouts`` are always left out. The log counts them and names the first.
+        max_train: use at most this many trajectories, evenly spaced over the files.
+        held_out: keep this many of them, evenly spaced, out of training; every validation logs their losses
+            (``val/ce`` and so on).
         evaluation: see ``EvaluationData``.
 
     Raises (on ``setup``):
-        DatasetError: no file, a file that is not of trajectories, or none of them left after the filters.
+        DatasetError: no file, a file without trajectories, or none left after the filters.
         ValueError: batch settings that do not fit.
     """
 
@@ -178,12 +176,12 @@ class SupervisedDataModule(TrainingData):
 
     @property
     def held_out_rows(self) -> list[Trajectory]:
-        """This rank's share of what is held out; known after ``setup``."""
+        """This rank's share of the held-out trajectories; known after ``setup``."""
         return self._held_out[self.rank :: self.world_size]
 
     @property
     def training_rows(self) -> list[Trajectory]:
-        """All rows of all ranks, those for training and those held out; known after ``setup``."""
+        """All rows of all ranks, for training and held out; known after ``setup``."""
         return [*self._trajectories, *self._held_out]
 
     def setup(self, stage: str) -> None:
@@ -204,7 +202,7 @@ class SupervisedDataModule(TrainingData):
         eos = self._eos_id() if self.append_eos else None
         taken = [t if eos is None else append_eos(t, eos) for t in spread(usable, self.max_train)]
         apart = set(spread(range(len(taken)), self.held_out)) if self.held_out else set()
-        # where every turn has a prompt of its own, the turns
+        # turns, if every turn has a separate prompt
         rows = [row for i, t in enumerate(taken) if i not in apart for row in split_turns(t)]
         kept = self._short(rows)
         self._held_out = self._short(row for i in sorted(apart) for row in split_turns(taken[i]))
@@ -253,7 +251,7 @@ class SupervisedDataModule(TrainingData):
         return self._rows(position)[self.rank :: self.world_size]
 
     def _rows(self, position: int) -> list[Trajectory]:
-        """The whole batch, of all ranks."""
+        """Return the whole batch of all ranks."""
         number, index = divmod(position, self._plan.batches)  # type: ignore[union-attr]  # made in setup
         if self._batches[0] != number:
             self._batches = (number, self._plan.of_pass(number))  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Base of data modules that train: one resumable train loader whose position is in the checkpoint."""
+"""Base class of data modules that train: one resumable train loader, whose position is in the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from data_modules.loading.loaders import TrainLoader
 
 
 class TrainingData(EvaluationData):
-    """Subclasses make ``self._loader`` in ``setup("fit")``."""
+    """Loads training batches; subclasses create ``self._loader`` in ``setup("fit")``."""
 
     _loader: TrainLoader | None = None
 
@@ -22,7 +22,7 @@ class TrainingData(EvaluationData):
         return {} if self._loader is None else {"train": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError when the position was saved over other data (see ``TrainLoader``)."""
+        """Restore the position. Raises ValueError if it was saved over other data (see ``TrainLoader``)."""
         # Without a loader a checkpoint is being tested: there is nothing to continue.
         if self._loader is not None and "train" in state_dict:
             self._loader.load_state_dict(state_dict["train"])

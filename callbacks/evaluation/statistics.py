@@ -146,7 +146,7 @@ def bootstrap_function(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of ``k`` attempts, drawn from ``n`` of which ``c`` are right, is right:
+    """Return the probability that at least one of ``k`` of ``n`` attempts is right, if ``c`` of the ``n`` are:
     ``1 - C(n - c, k) / C(n, k)``, unbiased for pass@k (arXiv 2107.03374, eq. 1). As a product, so that nothing
     overflows: ``1 - prod_{i = n - c + 1 .. n} (1 - k / i)``.
 

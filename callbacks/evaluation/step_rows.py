@@ -43,8 +43,8 @@ class StepRow:
     signed: float  # mean T - S, nats: above 0 where the teacher likes the tokens more
     teacher_entropy: float  # mean entropy of the teacher's distributions at the step's tokens, nats
     outcome: str  # see ``rollout.trajectory_metrics.outcome_of``
-    acc: float | None  # correctness of the trajectory; None if its reward has no part `acc`
-    verdict: bool | None = None  # the environment's (``verdicts_of``); None if it cannot tell
+    acc: float | None  # correctness of the trajectory, or None if its reward has no part `acc`
+    verdict: bool | None = None  # the environment's (``verdicts_of``), or None if it cannot tell
 
 
 def turns_with_tokens(trajectory: Trajectory) -> list[int]:
@@ -53,7 +53,7 @@ def turns_with_tokens(trajectory: Trajectory) -> list[int]:
 
 
 def verdicts_of(environment: object, trajectory: Trajectory) -> Sequence[bool | None]:
-    """Return whether each turn was right, by the environment's ``verdicts``; None if it cannot tell."""
+    """Return whether each turn was right, by the environment's ``verdicts``, or None if it cannot tell."""
     judge = getattr(environment, "verdicts", None)
     return [None] * len(trajectory.turns) if judge is None else judge(trajectory)
 
@@ -165,6 +165,6 @@ def save_steps(path: Path, rows: Sequence[StepRow]) -> None:
 
 
 def load_steps(folder: Path) -> list[StepRow] | None:
-    """Read the rows of a stage's test; None if ``StepDivergence`` did not run."""
+    """Read the rows of a stage's test, or None if ``StepDivergence`` did not run."""
     path = Path(folder) / STEPS_FILE
     return [StepRow(**row) for row in pl.read_parquet(path).iter_rows(named=True)] if path.is_file() else None

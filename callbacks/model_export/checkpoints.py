@@ -37,7 +37,7 @@ def export_checkpoint(
 
     Raises:
         ValueError: a missing checkpoint or shard, another model than ``source``, or changed files (``DigestError``).
-        DiskFullError: no room.
+        DiskFullError: the disk is full.
     """
     check_digests(checkpoint)
     found, adapter = checkpoint_weights(checkpoint), None
@@ -72,7 +72,7 @@ def skeleton(source: str) -> Any:
 
 
 def read_generation_config(source: str) -> Any:
-    """Return the ``GenerationConfig`` of the model at ``source``; None if it has none.
+    """Return the ``GenerationConfig`` of the model at ``source``, or None if it has none.
 
     Raises:
         ValueError: transformers cannot read the file.
@@ -116,7 +116,7 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_lora(checkpoint: Path) -> dict[str, Any] | None:
-    """Return LoRA's settings in a checkpoint that holds only adapters; None for any other."""
+    """Return LoRA's settings in a checkpoint that holds only adapters, or None for any other."""
     if (checkpoint / "config.json").is_file():
         return None
     if checkpoint.is_file():

@@ -55,7 +55,7 @@ def export_policy(
     generation configuration and tokenizer to ``folder``, replacing it as a whole. A collective: all ranks must call it.
 
     Raises:
-        DiskFullError: no room; the previous folder is intact.
+        DiskFullError: the disk is full; the previous folder is intact.
     """
     state: dict[str, torch.Tensor] = {}
     for name, tensor in module.policy_weights():  # every rank iterates to the end: gathering is collective
@@ -90,7 +90,7 @@ def write_folder(
     the SHA-256 of its files. Adapters that were merged into the weights are written to its folder ``adapter``.
 
     Raises:
-        DiskFullError: no room; the previous folder is intact.
+        DiskFullError: the disk is full; the previous folder is intact.
         ValueError: a weight is not finite; the previous folder is intact.
     """
     temporary = folder.with_name(f".{folder.name}.new")

@@ -17,7 +17,7 @@ BAD = ".bad"
 
 
 def iteration_of(path: Path) -> int | None:
-    """Return the iteration in a checkpoint's name; None for any other name."""
+    """Return the iteration in a checkpoint's name, or None for any other name."""
     found = NAME.fullmatch(path.name)
     return int(found[1]) if found else None
 
@@ -44,7 +44,7 @@ def anything_saved(stage: Path) -> list[Path]:
 
 
 def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Path | None:
-    """Return the checkpoint to continue from (or the best one), None if there is none yet."""
+    """Return the checkpoint to continue from (or the best one), or None before the first."""
     if which == "last":
         return next(iter(usable(stage)), None)
     link = Path(stage) / FOLDER / BEST

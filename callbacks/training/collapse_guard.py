@@ -89,7 +89,7 @@ class CollapseDetector:
 
 
 class CollapseGuard(L.Callback):
-    """Watches training iterations and reacts once per rule (``CollapseDetector``).
+    """Warns, or stops the run, when a ``CollapseDetector`` fires on a training metric, once per rule.
 
     * ``train/em``, ``train/acc`` (right answers, where the reward says so), ``train/success`` (where the environment
       scores itself) and the share of valid actions: under half of their running maximum for ``patience`` iterations
@@ -101,21 +101,21 @@ class CollapseGuard(L.Callback):
     * ``train/response_tokens`` above 3 times, ``train/grad_norm`` above 10 times their recent median for 5 iterations,
       or not finite.
 
-    Recent medians are over the last 50 calm iterations, and nothing is judged before the tenth (tool calls: fifth).
-    What is counted here is logged: ``train/valid_actions``, ``train/tool_calls_per_trajectory`` (executed calls; those
-    that a fork inherits count once). Trajectories that infrastructure failed enter nothing.
+    Recent medians are over the last 50 calm iterations, and nothing is judged before the tenth (tool calls: fifth). The
+    callback logs ``train/valid_actions`` and ``train/tool_calls_per_trajectory`` (executed calls; a fork's inherited
+    calls count once). Infrastructure failures are left out.
 
     When a rule fires: a warning, and ``collapse/iteration-<n>.json`` (the rule and the history of all watched metrics)
     with the batch's trajectories beside it as parquet.
 
     Args:
-        stop: also end the training (on all ranks); otherwise only warn.
-        patience: iterations of few right answers or of invalid actions before it counts.
+        stop: also end the run on all ranks; otherwise only warn.
+        patience: iterations of few right answers or of invalid actions before the rule fires.
         share: fraction of the running maximum that counts as low.
-        min_em: running maximum of EM (or of right answers) below which nothing is called a collapse.
-        tool_call_share: fraction of the recent tool calls per trajectory that counts as low; null: no such rule.
-        entropy_share: fraction of the recent entropy that counts as low; null: no such rule.
-        reward_spreads: how many spreads below its recent median a reward counts as low; null: no such rule.
+        min_em: no collapse while the running maximum of EM (or of right answers) is below this.
+        tool_call_share: fraction of the recent tool calls per trajectory that counts as low; null: off.
+        entropy_share: fraction of the recent entropy that counts as low; null: off.
+        reward_spreads: number of spreads below its recent median at which a reward counts as low; null: off.
     """
 
     def __init__(
@@ -198,6 +198,6 @@ class CollapseGuard(L.Callback):
 
 
 def action_counts(batch: Sequence[Trajectory]) -> tuple[int, int]:
-    """(turns the protocol could read, all turns) of a batch, infrastructure failures left out."""
+    """Return (valid turns, all turns) of a batch, without infrastructure failures."""
     counts = [valid_action_counts(t) for t in batch if not t.failed_by_infrastructure]
     return sum(valid for valid, _ in counts), sum(turns for _, turns in counts)

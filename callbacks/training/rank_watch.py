@@ -36,7 +36,7 @@ ROLLING_OUT = tuple(ROOT + name for name in ("rollout/", "retrieval/", "data_mod
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The instruction at which the main thread stands, read from another thread."""
+    """The position of the main thread, read from another thread."""
 
     mark: tuple[Any, ...]  # equal as long as the thread has not moved
     at: str  # file, line and function of the innermost frame of this project
@@ -62,9 +62,9 @@ def main_thread() -> Position:
 
 
 class RankWatch(L.Callback):
-    """Reports a rank whose main thread stays at one instruction, with its stack; later ends the run with exit code 75.
+    """Reports a rank whose main thread stays at one instruction, with its stack, and later ends the run (exit code 75).
 
-    A thread on each rank reads the stack of its own main thread once a second. Rollouts may take as long as they need.
+    A thread on each rank reads the stack of the main thread once a second. Rollouts may take as long as they need.
     A rank that waits in a collective is reported, but not ended: the process group's timeout ends it. Does nothing
     with one rank.
 

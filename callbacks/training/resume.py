@@ -95,7 +95,7 @@ class IterationCheckpoint(Checkpoint):
         monitor, mode: the metric, and whether larger ("max") or smaller ("min") is better.
 
     Raises (while training):
-        DiskFullError: no room; the previous checkpoint is intact.
+        DiskFullError: the disk is full; the previous checkpoint is intact.
         StopRequested: on every rank, after the checkpoint.
     """
 

@@ -24,7 +24,8 @@ BENCHMARKS = {
 
 
 def split_reference(text: str) -> tuple[str | None, str]:
-    """(name, path) of "gsm8k:data/gsm8k.jsonl"; (None, the text) of anything without a benchmark's name before a colon.
+    """Split "gsm8k:data/gsm8k.jsonl" into (name, path); a text without a known name before a colon becomes (None,
+    text).
 
     >>> split_reference("gsm8k:data/gsm8k.jsonl")
     ('gsm8k', 'data/gsm8k.jsonl')

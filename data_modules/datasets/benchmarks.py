@@ -15,7 +15,7 @@ livecodebench_v6                                                       see livec
 
 Files are .jsonl, .json (a list) or .parquet. Several hosts publish the same sets under another of these names (AIME
 2024 is {Problem, Answer} in SOD's file), and SimpleQA's rows have question or problem: where the set's own is missing,
-the others are looked for. FlashRAG's files (golden_answers, and paragraphs in metadata) are read, too: the supporting
+the others are used. FlashRAG's files (golden_answers, and paragraphs in metadata) are read, too: the supporting
 paragraphs become gold passages.
 """
 
@@ -52,8 +52,8 @@ DETAILS = {
 
 
 def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Task]:
-    """Tasks with data source ``name``, ids ``<name>_<row>`` and metadata ability ("math", "qa", "choice" or "code"),
-    benchmark, what of ``DETAILS`` the file has, and for programs tests and starter_code (and no gold answer).
+    """Read tasks with data source ``name``, ids ``<name>_<row>`` and metadata ability ("math", "qa", "choice" or
+    "code"), benchmark, what of ``DETAILS`` the file has, and for programs tests and starter_code (and no gold answer).
 
     Args:
         name: one of ``references.BENCHMARKS``.
@@ -95,7 +95,7 @@ def ability_of_benchmark(name: str) -> str:
 
 
 def _column(path: Path, rows: Sequence[dict[str, Any]], what: str, fields: Sequence[str]) -> str:
-    """The first of ``fields`` that any row has."""
+    """Return the first of ``fields`` that any row has."""
     found = list(dict.fromkeys(field for row in rows for field in row))
     for field in fields:
         if field in found:
@@ -105,7 +105,7 @@ def _column(path: Path, rows: Sequence[dict[str, Any]], what: str, fields: Seque
 
 
 def _questions(path: Path, rows: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[str]:
-    """Of each row the first of ``fields`` that it has: SimpleQA's rows differ."""
+    """Return each row's first of ``fields``: SimpleQA's rows differ."""
     column = _column(path, rows, "question", fields)
     values = [next((row[field] for field in fields if row.get(field) is not None), None) for row in rows]
     texts = [value.strip() if isinstance(value, str) else "" for value in values]
@@ -115,7 +115,7 @@ def _questions(path: Path, rows: Sequence[dict[str, Any]], fields: Sequence[str]
 
 
 def _gold_passages(path: Path, rows: Sequence[dict[str, Any]]) -> list[Passages]:
-    """The supporting paragraphs in the rows' metadata (HotpotQA, 2Wiki, MuSiQue); () where a row has none."""
+    """Return the supporting paragraphs in the rows' metadata (HotpotQA, 2Wiki, MuSiQue); () for a row without them."""
     found: list[Passages] = []
     incomplete = 0
     for row in rows:
@@ -147,7 +147,7 @@ def _answers(path: Path, rows: Sequence[dict[str, Any]], column: str, name: str,
 
 
 def _golds(value: Any, ability: str) -> tuple[str, ...]:
-    """Gold answers of one row, stripped; () where the value is none, or holds something else than texts and numbers."""
+    """Return the gold answers of one row, stripped; () for values other than texts and numbers."""
     if isinstance(value, str) and ability == "qa" and value.strip().startswith("["):
         # Not in mathematics, where "[1, 2]" is an interval.
         try:

@@ -39,13 +39,13 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """All rows of a .parquet, .jsonl or .json file; their ids are the file's name and the row.
+    """Read all rows of a .parquet, .jsonl or .json file; their ids are the file's name and the row.
 
     Raises:
         DatasetError: no such file, a file that cannot be read, or a row of another shape.
     """
     rows = read_rows(path)
-    typed = open_table(path).form == "parquet"  # where a key that some row has stands in every row, as null
+    typed = open_table(path).form == "parquet"  # whose rows have every key of any row, as null
     return read_each(path, rows, lambda number, row: _conversation(path, number, row, typed))
 
 
@@ -67,8 +67,8 @@ def _conversation(path: Path, number: int, row: dict[str, Any], typed: bool) -> 
 
 
 def _fault(roles: Sequence[str]) -> str | None:
-    """``no_assistant``; ``unfinished``: the last message is no assistant's; ``wrong_order``: of roles, such as two
-    assistants' messages one after the other, which no rollout has, or a result without a call."""
+    """Return why nothing can be learnt from these roles: ``no_assistant``; ``unfinished`` (the last message is not the
+    assistant's); ``wrong_order``, such as two assistant messages in a row or a result without a call."""
     if "assistant" not in roles:
         return "no_assistant"
     if roles[-1] != "assistant":
@@ -80,7 +80,7 @@ def _fault(roles: Sequence[str]) -> str | None:
 
 def _message(where: str, message: Any, typed: bool) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise DatasetError(f"{where}: a message is no object with a role of {', '.join(ROLES)}")
+        raise DatasetError(f"{where}: a message is not an object with a role of {', '.join(ROLES)}")
     role, content = message["role"], message.get("content")
     if content is not None and not isinstance(content, str):
         raise DatasetError(f"{where}: the content of a message is {type(content).__name__}, expected text")
@@ -95,14 +95,14 @@ def _message(where: str, message: Any, typed: bool) -> Message:
 
 
 class _UnreadableCall(ValueError):
-    """Arguments that are no JSON object."""
+    """The arguments of a call are not a JSON object."""
 
 
 def _call(where: str, call: Any, typed: bool) -> dict[str, Any]:
-    """Always with the arguments as an object: templates write text as it is, or (Qwen2.5) quoted once more."""
+    """Read a tool call, with arguments as an object: templates write text unchanged or (Qwen2.5) quoted again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DatasetError(f"{where}: a tool call is no {{type, function: {{name, arguments}}}}")
+        raise DatasetError(f"{where}: a tool call is not {{type, function: {{name, arguments}}}}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

@@ -25,11 +25,11 @@ _PARTICULARS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+""")  # wha
 
 
 class DatasetError(FileError):
-    """A data file is not what it should be. The message says which file, which column or rows, and what to do."""
+    """A data file is wrong. The message says which file, which column or rows, and what to do."""
 
 
 def require_file(path: Path) -> Path:
-    """Raises DatasetError with the nearest name in the same folder when there is no such file."""
+    """Return the path of an existing file. Raises DatasetError with the nearest name in its folder."""
     if path.is_file():
         return path
     if path.is_dir():
@@ -43,13 +43,13 @@ def require_file(path: Path) -> Path:
 
 
 def shown(rows: Sequence[int | str]) -> str:
-    """The first few numbers or ids, for a message."""
+    """Return the first few numbers or ids, for a message."""
     rest = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
     return ", ".join(str(row) for row in rows[:SHOWN_ROWS]) + rest
 
 
 def refuse_rows(path: Path, total: int, rows: Sequence[int], fault: str, advice: str = "") -> None:
-    """Raises DatasetError, naming ``rows`` (counted from 0, of ``total``), if there are any; ``advice`` ends it."""
+    """Raise DatasetError that names ``rows`` (counted from 0, of ``total``), if there are any; ``advice`` ends it."""
     if rows:
         raise DatasetError(
             f"{path}: {len(rows)} of {total} rows with {fault}: row {shown(rows)} (counted from 0); correct or remove "
@@ -89,12 +89,12 @@ def refuse_lines(path: Path, unit: str, faults: Mapping[int, Sequence[str]], adv
 
 
 def said_lines(unit: str, faults: Mapping[int, Sequence[str]]) -> str:
-    """The faults with their lines, for a message; "" without faults."""
+    """Return the faults with their lines, for a message; "" without faults."""
     return "; ".join(listed(faults, unit, lambda lines, fault: f"{lines} with {fault}"))
 
 
 def listed(faults: Mapping[int, Sequence[str]], unit: str, say: Callable[[str, str], str]) -> list[str]:
-    """Each fault with its lines, as ``say(lines, fault)`` puts it; of one kind SHOWN_ROWS faults, then a count.
+    """Return each fault with its lines, as ``say(lines, fault)`` puts it; of one kind SHOWN_ROWS faults, then a count.
 
     Faults are of one kind if they differ only in numbers and quoted text.
 
@@ -119,11 +119,7 @@ def _kind_of(fault: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers, for a message; SHOWN_ROWS runs of them, then a count.
-
-    >>> ranges([2, 4, 5, 6, 9]), ranges(range(1, 21, 2))
-    ('2, 4-6, 9', '1, 3, 5, 7, 9 and 5 more')
-    """
+    """Return sorted numbers for a message: SHOWN_ROWS runs of them, then a count."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -136,12 +132,12 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def said_faults(faults: Sequence[Sequence[str]]) -> str:
-    """The kinds of faults with their counts and first rows, for a message; "" without faults."""
+    """Return the kinds of faults with their counts and first rows, for a message; "" without faults."""
     return _said(_kinds(faults))
 
 
 def _kinds(faults: Sequence[Sequence[str]]) -> dict[str, list[int]]:
-    """Rows by the first fault of each kind."""
+    """Group rows by their first fault of each kind."""
     first: dict[str, str] = {}
     rows: dict[str, list[int]] = {}
     for row, texts in enumerate(faults):
@@ -157,8 +153,8 @@ def _said(kinds: dict[str, list[int]]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet, .jsonl (an object per line; empty lines are skipped) or .json file (a list of objects),
-    compressed by gzip or not. See ``common.tables``.
+    """Read the rows of a .parquet, .jsonl (an object per line; empty lines are skipped) or .json file (a list of
+    objects), compressed by gzip or not. See ``common.tables``.
 
     Raises:
         DatasetError: no such file, another ending, a file that is not what its ending says, or one without rows.
@@ -179,7 +175,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def dataset_errors() -> Iterator[None]:
-    """Turns a FileError into a DatasetError."""
+    """Turn a FileError into a DatasetError."""
     try:
         yield
     except FileError as error:
@@ -187,7 +183,7 @@ def dataset_errors() -> Iterator[None]:
 
 
 def read_each(path: Path, rows: Sequence[Row], read: Callable[[int, Row], Item]) -> list[Item]:
-    """``read(number, row)`` of every row, numbers from 0.
+    """Call ``read(number, row)`` for every row, numbers from 0.
 
     Raises:
         DatasetError: with what ``read`` says of all rows that it refuses.
@@ -205,7 +201,7 @@ def read_each(path: Path, rows: Sequence[Row], read: Callable[[int, Row], Item])
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pl.DataFrame:
-    """Raises DatasetError when the file is missing, cut short or not parquet."""
+    """Read a parquet file. Raises DatasetError if it is missing, cut short or not parquet."""
     require_file(path)
     try:
         return pl.read_parquet(path, columns=list(columns) if columns else None)
@@ -214,13 +210,13 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pl.DataFra
 
 
 def write_parquet(path: Path, frame: pl.DataFrame) -> None:
-    """Written beside the target and renamed: a kill leaves the old file or the new one, never half of one."""
+    """Write a parquet file beside the target and rename it: a kill leaves the old file or the new one."""
     with replacing(path) as temporary:
         frame.write_parquet(temporary)
 
 
 def expand(paths: Sequence[str]) -> list[Path]:
-    """Files as they are, folders as the parquet files in them by name.
+    """Return files unchanged, and folders as the parquet files in them by name.
 
     Raises:
         DatasetError: nothing given, no such file, or a folder without parquet files.
@@ -240,7 +236,7 @@ def expand(paths: Sequence[str]) -> list[Path]:
 
 
 def spread(items: Sequence[Any], limit: int | None) -> list[Any]:
-    """At most ``limit`` items, evenly spaced over the whole (files are often sorted by data source).
+    """Return at most ``limit`` items, evenly spaced over the whole (files are often sorted by data source).
 
     >>> spread("abcdefgh", 3)
     ['a', 'c', 'f']

@@ -1,4 +1,4 @@
-"""The paragraphs that hold the answer, as published rows of multi-hop questions carry them in ``metadata``.
+"""Reads the paragraphs with the answer from the ``metadata`` of published multi-hop questions.
 
 =========  ===========================================================================================
 set        where (FlashRAG's files, which Search-R1's are made of; docs/papers/dgpo.md section 4)
@@ -19,11 +19,11 @@ NOT_THERE = "supporting paragraphs that are not among those of the question"
 
 
 class NoParagraphs(ValueError):
-    """The row names supporting paragraphs, and not all of them have a text."""
+    """A row names supporting paragraphs, but some have no text."""
 
 
 def gold_paragraphs(metadata: Any) -> Passages:
-    """Whole paragraphs, each once, in the order in which they are named; () where a row names none.
+    """Return the named paragraphs, each once, in order; () if a row names none.
 
     Raises NoParagraphs.
     """

@@ -1,4 +1,4 @@
-"""Ground truth of a row: its gold answers or the tests of its program, and its ability (math, choice, code, qa)."""
+"""Reads the ground truth of a row: gold answers or the tests of a program, and the ability (math, choice, code, qa)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.text import HalfPair, strict_json
 from rollout.rewards.code.solution_tests import check_tests
 
 TEST_FIELDS = ("inputs", "outputs", "fn_name", "test_code", "entry_point", "import_prefix")
-ABILITIES = ("math", "choice", "code", "qa")  # what rewards tell apart; another value of a column says nothing to them
+ABILITIES = ("math", "choice", "code", "qa")  # known to the rewards; other values are ignored
 
 _LETTER = re.compile(r"\(?([A-J])\)?\.?")
 _CODE_SOURCE = re.compile(r"(?:^|[-_])code(?:[-_]|$)")
@@ -30,7 +30,7 @@ class GroundTruth:
 
 
 def read_truth(value: Any) -> GroundTruth:
-    r"""``reward_model.ground_truth`` of one row.
+    r"""Read ``reward_model.ground_truth`` of one row.
 
     Text or a number is the one gold answer (ARPO, DAPO), a list several (Skywork: as JSON), and a JSON object holds
     tests. A struct has ``target`` (Search-R1), or tests. In structs of a parquet file the fields that other rows have
@@ -60,7 +60,7 @@ def read_truth(value: Any) -> GroundTruth:
 
 
 def read_tests(given: dict[str, Any], public: int = 0) -> dict[str, Any] | str:
-    """The tests of a program as ``Task.metadata["tests"]`` holds them, or the reason why they cannot be used.
+    """Return a program's tests in the form of ``Task.metadata["tests"]``, or the reason why they cannot be used.
 
     Returns:
         {inputs, outputs, fn_name, public}: the texts that go in and must come out of standard input and output, or,
@@ -73,7 +73,7 @@ def read_tests(given: dict[str, Any], public: int = 0) -> dict[str, Any] | str:
             return "test_code without an entry_point"
         texts = {name: given.get(name) or "" for name in ("test_code", "entry_point", "import_prefix")}
         if not all(isinstance(text, str) for text in texts.values()):
-            return "a test_code, entry_point or import_prefix that is no text"
+            return "a test_code, entry_point or import_prefix that is not text"
         return _checked({**texts, "public": public})
     inputs, outputs = given.get("inputs"), given.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
@@ -82,13 +82,13 @@ def read_tests(given: dict[str, Any], public: int = 0) -> dict[str, Any] | str:
         return "not as many outputs as inputs in the tests"
     name = given.get("fn_name") or None
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
-        return "an fn_name that is no name of a function"
+        return "an fn_name that is not the name of a function"
     inputs, outputs = _as_texts(inputs, outputs) if name is None else _as_json(inputs, outputs)
     return _checked({"inputs": inputs, "outputs": outputs, "fn_name": name, "public": public})
 
 
 def _checked(tests: dict[str, Any]) -> dict[str, Any] | str:
-    """The tests, or why the reward would refuse them: better now than in the middle of a run."""
+    """Return the tests, or the reason why the reward would refuse them in the middle of a run."""
     try:
         check_tests(tests)
     except ValueError as fault:
@@ -97,7 +97,7 @@ def _checked(tests: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def _as_texts(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Some files list the lines."""
+    """Join inputs and outputs that are lists of lines."""
 
     def text(value: Any) -> str:
         if isinstance(value, list):
@@ -108,8 +108,9 @@ def _as_texts(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[str],
 
 
 def _as_json(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Texts are JSON already (LiveCodeBench). Where arguments are listed (TACO), what the function returns stands in a
-    list of one; where not all outputs are such lists, they are the results themselves."""
+    """Return inputs and outputs as JSON. Texts are JSON already (LiveCodeBench).
+
+    If arguments are lists (TACO), each output is a list with one result; if not all outputs are, they are results."""
     if all(isinstance(value, str) for value in inputs):
         return list(inputs), [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in outputs]
     if all(isinstance(value, list) and len(value) == 1 for value in outputs):
@@ -120,7 +121,7 @@ def _as_json(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[str], 
 
 
 def read_letter(value: Any) -> str | None:
-    r"""The option that a text names and nothing else: "B", "(B)", "B." and ``\boxed{B}``; None for any other value."""
+    r"""Return the option that a text consists of: "B", "(B)", "B." and ``\boxed{B}``, or None for any other value."""
     if not isinstance(value, str):
         return None
     found = _LETTER.fullmatch(value.strip().removeprefix("\\boxed{").removesuffix("}").strip())
@@ -128,8 +129,8 @@ def read_letter(value: Any) -> str | None:
 
 
 def ability_of(named: str | None, source: str, answers: Sequence[str], tests: dict[str, Any] | None) -> str | None:
-    """ "math", "choice", "code", "qa", or None where nothing says: by the tests, else by the file's own word for it
-    (any case), else by the data source (those of Open-AgentRL and of SOD's evaluation, docs/papers/sod.md section
+    """Return "math", "choice", "code", "qa" or None: by the tests, else by the file's column (any case), else by the
+    data source (those of Open-AgentRL and of SOD's evaluation, docs/papers/sod.md section
     4.5)."""
     name, source = (named or "").strip().lower(), source.lower()
     if tests is not None or name in ABILITIES:
@@ -144,7 +145,7 @@ def ability_of(named: str | None, source: str, answers: Sequence[str], tests: di
 
 
 def as_answers(value: Any) -> tuple[str, ...] | None:
-    """Gold answers: a text, a number, or a list of them, as texts, without empty ones; other values give None.
+    """Return gold answers (a text, a number, or a list of them) as texts, without empty ones, or None for other values.
 
     >>> as_answers([4, "four", None, 0.5]), as_answers(7), as_answers(True)
     (('4', 'four', '0.5'), ('7',), None)

@@ -29,7 +29,7 @@ from data_modules.datasets.ground_truths import read_tests
 
 PUBLIC_OF_UNMARKED = 2  # tests that may be shown where the file does not say which are public
 LARGEST_DECODED = 2**30  # bytes of one row's tests
-# What a pickled text consists of. Nothing else is read, and nothing is ever executed.
+# The opcodes of a pickled text. Others are refused, and nothing is executed.
 _TEXT_OPCODES = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
 _OTHER_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 
@@ -42,7 +42,7 @@ class Problem:
 
 
 def read_problems(path: Path, rows: Sequence[dict[str, Any]]) -> list[Problem]:
-    """The problems of a LiveCodeBench file, in order.
+    """Read the problems of a LiveCodeBench file, in order.
 
     Raises:
         DatasetError: the columns are of neither shape, or rows hold no question or no tests that can be read.
@@ -80,7 +80,7 @@ def _official(row: dict[str, Any]) -> Problem:
     given = {"inputs": [c["input"] for c in cases], "outputs": [c["output"] for c in cases], "fn_name": function}
     code = row.get("starter_code") or ""
     if not isinstance(code, str):
-        raise ValueError("a starter_code that is no text")
+        raise ValueError("a starter_code that is not text")
     return _problem(row.get("question_content"), given, len(public), code)
 
 
@@ -101,7 +101,7 @@ def _problem(question: Any, given: dict[str, Any], public: int, starter_code: st
 
 
 def _cases(name: str, value: Any) -> list[dict[str, Any]]:
-    """[{input, output, testtype}] of a column: as JSON, or packed as ``unpacked`` reads it."""
+    """Read [{input, output, testtype}] from a column, as JSON or packed (``unpacked``)."""
     if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{"):
         value = unpacked(value)
     cases = _json(name, value, list)
@@ -111,7 +111,7 @@ def _cases(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def unpacked(text: str) -> str:
-    """The text in base64(zlib(pickle(text))), which is how the official files hold their private tests.
+    """Return the text of base64(zlib(pickle(text))), the form of private tests in the official files.
 
     The pickle is read as data: one text and nothing else. A pickle may ask for any function to be called, and one that
     holds more than a text is refused without being loaded.
@@ -129,7 +129,7 @@ def unpacked(text: str) -> str:
     try:
         opcodes = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(pickled)]
     except ValueError as error:
-        raise ValueError("packed tests that are no pickle") from error
+        raise ValueError("packed tests that are not a pickle") from error
     texts = [argument for name, argument in opcodes if name in _TEXT_OPCODES]
     if len(texts) != 1 or not all(name in _TEXT_OPCODES | _OTHER_OPCODES for name, _ in opcodes):
         raise ValueError("packed tests that are a pickle of something else than one text; it was not loaded")
@@ -137,7 +137,7 @@ def unpacked(text: str) -> str:
 
 
 def _json(name: str, value: Any, kind: type) -> Any:
-    """A list or dict as it is, or out of JSON text."""
+    """Return a list or dict, also from JSON text."""
     if isinstance(value, str):
         try:
             value = strict_json(value)

@@ -1,7 +1,7 @@
 """Reads question files of your own shape (CSV, TSV, JSON lines, JSON or parquet), with a mapping of columns.
 
-They become rows in the columns that ``questions.py`` documents: renamed, one gold answer as a list of one, ids and the
-data source from the file's name where there are none. Every row keeps its line, so that a message can name it.
+Rows get the columns that ``questions.py`` documents: columns are renamed, one gold answer becomes a list, and missing
+ids and data sources come from the file's name. Every row keeps its line for messages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAPPED = ("id", "question", "golden_answers", "data_source", "ability", "hint", 
 
 @dataclass(slots=True)
 class OwnRows:
-    """``rows`` in our columns, and the line of each; ``unreadable``: by line, why it holds no row. ``unit``: what is
-    counted from 1, see ``Table``. ``given``: the file's own columns."""
+    """Rows in our columns, with their lines. ``unreadable``: by line, why it has no row. ``unit``: what is counted from
+    1, see ``Table``. ``given``: the file's own columns."""
 
     unit: str
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class OwnRows:
 
 
 def read_own(path: Path, columns: Mapping[str, str]) -> OwnRows:
-    """All rows of a file.
+    """Read all rows of a file.
 
     Args:
         columns: of ``MAPPED``, the file's own names.
@@ -46,7 +46,7 @@ def read_own(path: Path, columns: Mapping[str, str]) -> OwnRows:
             not UTF-8.
     """
     if unknown := sorted(set(columns) - set(MAPPED)):
-        raise DatasetError(f"columns.{unknown[0]} is no column of ours; expected {', '.join(MAPPED)}")
+        raise DatasetError(f"columns.{unknown[0]} is not a known column; expected {', '.join(MAPPED)}")
     with dataset_errors():
         table = open_table(require_file(path))
         found = OwnRows(table.unit)
@@ -63,7 +63,7 @@ def read_own(path: Path, columns: Mapping[str, str]) -> OwnRows:
         if found.rows and theirs not in there:
             raise DatasetError(f"{path}: no column '{theirs}' (columns.{ours}); the file has: {', '.join(there)}")
     pairs = zip(found.rows, found.lines, strict=True)
-    name = path.stem.encode(errors="backslashreplace").decode()  # a file's name may have bytes that are no text
+    name = path.stem.encode(errors="backslashreplace").decode()  # a file's name may have undecodable bytes
     found.rows = [_ours(row, columns, f"{name}_{line}", name, there) for row, line in pairs]
     return found
 
@@ -77,7 +77,7 @@ def _unreadable(row: Any) -> str:
 def _ours(
     row: dict[str, Any], columns: Mapping[str, str], identity: str, source: str, there: list[str]
 ) -> dict[str, Any]:
-    """The row in our columns. A name is mapped away even where it is one of ours; what all rows lack is made."""
+    """Return the row in our columns. A mapped name is removed even if it is ours; columns that no row has are made."""
     taken = set(columns.values()) | set(columns)
     out = {name: row.get(name) for name in there if name not in taken}
     out |= {ours: row.get(theirs) for ours, theirs in columns.items()}
@@ -89,7 +89,7 @@ def _ours(
 
 
 def _answers(value: Any) -> Any:
-    """Gold answers as a list of texts, also of such a list as JSON; what they cannot be made of stays as it is."""
+    """Return gold answers as a list of texts, also from JSON text; other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)

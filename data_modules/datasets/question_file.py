@@ -1,4 +1,4 @@
-"""Reads one question file into tasks, row by row, so that a message can say which rows are wrong."""
+"""Reads one question file into tasks, row by row, so that messages can name the wrong rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SCHEMA = {
 
 
 class RowFault(ValueError):
-    """Why a row cannot be used, as a message says it: "3 rows with <fault>". ``faults``: all of them."""
+    """A row cannot be used. ``faults`` fit the message "3 rows with <fault>"."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("; ".join(faults))
@@ -61,13 +61,13 @@ class RowFault(ValueError):
 
 
 class Reader:
-    """Reads the parts of a row one by one and collects what is wrong with them."""
+    """Reads the parts of a row one by one and collects their faults."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
 
     def read(self, default: Value, function: Callable[..., Value], *arguments: Any) -> Value:
-        """The function's value, or ``default`` where it raises RowFault."""
+        """Return the function's value, or ``default`` if it raises RowFault."""
         try:
             return function(*arguments)
         except RowFault as fault:
@@ -76,7 +76,7 @@ class Reader:
 
 
 class QuestionFile:
-    """Reads the columns that ``questions.py`` documents; its errors are those of ``questions.load_tasks``.
+    """Reads the columns that ``questions.py`` documents. Raises the errors of ``questions.load_tasks``.
 
     Args:
         columns: for a file of another shape, our columns by the file's own names (see ``own_questions``); None: parquet
@@ -100,7 +100,7 @@ class QuestionFile:
             row["reward_model"].get("ground_truth") for row in self._rows if isinstance(row.get("reward_model"), dict)
         ]
         fields = {field for truth in truths if isinstance(truth, dict) for field in truth}
-        # verl's schema without Search-R1's columns: nothing but the prompt says what is asked.
+        # verl's schema without Search-R1's columns: only the prompt holds the question.
         self._bare = (
             not {"id", "question", "golden_answers"} & set(self._columns)
             and any(truth is not None for truth in truths)
@@ -139,7 +139,7 @@ class QuestionFile:
         return tasks
 
     def _checked(self, answers: bool) -> tuple[list[Task], list[Sequence[str]]]:
-        """The rows that can be used as tasks, and the faults of each row."""
+        """Return the usable rows as tasks, and the faults of each row."""
         tasks: list[Task] = []
         faults: list[Sequence[str]] = []
         first: dict[str, int] = {}  # lines by id, of your own files; others share ids between data sources
@@ -156,7 +156,7 @@ class QuestionFile:
         return tasks, faults
 
     def _report_lines(self, own: OwnRows, faults: Sequence[Sequence[str]], on_invalid_row: OnInvalidRow) -> None:
-        """Refuses what is wrong with a file of your own shape, or logs it where it is dropped."""
+        """Refuse the faults of a file of your own shape, or log them if its rows are dropped."""
         found = own.unreadable | {line: texts for line, texts in zip(own.lines, faults, strict=True) if texts}
         if on_invalid_row == "refuse":
             refuse_lines(self._path, own.unit, found, ADVICE)
@@ -166,7 +166,7 @@ class QuestionFile:
             logger.warning("%s: %d of %d %ss are left out: %s", self._path, len(found), total, own.unit, said)
 
     def _task(self, reader: Reader, identity: Any, row: dict[str, Any], answers: bool) -> Task:
-        """The row as a task; the reader has its faults."""
+        """Return the row as a task; the reader collects its faults."""
         identity = reader.read("", _text, identity, "an id", "no id")
         source = reader.read("", _text, row["data_source"], "a data_source", "no data source")
         question = reader.read("", self._question, row)
@@ -184,7 +184,7 @@ class QuestionFile:
         return Task(identity, question, truth.answers, source, passages, metadata, prompt)
 
     def _gold(self, row: dict[str, Any]) -> Passages:
-        """The gold passages; of published rows the supporting paragraphs in their metadata."""
+        """Return the gold passages; for published rows the supporting paragraphs in their metadata."""
         if own := _passages(row.get("gold_passages")):
             return own
         try:
@@ -197,7 +197,7 @@ class QuestionFile:
 
     def _missing(self, name: str, substitute: str | None = None) -> DatasetError:
         near = difflib.get_close_matches(name, [c for c in self._columns if c not in SCHEMA], n=1, cutoff=0.5)
-        instead = f" (nor {substitute}, which would do instead)" if substitute and self._own is None else ""
+        instead = f" (nor {substitute} in its place)" if substitute and self._own is None else ""
         there = self._columns if self._own is None else self._own.given
         hint = f"; did you mean to call column '{near[0]}' so?" if near else "."
         if self._own is not None:
@@ -244,7 +244,7 @@ class QuestionFile:
 
 
 def _text(value: Any, what: str, empty: str) -> str:
-    """Stripped. Raises RowFault ``empty`` where there is none, or that ``what`` is of another type."""
+    """Return the stripped text. Raises RowFault: ``empty`` without text, or that ``what`` has another type."""
     if value is not None and not isinstance(value, str):
         raise RowFault(f"{what} that is {type(value).__name__}, expected text")
     if not value or not value.strip():
@@ -258,8 +258,8 @@ def _extra(row: dict[str, Any], field: str) -> Any:
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The prompt's; [] where there is none, or the column holds something else: only the prompt template ``dataset``
-    needs them, and says so."""
+    """Return the prompt's messages; [] if the column is missing or has another shape: only the template ``dataset``
+    needs them, and reports it."""
     prompt = row.get("prompt")
     if not isinstance(prompt, list):
         return []
@@ -267,8 +267,7 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _question_of(messages: Sequence[dict[str, Any]], whole: bool) -> str:
-    """The last user turn where it is ``whole``ly the question, or a system message says the rest (ARPO); else what
-    follows the marker in it."""
+    """Return the last user turn if ``whole`` or if there is a system message (ARPO); else its text after the marker."""
     text = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None) or ""
     return text if whole or any(m["role"] == "system" for m in messages) else text.partition(QUESTION_MARKER)[2]
 
@@ -288,7 +287,7 @@ def _passages(value: Any) -> Passages:
 
 
 def _metadata(row: dict[str, Any]) -> dict[str, Any]:
-    """The metadata column's."""
+    """Return the fields of the metadata column."""
     value = row.get("metadata")
     if isinstance(value, dict):  # a struct: its plain fields
         found = {k: v for k, v in value.items() if v is not None and not isinstance(v, (dict, list))}
@@ -305,7 +304,7 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hint(row: dict[str, Any]) -> dict[str, Any]:
-    """The hint for a teacher (OPSD), as metadata; {} where the row has none."""
+    """Return the hint for a teacher (OPSD), as metadata; {} without a hint."""
     hint = row.get("hint", _extra(row, "hint"))
     if hint is not None and not isinstance(hint, str):
         raise RowFault(f"a hint that is {type(hint).__name__}, expected text")
@@ -313,12 +312,12 @@ def _hint(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _truth(row: dict[str, Any]) -> GroundTruth:
-    """What the row is judged by: its ``golden_answers``, else its ``reward_model.ground_truth``."""
+    """Return the row's ``golden_answers``, else its ``reward_model.ground_truth``."""
     golds, model = row.get("golden_answers"), row.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     target = truth.get("target") if isinstance(truth, dict) else None
     faults = [
-        f"{name} that are no list of strings"
+        f"{name} that are not a list of strings"
         for name, value in (("golden_answers", golds), ("reward_model.ground_truth.target", target))
         if isinstance(value, str) or as_answers(value) is None
     ]
@@ -329,7 +328,7 @@ def _truth(row: dict[str, Any]) -> GroundTruth:
 
 
 def _check_truth(truth: GroundTruth, metadata: dict[str, Any], answers: bool) -> None:
-    """Raises RowFault for what would end a run hours later, when the first answer to this question is judged."""
+    """Raise RowFault for faults that would end a run hours later, when an answer to this question is judged."""
     if truth.fault:
         raise RowFault(truth.fault)
     ability, tests = metadata.get("ability"), metadata.get("tests")

@@ -9,31 +9,28 @@ Columns (Search-R1 scripts/data_process/qa_search_train_merge.py)::
     prompt          list[struct{role, content}]     shown to the model only with ``template: dataset``
     ability         string                          "math", "choice", "code" and "qa" become metadata["ability"]
     reward_model    struct{style, ground_truth: struct{target: list[string]}}
-    extra_info      struct{split, index}            gives the id where ``id`` is missing
+    extra_info      struct{split, index}            the id if ``id`` is missing
 
-and two optional ones of ours: ``gold_passages`` list[struct{title, text}], one per hop in order, and ``metadata``, a
-JSON object as a string or a struct. Of a struct only the plain fields are kept: released HotpotQA files carry all
-ten paragraphs of a question there, of which the supporting ones become its gold passages (``gold_paragraphs.py``).
+Two columns are ours and optional: ``gold_passages`` list[struct{title, text}], one per hop in order, and ``metadata``,
+a JSON object as a string or a struct. Only the plain fields of a struct are kept. Released HotpotQA files carry all ten
+paragraphs of a question there; the supporting ones become its gold passages (``gold_paragraphs.py``).
 
-ARPO's RL files (docs/papers/arpo.md section 5) are read too. They differ in ``reward_model.ground_truth``, which is the
-one gold answer itself, and hold the question in ``extra_info.question`` and as the bare user turn after a system
-message; of a prompt without a system message the question is what follows "Question:". Their system prompt was written
-with a backspace where "\\b" of "\\boxed" was meant; that is mended, and logged.
+ARPO's RL files (docs/papers/arpo.md section 5): ``reward_model.ground_truth`` is the gold answer itself, and the
+question is in ``extra_info.question`` or is the user turn after a system message; without a system message it follows
+"Question:". Their system prompt has a backspace in place of the "\\b" of "\\boxed"; it is corrected, and logged.
 
-So is SOD's (``Open-AgentRL-30K.parquet``, docs/papers/sod.md section 4.5): data_source, prompt, ability, reward_model,
-extra_info, and several abilities in one file. The question is the whole user turn, the id the data source with
-``extra_info.index`` (with the row's number where the index does not tell rows apart). ``ground_truth`` is a gold
-answer, a JSON list of them, or the tests of a program, as a JSON object or a struct: {inputs, outputs[, fn_name]} or
-{test_code, entry_point, import_prefix}. They become ``metadata["tests"]`` (see ``ground_truths.read_tests``) and stand
-in no prompt. Such a task has no gold answer: exact match and F1 are 0 for it and mean nothing, its metric is the
-reward's part ``acc``. ``metadata["ability"]`` is "code" where there are tests, else what the ability column says (in
-upper or lower case), else what the data source is known for (``ground_truths.ability_of``).
+SOD's file (``Open-AgentRL-30K.parquet``, docs/papers/sod.md section 4.5) mixes several abilities. The question is the
+whole user turn, the id the data source with ``extra_info.index`` (the row's number if the index is not unique).
+``ground_truth`` is a gold answer, a JSON list of them, or the tests of a program, as a JSON object or a struct:
+{inputs, outputs[, fn_name]} or {test_code, entry_point, import_prefix}. Tests become ``metadata["tests"]``
+(``ground_truths.read_tests``) and are never shown in a prompt. A task with tests has no gold answer: exact match and F1
+are 0 and meaningless, and the reward's part ``acc`` is its metric. ``metadata["ability"]`` is "code" with tests, else
+the ability column (any case), else derived from the data source (``ground_truths.ability_of``).
 
-A column ``hint``, or ``extra_info.hint``, becomes ``metadata["hint"]``: what the teacher of OPSD is told.
+A column ``hint``, or ``extra_info.hint``, becomes ``metadata["hint"]`` for the teacher of OPSD.
 
-Files of your own shape (CSV, JSON lines, parquet with other names) are read with ``columns``, see ``own_questions``.
-
-Beside such files ``load_tasks`` takes the evaluation sets of ``benchmarks.py``, as ``name:path``.
+``columns`` reads files of your own shape (CSV, JSON lines, parquet with other names), see ``own_questions``.
+``load_tasks`` also reads the evaluation sets of ``benchmarks.py``, as ``name:path``.
 """
 
 from __future__ import annotations
@@ -64,25 +61,23 @@ def load_tasks(
 ) -> list[Task]:
     """Read one or several question files, in order.
 
-    Ids are made unique: where the same id occurs more than once (Search-R1's merged files take ``train_0`` from every
-    source), it becomes ``<data_source>/<id>``. Rows, in messages, are counted from 0.
+    Ids are made unique: an id that occurs more than once (Search-R1's merged files take ``train_0`` from every source)
+    becomes ``<data_source>/<id>``. Messages count rows from 0.
 
     Args:
         path: a parquet file, or several; ``name:path`` for an evaluation set, as "gsm8k:data/gsm8k.jsonl".
-        on_invalid_row: ``drop`` leaves out rows that cannot be used, and logs how many and why. Evaluation sets are
-            never
-            cut: a metric over a part of them is another metric.
-        answers: every row must have a gold answer or tests; False where the environment scores itself
+        on_invalid_row: ``drop`` leaves out rows that cannot be used, and logs their number and faults. Evaluation sets
+            are never cut, because a metric over a part of them is another metric.
+        answers: every row must have a gold answer or tests; False if the environment scores itself
             (``RolloutSystem.needs_answers``).
         columns: for files of another shape (CSV, JSON lines, JSON, parquet), our columns by the file's own names, as
-            {"question": "prompt"}, and {} where the names are ours: ids and the data source may be missing then, and
-            all faults are said by line, from 1. None: parquet files with the columns of this module.
+            {"question": "prompt"}; {} if the names are ours. Ids and the data source may then be missing, and messages
+            count lines from 1. None: parquet files with the columns of this module.
 
     Raises:
-        DatasetError: no such file, not a parquet file, a column is missing or has the wrong type, a row has no
-            question, neither a gold answer nor tests, tests that cannot be run, a choice's gold answer that is no
-            letter, no data source or no id, or no row is left; an id occurs twice in one data source; for an evaluation
-            set what ``load_benchmark`` raises.
+        DatasetError: a missing or unreadable file, a missing or wrong column, or a row without question, answer (or
+            tests), data source or id, with tests that cannot run, or with a choice that is not a letter; no row left;
+            an id twice in one data source; for an evaluation set the errors of ``load_benchmark``.
     """
     paths = [str(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
     if not paths:
@@ -98,12 +93,11 @@ def _load(path: str, on_invalid_row: OnInvalidRow, answers: bool, columns: Mappi
 
 
 def write_tasks(path: str | Path, tasks: Iterable[Task], render: Callable[[Task], str] | None = None) -> None:
-    """Write tasks in the schema of the module docstring, so that ``load_tasks`` gives them back.
+    """Write tasks in the schema of the module docstring, so that ``load_tasks`` reads them back.
 
     Args:
         path: target; replaced in one step.
-        render: text of the ``prompt`` column's user turn for tasks without a prompt of their own. Default:
-            ``Question: <question>``.
+        render: text of the ``prompt`` column's user turn for tasks without a prompt. Default: ``Question: <question>``.
 
     Raises:
         ValueError: metadata that JSON cannot hold.

@@ -1,4 +1,4 @@
-"""Shares one set of questions out among training, validation and test."""
+"""Splits one set of questions into training, validation and test."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Part = Literal["train", "val", "test"]
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Which question belongs to which part depends on its text and the seed, not on its place in the file; questions
-    that are asked twice stay together, so that none is trained on and tested.
+    """Splits questions by their text and the seed, independent of their place in the file. Questions with the same text
+    stay together, so that a test question is never trained on.
 
     Args:
-        val: share of the different questions, below 1; at least one question where it is above 0.
+        val: share of the different questions, below 1; at least one question if above 0.
         test: the same for the test; the rest is for training.
-        seed: draws them.
+        seed: of the draw.
 
     Raises:
-        ValueError: shares that are none, or leave nothing to train on.
+        ValueError: shares that leave nothing to train on.
     """
 
     val: BelowOne = 0.1
@@ -39,14 +39,14 @@ class Splits:
             )
 
     def part(self, tasks: Sequence[Task], part: Part) -> list[Task]:
-        """The tasks of ``part``, in their order. Raises DatasetError for too few questions to share."""
+        """Return the tasks of ``part``, in order. Raises DatasetError if there are too few questions to split."""
         # By text, so that of two whose derived seeds were alike none would be lost.
         different = sorted({t.question for t in tasks}, key=lambda text: (derive_seed(self.seed, "split", text), text))
         test, val = (max(1, round(share * len(different))) if share else 0 for share in (self.test, self.val))
         if test + val >= len(different):
             raise DatasetError(
-                f"{len(different)} different questions are too few to share: {test} to test, {val} to validate, none "
-                "to train on; give more, or files of their own and splits: null"
+                f"{len(different)} different questions are too few to share: {test} to test, {val} to validate, "
+                "nothing to train on; give more, or separate files and splits: null"
             )
         chosen = {"test": different[:test], "val": different[test : test + val], "train": different[test + val :]}
         wanted = set(chosen[part])

@@ -50,7 +50,7 @@ _QUOTED_BOX = re.compile(r"\\boxed\{\s*(['\"])([^'\"{}]*)\1\s*\}")
 
 
 def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int | None = 2, by_first_row: bool = False) -> list[Task]:
-    """The tasks with ``prompt`` set to what ``tool_prompt`` says; all else of them stays.
+    """Return the tasks with ``prompt`` set by ``tool_prompt``.
 
     Args:
         lcb_examples: see ``tool_prompt``.
@@ -80,16 +80,15 @@ def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int | None = 2, by_fi
 
 
 def tool_prompt(task: Task, lcb_examples: int | None = 2, like: Task | None = None) -> str:
-    r"""The user message for a task: its question, and after it a list of rules that depend on its ability and data
-    source.
+    r"""Return the user message for a task: its question, then rules that depend on its ability and data source.
 
-    Mathematics is put in full; the question of a source in ``PREPARED_SOURCES`` that asks for \boxed{} already stays as
-    it is. Training data are told to leave units out, evaluation sets are not. LiveCodeBench comes with examples.
+    Mathematics gets the full prompt, except questions of ``PREPARED_SOURCES`` that ask for \boxed{} already. Training
+    data must leave units out, evaluation sets need not. LiveCodeBench comes with examples.
 
     Args:
-        lcb_examples: show at most so many of the tests that may be shown (``tests["public"]``). None: all tests, hidden
-            ones, too, as released (recipe/demystify/reward.py, map_lcb); the score is then one on shown tests.
-        like: put as this task would be, by its ability and data source; None: as itself.
+        lcb_examples: show at most this many public tests (``tests["public"]``). None: all tests, also hidden ones, as
+            released (recipe/demystify/reward.py, map_lcb); the score is then one on shown tests.
+        like: use the wording of this task's ability and data source; None: of the task itself.
     """
     like = like or task
     question, ability = task.question.strip(), _ability(like)

@@ -18,7 +18,7 @@ _RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
 
 
 class MalformedTrace(ValueError):
-    """A trace that nothing can be learnt from. ``reason``: of a tagged trace no_question, control_token_in_prompt,
+    """A trace cannot be trained on. ``reason``: of a tagged trace no_question, control_token_in_prompt,
     not_one_exchange, call_without_result, result_without_call, unclosed_result, no_answer, text_after_answer; of a
     conversation no_assistant, unfinished, wrong_order, unreadable_call, control_token, unrenderable."""
 
@@ -34,22 +34,22 @@ class Trace:
     output: str  # the assistant's whole turn
     system: str = ""
     instruction: str = ""  # alpaca only
-    fault: str | None = None  # why there is no question and output to be had
+    fault: str | None = None  # why question and output are missing
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a model would have sampled at a stretch, and what a tool would have answered."""
+    """The text of one model turn, and the tool result that follows."""
 
     text: str  # ends with the closing tag of the call, or of the answer
     observation: str = ""  # the result block, with the white space before it
-    tool: str | None = None  # "search" or "python"; None of the last piece
+    tool: str | None = None  # "search" or "python", or None for the last piece
     argument: str = ""
     result: str = ""  # inside the block, stripped
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """All rows of a .json or .jsonl file; their ids are the file's name and the row.
+    """Read all rows of a .json or .jsonl file; their ids are the file's name and the row.
 
     Raises:
         DatasetError: no such file, a file that cannot be read, or a row in neither shape.
@@ -77,7 +77,7 @@ def _trace(path: Path, number: int, row: dict[str, Any]) -> Trace:
 
 def _messages(where: str, value: Any) -> list[tuple[str, str]]:
     if not isinstance(value, list) or not all(isinstance(m, dict) and str(m.get("from")) in ROLES for m in value):
-        raise DatasetError(f"{where}: 'conversations' is no list of {{from, value}}, from one of {', '.join(ROLES)}")
+        raise DatasetError(f"{where}: 'conversations' is not a list of {{from, value}}, from one of {', '.join(ROLES)}")
     return [(ROLES[m["from"]], _text(where, "value", m.get("value"))) for m in value]
 
 
@@ -90,7 +90,7 @@ def _text(where: str, name: str, value: Any) -> str:
 
 
 def cut(output: str) -> list[Piece]:
-    """The trace's pieces; their texts and observations, one after the other, are ``output``.
+    """Return the trace's pieces; their texts and observations, concatenated, are ``output``.
 
     A rollout stops at every </search> and </python>, and the tool's answer follows, whether the tag is meant as a call
     or not. So each must be followed by a result, and results stand nowhere else. Other tags in a result mean nothing.

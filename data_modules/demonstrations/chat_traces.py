@@ -95,7 +95,7 @@ class ChatTraces(TraceStage[Conversation]):
     read_file = staticmethod(read_conversations)
 
     def trajectory(self, trace: Conversation) -> Trajectory:
-        """One conversation, tokenised. Raises MalformedTrace."""
+        """Tokenise one conversation. Raises MalformedTrace."""
         if trace.fault is not None:
             raise MalformedTrace(trace.fault)
         said_by_others = [message for message in trace.messages if message["role"] != "tool"]
@@ -177,7 +177,7 @@ class ChatTraces(TraceStage[Conversation]):
 def _tokenised(
     protocol: HermesProtocol, said: Sequence[AssistantTurn]
 ) -> tuple[list[int], list[int], list[Turn], list[ToolCall]]:
-    """Response ids, loss mask, turns and calls. Nothing follows the last turn."""
+    """Return response ids, loss mask, turns and calls. The last turn has no observation."""
     ids: list[int] = []
     mask: list[int] = []
     turns: list[Turn] = []
@@ -204,8 +204,8 @@ def _result(text: str) -> ToolResult:
 
 
 def cut_right(trajectory: Trajectory, tokens: int) -> Trajectory | None:
-    """The trajectory's first ``tokens`` response tokens, without an observation that nothing follows; None where no
-    token that counts is left."""
+    """Cut the trajectory to its first ``tokens`` response tokens, without a final observation, or None if no trainable
+    token is left."""
     turns = [turn for turn in trajectory.turns if turn.start < tokens]
     if not turns:
         return None

@@ -41,30 +41,30 @@ COUNTS = ("questions", "generated", "failed", "correct", "kept", "tokens_generat
 
 
 class GenerateTrajectories:
-    """Rolls questions out chunk by chunk; a finished chunk is on disk, and a run after a kill goes on behind it.
+    """Rolls questions out chunk by chunk, and writes finished chunks to disk; a run after a kill continues behind them.
 
-    Writes in the output folder ``trajectories/chunk-<n>.parquet`` (rollout.storage; none for a chunk of which nothing
-    was kept) and ``progress/chunk-<n>.json`` (written after it: the chunk is done). Give every generation a folder of
-    its own, as stages have.
+    The output folder gets ``trajectories/chunk-<n>.parquet`` (rollout.storage; no file for a chunk without kept
+    trajectories), then ``progress/chunk-<n>.json``, which marks the chunk as done. Each generation needs a separate
+    folder, as stages have.
 
     Args:
         rollouts: the teacher.
         files: question files (see datasets/questions.py).
-        limit: at most so many questions, evenly spaced over the files; where kinds of question take turns, a stride
-            that shares a factor with their number leaves kinds out.
+        limit: at most this many questions, evenly spaced over the files. If kinds of questions alternate, a stride that
+            shares a factor with their number leaves kinds out.
         samples_per_question: trajectories per question.
         sampling: decoding.
         gold_think: share of the questions that are asked with their gold passages shown, search off (ARCap's probe
-            "thinking"); for a teacher of models that have never read a passage they did not search for.
+            "thinking"), for teachers that cannot read a passage they did not search for.
         gold_direct: share that must be answered from the gold passages at once (probe "source referencing").
-        keep: "correct" keeps trajectories with exact match 1, or the success that an environment says; "all" keeps
-            every one that infrastructure did not fail.
-        seed: of the sampling; None is the run's seed_everything.
-        chunk_questions: questions per chunk: at most so much is lost by a kill.
-        max_infrastructure_failures: share of a chunk that may fail for reasons that are not the model's ...
-        max_consecutive_failures: ... before the stage stops, after so many such chunks in a row.
+        keep: "correct" keeps trajectories with exact match 1 or the environment's success; "all" keeps all but
+            infrastructure failures.
+        seed: of the sampling (None: the run's seed_everything).
+        chunk_questions: questions per chunk; a kill loses at most one chunk.
+        max_infrastructure_failures: share of a chunk that may fail by infrastructure ...
+        max_consecutive_failures: ... before the stage stops, after this many such chunks in a row.
         columns: of question files of your own shape, see ``load_tasks``.
-        splits: only the questions of ``files`` that are trained on, where validation and test have the same files.
+        splits: use only the training questions of ``files``, if validation and test share the files.
         on_invalid_row: ``drop`` leaves out rows that cannot be used, and logs them; ``refuse`` stops.
     """
 
@@ -145,7 +145,7 @@ class GenerateTrajectories:
     # ------------------------------------------------------------------------------------------------------------
 
     def _done(self, output_dir: Path, number: int) -> dict[str, Any]:
-        """The counts of a finished chunk, {} of one that is not."""
+        """Return the counts of a finished chunk; {} if it is not finished."""
         path = output_dir / "progress" / f"chunk-{number:05d}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -179,7 +179,7 @@ class GenerateTrajectories:
     def _roll_out(
         self, tasks: list[Task], seed: int, mode: PromptMode, on_progress: Callable[[int, int], None]
     ) -> list[Trajectory]:
-        """What infrastructure failed is tried again, with the seeds that it had."""
+        """Roll out infrastructure failures again, with their seeds."""
 
         def attempt(asked: list[Task], on_progress: Callable[[int, int], None] | None = None) -> list[Trajectory]:
             return self.rollouts.rollout(
@@ -198,7 +198,7 @@ class GenerateTrajectories:
         return trajectories
 
     def _by_mode(self, tasks: list[Task], seed: int) -> dict[PromptMode, list[Task]]:
-        """How each question is put, drawn from its id; questions without gold passages are always searched for."""
+        """Choose the prompt mode of each question by its id; questions without gold passages use the search loop."""
         parts: dict[PromptMode, list[Task]] = {PromptMode.AGENT: []}
         for task in tasks:
             draw = derive_seed(seed, "mode", task.id) % 10_000 / 10_000
@@ -239,7 +239,7 @@ def _sampled(trajectories: Sequence[Trajectory]) -> int:
 
 
 def is_right(trajectory: Trajectory) -> bool:
-    """Success where the environment scores itself, else exact match of the answer."""
+    """Return the environment's success if it scores itself, else the answer's exact match."""
     success = None if trajectory.reward is None else trajectory.reward.parts.get("success")
     return (
         success == 1.0 if success is not None else bool(exact_match(trajectory.answer, trajectory.task.golden_answers))

@@ -5,8 +5,8 @@ docs/papers/arpo.md section 6. A trace is one assistant turn that holds everythi
     <think> t </think> <search> q </search> <result> r </result> <python> c </python> <result> r </result>
     <think> t </think> <answer> \\boxed{a} </answer>
 
-The released recipe (LLaMA-Factory) trains on all of it, and so on the results too; here they are masked. What the model
-would have sampled and what a tool would have returned are tokenised apart, each piece once, as they are in a rollout.
+The released recipe (LLaMA-Factory) also trains on the results; here they are masked. Model text and tool results are
+tokenised separately, each piece once, as in a rollout.
 """
 
 from __future__ import annotations
@@ -41,25 +41,24 @@ from rollout.trajectory import (
 class TaggedTraces(TraceStage[Trace]):
     """Writes ``trajectories/chunk-<n>.parquet`` (rollout.storage), for ``SupervisedDataModule``.
 
-    Log-probs are 0.0 and the policy version is 0: these tokens were not sampled. No EOS is appended: that is the data
-    module's option ``append_eos``. A task has no gold answer: the trace's own is in ``Trajectory.answer``.
+    Log-probs are 0.0 and the policy version is 0, because the tokens were not sampled. The data module's option
+    ``append_eos`` adds the EOS. Tasks have no gold answer; the trace's answer is in ``Trajectory.answer``.
 
     Args:
         files: .json or .jsonl, in either shape: alpaca {instruction, input, output[, system]} or sharegpt
             {conversations: [{from, value}, ..][, system]}.
         tokenizer: Hugging Face folder; its chat template makes the prompt, with the generation prompt.
-        system: a file with the system message, or its text, for every prompt; by default each trace's own, if it has
-            one.
-        instruction: what the alpaca shape's ``instruction`` becomes: the first line of the user's message, as in
-            LLaMA-Factory, or the system message (of traces without one), as ARPO asks its questions in RL.
-        max_tokens: leave out traces with more tokens than that, prompt included. (LLaMA-Factory cuts them off.)
+        system: a file with the system message, or its text, for every prompt; by default each trace's own.
+        instruction: use the alpaca shape's ``instruction`` as the first line of the user's message, as LLaMA-Factory
+            does, or as the system message (of traces without one), as ARPO does in RL.
+        max_tokens: leave out traces with more tokens, prompt included. (LLaMA-Factory cuts them off.)
         mask_results: keep tool results out of the loss; false trains on them, as published.
         limit: at most so many traces, evenly spaced over the files.
         data_source: of the tasks.
 
     Raises:
-        ValueError: no tokenizer in the folder, one without a chat template, a number below 1, or a ``system`` that
-            looks like a file and is none.
+        ValueError: no tokenizer in the folder, one without a chat template, or a ``system`` that looks like a
+            missing file.
     """
 
     label = "tagged traces"
@@ -90,12 +89,12 @@ class TaggedTraces(TraceStage[Trace]):
     read_file = staticmethod(read_traces)
 
     def note(self, trace: Trace, trajectory: Trajectory, counts: Counter[str]) -> None:
-        """``format_errors``: kept traces that ARPO's reward would refuse."""
+        """Count ``format_errors``: kept traces that ARPO's reward would refuse."""
         sampled = "".join(piece.text + EMPTY_RESULT * (piece.tool is not None) for piece in cut(trace.output))
         counts["format_errors"] += format_error(sampled) is not None
 
     def trajectory(self, trace: Trace) -> Trajectory:
-        """One trace, tokenised. Raises MalformedTrace."""
+        """Tokenise one trace. Raises MalformedTrace."""
         if trace.fault is not None:
             raise MalformedTrace(trace.fault)
         messages = self._messages(trace)
@@ -158,13 +157,13 @@ class TaggedTraces(TraceStage[Trace]):
         return messages
 
     def _observed(self, text: str) -> list[int]:
-        """As ``ARPOProtocol`` shows it: the block's own tags, and in between text from outside."""
+        """Tokenise a result block as ``ARPOProtocol`` shows it: its tags as tags, and its content as foreign text."""
         opening, tag, rest = text.partition("<result>")
         body, closing, after = rest.rpartition("</result>")
         return self._quotes.ids(f"{opening}{tag}{self._quotes.quote(body)}{closing}{after}")
 
     def _ids(self, text: str, plain: bool = True) -> list[int]:
-        """``plain``: control tokens written in the text become ordinary text."""
+        """Tokenise text; ``plain`` treats control tokens in it as ordinary text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"]
 
 

@@ -1,4 +1,4 @@
-"""Base of the stages that turn published traces into trajectories for supervised training."""
+"""Base class of the stages that turn published traces into trajectories for supervised training."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class TraceStage(ABC, Generic[Trace]):
     @staticmethod
     @abstractmethod
     def read_file(path: Path) -> list[Trace]:
-        """All traces of a file. Raises DatasetError."""
+        """Read all traces of a file. Raises DatasetError."""
 
     def read(self) -> list[Trace]:
         return [trace for file in self.files for trace in self.read_file(Path(file))]
 
     @abstractmethod
     def trajectory(self, trace: Trace) -> Trajectory:
-        """One trace, tokenised. Raises MalformedTrace."""
+        """Tokenise one trace. Raises MalformedTrace."""
 
     @abstractmethod
     def note(self, trace: Trace, trajectory: Trajectory, counts: Counter[str]) -> None:
-        """Count whatever else is worth knowing about a kept trace."""
+        """Add further counts about a kept trace."""
 
     def shorten(self, trajectory: Trajectory, max_tokens: int) -> Trajectory | None:
-        """What to keep of a trajectory that is too long; None: nothing."""
+        """Shorten a trajectory that is too long, or return None to drop it."""
         return None
 
     def run(self, output_dir: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stage: rewrites conversations as trajectories whose every turn has a prompt of its own (window of history)."""
+"""Stage: rewrites conversations as trajectories with a separate prompt for every turn (window of history)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollout.trajectory import Trajectory, Turn
 
 
 class TurnByTurn:
-    """Write saved trajectories anew as a protocol with a window of history would have made them, for the cold start of
-    a model that will act turn by turn. What was sampled stays, id by id; what each turn was sampled after is exchanged.
+    """Rewrites saved trajectories with the prompts of a protocol with a window of history, for the cold start of a
+    model that acts turn by turn. The sampled ids stay the same; the prompt before each turn is replaced.
 
     Args:
         trajectories: files written by rollout.storage, or folders of them: one conversation each, of tasks that the
             protocol can render.
-        protocol: with a window.
+        protocol: a protocol with a window.
 
     Raises:
         ValueError: the protocol has no window.
@@ -29,7 +29,7 @@ class TurnByTurn:
 
     def __init__(self, trajectories: Sequence[str], protocol: ChatProtocol) -> None:
         if not isinstance(protocol, PerTurnPrompts) or not protocol.per_turn_prompts:
-            raise ValueError(f"{type(protocol).__name__} writes no prompt for every turn; give it a window")
+            raise ValueError(f"{type(protocol).__name__} does not write a prompt for every turn; give it a window")
         self.files, self.protocol = as_list("trajectories", trajectories), protocol
 
     def run(self, output_dir: Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class TurnByTurn:
 
     def _of(self, trajectory: Trajectory, where: str) -> Trajectory:
         if any(turn.prompt_ids is not None for turn in trajectory.turns):
-            raise DatasetError(f"{where}: its turns have prompts of their own already; expected one conversation")
+            raise DatasetError(f"{where}: its turns already have separate prompts; expected one conversation")
         turns: list[Turn] = []
         ids: list[int] = []
         logprobs: list[float] = []

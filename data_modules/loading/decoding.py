@@ -1,4 +1,4 @@
-"""Decoding: temperature, top_p, top_k and repetition penalty of sampling, as configurations give them."""
+"""The decoding options of configurations: temperature, top_p, top_k and repetition penalty."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from common.ranges import Penalty, PositiveShare, Temperature, TopK
 from rollout.engines.base import SamplingParams
 
-NO_LIMIT = 2**20  # tokens per turn; the rollout system's own budgets are the ones that hold
+NO_LIMIT = 2**20  # tokens per turn; the budgets of the rollout system apply
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Says how turns are sampled; ``temperature`` 0 is greedy. The rollout system sets lengths, stop strings and seeds.
+    """Decoding options of a turn; ``temperature`` 0 is greedy. The rollout system sets lengths, stop strings and seeds.
 
-    Raises ValueError for what no engine takes (`SamplingParams.checked`).
+    Raises ValueError for values that no engine takes (`SamplingParams.checked`).
     """
 
     temperature: Temperature = 1.0
     top_p: PositiveShare = 1.0
     top_k: TopK = -1  # -1: all tokens
-    # vLLM's, over prompt and response; 1: none. Not in the repr, of which the fingerprints in checkpoints are made.
+    # vLLM's, over prompt and response; 1 is off. Left out of the repr, because checkpoints store its fingerprint.
     repetition_penalty: Penalty = field(default=1.0, repr=False)
 
     def __post_init__(self) -> None:

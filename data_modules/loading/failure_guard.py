@@ -10,20 +10,20 @@ from rollout.trajectory import InfrastructureError, Trajectory
 
 
 class TooManyFailuresError(InfrastructureError):
-    """Too large a share of trajectories failed for reasons that are not the model's; the run can be resumed."""
+    """Too large a share of trajectories failed by infrastructure; the run can be resumed."""
 
 
 def sum_over_ranks(counts: tuple[int, int]) -> tuple[int, int]:
-    """Element-wise sum, the same on every rank. A collective where torch.distributed runs, else the identity."""
+    """Return the element-wise sum over ranks. A collective."""
     everything = gather_objects(counts)
     return sum(c[0] for c in everything), sum(c[1] for c in everything)
 
 
 class FailureGuard:
-    """Counts infrastructure failures of consecutive batches, over all ranks, so that all ranks stop together.
+    """Counts infrastructure failures of consecutive batches over all ranks, so that all ranks stop together.
 
     Args:
-        max_share: share of failed trajectories in [0, 1] above which a batch is a bad one.
+        max_share: a batch is bad if a larger share of its trajectories failed.
         patience: consecutive bad batches at which ``check`` raises.
     """
 
@@ -34,11 +34,11 @@ class FailureGuard:
         self._bad_in_a_row = 0
 
     def check(self, trajectories: Sequence[Trajectory], what: str, reasons: Sequence[str] = ()) -> None:
-        """Raises TooManyFailuresError at the ``patience``-th bad batch in a row. Every rank must call.
+        """Raise TooManyFailuresError at the ``patience``-th bad batch in a row. A collective.
 
         Args:
-            what: what was being rolled out, for the message.
-            reasons: why trajectories failed, latest last (``RolloutSystem.failures``), for the message.
+            what: name of the batch, for the message.
+            reasons: why trajectories failed, latest last (``RolloutSystem.failures``).
         """
         failed, total = sum_over_ranks((sum(t.failed_by_infrastructure for t in trajectories), len(trajectories)))
         self.share = failed / total if total else 0.0

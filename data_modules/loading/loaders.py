@@ -1,7 +1,7 @@
-"""Train and evaluation loaders: a batch is made when it is asked for, and the position is part of the checkpoint.
+"""Train and evaluation loaders that make each batch on demand and keep the position in the checkpoint.
 
-Lightning prefetches from a train loader without a length, and would so roll out the next iteration with the weights
-of the one before the last. All loaders here have one, and make nothing before ``next``.
+Lightning prefetches from a train loader without a length, and would roll out the next iteration with old weights. All
+loaders here have a length and do nothing before ``next``.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ Item = TypeVar("Item")
 
 
 def run_seed(seed: int | None) -> int:
-    """``seed``, or the run's ``seed_everything`` (Lightning keeps it in PL_GLOBAL_SEED), or 0."""
+    """Return ``seed``, or the run's ``seed_everything`` (Lightning keeps it in PL_GLOBAL_SEED), or 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 
 def permutation(n: int, seed: int) -> list[int]:
-    """0 .. n-1 in an order that depends on ``seed`` alone."""
+    """Return 0 .. n-1 in an order that depends only on ``seed``."""
     order = list(range(n))
     random.Random(seed).shuffle(order)
     return order
 
 
 def fingerprint(*parts: Any) -> str:
-    """Short hash of what a saved position refers to."""
+    """Return a short hash of the settings that a saved position depends on."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 class TrainLoader:
     """An endless stream of batches, cut into passes of ``length`` for Lightning.
 
-    Batch ``i`` is ``make(i)`` and depends on nothing else than ``i`` (and, in rollouts, the weights). Every ``iter``
-    goes on where the stream is, so a limit on batches per epoch never repeats or skips data.
+    Batch ``i`` is ``make(i)`` and depends only on ``i`` (and, in rollouts, the weights). Every ``iter`` continues the
+    stream, so a limit on batches per epoch never repeats or skips data.
 
     Args:
         length: batches per pass.
         make: makes batch ``i``.
-        data: ``fingerprint`` of all that decides what batch ``i`` is; a saved position is only taken over the same.
-        sampling: ``fingerprint`` of how batch ``i`` is sampled, likewise; checkpoints from before it was saved are
-            taken as they are.
+        data: ``fingerprint`` of the data settings; a saved position is accepted only with the same.
+        sampling: ``fingerprint`` of the sampling settings, likewise; older checkpoints without it are accepted.
     """
 
     def __init__(self, length: int, make: Callable[[int], list[Trajectory]], data: str, sampling: str = "") -> None:
@@ -71,26 +70,25 @@ class TrainLoader:
         return {"position": self.position, "data": self._data, "sampling": self._sampling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the position was saved over other data, or with another sampling."""
+        """Restore the position. Raises ValueError if it was saved with other data or sampling settings."""
         if state["data"] != self._data:
             raise ValueError(
                 "the checkpoint was written over other training data: the files, their order (seed), or the batch "
-                "settings differ from this run's, so its position means nothing here. Resume with the same data "
-                "settings, or start anew"
+                "settings differ from this run's. Resume with the same data settings, or start a new run"
             )
         if state.get("sampling", self._sampling) != self._sampling:
             raise ValueError(
                 "the checkpoint was written with another sampling: group_size, train_sampling, "
-                "dynamic_sampling or mixing differ from this run's. Resume with the same ones, or start anew"
+                "dynamic_sampling or mixing differ from this run's. Resume with the same ones, or start a new run"
             )
         self.position = state["position"]
 
 
 class EvaluationLoader:
-    """One pass over tasks in order, a rank's share of them, rolled out batch by batch.
+    """Rolls out a rank's share of the tasks, in order, batch by batch.
 
-    Rank r takes tasks r, r + world, ...: no row is dropped or doubled. Every rank has the same number of batches (the
-    collectives around them must meet), so the last ones of some ranks may be empty lists.
+    Rank r takes tasks r, r + world, ..., each once. Every rank has the same number of batches, because collectives
+    follow each, so the last batches of some ranks may be empty.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where each batch of a distillation comes from: the fixed trajectories, fresh ones of the student, or kept ones."""
+"""Chooses the source of each distillation batch: fixed trajectories, fresh ones of the student, or kept ones."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ Source = Literal["fixed", "fresh", "kept"]
 
 
 class Mixing(ABC):
-    """Decides batch by batch; the same on every rank. ``capacity``: so many of the student's latest trajectories are
-    kept; 0 for none. ``follows``: the held-out loss that ``validated`` is told, such as "ce"; None for none."""
+    """Chooses the source of each batch, the same on every rank.
+
+    ``capacity``: how many of the student's latest trajectories are kept. ``follows``: the held-out loss that
+    ``validated`` receives, such as "ce", or None for no loss."""
 
     capacity: int = 0
     follows: str | None = None
 
     @abstractmethod
     def source(self, draw: float, step: int, total: float, kept: int) -> Source:
-        """Of the batch of training step ``step`` (from 1) of ``total``. ``draw`` is uniform in [0, 1); ``kept``:
-        trajectories that are kept by now, ``Source`` may only be "kept" if there is one."""
+        """Return the source of the batch of step ``step`` (from 1) of ``total``.
+
+        ``draw`` is uniform in [0, 1); ``kept`` counts the kept trajectories: "kept" needs at least one."""
 
     def validated(self, loss: float) -> None:
-        """The loss ``follows`` on held-out trajectories: before the first step, and at every validation."""
+        """Receive the loss ``follows`` on held-out trajectories, before the first step and at every validation."""
         return None
 
     def metrics(self) -> dict[str, float]:
-        """What is logged at every step."""
+        """Return the values to log at every step."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,8 +42,8 @@ class Mixing(ABC):
 
 
 class OnPolicyShare(Mixing):
-    """GKD's lambda (arXiv 2306.13649; ``lmbda`` of trl's GKDTrainer): a batch is replaced by the student's own
-    trajectories for the same questions with probability ``share``. 1 is on-policy distillation, 0 the fixed data."""
+    """GKD's lambda (arXiv 2306.13649; ``lmbda`` of trl's GKDTrainer): the probability that the student's own
+    trajectories replace a batch. 1 is on-policy distillation, 0 the fixed data."""
 
     def __init__(self, share: UnitInterval = 0.5) -> None:
         self.share = share

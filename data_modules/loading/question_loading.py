@@ -1,4 +1,4 @@
-"""Loads questions for a data module: reads files, words prompts, leaves out those whose prompts are too long."""
+"""Loads questions for a data module: reads files, words prompts, leaves out questions with too long prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Prompts = Literal["as_given", "tool_reasoning", "tool_reasoning_first_row"]
 
 @dataclass(frozen=True, slots=True)
 class QuestionLoading:
-    """How files become questions.
+    """Reads question files and words their prompts.
 
     Args:
         protocol: writes the prompts; null only where no file is loaded.
@@ -62,7 +62,7 @@ class QuestionLoading:
             raise ValueError(f"lcb_examples is {self.lcb_examples}; expected at least 0")
         if self.prompts != "as_given" and self.protocol is not None and not shows_task_prompts(self.protocol):
             raise ValueError(
-                f"prompts is {self.prompts!r}, which gives every task a prompt of its own, but "
+                f"prompts is {self.prompts!r}, which words the prompt of every task, but "
                 f"{type(self.protocol).__name__} words its prompts itself; give it '{DATASET}' as its template "
                 "(HermesProtocol: instruction, ARPOProtocol: system), or leave prompts at 'as_given'"
             )
@@ -119,26 +119,19 @@ class QuestionLoading:
         return spread(tasks, limit)
 
     def worded(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks with the prompts asked for. Raises DatasetError, see ``with_tool_prompts``."""
+        """Return the tasks with the prompts asked for. Raises DatasetError, see ``with_tool_prompts``."""
         if self.prompts == "as_given":
             return list(tasks)
         return with_tool_prompts(tasks, self.lcb_examples, self.prompts == "tool_reasoning_first_row")
 
     @property
     def identity(self) -> tuple[str | int | None, ...]:
-        """Settings that change how a question is put, for the fingerprint of saved positions; () by default."""
+        """Settings that change the prompts, for the fingerprint of saved positions; () by default."""
         return () if self.prompts == "as_given" else (self.prompts, self.lcb_examples)
 
 
 def with_abilities(tasks: Sequence[Task], abilities: Sequence[str], where: str) -> list[Task]:
-    """The tasks whose ``metadata["ability"]`` is one of ``abilities``; how many others there are is logged.
-
-    Args:
-        where: the beginning of messages.
-
-    Raises:
-        DatasetError: none is left.
-    """
+    """Return the tasks whose ``metadata["ability"]`` is one of ``abilities``; the log counts the others."""
     found = Counter(str(task.metadata.get("ability", "none")) for task in tasks)
     counts = ", ".join(f"{ability} {count}" for ability, count in sorted(found.items()))
     kept = [task for task in tasks if task.metadata.get("ability") in abilities]
@@ -223,7 +216,7 @@ def prompt_lengths(tasks: Sequence[Task], writer: FirstPrompts, below: int | Non
 
 
 def _counted(tasks: Sequence[Task], chosen: Sequence[int]) -> str:
-    """How many tasks of each data source are chosen, and the first ids, for a message."""
+    """Return the number of chosen tasks of each data source, and the first ids, for a message."""
     total, counts = Counter(task.data_source for task in tasks), Counter(tasks[i].data_source for i in chosen)
     said = ", ".join(f"{source} {count} of {total[source]}" for source, count in sorted(counts.items()))
     return f"{said} (id {shown([tasks[i].id for i in chosen])})"

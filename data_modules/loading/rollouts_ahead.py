@@ -14,22 +14,22 @@ from rollout.trajectory import Trajectory
 
 @dataclass(slots=True)
 class RolledOut:
-    """What one iteration's rollouts on this rank came to."""
+    """The rollouts of one iteration on this rank."""
 
     kept: list[list[Trajectory]]  # by prompt
-    everything: list[list[Trajectory]]  # with the groups that dynamic sampling threw away
+    everything: list[list[Trajectory]]  # with the groups that dynamic sampling discarded
     seconds: float = 0.0  # from the beginning of the generation to its end
 
 
 class StalenessError(RuntimeError):
-    """A token is older than ``max_off_policy_iterations`` allows.
+    """A trajectory has a token older than ``max_off_policy_iterations`` allows.
 
     The cause is a bug, or weights that are not pushed once an iteration."""
 
 
 @dataclass(slots=True)
 class RolloutsAhead:
-    """Up to ``limit`` batches ahead of the one that trains, in the event loop of the rollout system.
+    """Generates up to ``limit`` batches ahead of the one that trains, in the event loop of the rollout system.
 
     Args:
         rollouts: rolls out.
@@ -43,17 +43,19 @@ class RolloutsAhead:
     _pending: dict[int, concurrent.futures.Future[RolledOut]] = field(default_factory=dict)
 
     def take(self, iteration: int, end: int | None) -> RolledOut:
-        """The batch of ``iteration``, waited for; those after it, before ``end``, are begun with the weights that the
-        engine has now. Raises what its generation has raised, whenever that was."""
+        """Wait for the batch of ``iteration``, and start the later ones (before ``end``) with the engine's current
+        weights.
+
+        Raises the exception of its generation."""
         for other in [i for i in self._pending if not iteration <= i <= iteration + self.limit]:
-            self._drop(other)  # of a position that is no more: a checkpoint was loaded
+            self._drop(other)  # of an earlier position: a checkpoint was loaded
         self._begin(iteration)
         try:
             made = self._pending[iteration].result()
         except concurrent.futures.CancelledError:
             raise RuntimeError("the rollout system was closed while trajectories were in flight") from None
         except BaseException:
-            self.cancel()  # Ctrl-C, or an error after which nothing else is wanted
+            self.cancel()  # Ctrl-C or an error
             raise
         del self._pending[iteration]
         last = iteration + self.limit
@@ -62,11 +64,11 @@ class RolloutsAhead:
         return made
 
     def settle(self) -> None:
-        """Wait until nothing is being generated. Errors are kept for ``take``."""
+        """Wait until generation has finished. Errors are kept for ``take``."""
         concurrent.futures.wait(self._pending.values())
 
     def cancel(self) -> None:
-        """End what is in flight, and forget what was made."""
+        """Cancel the generation in flight and discard its batches."""
         for iteration in list(self._pending):
             self._drop(iteration)
 
@@ -85,8 +87,8 @@ class RolloutsAhead:
 
 
 def check_staleness(trajectories: Sequence[Trajectory], version: int, limit: int) -> None:
-    """Raises StalenessError if a sampled token is of weights before ``version - limit``. Trajectories that failed
-    by infrastructure are not trained on, and not looked at."""
+    """Raise StalenessError if a sampled token is from weights before ``version - limit``. Infrastructure failures are
+    not trained on, and skipped."""
     for t in trajectories:
         versions = [] if t.failed_by_infrastructure else [v for turn in t.turns for v, _ in turn.versions]
         if versions and min(versions) < version - limit:

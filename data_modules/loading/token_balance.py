@@ -1,8 +1,8 @@
-"""Balances tokens over ranks: whole prompt groups are exchanged after the rollout.
+"""Exchanges whole prompt groups between ranks after the rollout, so that ranks have equally many tokens.
 
-A group stays together (its advantages need no communication), every rank keeps as many groups as it rolled out,
-and each trajectory keeps its position in the rollout batch of all ranks, by which it is dealt to optimiser steps:
-what is learnt does not depend on who holds it.
+A group stays whole (its advantages need no communication), every rank keeps its number of groups, and each trajectory
+keeps its position in the rollout batch of all ranks. The position decides its optimiser step, so the exchange does not
+change what is learnt.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Trajectories of a rank after the exchange.
+    """The trajectories of a rank after the exchange.
 
     Attributes:
         trajectories: each with its ``batch_index``, its position in the batch of all ranks.
-        imbalance: tokens of the rank with the most over the mean, before and after; None where nothing was exchanged.
+        imbalance: tokens of the largest rank over the mean, before and after, or None without an exchange.
     """
 
     trajectories: list[Trajectory]
@@ -31,17 +31,16 @@ class Share:
 
 
 def tokens_of(group: Sequence[Trajectory]) -> int:
-    """What a group costs to learn from: tokens of prompt and response of what models read, failures left out."""
+    """Return the tokens of prompt and response that the models read for a group, without failures."""
     rows = (row for t in group if not t.failed_by_infrastructure for row in split_turns(t))
     return sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
 
 
 def assign(costs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """For each rank, the groups (rank, position) that it is to have: as many as it has now, sums as even as can be
-    found quickly, and the same wherever it is computed.
+    """Return for each rank the groups (rank, position) to hold: as many as now, with sums as even as quickly possible.
 
-    The costliest group first, each to the rank with the least so far that has room; then two ranks swap a group, as
-    long as that makes the larger of their sums smaller, beginning with the rank that has the most.
+    Deterministic. The costliest group goes first, each to the rank with the smallest sum that is not full. Then two
+    ranks swap a group while that lowers the larger of their sums, starting with the largest rank.
 
     Args:
         costs: of each rank's groups.
@@ -69,7 +68,7 @@ def assign(costs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
 
 
 def _best_swap(bins: list[list[tuple[int, int, int]]], sums: list[int]) -> tuple[int, int, int, int] | None:
-    """(rank with the most, its group, other rank, its group) whose exchange lowers the larger of the two sums most."""
+    """Find the exchange that lowers the larger of two sums most: (largest rank, its group, other rank, its group)."""
     top = max(range(len(sums)), key=lambda r: (sums[r], -r), default=0)
     best: tuple[int, tuple[int, int, int, int]] | None = None
     for other in range(len(sums)):
@@ -83,17 +82,17 @@ def _best_swap(bins: list[list[tuple[int, int, int]]], sums: list[int]) -> tuple
 
 
 def imbalance(sums: Sequence[int]) -> float:
-    """The largest over the mean; 1.0 where all are equal."""
+    """Return the largest value over the mean; 1.0 if all are equal."""
     return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
 
 
 def balance(groups: Sequence[Sequence[Trajectory]], first_index: int, rank: int, exchange: bool = True) -> Share:
-    """Number this rank's trajectories, and exchange groups over the ranks' process group. Every rank must call.
+    """Number this rank's trajectories, and exchange groups between ranks. A collective if ``exchange``.
 
     Args:
-        groups: this rank's, each whole.
-        first_index: of its first trajectory in the batch of all ranks.
-        exchange: else every group stays, and there is no collective.
+        groups: this rank's groups.
+        first_index: position of the first trajectory in the batch of all ranks.
+        exchange: whether groups may change ranks.
     """
     own, index = [], first_index
     for group in groups:

@@ -391,10 +391,12 @@ def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_d
     import polars as pl
 
     pl.read_parquet(path).drop("gold_passages").write_parquet(path)
-    with pytest.raises(DatasetError, match="probe 'gold_direct' needs questions with gold passages, but none of the 2"):
+    with pytest.raises(
+        DatasetError, match="diagnostic prompt 'gold_direct' needs questions with gold passages, but none of the 2"
+    ):
         make_data(test_files=[path], diagnostic_prompts=["gold_direct"]).setup("test")
     training = make_data(test_files=[path], diagnostic_prompts=["gold_direct"])
-    with pytest.raises(DatasetError, match="probe 'gold_direct' needs questions with gold passages"):
+    with pytest.raises(DatasetError, match="diagnostic prompt 'gold_direct' needs questions with gold passages"):
         training.setup("fit")  # not when the test comes, after the training
     assert not training._running, "refused before the engine starts"
     make_data(test_files=[path], diagnostic_prompts=["closed_book"]).setup("test")

@@ -160,9 +160,12 @@ def test_ids_where_the_index_does_not_tell_rows_apart(file, caplog):
         (row("train-code-taco", "?", '{"inputs": ["1"], "outputs": []}'), "not as many outputs as inputs in the tests"),
         (row("train-code-taco", "?", '{"inputs": "1", "outputs": "2"}'), "no tests (expected"),
         (row("train-code-taco", "?", '{"fn_name": "double"}'), "no tests (expected"),
-        (row("train-code-taco", "?", '{"fn_name": "a.b", "inputs": [[1]], "outputs": [[1]]}'), "no name of a function"),
+        (
+            row("train-code-taco", "?", '{"fn_name": "a.b", "inputs": [[1]], "outputs": [[1]]}'),
+            "not the name of a function",
+        ),
         (row("train-code-taco", "?", '{"test_code": "assert x"}'), "test_code without an entry_point"),
-        (row("train-code-taco", "?", '{"test_code": ["assert x"], "entry_point": "x"}'), "that is no text"),
+        (row("train-code-taco", "?", '{"test_code": ["assert x"], "entry_point": "x"}'), "that is not text"),
         (row(" ", "?", "4"), "no data source"),
         (row("gpqa", "?", "the second", ability="Physics"), "a gold answer that names no letter"),
         (row("mega-science", "?", "B or C", ability="choice"), "a gold answer that names no letter"),
@@ -182,7 +185,7 @@ def test_wrong_rows_are_named(file, wrong, message):
 def test_ground_truths_of_another_type_are_refused(file):
     with pytest.raises(DatasetError, match="no gold answer"):
         load_tasks(file([row("math_dapo", "?", True)]))
-    with pytest.raises(DatasetError, match="reward_model.ground_truth.target that are no list of strings"):
+    with pytest.raises(DatasetError, match="reward_model.ground_truth.target that are not a list of strings"):
         load_tasks(file([row("math_dapo", "Question: ?", {"target": "4"})]))
     with pytest.raises(DatasetError, match="no column 'id' .nor extra_info {index}"):
         load_tasks(file([row("math_dapo", "?", "4", extra_info=None)]))

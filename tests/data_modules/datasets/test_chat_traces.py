@@ -240,7 +240,7 @@ def test_rows_of_another_shape(make):
         ({"messages": [{"role": "human", "content": "x"}]}, "role of system, user"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "content of a message is list"),
         (row(said("a"), enable_thinking="no"), "enable_thinking is 'no'"),
-        (row({"role": "assistant", "tool_calls": [{"name": 3}]}), "a tool call is no"),
+        (row({"role": "assistant", "tool_calls": [{"name": 3}]}), "a tool call is not"),
     ):
         with pytest.raises(DatasetError, match=reason):
             make(wrong).read()

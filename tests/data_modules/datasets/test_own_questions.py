@@ -76,7 +76,7 @@ def test_gold_answers_may_be_numbers(tmp_path):
     pl.DataFrame(shared | {"reward_model": targets}).write_parquet(tmp_path / "targets.parquet")
     assert [t.golden_answers for t in load_tasks(tmp_path / "targets.parquet")] == [("1.5",), ("2.0",)]
     (tmp_path / "bool.jsonl").write_text('{"question": "q", "golden_answers": true}\n')
-    with pytest.raises(DatasetError, match="golden_answers that are no list of strings"):
+    with pytest.raises(DatasetError, match="golden_answers that are not a list of strings"):
         load_tasks(tmp_path / "bool.jsonl", columns={})
 
 
@@ -87,7 +87,7 @@ def test_all_faults_of_a_row_come_at_once(tmp_path):
     }  # fmt: skip
     faults = (
         "an id that is float, expected text", "no data source", "a question that is int, expected text",
-        "golden_answers that are no list of strings", "metadata that is not a JSON object", "a hint that is int",
+        "golden_answers that are not a list of strings", "metadata that is not a JSON object", "a hint that is int",
         "a prompt message without role or content", "a gold passage without title or text",
     )  # fmt: skip
     path = tmp_path / "q.jsonl"
@@ -203,7 +203,7 @@ def test_lines_of_a_csv_file_are_those_of_an_editor(tmp_path):
         ({}, "no column 'question'; name yours .*--data.columns.question NAME. The file has: prompt, answer$"),
         ({"question": "prompt"}, "no column 'golden_answers'.*--data.columns.golden_answers answer"),
         ({"question": "promt"}, r"no column 'promt' \(columns.question\); the file has: prompt, answer"),
-        ({"answers": "answer"}, "columns.answers is no column of ours; expected id, question, golden_answers"),
+        ({"answers": "answer"}, "columns.answers is not a known column; expected id, question, golden_answers"),
     ],
 )
 def test_a_column_that_is_missing_is_named_with_what_to_say(tmp_path, columns, message):

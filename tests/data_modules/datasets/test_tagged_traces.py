@@ -224,8 +224,8 @@ def test_several_files_and_a_limit(make, tmp_path, monkeypatch):
     [
         ([{"question": "?", "answer": "x"}], r"row 0: the columns are question, answer; expected {instruction"),
         ([alpaca(), alpaca(output=7)], "row 1: 'output' is int, expected text"),
-        ([sharegpt(conversations="text")], "row 0: 'conversations' is no list of"),
-        ([sharegpt(conversations=[{"from": "robot", "value": "x"}])], "row 0: 'conversations' is no list of"),
+        ([sharegpt(conversations="text")], "row 0: 'conversations' is not a list of"),
+        ([sharegpt(conversations=[{"from": "robot", "value": "x"}])], "row 0: 'conversations' is not a list of"),
         ([sharegpt(system=["x"])], "row 0: 'system' is list, expected text"),
         ([], "no rows"),
     ],

@@ -29,7 +29,7 @@ def test_what_cannot_be_written_so(model_dir, tmp_path):
         TurnByTurn(["x"], protocol)
     rolled_out, protocol = episodes(model_dir, 2)
     save_trajectories(tmp_path / "a.parquet", rolled_out[:1])
-    with pytest.raises(DatasetError, match="trajectory 0: its turns have prompts of their own"):
+    with pytest.raises(DatasetError, match="trajectory 0: its turns already have separate prompts"):
         TurnByTurn([str(tmp_path / "a.parquet")], protocol).run(tmp_path)
     nothing = talked[0].replace(task=dataclasses.replace(talked[0].task, question=" "))
     save_trajectories(tmp_path / "b.parquet", [nothing])
