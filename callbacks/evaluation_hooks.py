@@ -51,7 +51,7 @@ class EvaluationHooks(L.Callback):
         """Called before the first batch."""
 
     def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
-        """Called with each batch of this rank; ``probe`` is the prompt mode (``AGENT``: the normal search loop)."""
+        """Called with each batch of this rank; ``prompt_mode`` is ``AGENT`` for the normal search loop."""
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
         """Called after the last batch, on every rank, also in Lightning's sanity check."""

@@ -253,10 +253,9 @@ class RolloutDataModule(TrainingData):
                 return RolledOut(*done.value)
 
     def _rounds(self, iteration: int) -> Generator[list[Task], Groups, tuple[Groups, Groups]]:
-        """Yields questions of this rank and is sent their groups, round by round; returns the groups that are kept, by
-        slot, and all that were rolled out."""
-        # A block per rank: the module deals rows to optimiser steps by position, and blocks keep that the same on any
-        # number of ranks whose share is a multiple of the steps.
+        """Yield this rank's questions of each round and receive their groups; return the kept groups, by slot, and
+        all."""
+        # Each rank takes a block, because the position in the batch decides the optimiser step.
         share = self.prompts_per_iteration // self.world_size
         first = self.rank * share
         kept = yield self.prompts(iteration)[first : first + share]

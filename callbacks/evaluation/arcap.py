@@ -1,6 +1,6 @@
 """Diagnoses which of a search agent's abilities is missing (ARCap).
 
-Formulas: docs/papers/dgpo.md section 4 (Kotoge et al., arXiv 2508.20324). The code of their probes is not public;
+Formulas: docs/papers/dgpo.md section 4 (Kotoge et al., arXiv 2508.20324). Their code for the prompts is not public;
 ``hit_raw`` follows the validation of the released training code.
 """
 
@@ -42,7 +42,7 @@ def arcap(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str
     - searches           mean number of executed searches
     - closed_book        ``= mean EM(answer | question)``: answers from the model's memory
 
-    Infrastructure failures are left out. A probe that was not run is absent, not zero.
+    Infrastructure failures are left out. A diagnostic prompt that was not run is absent, not zero.
     """
     metrics: dict[str, Interval] = {}
     for component, (mode, value) in COMPONENTS.items():

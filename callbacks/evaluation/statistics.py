@@ -54,7 +54,7 @@ def _ends(values: np.ndarray) -> tuple[float, float]:
 
 
 def bootstrap_means(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """Means of ``resamples`` samples drawn with replacement, shape [resamples].
+    """Return means of ``resamples`` samples drawn with replacement, shape [resamples].
 
     For a sample with two distinct values (EM, hits) the number of draws of the larger one is binomial, which is
     the same distribution at a thousandth of the cost.
@@ -79,7 +79,7 @@ def bootstrap_means(values: Sequence[float] | np.ndarray, *, resamples: int = RE
 
 
 def bootstrap_interval(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """Percentile bootstrap of the mean. Seeded: the same values give the same interval.
+    """Return the percentile bootstrap of the mean. Seeded: the same values give the same interval.
 
     A sample whose values are all equal (EM 0 everywhere) has an interval of width zero; that is a property of the
     bootstrap, not certainty about the population.
@@ -112,7 +112,7 @@ def bootstrap_function(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Percentile bootstrap of a function of several means over the same questions, such as a ratio of sums.
+    """Return the percentile bootstrap of a function of several means over the same questions, such as a ratio of sums.
 
     Args:
         columns: one sequence per measure, each with one value per question, in the same order.
@@ -168,19 +168,19 @@ def bootstrap_seeds(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Hierarchical percentile bootstrap of a function of several means over seeds and questions: each resample draws
-    seeds, then questions, the same ones for every seed drawn. n counts questions.
+    """Return the hierarchical percentile bootstrap of a function of several means over seeds and questions.
 
-    With few seeds it is too narrow: of S seeds it sees (S - 1) / S of the variance between seeds.
+    Each resample draws seeds, then questions, the same ones for every seed drawn. n counts questions. With few seeds
+    the interval is too narrow: with S seeds it contains (S - 1) / S of the variance between seeds.
 
     Args:
-        measures: of each a table [seeds, questions], with the same questions in the same order.
-        function: as ``bootstrap_function``'s; by default the mean itself, of one measure.
-        same_seeds: row i of every measure belongs to one seed, so that rows are drawn together; else each measure's are
-            drawn by themselves (two methods without a seed in common).
+        measures: a table [seeds, questions] per measure, with the same questions in the same order.
+        function: as in ``bootstrap_function``; by default the mean of one measure.
+        same_seeds: row i of every measure belongs to one seed, so rows are drawn together. False draws the rows of each
+            measure independently (two methods without common seeds).
 
     Raises:
-        ValueError: no question, unequal numbers of questions, or of seeds with ``same_seeds``.
+        ValueError: no questions, unequal numbers of questions, or of seeds with ``same_seeds``.
     """
     value, drawn, size = _seed_resamples(measures, function, same_seeds, resamples, seed)
     return Interval(value, *_ends(drawn[np.isfinite(drawn)]), size)
@@ -194,8 +194,10 @@ def paired_bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> PairedDifference:
-    """Bootstrap of two methods' scores on the same questions, one value a question, or tables [seeds, questions];
-    resamples and ``same_seeds`` as in ``bootstrap_seeds``.
+    """Return the bootstrap of the difference of two methods on the same questions.
+
+    ``a`` and ``b`` have one value per question, or are tables [seeds, questions]. Resamples and ``same_seeds`` are
+    those of ``bootstrap_seeds``.
 
     Convention of the p-value: two-sided, ``2 * min(P(d* <= 0), P(d* >= 0))`` over the resampled mean differences
     d*, with one added to numerator and denominator (so that it is never 0) and capped at 1.
@@ -246,7 +248,7 @@ def _seed_resamples(
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's correction of p-values for their number (Scandinavian Journal of Statistics 6, 1979), in the same order.
+    """Correct p-values for their number by Holm's method (Scandinavian Journal of Statistics 6, 1979).
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]

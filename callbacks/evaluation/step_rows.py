@@ -61,10 +61,12 @@ def verdicts_of(environment: object, trajectory: Trajectory) -> Sequence[bool | 
 def step_rows(
     trajectory: Trajectory, metrics: Mapping[str, Sequence[float]], verdicts: Sequence[bool | None] | None = None
 ) -> list[StepRow]:
-    """Rows of one trajectory. ``metrics``: each of ``MEASURES`` with one value per step; ``verdicts``: one per turn.
+    """Return the rows of one trajectory.
+
+    ``metrics`` has each of ``MEASURES`` with one value per turn that holds a token; ``verdicts`` has one per turn.
 
     Raises:
-        ValueError: a measure is missing, has not one value per step, or is not a finite number.
+        ValueError: a measure is missing, or has another number of values, or values that are not finite.
     """
     turns = turns_with_tokens(trajectory)
     where, count = f"trajectory {trajectory.group}/{trajectory.index}", len(turns)
@@ -125,10 +127,11 @@ def after_error(trajectory: Sequence[StepRow]) -> list[StepRow]:
 
 
 def step_metrics(trajectories: Sequence[Sequence[StepRow]], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Means with 95 % interval (resampling questions). ``steps/divergence/<k>``, ``steps/weight/<k>`` and
-    ``steps/teacher_entropy/<k>`` for the first ``SHOWN_STEPS`` steps, over the trajectories that have step k (n: how
-    many those are); ``steps/divergence/after_error`` and ``steps/weight/after_error`` over all steps that follow an
-    erroneous one (n: how many). A step that no trajectory has is absent.
+    """Return means over turns with a 95 % interval that resamples questions; n counts turns.
+
+    ``steps/divergence/<k>``, ``steps/weight/<k>`` and ``steps/teacher_entropy/<k>`` for the first ``SHOWN_STEPS``
+    turns, over the trajectories that have turn k; ``steps/divergence/after_error`` and ``steps/weight/after_error``
+    over all turns that follow an erroneous one. Means without a turn are absent.
     """
     metrics: dict[str, Interval] = {}
     for k in range(1, SHOWN_STEPS + 1):

@@ -1,4 +1,4 @@
-"""LoRA adapters: merge them into the base model, write and read them in peft's format.
+"""Handles LoRA adapters: merge them into the base model, write and read them in peft's format.
 
 Names are those of the model that was trained: ``model.layers.0.self_attn.q_proj.lora_A.default.weight`` [rank, in] and
 ``...lora_B.default.weight`` [out, rank], beside the plain names of whatever was not adapted.

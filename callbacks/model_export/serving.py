@@ -42,8 +42,8 @@ def _thinks(protocol: Any) -> bool:
 
 
 def template_flags(protocol: Any, folder: Path, called: str) -> list[str]:
-    """``--chat-template FILE`` if the rollouts did not use the exported tokenizer's chat template as it is; writes the
-    file. Without the flag vLLM takes the template of the folder's tokenizer.
+    """Return ``--chat-template FILE`` and write the file if the rollouts changed the exported tokenizer's chat
+    template. Without the flag vLLM uses the template of the folder's tokenizer.
 
     Args:
         called: the folder's path in the command.

@@ -1,5 +1,4 @@
-"""Readers for the evaluation sets of ARPO (docs/papers/arpo.md section 7) and SOD (docs/papers/sod.md section 4.5), in
-their published field names.
+"""Reads the evaluation sets of ARPO (docs/papers/arpo.md section 7) and SOD (docs/papers/sod.md section 4.5).
 
 =====================================================================  =============  =================================
 set                                                                    question       answer

@@ -114,8 +114,9 @@ class QuestionFile:
             raise self._missing("data_source")
 
     def tasks(self, on_invalid_row: OnInvalidRow = "refuse", answers: bool = True) -> list[Task]:
-        """The rows as tasks. Those with a fault are refused, all kinds of faults in one message, or dropped, which is
-        logged; ids do not depend on that. ``answers``: a row without a gold answer or tests is at fault."""
+        """Return the rows as tasks. ``answers`` requires a gold answer or tests.
+
+        Rows with faults are refused in one message, or dropped and logged; dropping does not change ids."""
         tasks, faults = self._checked(answers)
         if self._own is not None:
             self._report_lines(self._own, faults, on_invalid_row if tasks else "refuse")

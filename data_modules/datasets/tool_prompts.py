@@ -1,11 +1,10 @@
-r"""SOD's prompts for reasoning with a tool (docs/papers/sod.md section 4.5): one user message per task, by its data
-source.
+r"""Writes SOD's prompts for reasoning with a tool (docs/papers/sod.md section 4.5): one user message per task.
 
-The meaning is that of recipe/demystify/reward.py, the words are ours. Mended here: the released code chooses by the
-first row of a file for all of it (``by_first_row``); here every task gets its own. Its answer format shows the answer
-in quotation marks within \boxed{}, and an answer in quotation marks is never equal to the gold one; ours has none, and
-those in published prompts are taken out. Of LiveCodeBench it prints all tests, the ones that score the answer; here
-only public ones (``lcb_examples`` None: all).
+They have the meaning of recipe/demystify/reward.py in our words, with three corrections. The released code words a
+whole file by its first row (``by_first_row``); here every task has the wording of its data source. Its answer format
+puts the answer in quotation marks within \boxed{}, which never equals the gold answer; ours does not, and published
+prompts are corrected. It prints all tests of LiveCodeBench, including those that score the answer; here only public
+ones are shown (``lcb_examples`` None: all).
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ class GenerateTrajectories:
             shares a factor with their number leaves kinds out.
         samples_per_question: trajectories per question.
         sampling: decoding.
-        gold_think: share of the questions that are asked with their gold passages shown, search off (ARCap's probe
+        gold_think: share of the questions that are asked with their gold passages shown, search off (ARCap's prompt
             "thinking"), for teachers that cannot read a passage they did not search for.
-        gold_direct: share that must be answered from the gold passages at once (probe "source referencing").
+        gold_direct: share that must be answered from the gold passages at once (ARCap's prompt "source referencing").
         keep: "correct" keeps trajectories with exact match 1 or the environment's success; "all" keeps all but
             infrastructure failures.
         seed: of the sampling (None: the run's seed_everything).
@@ -107,12 +107,12 @@ class GenerateTrajectories:
         self._guard = FailureGuard(max_infrastructure_failures, max_consecutive_failures)
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Generate what is not there yet. Returns the summary: counts over all chunks, ``lost`` (ids of the questions
-        with trajectories that infrastructure failed in every attempt; their number is ``failed``), ``correct_share``,
+        """Generate the missing chunks and return the summary: counts over all chunks, ``lost`` (ids of questions with
+        trajectories that infrastructure failed in every attempt, ``failed`` in number), ``correct_share``,
         ``mean_response_tokens`` (sampled tokens, of all and of the kept), ``kept/<data source>``, ``seconds``.
 
         Raises:
-            DatasetError: a question file is wrong, or not one trajectory was kept.
+            DatasetError: a question file is wrong, or no trajectory was kept.
             TooManyFailuresError: see max_infrastructure_failures; finished chunks stay.
         """
         output_dir = Path(output_dir)

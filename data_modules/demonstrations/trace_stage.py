@@ -63,12 +63,12 @@ class TraceStage(ABC, Generic[Trace]):
         return None
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write all trajectories. Returns ``found``, ``kept``, ``too_long`` (left out), ``malformed`` and
+        """Write all trajectories, and return the counts ``found``, ``kept``, ``too_long`` (left out), ``malformed`` and
         ``malformed/<reason>``, ``tokens`` and ``loss_tokens`` (of the kept), the stage's own ``counted`` and
         ``seconds``.
 
         Raises:
-            DatasetError: no such file, a row in no known shape, or not one trace that can be kept.
+            DatasetError: no such file, a row of an unknown shape, or no trace that can be kept.
         """
         start = time.monotonic()
         traces = spread(self.read(), self.limit)

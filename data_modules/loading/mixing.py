@@ -53,18 +53,18 @@ class OnPolicyShare(Mixing):
 
 
 class AdaptiveOffPolicy(Mixing):
-    """DistiLLM's adaptive off-policy sampling (arXiv 2402.03898; jongwooko/distillm, finetune.py and buffer.py).
+    """Adaptive off-policy sampling of DistiLLM (arXiv 2402.03898; jongwooko/distillm, finetune.py and buffer.py).
 
-    With ``phi`` the share of the student's trajectories, fresh or kept: a batch is fresh where the draw is below
-    ``phi (1 - step / total)``, or below ``phi`` while fewer than ``capacity`` are kept; kept (drawn without replacement
-    from the latest ``capacity`` ones) where it is below ``phi``; else fixed. ``phi`` begins at ``start`` and rises by
-    ``increase`` at a validation whose cross-entropy on held-out trajectories is at least ``tolerance`` above that of
-    the last rise (at first: before training).
+    ``phi`` is the share of the student's trajectories, fresh or kept. A batch is fresh if the draw is below
+    ``phi (1 - step / total)``, or below ``phi`` while fewer than ``capacity`` are kept. It is kept (drawn without
+    replacement from the latest ``capacity``) if the draw is below ``phi``, else fixed. ``phi`` starts at ``start`` and
+    rises by ``increase`` at a validation whose cross-entropy on held-out trajectories is at least ``tolerance`` above
+    that of the last rise (at first: before training).
 
     Args:
         capacity: trajectories kept (arguments.py: 1000).
         start: phi at the beginning.
-        increase: of phi, which ends at 1.
+        increase: of phi, at most to 1.
         tolerance: nats (``loss_eps``: 0.1; SakanaAI/TAID's form has 0).
     """
 

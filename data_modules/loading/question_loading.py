@@ -199,7 +199,7 @@ def warn_of_unanswered(tasks: Sequence[Task], writer: FirstPrompts, room: int | 
 
 
 def prompt_lengths(tasks: Sequence[Task], writer: FirstPrompts, below: int | None = None) -> list[int]:
-    """Tokens of the first prompt of each task.
+    """Count the tokens of each task's first prompt.
 
     With ``below``, 0 for a prompt that has surely at most so many tokens: a thousand prompts take a second to write,
     and of most questions the number of characters is enough to know.
