@@ -175,7 +175,7 @@ def between_steps(setting: Setting) -> Finding:
 
 def _scored(model: Any, batch: Any, budget: int) -> list[list[float]]:
     """[B, T], row by row in micro-batches of the budget."""
-    from lightning_modules.training.scoring import score
+    from lightning_modules.batch import score
 
     return score(batch, lambda micro: token_logprobs(model, micro).logprobs, budget).tolist()
 
