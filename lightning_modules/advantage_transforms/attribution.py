@@ -1,4 +1,4 @@
-"""Credit of the outcome by token: shared tokens of branches (ARPO) and uncertain tokens (AEPO); docs/papers/arpo.md."""
+"""Credit assignment by token: shared tokens of branches (ARPO) and uncertain tokens (AEPO); docs/papers/arpo.md."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 
 class HardAttribution(AdvantageTransform):
-    """A token that d trajectories have in common by forking is worth the mean of their advantages, on each copy.
+    """Gives a token that d branches share the mean of their advantages, on each copy.
 
-    Without this (soft attribution) each copy has its own trajectory's advantage.  While no ratio has left 1, every
-    token weighs alike (``token_mean``) and all copies are learnt from in one optimiser step (``num_mini_batches:
-    1``), the
-    gradients add up to the same.  Otherwise they differ: where one sign of A is clipped and the other is not, and
-    because each step sees other copies.
+    Without this (soft attribution) each copy has its own trajectory's advantage. Both have the same gradient while all
+    ratios are 1, every token weighs the same (``token_mean``) and one optimiser step sees all copies
+    (``num_mini_batches: 1``). Otherwise they differ, because the clip acts on one sign of A only, and because each step
+    sees other copies.
     """
 
     needs_outcome = needs_groups = True
@@ -35,23 +34,25 @@ class HardAttribution(AdvantageTransform):
     def _check_rows(self, by_turn: bool) -> None:
         if by_turn:
             raise ValueError(
-                "HardAttribution compares whole trajectories, but their turns have prompts of their own and are rows "
-                "by themselves; take window: null (one conversation), or soft attribution"
+                "HardAttribution compares whole trajectories, but every turn has its own prompt and is a row; take "
+                "window: null (one conversation), or soft attribution"
             )
 
     def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
         trajectories = rollout.trajectories
         self._check_rows(any(t.row is not None for t in trajectories))
         members = [(t.group, t.index) for t in trajectories]
-        # What failed is left out of the gradient, but a line of descent may lead through it.
+        # Failed trajectories have no gradient, but branches may descend through them.
         forks = forks_of([*rollout.algorithm.rolled_out, *trajectories])
         return shared_token_advantages(advantages, rollout.batch.prompt_lengths.tolist(), members, forks)
 
 
 class EntropyScaling(AdvantageTransform):
-    """AEPO's advantage: ``A_t (1 + weight z_t)``, z the entropy of pi_old at t, standardised over the model's tokens of
-    the whole rollout batch and all ranks. The released code takes it over each micro-batch, which makes the gradient
-    depend on how the batch was cut; and with its shipped entropy_coeff 0 it never computes the entropy.
+    """AEPO's advantage: ``A_t (1 + weight z_t)``.
+
+    z is the entropy of pi_old at t, standardised over the model's tokens of the whole rollout batch and all ranks. The
+    released code standardises over each micro-batch, so its gradient depends on the split; with its shipped
+    entropy_coeff 0 it never computes the entropy.
 
     Args:
         weight: how strongly entropy scales an advantage.
@@ -68,5 +69,5 @@ class EntropyScaling(AdvantageTransform):
 
 
 def forks_of(trajectories: Sequence[Trajectory]) -> dict[Member, tuple[int, int]]:
-    """By (group, index) of each branch: its parent's index, and how many response tokens it took over."""
+    """Map each branch (group, index) to its parent's index and the number of response tokens it copied."""
     return {(t.group, t.index): (t.fork.parent, t.fork.at) for t in trajectories if t.fork is not None}

@@ -1,4 +1,4 @@
-"""Signals of the skill self-teacher: SDAR's gated loss, Skill-SD's k3, RLSD's shares (docs/papers/sdar.md)."""
+"""Signals of a self-teacher with skills: SDAR's gated loss, Skill-SD's k3, RLSD's shares (docs/papers/sdar.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Gate = Literal["gap", "entropy", "soft_or", "none"]
 class SkillLoss(SkillTeacher):
     """An auxiliary loss from the self-teacher, ``skills_coef`` times its mean over the tokens like the policy's loss.
 
-    The correction for what sampled (``importance_cap``, ``mask_ratio``) weighs GRPO's loss alone, not this one.
+    The correction for the sampler (``importance_cap``, ``mask_ratio``) applies to GRPO's loss only.
     """
 
     reads_old_logprobs = False
@@ -42,8 +42,8 @@ class SkillLoss(SkillTeacher):
         super().check(algorithm)
         if not algorithm.use_grpo and algorithm.correction.active:
             raise ValueError(
-                "importance_cap and mask_ratio weigh the loss of GRPO, which use_grpo: false leaves out; the loss from "
-                "the self-teacher is not weighted: leave them out as well"
+                "importance_cap and mask_ratio weigh the loss of GRPO, which use_grpo: false leaves out; they do not "
+                "apply to the self-teacher's loss: leave them out as well"
             )
 
     def loss(self, micro: MicroBatch, inputs: RowTensors | None) -> Tensor | None:
@@ -54,26 +54,26 @@ class SkillLoss(SkillTeacher):
         return self.skills_coef * aux
 
     def auxiliary(self, micro: MicroBatch, inputs: SkillInputs) -> Tensor:
-        """The loss summed over a micro-batch's tokens times ``weights.aggregation`` [B, T], with gradient."""
+        """Return the loss summed over a micro-batch's tokens times ``weights.aggregation`` [B, T], with gradient."""
         raise NotImplementedError
 
 
 class GatedSkills(SkillLoss):
-    """SDAR: on every sampled token, a loss from the self-teacher T that has read skills::
+    """SDAR: a gated loss on every sampled token, from a self-teacher T with skills in its prompt::
 
-        Delta = sg(T - S)                          S: the student of this very forward pass
+        Delta = sg(T - S)                          S: the student of this forward pass
         g     = sigmoid(beta Delta)                gate: gap; see ``gates.gate`` for entropy and soft_or
         l     = + g (sg(T) - S), minimised         mean over the tokens, like the policy's loss; times skills_coef
 
-    Every sampled token is pushed up, those that the teacher likes more than others; in expectation the push that all
-    have in common vanishes. With ``beta: 0`` nothing of the teacher is left: the baseline released as GRPO+OPSD.
+    The loss pushes up every sampled token, and tokens that the teacher prefers more; the common push vanishes in
+    expectation. With ``beta: 0`` the teacher has no effect: the baseline released as GRPO+OPSD.
 
-    ``signal`` replaces the gate alone as a token's reward by the weight whose expected gradient is that of a divergence
-    between student and teacher, times the gate: ``signal: reverse_kl, gate: none`` is true on-policy self-distillation,
-    ``-sg(Delta) S`` (see self_distillation.py for what a gate does to a divergence).
+    By default the gate is the token's reward. ``signal`` multiplies it by the weight whose expected gradient is that of
+    a divergence between student and teacher. ``signal: reverse_kl, gate: none`` is on-policy self-distillation,
+    ``-sg(Delta) S``; self_distillation.py derives the effect of a gate on a divergence.
 
-    Logged: ``train/gap``, ``train/gate``, ``train/gate_active`` (share of tokens with g > 0.5: the endorsed ones),
-    each also by third of a turn (``/part1`` to ``/part3``) and by number of the turn (``/turn1`` ...).
+    Logged: ``train/gap``, ``train/gate``, ``train/gate_active`` (share of tokens with g > 0.5), each also by third of a
+    turn (``/part1`` to ``/part3``) and by number of the turn (``/turn1`` ...).
 
     Args:
         skills: see ``SkillTeacher``, as the next three.
@@ -84,9 +84,9 @@ class GatedSkills(SkillLoss):
         beta: sharpness of the gate.
         signal: gate, reverse_kl, forward_kl or jsd, see above.
         jsd_beta: the teacher's share of the JSD's mixture, between 0 and 1.
-        centred: subtract the gate's mean over the iteration's batch, by which nothing is pushed for being sampled.
+        centred: subtract the gate's mean over the iteration's batch, which removes the common push.
         gap_clamp: bound on |Delta| in nats; null for none.
-        clip_signal: importance ratio and clip (``clip_low``, ``clip_high``) on this loss too, for later mini-batches.
+        clip_signal: apply the importance ratio and clip (``clip_low``, ``clip_high``) to this loss, too.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GatedSkills(SkillLoss):
         self.gate: Gate = validate_choice("gate", gate, Gate)
         self.signal: Signal = validate_choice("signal", signal, Signal)
         if signal == "gate" and gate == "none":
-            raise ValueError("signal is gate and gate is none: the teacher says nothing; take a gate or another signal")
+            raise ValueError("signal is gate and gate is none: the teacher has no effect; change one of them")
         if centred and signal != "gate":
             raise ValueError(f"centred concerns the signal gate, but signal is {signal}; leave one of them out")
         if gap_clamp is not None and signal == "gate" and gate == "entropy":
@@ -155,9 +155,10 @@ class GatedSkills(SkillLoss):
 
 
 class SkillImportanceKL(SkillLoss):
-    """Skill-SD (arXiv 2604.10674) as SDAR runs it: the importance-weighted k3 to the self-teacher, whose ratio, to the
-    trainer's old log-probs, keeps its gradient (``self_distillation.skill_sd_loss``). Its warm-down is only logged by
-    the released code, and is not here.
+    """Skill-SD (arXiv 2604.10674) as SDAR runs it: the importance-weighted k3 to the self-teacher.
+
+    The ratio to the trainer's old log-probs keeps its gradient (``self_distillation.skill_sd_loss``). The released code
+    only logs its warm-down, which is left out here.
     """
 
     def auxiliary(self, micro: MicroBatch, inputs: SkillInputs) -> Tensor:
@@ -166,14 +167,15 @@ class SkillImportanceKL(SkillLoss):
 
 
 class SkillShares(SkillTeacher):
-    """RLSD (arXiv 2604.03128) as SDAR runs it: the teacher shares out the advantage among the tokens of a turn, never
-    against its sign (``advantages.rlsd_advantages``). No loss of its own.
+    """RLSD (arXiv 2604.03128) as SDAR runs it: the teacher shares out the advantage among the tokens of a turn.
+
+    A token never changes the sign of its advantage (``advantages.rlsd_advantages``). There is no auxiliary loss.
 
     Args:
         skills: see ``SkillTeacher``, as the next two.
         teacher_weights: current, ema or fixed.
         ema_decay: of the moving average, per iteration.
-        skills_coef: how much of an advantage the teacher shares out (lambda) before the first iteration; published 0.5.
+        skills_coef: share of an advantage that the teacher distributes (lambda) at the start; published 0.5.
         decay_iterations: lambda falls linearly to 0 in this iteration. The first iteration is 1, as in the released
             code, and has ``skills_coef`` times 1 - 1 / ``decay_iterations``.
         rlsd_clip: how far from 1 a token's factor may be (published script: 0.2).

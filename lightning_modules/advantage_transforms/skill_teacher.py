@@ -35,29 +35,29 @@ TeacherWeights = Literal["current", "ema", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class SkillInputs(RowTensors):
-    """The self-teacher's part of the notes; [B, T], 0 where the mask is 0."""
+    """Log-probs of the self-teacher; [B, T], 0 where the mask is 0."""
 
     skill_teacher_logprobs: Tensor  # of the sampled tokens after the prompt with skills
     turns: Tensor  # int64, the number of the token's turn from 1
-    gate_mean: Tensor | None = None  # [B], the same number in every row: what is subtracted from a centred gate
+    gate_mean: Tensor | None = None  # [B], the baseline of a centred gate, the same number in every row
 
 
 class SkillTeacher(AdvantageTransform):
-    """Log-probs of the self-teacher; subclasses say what they are for (``skill_signals.py``).
+    """Base of the transforms that use a self-teacher's log-probs (``skill_signals.py``).
 
-    The teacher never generates. It reads the student's own response ids after the student's prompt with skills in the
-    user's turn; the prompt is rendered again by the rollout system's protocol, from the same task and steps, with as
-    much history as the student was shown. Skills are retrieved once for each episode, by its first observation, unless
-    ``skills`` says otherwise (``place``, ``every_turn``).
+    The teacher never generates. It scores the student's response ids after the student's prompt with skills in the
+    user's turn. The rollout system's protocol renders that prompt again, from the same task and turns, with the history
+    that the student read. Skills are retrieved once per episode, by its first observation; ``skills`` may change that
+    (``place``, ``every_turn``).
 
-    Logged: ``train/skills_tokens`` (of a teacher's prompt, more than the student's).
+    Logged: ``train/skills_tokens`` (tokens that the skills add to a prompt).
 
     Args:
-        skills: what the teacher is told, and the rule by which.
+        skills: skills of the teacher's prompt, and how they are selected.
         teacher_weights: current (the policy as it is at the start of the iteration: as published), ema (their moving
             average) or fixed (the initial policy).
         ema_decay: of the moving average, per iteration.
-        skills_coef: weight of what the teacher adds; 0: it is never asked.
+        skills_coef: weight of the teacher's signal; with 0 no teacher runs.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SkillTeacher(AdvantageTransform):
         if not 0 < ema_decay < 1:
             raise ValueError(f"ema_decay is {ema_decay}; expected a number between 0 and 1")
         if skills is None and skills_coef > 0:
-            raise ValueError("skills is null, but skills_coef is above 0; say what the teacher is told, or set it to 0")
+            raise ValueError("skills is null, but skills_coef is above 0; name skills, or set skills_coef to 0")
         self._skills, self.skills_coef = skills, skills_coef
         self.teacher_weights: TeacherWeights = validate_choice("teacher_weights", teacher_weights, TeacherWeights)
         self.ema_decay = ema_decay
@@ -79,7 +79,7 @@ class SkillTeacher(AdvantageTransform):
     @property
     def skills(self) -> Skills:
         if self._skills is None:
-            raise ValueError("skills is null; say what the teacher is told")
+            raise ValueError("skills is null; give the teacher skills")
         return self._skills
 
     @property
@@ -94,15 +94,14 @@ class SkillTeacher(AdvantageTransform):
         self.check_single(algorithm, SkillTeacher, "take the signal of one self-teacher")
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse skills that do not fit, tasks that the retriever does not know, and a data module that does not render
-        prompts."""
+        """Refuse skills that are too long, tasks unknown to the retriever, and data modules without a protocol."""
         if not self.learns:
             return
         protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
         if protocol is None:
             raise ValueError(
-                f"{type(algorithm).__name__} renders the teacher's prompts as the rollout system does, but "
-                f"{type(data).__name__} has none; train with a RolloutDataModule"
+                f"{type(algorithm).__name__} renders the teacher's prompts with the rollout system's protocol, but "
+                f"{type(data).__name__} has no rollout system; train with a RolloutDataModule"
             )
         if self.teacher_weights == "ema" and isinstance(algorithm.trainer.strategy, DeepSpeedStrategy):
             raise ValueError(
@@ -123,18 +122,18 @@ class SkillTeacher(AdvantageTransform):
     def build(self, algorithm: Algorithm) -> None:
         if "average" not in self.frozen_models(algorithm):
             super().build(algorithm)
-        else:  # whole, where load_frozen gives an adapted policy's own base
+        else:  # a whole copy: load_frozen would return an adapted policy's base
             algorithm.average = load_frozen_lm(algorithm.policy_path, "float32", algorithm.attention)
 
     def _model(self, algorithm: Algorithm) -> PreTrainedModel:
-        # One copy serves as the initial policy and as the reference of the KL.
+        # The reference of the KL may be the initial policy; then one copy serves both.
         fixed = algorithm.reference if algorithm.self_teacher is None else algorithm.self_teacher
         found = {"current": algorithm.policy, "ema": algorithm.average, "fixed": fixed}[self.teacher_weights]
         if found is None:
             raise RuntimeError("the self-teacher is not loaded; build_models comes first")
         return found
 
-    # ------------------------------------------------------------------ what the teacher says
+    # ------------------------------------------------------------------ log-probs of the teacher
     def transform(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, SkillInputs | None]:
         if not self.learns:
             return advantages, None
@@ -151,7 +150,7 @@ class SkillTeacher(AdvantageTransform):
     def _prompts(
         self, algorithm: Algorithm, trajectories: Sequence[Trajectory]
     ) -> tuple[dict[str, Injection], list[Sequence[int]]]:
-        """The skills that the teacher reads, by group, and its prompts, by row."""
+        """Return the teacher's skills by group, and its prompts by row."""
         injections: dict[str, Injection] = {}
         prompts: list[Sequence[int]] = []
         for t in trajectories:
@@ -166,14 +165,14 @@ class SkillTeacher(AdvantageTransform):
     def with_teacher(
         self, rollout: RolloutBatch, advantages: Tensor, inputs: SkillInputs
     ) -> tuple[Tensor, SkillInputs]:
-        """The advantages and notes, given the teacher's log-probs. No gradient. Every rank must call."""
+        """Return advantages and inputs, given the teacher's log-probs. No gradient. Every rank must call."""
         return advantages, inputs
 
     def prompt_with_skills(self, algorithm: Algorithm, trajectory: Trajectory, skills: str) -> Sequence[int]:
-        """Ids of the prompt that the teacher reads before the response of a row or trajectory.
+        """Render the teacher's prompt for the response of a row or trajectory, as ids.
 
         Raises:
-            ValueError: the student has read a prompt that the protocol does not render.
+            ValueError: the student read a prompt that the protocol does not render.
         """
         protocol = algorithm.data.rollouts.protocol
         if self.skills.place == "before_template":
@@ -194,19 +193,18 @@ class SkillTeacher(AdvantageTransform):
             plain, with_skills = read.ids, protocol.turn_prompt(task, turns, calls, shown=read.shown, sampled=said).ids
         if tuple(plain) != trajectory.prompt_ids:
             raise ValueError(
-                f"task {trajectory.task.id} was read by the policy otherwise than the protocol renders it, so that the "
-                "teacher's prompt could not be made like it; train on trajectories of this experiment's own protocol"
+                f"task {trajectory.task.id} was read by the policy otherwise than the protocol renders it, so the "
+                "teacher's prompt cannot match; train on trajectories of this experiment's protocol"
             )
         return with_skills
 
     def _injection(self, task: Task, text: str) -> Injection:
         if self._count is None:
-            raise RuntimeError("check_data, which finds how tokens are counted, comes first")
+            raise RuntimeError("tokens cannot be counted before check_data; call check_data first")
         return self.skills.inject(task, text, self._count)
 
     def _update_retriever(self, trajectories: Sequence[Trajectory], injections: dict[str, Injection]) -> None:
-        """Give the retriever the outcome of the episodes, over all ranks: success where the environment says so, else
-        the reward."""
+        """Give the retriever the outcome of every episode: the reward part ``success``, else the reward."""
         episodes = {(t.group, t.index): t for t in trajectories}
         pairs = []
         for t in episodes.values():
@@ -215,11 +213,11 @@ class SkillTeacher(AdvantageTransform):
         retriever = self.skills.retriever
         retriever.update([pair for part in ranks.gather_objects(pairs) for pair in part])
 
-    # ------------------------------------------------------------------ what moves and what is kept
+    # ------------------------------------------------------------------ moving average and checkpoints
     def after_update(self, algorithm: Algorithm) -> None:
         if algorithm.average is not None:
             with torch.no_grad():
-                for name, now in algorithm.policy_weights():  # merged under LoRA: the product of two means is no mean
+                for name, now in algorithm.policy_weights():  # merged under LoRA: factors cannot be averaged
                     algorithm.average.get_parameter(name).lerp_(now.float(), 1.0 - self.ema_decay)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

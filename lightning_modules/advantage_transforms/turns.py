@@ -1,4 +1,4 @@
-"""Advantages by turn, as verl-agent computes them on episodes: EpisodeGRPO's and GiGPO's (docs/papers/sdar.md 1.6)."""
+"""Advantages by turn, as verl-agent computes them on episodes: EpisodeGRPO and GiGPO (docs/papers/sdar.md 1.6)."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from rollout.trajectory import ActionKind, Trajectory, Turn
 
 @dataclass(frozen=True, slots=True)
 class TurnRow:
-    """A turn that holds a sampled token, with its row and its numbers in row and episode."""
+    """A turn with at least one sampled token, and its place in the batch and in its episode."""
 
     row: int  # of the batch
-    column: int  # among the row's turns that hold a token, from 0
-    number: int  # among all turns of its episode, from 0
+    column: int  # its number among the row's turns with tokens, from 0
+    number: int  # its number among all turns of the episode, from 0
     turn: Turn
     episode: Trajectory
 
     @property
     def invalid(self) -> bool:
-        """Not what the protocol asks for, acted upon or not. Admissible or not is no question here, as released."""
+        """Whether the action breaks the protocol's format. As released, an inadmissible action is valid."""
         return self.turn.action.kind is ActionKind.INVALID or not self.turn.action.well_formed
 
     @property
     def reward(self) -> float:
-        """What this turn brought: the environment's reward, and with the last turn all that came afterwards."""
+        """The environment's reward for this turn; for the last turn, plus all reward that came afterwards."""
         if self.number < len(self.episode.turns) - 1 or self.episode.reward is None:
             return self.turn.reward
         return self.episode.reward.total - sum(turn.reward for turn in self.episode.turns[:-1])
 
     @property
     def anchor(self) -> str:
-        """What the environment showed before this turn, without history: the state that GiGPO compares."""
+        """The state that GiGPO compares: the environment's text before this turn, without history."""
         if self.number == 0:
             return self.episode.task.question
         before = [call.result.text for call in self.episode.calls if call.turn == self.number - 1]
-        if not before:  # no call: what was seen last, and the correction, are no state of the world
+        if not before:  # no call: the correction that the model read is no state of the environment
             return f"{self.episode.index}: after invalid turn {self.number}"
         return "\n".join(before)
 
 
 def turns_by_row(trajectories: Sequence[Trajectory]) -> Iterator[TurnRow]:
-    """Turns by row, whether a row is a whole trajectory or one turn of it."""
+    """Iterate over the turns of all rows; a row is a whole trajectory or one of its turns."""
     for row, t in enumerate(trajectories):
         kept = [(k, turn) for k, turn in enumerate(t.turns) if turn.end > turn.start]
         for column, (k, turn) in enumerate(kept):
@@ -65,7 +65,7 @@ def turns_by_row(trajectories: Sequence[Trajectory]) -> Iterator[TurnRow]:
 
 
 def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-    """By token, the number of its turn in its episode, from 1 [B, T] int64; 0 where the mask is 0."""
+    """Number each token's turn in its episode, from 1 [B, T] int64; 0 where the mask is 0."""
     index = turn_index(batch.mask, turn_starts(trajectories, batch))
     numbers = torch.zeros((len(trajectories), int(index.max()) + 1 if index.numel() else 1), dtype=torch.int64)
     for turn in turns_by_row(trajectories):
@@ -74,19 +74,20 @@ def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tenso
 
 
 class TurnAdvantages(AdvantageTransform):
-    """Advantages that belong to turns, in place of the group's::
+    """Replaces the group's advantages by one advantage per turn::
 
         score = return of the episode - invalid_coef [the turn's action was invalid]
         A     = (score - mean) / (unbiased std + 1e-6)        of its group; the same on every token of the turn
 
-    The same whether the turns have prompts of their own (a row each, as published) or are one conversation.
+    The advantages are the same whether every turn has its own prompt (a row each, as published) or all turns are one
+    conversation.
 
     Logged: ``train/invalid_actions`` (share of turns).
 
     Args:
-        group_statistics: whose mean and std: ``rows`` (all turns of the group, so that long trajectories weigh more: as
+        group_statistics: mean and std over ``rows`` (all turns of the group, so long trajectories weigh more: as
             released) or ``trajectories`` (each weighs 1).
-        invalid_coef: what an invalid action costs its turn, in units of the reward (published: 0.1 household and
+        invalid_coef: penalty of a turn for an invalid action, in units of the reward (published: 0.1 household and
             shopping, 0.01 search).
     """
 
@@ -115,9 +116,9 @@ class TurnAdvantages(AdvantageTransform):
         return spread_turns(table.to(batch.mask.device), index) * batch.mask
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
-        """The advantage of each turn [R]; override for another comparison."""
+        """Compute the advantage of each turn [R]; override for another comparison."""
         rewards = [turn.episode.reward.total for turn in turns if turn.episode.reward is not None]
-        returns = torch.tensor(rewards, dtype=torch.float64)  # of whole numbers torch would make integers
+        returns = torch.tensor(rewards, dtype=torch.float64)  # whole numbers would become integers
         groups = [turn.episode.group for turn in turns]
         members = [turn.episode.index for turn in turns]
         return turn_advantages(
@@ -126,19 +127,19 @@ class TurnAdvantages(AdvantageTransform):
 
 
 class StateAdvantages(TurnAdvantages):
-    """GiGPO (arXiv 2505.10978): beside its episode, a turn is compared with the turns of its group that were taken in
-    the same state. See ``turn_advantages.gigpo_advantages``.
+    """GiGPO (arXiv 2505.10978): also compares each turn with the group's other turns from the same state, see
+    ``turn_advantages.gigpo_advantages``.
 
-    Logged besides: ``train/states_met_again`` (share of turns whose state another turn of the group was taken in).
+    Also logged: ``train/states_met_again`` (share of turns whose state another turn of the group shares).
 
     Args:
         group_statistics: see ``TurnAdvantages``.
         invalid_coef: see ``TurnAdvantages``.
-        turn_weight: of the comparison by state (published: 1).
-        gamma: discount per turn of what a turn led to (published: 0.95).
-        turn_norm: mean_norm (no std) or mean_std_norm; of the episode's advantage, too.
-        similarity: how alike two states are that count as the same: 1 for equal texts, else difflib's ratio
-            (verl-agent's search script: 0.9); see ``turn_advantages.similar_states``.
+        turn_weight: weight of the comparison by state (published: 1).
+        gamma: discount per turn of later rewards (published: 0.95).
+        turn_norm: mean_norm (no std) or mean_std_norm; also applies to the episode's advantage.
+        similarity: difflib ratio from which two states count as equal; 1 for equal texts (verl-agent's search script:
+            0.9), see ``turn_advantages.similar_states``.
     """
 
     def __init__(

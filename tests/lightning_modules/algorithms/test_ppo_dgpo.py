@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_modules.advantage_transforms.distillation import weigh
+from lightning_modules.advantage_transforms.distillation import weigh_turns
 from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.batch import LogprobBatch, collate
@@ -91,7 +91,8 @@ def kl_rows(rows):
     """What the KL of each row weighs: the same on all of its sampled tokens."""
     batch = collate(rows)
     scores = random_scores(batch)
-    weights = weigh(DGPO("p", "t").kl_weights, rows, batch, scores.old_logprobs, scores.reference_logprobs).weights_BT
+    models = (scores.old_logprobs, scores.reference_logprobs)
+    weights = weigh_turns(DGPO("p", "t").kl_weights, rows, batch, *models).weights_BT
     [*found] = [set(row[on == 1].tolist()) for row, on in zip(weights, batch.mask, strict=True)]
     return [value for (value,) in found]
 

@@ -266,7 +266,7 @@ def test_prompts_of_another_protocol_are_refused(model_dir):
 WRONG = [
     (SDAR, {"gate": "door"}, "gate is 'door'"),
     (SDAR, {"signal": "kl"}, "signal is 'kl'"),
-    (SDAR, {"gate": "none"}, "says nothing"),
+    (SDAR, {"gate": "none"}, "has no effect"),
     (SDAR, {"centred": True, "signal": "jsd"}, "centred concerns"),
     (SDAR, {"gap_clamp": 1.0, "gate": "entropy"}, "reads no gap"),
     (SDAR, {"signal": "jsd", "jsd_beta": 1.0}, "jsd_beta is 1.0"),
