@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 class RowTensors:
-    """Base of the frozen dataclasses that hold one row per trajectory: tensors [B] and [B, T], other ``RowTensors`` of
-    the same rows and tuples of them, None."""
+    """Base of frozen dataclasses with one row per trajectory. Fields are tensors [B] or [B, T], other ``RowTensors`` of
+    the same rows, tuples of them, or None."""
 
     __slots__ = ()
 
     def rows(self, index: Sequence[int], length: int) -> Self:
-        """Take these rows, and of [B, T] tensors the first ``length`` columns.
+        """Select rows, and the first ``length`` columns of [B, T] tensors.
 
         No rows gives one row of zeros with one column: a stand-in that goes through every model and adds nothing to
         any masked sum, so that collectives stay in step with ranks that have more micro-batches.
@@ -65,7 +65,7 @@ def _taken(value: Any, index: Sequence[int], length: int) -> Any:
 
 
 def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
-    """By field name, the per-token values [B, T], those of nested ones too; numbers of turns and the like (int64) are
+    """Collect the per-token values [B, T] by field name, nested ones included. Integer tensors (numbers of turns) are
     left out."""
     found: dict[str, Tensor] = {}
     for name, value in _fields(rows):
@@ -89,13 +89,13 @@ class TokenBatch(RowTensors):
 
     @property
     def response_mask(self) -> Tensor:
-        """[B, T] float32: 1 from the first response token to the last, observations included."""
+        """1 from the first response token to the last, observations included; [B, T] float32."""
         position = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
         return ((position >= self.prompt_lengths[:, None]) & (position < self.lengths[:, None])).to(self.mask.dtype)
 
 
 def collate(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
-    """Pad trajectories to one TokenBatch; none gives tensors with no rows.
+    """Pad trajectories to one TokenBatch; without trajectories, to tensors without rows.
 
     Raises:
         ValueError: if a trajectory is empty or has no prompt (its first token would have nothing to be predicted from).
@@ -118,14 +118,16 @@ def collate(trajectories: Sequence[Trajectory], device: torch.device | str = "cp
 
 
 def with_prompts(trajectories: Sequence[Trajectory], prompts: Sequence[Sequence[int]], like: TokenBatch) -> TokenBatch:
-    """The same responses after other prompts, on the device of ``like``; see ``aligned`` for the way back."""
+    """Pad the same responses after other prompts, on the device of ``like``; ``aligned`` moves values back."""
     changed = [t.replace(prompt_ids=tuple(ids)) for t, ids in zip(trajectories, prompts, strict=True)]
     return collate(changed, like.input_ids.device)
 
 
 def aligned(values_BT: Tensor, source: TokenBatch, target: TokenBatch) -> Tensor:
-    """Move what belongs to response tokens from their columns in ``source`` to those in ``target``, a batch of the same
-    responses after other prompts; 0 where ``target`` has no response token."""
+    """Move values of response tokens from their columns in ``source`` to those in ``target``.
+
+    ``target`` has the same responses after other prompts. The result is 0 where ``target`` has no response token.
+    """
     position = torch.arange(target.input_ids.shape[1], device=values_BT.device)[None]
     moved_from = position + (source.prompt_lengths - target.prompt_lengths)[:, None]
     moved = values_BT.gather(1, moved_from.clamp(0, values_BT.shape[1] - 1))
@@ -133,7 +135,7 @@ def aligned(values_BT: Tensor, source: TokenBatch, target: TokenBatch) -> Tensor
 
 
 def turn_starts(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-    """[B, T] bool: the first token of each turn that has any, so that adjacent turns can be told apart."""
+    """Mark the first token of each turn that has any, so that adjacent turns stay separate [B, T] bool."""
     starts = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
     for row, t in enumerate(trajectories):
         starts[row, [len(t.prompt_ids) + turn.start for turn in t.turns if turn.end > turn.start]] = True
@@ -187,7 +189,7 @@ def _first_fit(lengths: Sequence[int], index: Sequence[int], token_budget: int) 
 
 # ---------------------------------------------------------------------- forward passes over a batch
 class Scored:
-    """Results of models, some of which an algorithm may not have declared."""
+    """Results of models, with None for models that an algorithm does not declare."""
 
     __slots__ = ()
 

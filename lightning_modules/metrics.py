@@ -1,4 +1,4 @@
-"""Metrics of one training step, collected as sums so that they are right over micro-batches and ranks."""
+"""Metrics of one training step, kept as sums so that they are exact over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ Merge = Callable[[Iterable[float]], float]
 
 
 class StepMetrics:
-    """Collects ``mean`` (sum, count), ``deviation``, ``total``, ``maximum`` and ``minimum``; ``reduce`` merges ranks
-    and empties nothing."""
+    """Collects means, deviations, totals, maxima and minima; ``reduce`` merges ranks and keeps the values."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {}
@@ -27,11 +26,11 @@ class StepMetrics:
         return name in self._sums
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add to a ratio of sums; kept on the device, so that nothing waits for the accelerator."""
+        """Add to a ratio of sums. The sums stay on the device, so this does not wait for the accelerator."""
         self._sums.setdefault(name, []).append((_detached(total), _detached(count)))
 
     def deviation(self, name: str, values: Tensor) -> None:
-        """Add values [n] to those whose standard deviation (of the whole, n in the denominator) is wanted."""
+        """Add values [n] to a standard deviation (n in the denominator)."""
         x = values.detach().double()
         moments = torch.stack([x.new_tensor(float(x.numel())), x.sum(), x.square().sum()])
         self._moments.setdefault(name, []).append(moments)
@@ -47,7 +46,7 @@ class StepMetrics:
         self._merged[min].setdefault(name, []).append(_detached(value))
 
     def reduce(self) -> dict[str, float]:
-        """Merge over ranks (every rank must call). A mean or deviation whose count is 0 everywhere is left out."""
+        """Merge over ranks (every rank must call). Means and deviations with count 0 on all ranks are left out."""
         sums = {k: (sum(float(s) for s, _ in v), sum(float(c) for _, c in v)) for k, v in self._sums.items()}
         moments = {k: torch.stack(v).sum(0).tolist() for k, v in self._moments.items()}
         merged = [{k: merge(map(float, v)) for k, v in values.items()} for merge, values in self._merged.items()]

@@ -1,4 +1,4 @@
-"""Small collectives. On one process (or before torch.distributed starts) each is the identity."""
+"""Small collectives. Without torch.distributed each returns its argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["gather_objects", "gather_values", "max_over_ranks", "rank", "stop_to
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Element-wise sum; the argument is left as it is. Every rank must call."""
+    """Sum element-wise over ranks; the argument does not change. Every rank must call."""
     if world_size() == 1:
         return values
     values = values.detach().clone()
@@ -24,7 +24,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def max_over_ranks(value: int, device: torch.device | str) -> int:
-    """Largest of the ranks' integers. Every rank must call."""
+    """Return the largest of the ranks' integers. Every rank must call."""
     if world_size() == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
@@ -33,7 +33,7 @@ def max_over_ranks(value: int, device: torch.device | str) -> int:
 
 
 def gather_values(values: Tensor) -> Tensor:
-    """[n] of this rank -> [N] of all ranks, in rank order; n may differ between ranks. Every rank must call."""
+    """Gather [n] of this rank to [N] of all ranks, in rank order; n may differ between ranks. Every rank must call."""
     if world_size() == 1:
         return values
     return values.new_tensor(gather_lists(values.tolist()))
@@ -41,8 +41,9 @@ def gather_values(values: Tensor) -> Tensor:
 
 @contextmanager
 def stop_together() -> Iterator[None]:
-    """What fails in the block on one rank (no collectives in it) is raised on all of them at its end, so that none
-    waits in the next collective for one that has stopped. Every rank must come here.
+    """Raise an error of any rank on all ranks at the end of the block, so that no rank waits in the next collective.
+
+    The block must not contain collectives. Every rank must enter it.
 
     Raises:
         RuntimeError: what the ranks' errors say, the same on every rank; the error itself on one process.

@@ -125,7 +125,7 @@ class ColdStartKD(SupervisedModule):
             checkpoint["taid"] = {name: getattr(self.taid, name) for name in self.taid.STATE}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises ValueError if it is of another model, or lacks TAID's state where that is needed."""
+        """Raise ValueError if the checkpoint is of another model, or lacks a needed state of TAID."""
         super().on_load_checkpoint(checkpoint)
         if self.taid is None:
             return
@@ -171,7 +171,7 @@ def kd_columns(
     divergence: Divergence,
     temperature: float,
 ) -> Tensor:
-    """[n, 4]: cross-entropy, the divergence, the forward KL (for the log, no gradient), token accuracy."""
+    """Compute [n, 4]: cross-entropy, the divergence, the forward KL (for the log, no gradient), token accuracy."""
     with torch.no_grad():
         teacher_logits = torch.nn.functional.linear(teacher_hidden, teacher_head.weight, teacher_head.bias)
     student, teacher = shared_vocabulary(logits.float() / temperature, teacher_logits.float() / temperature)

@@ -24,7 +24,7 @@ class EpisodeGRPO(GRPO):
 
 
 class GiGPO(GRPO):
-    """EpisodeGRPO that also compares turns taken in the same state, see ``StateAdvantages``.
+    """EpisodeGRPO that also compares turns from the same state, see ``StateAdvantages``.
 
     Args:
         policy: Hugging Face folder to start from.

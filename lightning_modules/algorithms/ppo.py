@@ -129,7 +129,7 @@ class PPO(OnPolicyModule):
         check_rows(self.kl_weights, per_turn_prompts(data))
 
     def token_rewards(self, trajectories: Sequence[Trajectory], batch: TokenBatch, kl_BT: Tensor | None) -> Tensor:
-        """r [B, T]: the outcome on the last token, minus ``kl_coef`` times the KL where it counts."""
+        """Compute r [B, T]: the outcome on the last token, minus ``kl_coef`` times the weighted KL."""
         totals = batch.mask.new_tensor([t.reward.total for t in trajectories if t.reward is not None])
         rewards = totals[:, None] * last_token(self._mdp_tokens(batch))
         return rewards if kl_BT is None else rewards - self.kl_coef * kl_BT
@@ -193,7 +193,7 @@ class PPO(OnPolicyModule):
         return {"policy": policy, "value": value}
 
     def _explained_variance(self, returns: Tensor, values: Tensor, mask: Tensor) -> None:
-        """1 - Var(R - V) / Var(R) over the model's tokens of all ranks; left out if R does not vary."""
+        """Log 1 - Var(R - V) / Var(R) over the model's tokens of all ranks; left out if R does not vary."""
         errors, targets = (returns - values).double() * mask, returns.double() * mask
         sums = torch.stack(
             [mask.double().sum(), errors.sum(), errors.square().sum(), targets.sum(), targets.square().sum()]

@@ -18,7 +18,7 @@ from rollout.skills.injection import Skills
 
 
 class SDAR(GRPO):
-    """EpisodeGRPO plus a gated loss from a self-teacher that has read skills, see ``GatedSkills``.
+    """EpisodeGRPO plus a gated loss from a self-teacher with skills in its prompt, see ``GatedSkills``.
 
     SDAR as published: skills_coef 0.01, beta 5, gate gap, the other defaults; in the settings of GRPO clip 0.2, kl_coef
     0.01 (search: 0.001), entropy_coef 0.001. Off, and not published: ``centred``, ``clip_signal``, ``gap_clamp``.

@@ -1,4 +1,4 @@
-"""Returns and advantages: torch only, no gradient flows through any of them.
+"""Returns and advantages: torch only, without gradient.
 
 Shapes as in losses.py: ``_BT`` is [B, T], entry t belongs to token t, mask 0/1.
 """
@@ -14,7 +14,7 @@ Member = tuple[str, int]  # (group, index in the group)
 
 
 def last_token(mask_BT: Tensor) -> Tensor:
-    """One-hot [B, T] of the last position whose mask is not 0; all zero for a row without one.
+    """Mark the last position whose mask is not 0 as one-hot [B, T]; a row without one is all zero.
 
     >>> last_token(torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0]])).tolist()
     [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
@@ -25,7 +25,7 @@ def last_token(mask_BT: Tensor) -> Tensor:
 
 
 def compress(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Move the masked-in entries of each row to the left, keeping their order.
+    """Move the masked-in entries of each row to the left, in their order.
 
     Returns:
         values_BL, valid_BL (bool) and order_BL (the column each entry came from), L = largest count of a row.
@@ -79,7 +79,7 @@ def whiten(
     reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Mean 0, standard deviation 1 over the mask. Convention: verl's ``masked_whiten``.
+    """Scale values to mean 0 and standard deviation 1 over the mask. Convention: verl's ``masked_whiten``.
 
     ``(x - mean) * rsqrt(var + 1e-8)`` with the unbiased variance (n - 1); [1, 0, 0, 1] becomes +-0.866.  Two passes,
     so that a large common offset does not eat the digits.  A single token, or equal values, give 0.

@@ -1,9 +1,8 @@
-"""How far two token distributions are apart: torch only.
+"""Divergences between token distributions over the full vocabulary: torch only.
 
-Two families.  *Sampled-token estimators* take log-probs [...] of tokens drawn from the student and estimate
-KL(student || teacher).  *Full-vocabulary divergences* take logits [N, V] of both and return [N] values in nats; they
-are meant to be called on a chunk of tokens at a time (see ``projection.py``), and do the softmax in float32. With
-``normalised=True`` they take what ``finite_log_softmax`` has made of the logits, so that two of them share it.
+They take logits [N, V] of student and teacher and return [N] values in nats. Call them on a chunk of tokens at a time
+(see ``projection.py``); the softmax is in float32. With ``normalised=True`` they take log-probs from
+``finite_log_softmax``, so that two divergences share one softmax.
 
 Notation of docs/papers/dgpo.md 1.6: p student, q teacher.
 """
@@ -36,8 +35,8 @@ def shared_vocabulary(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, T
 
 
 def finite_log_softmax(logits: Tensor) -> Tensor:
-    """log_softmax in float32; a logit of -inf becomes -1e4: probability 0 all the same, but no NaN from 0 * inf in a
-    product or its gradient."""
+    """Compute log_softmax in float32, with logits of -inf as -1e4. The probability stays 0, and products and gradients
+    have no NaN from 0 * inf."""
     return logits.float().clamp(min=LOGIT_FLOOR).log_softmax(-1)
 
 
@@ -119,7 +118,7 @@ def taid(student_NV: Tensor, teacher_NV: Tensor, t: float, normalised: bool = Fa
 
 
 def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0.1) -> Divergence:
-    """Look a full-vocabulary divergence up by name; ``beta`` goes to jsd, ``alpha`` to the skewed KLs.
+    """Look up a divergence by name; ``beta`` goes to jsd, ``alpha`` to the skewed KLs.
 
     Raises:
         ValueError: unknown name, beta outside [0, 1], or alpha outside [0, 1).
@@ -166,8 +165,7 @@ class TAIDSchedule:
         self.t = self.t_start if self.t < 0 else self.t
 
     def update(self, loss: float, step: int) -> float:
-        """Take the loss of the optimiser step that has just ended, the ``step``-th from 0; the first call only
-        remembers it."""
+        """Update t after an optimiser step, the ``step``-th from 0; the first call only stores the loss."""
         if self.previous_loss is None:
             self.previous_loss = loss
             return self.t

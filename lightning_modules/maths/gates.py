@@ -18,7 +18,7 @@ GateKind = Literal["gap", "entropy", "soft_or"]
 
 
 def token_gap(logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, clamp: float | None = None) -> Tensor:
-    """Delta = T - S [B, T], nats, without gradient; bounded to +-``clamp`` if there is one.
+    """Compute Delta = T - S [B, T] in nats, without gradient; with ``clamp``, bounded to +-``clamp``.
 
     SDAR takes S from the training forward (not the log-probs before the update) and clamps nothing (docs/papers/sdar.md
     1.2).
@@ -78,7 +78,7 @@ def _read(kind: GateKind, name: str, values: Tensor | None) -> Tensor:
 
 
 def gate_mean(gate_BT: Tensor, mask_BT: Tensor, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
-    """Mean gate over the tokens whose mask is not 0, a scalar; 0 without any. Every rank must call.
+    """Average the gate over the tokens whose mask is not 0; 0 without any. Every rank must call.
 
     What to subtract for a *centred* gate, ``gate - gate_mean``: as a baseline it leaves the expected gradient as it is
     (up to the share 1/n that a token has in the mean) and takes away the push on everything sampled, by which beta 0
@@ -98,7 +98,7 @@ def gate_mean(gate_BT: Tensor, mask_BT: Tensor, reduce: Callable[[Tensor], Tenso
 
 
 def turn_parts(turns_BT: Tensor, parts: int = 3) -> Tensor:
-    """In which of ``parts`` equal stretches of its turn each token lies [B, T] int64: 1..parts, 0 outside of turns.
+    """Number the stretch of its turn in which each token lies [B, T] int64: 1..parts, 0 outside of turns.
 
     By the token's middle: token j of n (from 0) is in stretch floor(parts (j + 1/2) / n) + 1, so that the only token of
     a turn is in the middle.
@@ -124,7 +124,8 @@ def turn_parts(turns_BT: Tensor, parts: int = 3) -> Tensor:
 def gate_metrics(
     gap_BT: Tensor, gate_BT: Tensor, turns_BT: Tensor, parts: int = 3, shown_turns: int = 8
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """What to log of the gates, as sums and counts of tokens (``metrics.mean`` divides, over micro-batches and ranks).
+    """Compute metrics of the gates, as sums and counts of tokens; ``metrics.mean`` divides over micro-batches and
+    ranks.
 
     Names: ``gap`` (mean Delta, nats), ``gate`` (mean g), ``gate_active`` (share with g > 0.5, at the gap gate the share
     with Delta > 0); each of them over all tokens and, as ``<name>/part<k>``, over the k-th of ``parts`` stretches of a

@@ -60,7 +60,7 @@ class TokenWeights(RowTensors):
 
     @property
     def kept_rows(self) -> Tensor:
-        """[B]: 1 for the rows with at least one kept token."""
+        """1 for the rows with at least one kept token [B]."""
         return self.kept.amax(1)
 
 
@@ -205,7 +205,7 @@ def aggregation_weights(mask_BT: Tensor, aggregation: Aggregation) -> Tensor:
 
 
 def importance_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor) -> Tensor:
-    """pi / pi_old per token [B, T]. The log-ratio is clamped to +-20 so that the ratio stays finite."""
+    """Compute pi / pi_old per token [B, T]. The log-ratio is clamped to +-20 so that the ratio stays finite."""
     return (logprobs_BT - old_logprobs_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -283,7 +283,7 @@ def clip_balanced_loss(
 
 
 def _pessimistic(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
-    """The larger of the two losses; with a dual clip, where A < 0, at most -A dual_clip."""
+    """Take the larger of the two losses; with a dual clip, where A < 0, at most -A dual_clip."""
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(f"dual_clip is {dual_clip}; expected a number above 1 (3.0 is usual) or null")
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -299,7 +299,8 @@ def clip_events(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """1.0 where the clip removes the gradient of a token [B, T] (ratio outside, on the side the advantage pushes)."""
+    """Mark tokens whose gradient the clip removes as 1.0 [B, T]: the ratio is outside, on the side the advantage
+    pushes."""
     ratio = importance_ratio(logprobs_BT, old_logprobs_BT)
     over = (ratio > 1.0 + clip_high) & (advantages_BT > 0)
     under = (ratio < 1.0 - clip_low) & (advantages_BT < 0)

@@ -1,4 +1,4 @@
-"""Numbers that change with the iteration (0, 1, ...): learning-rate factors for torch's LambdaLR, coefficients."""
+"""Schedules by iteration (0, 1, ...): learning-rate factors for torch's LambdaLR, and coefficients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ScheduleName = Literal["constant", "cosine"]
 
 
 def warmup_constant(warmup_steps: int) -> Callable[[int], float]:
-    """Linear from 1/warmup to 1, then constant.
+    """Rise linearly from 1/warmup to 1, then stay constant.
 
     verl (and so DGPO as released) starts from 0, which wastes its first rollout batch; we start one notch later.
     """
@@ -18,7 +18,7 @@ def warmup_constant(warmup_steps: int) -> Callable[[int], float]:
 
 
 def warmup_cosine(warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """Linear warmup as above, then half a cosine from 1 down to 0 at ``total_steps``."""
+    """Rise linearly as ``warmup_constant``, then follow half a cosine from 1 down to 0 at ``total_steps``."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
@@ -30,7 +30,7 @@ def warmup_cosine(warmup_steps: int, total_steps: int) -> Callable[[int], float]
 
 
 def make_schedule(name: ScheduleName, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """Raises ValueError for an unknown name, or a cosine without a known number of steps."""
+    """Make a schedule by name. Raises ValueError for an unknown name, or a cosine without a known number of steps."""
     if name == "constant":
         return warmup_constant(warmup_steps)
     if name == "cosine":
@@ -41,8 +41,7 @@ def make_schedule(name: ScheduleName, warmup_steps: int, total_steps: int) -> Ca
 
 
 def linear_decay(start: float, steps: int, step: int) -> float:
-    """``start`` at step 0, in a straight line to 0 at ``steps`` and 0 from there on (RLSD's lam: 0.5, 100 steps, from
-    step 1).
+    """Fall linearly from ``start`` at step 0 to 0 at ``steps``, and stay 0 (RLSD's lam: 0.5, 100 steps, from step 1).
 
     Raises:
         ValueError: fewer than one step.

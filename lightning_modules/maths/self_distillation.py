@@ -108,7 +108,8 @@ def signal_loss(
 def divergence_weights(
     kind: SampledDivergence, gap_BT: Tensor, beta: float = 0.5, cap: float | None = FORWARD_KL_CAP
 ) -> Tensor:
-    """w [B, T], without gradient: the expected gradient of ``signal_loss(S, w, mask)`` is that of the divergence.
+    """Compute w [B, T], without gradient, so that the expected gradient of ``signal_loss(S, w, mask)`` is that of a
+    divergence.
 
     The derivation is at the top of this file: reverse_kl T - S, forward_kl min(u, cap) - 1,
     jsd (1 - beta) log(beta u + 1 - beta).
@@ -165,5 +166,5 @@ def skill_sd_loss(
 
 
 def _where_counted(mask_BT: Tensor, *values_BT: Tensor) -> tuple[Tensor, ...]:
-    """0 where the mask is 0: a NaN there times the zero gradient of its token would be NaN."""
+    """Set values to 0 where the mask is 0: NaN times the zero gradient of a token would be NaN."""
     return tuple(torch.where(mask_BT != 0, values, torch.zeros_like(values)) for values in values_BT)

@@ -128,9 +128,11 @@ def gigpo_advantages(
 def similar_states(
     texts: Sequence[str], groups: Sequence[str], members: Sequence[int], turns: Sequence[int], ratio: float
 ) -> list[int]:
-    """A number for each row, equal for rows of a group whose states are alike, as verl-agent's search script has it
-    (gigpo/core_gigpo.py, build_step_group). By member, then turn, each joins the first set whose first text it
-    resembles by at least ``ratio`` (difflib's, not symmetric: the row's text against the set's), else begins one.
+    """Number the rows so that rows of a group with similar states get the same number.
+
+    Source: verl-agent's search script (gigpo/core_gigpo.py, build_step_group). Rows are taken by member, then turn.
+    Each joins the first set whose first text it resembles by at least ``ratio``, or begins a set. difflib's ratio is
+    not symmetric: the row's text is compared with the set's.
 
     >>> similar_states(["a red fox", "a red box", "a hen"], ["g"] * 3, [0, 1, 2], [0, 0, 0], 0.8)
     [0, 0, 1]
@@ -150,7 +152,7 @@ def similar_states(
 
 
 def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequence[int], gamma: float) -> Tensor:
-    """G_k = sum_{j >= k} gamma^(j - k) r_j [R] in float64, by trajectory.
+    """Compute G_k = sum_{j >= k} gamma^(j - k) r_j [R] in float64, by trajectory.
 
     Args:
         rewards_R: of each turn.
@@ -180,8 +182,8 @@ def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequenc
 
 # ---------------------------------------------------------------------- sets of rows
 def _relative(scores: Tensor, sets: Tensor, weights: Tensor, divide: bool, eps: float, singleton: Singleton) -> Tensor:
-    """Scores [R] (float64) less the weighted mean of their set, over its std if ``divide``; weights sum to the set's
-    size n, by which the unbiased variance has n - 1."""
+    """Subtract the weighted mean of its set from each score [R] (float64), and divide by the set's std if ``divide``.
+    Weights sum to the set's size n; the unbiased variance has n - 1."""
 
     def total(values: Tensor) -> Tensor:
         return values.new_zeros(len(values)).index_add(0, sets, values)[sets]
@@ -199,14 +201,14 @@ def _relative(scores: Tensor, sets: Tensor, weights: Tensor, divide: bool, eps: 
 
 
 def _weights(trajectories: Tensor, statistics: Statistics) -> Tensor:
-    """What each row weighs in its group's mean [R]: 1, or 1 / rows of its trajectory."""
+    """Weight of each row in its group's mean [R]: 1, or 1 / rows of its trajectory."""
     if statistics == "rows":
         return torch.ones(len(trajectories), dtype=torch.float64, device=trajectories.device)
     return 1.0 / torch.bincount(trajectories).double()[trajectories]
 
 
 def _numbered(names: Sequence[Hashable], device: torch.device) -> Tensor:
-    """Equal names get equal numbers [R] int64, from 0 in order of first appearance."""
+    """Give equal names equal numbers [R] int64, from 0 in order of first appearance."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names], dtype=torch.int64, device=device)
 

@@ -31,7 +31,7 @@ BASE = ".base_layer"  # what peft puts into the name of a parameter that it wrap
 
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """Train low-rank adapters and nothing else of the policy, and of a critic's body (its head is trained whole).
+    """Trains low-rank adapters of the policy and of a critic's body; the critic's head is trained whole.
 
     Embeddings and output matrix are never adapted. Adapters are float32 whatever the type of the base (under DeepSpeed
     with 16-bit floats: as its engine has all parameters, with float32 masters). A teacher that is the policy's own
@@ -69,7 +69,7 @@ class LoRA:
         return self.alpha / self.rank
 
     def modules(self, model: PreTrainedModel) -> list[str]:
-        """Full names of the modules to adapt.
+        """Return the full names of the modules to adapt.
 
         Raises:
             ValueError: the model has no module of a name that is asked for.
@@ -90,7 +90,7 @@ class LoRA:
         return chosen
 
     def check(self, folder: str) -> None:
-        """``modules`` of the model at ``folder`` (or owner/name), without loading its weights."""
+        """Check ``modules`` for the model at ``folder`` (or owner/name), without loading its weights."""
         import peft  # noqa: F401  # not first under ZeRO-3's patched constructors, where ``attach`` would import it
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -129,7 +129,7 @@ class LoRA:
 
 
 def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
-    """A and B of an adapted layer."""
+    """Return A and B of an adapted layer."""
     a, b = (cast("Any", adapters[ADAPTER]).weight for adapters in (layer.lora_A, layer.lora_B))
     return a, b
 
@@ -139,20 +139,20 @@ def _ends(name: str, target: str) -> bool:
 
 
 def layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    """(name, layer) of every adapted linear module."""
+    """List (name, layer) of every adapted linear module."""
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def frozen_names(model: nn.Module, prefix: str = "") -> set[str]:
-    """Names of the parameters that LoRA freezes, a tied matrix under each of its names."""
+    """Names of the parameters that LoRA freezes; a tied matrix appears under each of its names."""
     every = model.named_parameters(prefix=prefix, remove_duplicate=False)
     return {name for name, parameter in every if not parameter.requires_grad}
 
 
 def counts(model: nn.Module) -> tuple[int, int]:
-    """(trained, all) parameters, whole ones under ZeRO-3."""
+    """Count (trained, all) parameters; under ZeRO-3 whole ones."""
     sizes = [(p.requires_grad, getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
     return sum(n for trained, n in sizes if trained), sum(n for _, n in sizes)
 
@@ -161,7 +161,8 @@ def counts(model: nn.Module) -> tuple[int, int]:
 
 
 def merged_weights(model: nn.Module, bucket_elements: int = 50_000_000) -> Iterator[tuple[str, Tensor]]:
-    """As ``policy.named_weights``, of the plain model: (Hugging Face name, W + alpha / rank * B A), in W's type.
+    """Iterate over ``policy.named_weights`` of the merged model: (Hugging Face name, W + alpha / rank * B A), in W's
+    type.
 
     The sum is made in float32 while the bucket is gathered, into a new tensor: the trained model is not touched.
     """
@@ -183,7 +184,7 @@ def _merged(scale: float, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the adapters as the model names them. All ranks must iterate to the end."""
+    """Iterate over (name in the model, whole tensor) of the adapters. All ranks must iterate to the end."""
     named = [(name, p) for name, p in model.named_parameters() if ".lora_" in name]
     with gathered(p for _, p in named):  # a percent of the model: one bucket
         yield from [(name, p.detach().clone()) for name, p in named]
@@ -194,7 +195,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before training, inside the block; for forward passes without gradient."""
+    """Restore the model as before training inside the block, for forward passes without gradient."""
     switched = [layer for _, layer in layers(model)]
     for layer in switched:
         layer._disable_adapters = True  # enable_adapters() would also freeze them, in the optimiser's sight
@@ -206,7 +207,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class InitialPolicy(nn.Module):
-    """An adapted policy before its training, as a frozen teacher: no weights of its own, and no gradient.
+    """A frozen teacher that is the adapted policy before its training; it shares the policy's weights.
 
     Args:
         policy: the adapted model; stays where it is, and is no submodule here.
@@ -222,7 +223,7 @@ class InitialPolicy(nn.Module):
 
     @property
     def base_model(self) -> Any:
-        """Called as a transformers body is."""
+        """Run the body, with the signature of a transformers body."""
         return self._body
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +242,7 @@ class InitialPolicy(nn.Module):
 
 
 def summary(lora: LoRA, parts: dict[str, nn.Module], lr: float | None) -> str:
-    """One line for the log: how much is trained, and a hint where the rate looks like that of a whole model."""
+    """Describe in one line how much is trained, with a hint if the learning rate is that of a whole model."""
     sums = [counts(part) for part in parts.values()]
     trained, whole = sum(t for t, _ in sums), sum(n for _, n in sums)
     adapted = sum(len(layers(part)) for part in parts.values())

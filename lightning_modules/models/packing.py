@@ -40,7 +40,7 @@ BENDS = ("softcap", "s_aux", "position_bias")  # arguments of attention that the
 
 
 def packed_name(attention: str) -> str:
-    """The implementation that does for packed rows what ``attention`` does for padded ones.
+    """Name the implementation that does for packed rows what ``attention`` does for padded ones.
 
     Raises:
         ValueError: there is none.
@@ -51,7 +51,7 @@ def packed_name(attention: str) -> str:
 
 
 def check_unpacked(attention: str) -> None:
-    """Refuse the name of a packed implementation where micro-batches would be counted as padded ones.
+    """Refuse the name of a packed implementation: without ``packing`` micro-batches would count padding.
 
     Raises:
         ValueError: it is one.
@@ -62,7 +62,7 @@ def check_unpacked(attention: str) -> None:
 
 
 def check_available(attention: str) -> None:
-    """Refuse an attention implementation of transformers that cannot be had here. A name with a slash is a kernel of
+    """Refuse an attention implementation of transformers that is not available here. A name with a slash is a kernel of
     the hub.
 
     Raises:
@@ -78,14 +78,16 @@ def check_available(attention: str) -> None:
 
 
 def _registered() -> Collection[str]:
-    """Names that a module of the user's own has registered with transformers, which is imported by then."""
+    """List the names that the user's own modules have registered with transformers."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return () if transformers is None else transformers.ALL_ATTENTION_FUNCTIONS.keys()
 
 
 def register(name: str) -> None:
-    """Make a packed implementation known to transformers, before a model is loaded with it. It has no mask function, so
-    that transformers builds no mask. Raises ValueError like ``check_available``."""
+    """Register a packed implementation with transformers, before a model is loaded with it.
+
+    It has no mask function, so transformers builds no mask. Raises ValueError like ``check_available``.
+    """
     check_available(name)
     if name not in NAMES.values():
         return
@@ -101,7 +103,7 @@ def is_packed(body: Any) -> bool:
 
 
 def check_body(model: Any, path: str) -> None:
-    """Refuse a model in which something other than attention carries information from token to token.
+    """Refuse a model in which anything but attention carries information from token to token.
 
     Raises:
         ValueError: it has such layers, or does not let attention be exchanged.
@@ -217,7 +219,7 @@ def _sequence_by_sequence(
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[1, 1, length, length] bool: which keys a query sees."""
+    """Mark the keys that a query sees, [1, 1, length, length] bool."""
     whole = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return whole.triu(1 - window)[None, None]
 

@@ -1,4 +1,4 @@
-"""Hugging Face models as the learning side sees them: token log-probs, entropies, values.
+"""Hugging Face models for training: token log-probs, entropies, values.
 
 All results follow the convention of batch.py: [B, T], entry t belongs to token t given the tokens before it.
 No attention mask is passed: rows are padded on the right and attention is causal, so no real token can see padding,
@@ -41,7 +41,7 @@ class TokenStats:
 
 
 class _Zero3Config:
-    """The duck type of transformers' HfDeepSpeedConfig, which needs accelerate."""
+    """Stands in for transformers' HfDeepSpeedConfig, which needs accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -52,8 +52,10 @@ class _Zero3Config:
 
 @contextmanager
 def zero3_notice(config: dict[str, Any]) -> Iterator[None]:
-    """Tells transformers that the parameters of models built in this block are partitioned; without it they are
-    silently initialised wrong. Models that are built later belong to no engine, and are whole.
+    """Tell transformers that models built in this block have partitioned parameters.
+
+    Without it transformers silently initialises them wrong. Models that are built later belong to no engine, and are
+    whole.
 
     Args:
         config: DeepSpeed's.
@@ -76,7 +78,7 @@ def _check_folder(path: str) -> None:
 
 
 def require_same_tokenizer(student: str, teacher: str) -> None:
-    """A teacher can judge a student's tokens only if both read the same ids.
+    """Refuse a teacher with another tokenizer: it would judge other tokens than the student sampled.
 
     Raises:
         ValueError: the vocabularies differ, with the first token that does.
@@ -95,8 +97,10 @@ def require_same_tokenizer(student: str, teacher: str) -> None:
 
 
 def embedding_rows(path: str) -> int | None:
-    """Read from a model's configuration how many token ids have an embedding. Returns None if the configuration is not
-    on this machine yet, or cannot be read."""
+    """Read how many token ids have an embedding from a model's configuration.
+
+    Returns None if the configuration is not on this machine, or cannot be read.
+    """
     file = Path(path) / "config.json"
     with contextlib.suppress(OSError, ValueError):
         if not file.is_file() and path.count("/") == 1:
@@ -109,7 +113,7 @@ def embedding_rows(path: str) -> int | None:
 
 
 def require_rows(student: str, teacher: str, sampled: bool = True) -> None:
-    """Refuse a model that has fewer embedding rows than the student has token ids, as far as both are known.
+    """Refuse a model with fewer embedding rows than the student has token ids, as far as both are known.
 
     Args:
         student: folder (or owner/name) of the policy.
@@ -139,7 +143,7 @@ def _tokenizer_ids(path: str) -> int:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """A ratio of probabilities means nothing if both were computed with other units dropped (spec: dropout 0)."""
+    """Set all dropout to 0: a ratio of probabilities is meaningless if each has other units dropped."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -184,12 +188,12 @@ def load_causal_lm(
 
 
 def load_frozen_lm(path: str, dtype: DType = "float32", attention: str = "sdpa") -> PreTrainedModel:
-    """A teacher or reference: evaluation mode, no gradient."""
+    """Load a teacher or reference: evaluation mode, no gradient."""
     return load_causal_lm(path, dtype, attention).eval().requires_grad_(False)
 
 
 class ValueModel(nn.Module):
-    """The critic: a transformer body and a linear head that reads V_t at the token before t.
+    """Critic: a transformer body and a linear head that reads V_t at the token before t.
 
     The body starts from the policy's folder (DGPO: from the cold-started student). The head starts at 0 rather than
     random, so that the first advantages are plain returns.
@@ -221,8 +225,8 @@ class ValueModel(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """Values [B, T] float32; entry t is read before token t is known, entry 0 is 0. Behind the end of a row they
-        mean nothing (packed: 0)."""
+        """Compute values [B, T] float32. Entry t is read before token t is known; entry 0 is 0. Entries after the end
+        of a row are meaningless (packed: 0)."""
         if packing.is_packed(self.body):
             hidden, rows, columns = packing.packed_states(self.body, batch)
             values = self._read(hidden)[:, 0]
@@ -238,7 +242,7 @@ class ValueModel(nn.Module):
 
 
 def hidden_before(model: PreTrainedModel, batch: TokenBatch, at: tuple[Tensor, Tensor]) -> Tensor:
-    """Hidden states [N, H] from which the tokens at (rows [N], columns [N]) are predicted."""
+    """Compute the hidden states [N, H] that predict the tokens at (rows [N], columns [N])."""
     if packing.is_packed(model):
         hidden, _, _ = packing.packed_states(model.base_model, batch)
         starts = batch.lengths.cumsum(0) - batch.lengths
@@ -248,12 +252,12 @@ def hidden_before(model: PreTrainedModel, batch: TokenBatch, at: tuple[Tensor, T
 
 
 def output_head(model: PreTrainedModel) -> LMHead:
-    """The output layer that ``load_causal_lm`` has given the model."""
+    """Return the output layer that ``load_causal_lm`` has given the model."""
     return cast("LMHead", model.get_output_embeddings())
 
 
 def positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows [N], columns [N]) where the mask is not 0. Raises ValueError if column 0 is among them."""
+    """Find (rows [N], columns [N]) where the mask is not 0. Raises ValueError if column 0 is among them."""
     rows, columns = mask.nonzero(as_tuple=True)
     if columns.numel() and int(columns.min()) == 0:
         raise ValueError("the mask counts the first token of a row, which nothing predicts; put a prompt before it")
@@ -261,7 +265,7 @@ def positions(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scatter(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
-    """Values [N] -> [B, T] float32 shaped as ``like``, 0 elsewhere; differentiable."""
+    """Put values [N] into [B, T] float32 shaped as ``like``, 0 elsewhere; differentiable."""
     return torch.zeros(like.shape, device=values.device, dtype=torch.float32).index_put(at, values.float())
 
 
@@ -272,7 +276,7 @@ def token_columns(
     chunk: int = LOGITS_CHUNK,
     mask: Tensor | None = None,
 ) -> list[Tensor]:
-    """Columns [B, T] float32 of the statistics where the mask is 1 (default: the policy's own tokens), 0 elsewhere.
+    """Compute statistics [B, T] float32 where the mask is 1 (default: the policy's own tokens), 0 elsewhere.
 
     One pass through the body; the vocabulary is only touched at those positions, ``chunk`` tokens at a time, forward
     and backward.  Prompts and observations cost no logits.
@@ -298,12 +302,12 @@ def token_logprobs(
     temperature: float = 1.0,
     mask: Tensor | None = None,
 ) -> TokenStats:
-    """Log-probs and entropies, see ``token_columns``; ``temperature`` divides the logits, as in the sampler."""
+    """Compute log-probs and entropies, see ``token_columns``; ``temperature`` divides the logits, as in the sampler."""
     return TokenStats(*token_columns(model, batch, TokenStatistics(temperature, entropy=True), chunk, mask))
 
 
 def partitioned(parameters: Iterable[nn.Parameter]) -> bool:
-    """True if ZeRO-3 holds (some of) these in pieces."""
+    """Whether ZeRO-3 has partitioned any of these parameters."""
     return any(hasattr(p, "ds_id") for p in parameters)
 
 
@@ -311,7 +315,7 @@ def gathered(
     parameters: Iterable[nn.Parameter],
     modifier_rank: int | None = None,
 ) -> AbstractContextManager[Any]:
-    """Whole parameters inside the block (a collective: all ranks must enter); nothing to do outside ZeRO-3."""
+    """Gather whole parameters inside the block (a collective: all ranks must enter). Does nothing outside ZeRO-3."""
     parameters = list(parameters)
     if not partitioned(parameters):
         return nullcontext()
@@ -332,7 +336,7 @@ def named_weights(model: nn.Module, bucket_elements: int = 50_000_000) -> Iterat
 def in_buckets(
     weights: Iterable[tuple[str, list[nn.Parameter], Combine | None]], bucket_elements: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """As ``named_weights``, of tensors that are one parameter, or are combined from several by a function of these."""
+    """Iterate like ``named_weights`` over tensors that are one parameter, or a function of several."""
     bucket: list[tuple[str, list[nn.Parameter], Combine | None]] = []
     size = 0
     for entry in weights:
@@ -361,5 +365,5 @@ def _gather_bucket(bucket: list[tuple[str, list[nn.Parameter], Combine | None]])
 
 
 def _unsharded(parameter: Any) -> Tensor:
-    """The whole of a DTensor (FSDP); any other parameter as it is."""
+    """Return the whole of a DTensor (FSDP), and any other parameter unchanged."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

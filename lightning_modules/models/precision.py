@@ -1,4 +1,4 @@
-"""Half precision with float32 master weights: which settings keep updates, and which would lose them.
+"""Half precision with float32 master weights: settings that keep small updates, and settings that lose them.
 
 bfloat16 has 8 significant bits: next to a weight w it has steps of |w| / 256 to |w| / 128, and a sum that changes it by
 less than half of one is rounded back. At lr 1e-6 AdamW moves a weight of 0.02 by 5e-5 of itself: kept in bfloat16 it
@@ -69,7 +69,7 @@ def check_master_weights(trainer: L.Trainer, dtype: str, adapters: bool = False)
 
 
 def keep_rotary_exact(model: PreTrainedModel) -> None:
-    """Rotary frequencies in float32, whatever the type of the weights.
+    """Recompute rotary frequencies in float32, whatever the type of the weights.
 
     ZeRO-3 makes all floating-point tensors of a model that is being built in the type of the weights. A frequency in
     bfloat16 is off by up to 1/256, which turns a head by radians after some hundred tokens: the trainer would compute
@@ -91,6 +91,6 @@ def keep_rotary_exact(model: PreTrainedModel) -> None:
 
 
 def _frequencies(module: nn.Module) -> dict[str, Tensor]:
-    """A rotary module's frequencies and the copies that it keeps of them; one pair for each kind of layer where these
-    differ (Gemma 3, OLMo 3: ``sliding_attention_inv_freq`` ...)."""
+    """Collect a rotary module's frequencies and their copies, one pair per kind of layer (Gemma 3, OLMo 3:
+    ``sliding_attention_inv_freq`` ...)."""
     return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name.endswith("inv_freq")}

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and divergences from hidden states, without ever holding all logits.
+"""Log-probs, entropies and divergences from hidden states, computed without holding all logits at once.
 
 ``[tokens, 151936]`` float32 logits of 16k tokens are 10 GB, and a softmax with its gradient holds several of them.
 Here the output matrix is applied to a chunk of tokens at a time, and a function turns the chunk's logits into a few
@@ -34,8 +34,10 @@ LARGE_BLOCK = 2**24
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """Of softmax(logits / temperature) and a target, [n, 1 to 3] in float32 (float64 for float64): log-prob of the
-    target, entropy (both in nats), and whether no token is likelier than the target (without gradient).
+    """Log-prob of a target, entropy (both in nats), and whether the target is the likeliest token, from softmax(logits
+    / temperature).
+
+    Returns [n, 1 to 3] in float32 (float64 for float64). The last column has no gradient.
 
     Differentiated by hand, in place; of the entropy only where something depends on it.
 
@@ -50,7 +52,7 @@ class TokenStatistics:
     accuracy: bool = False
 
     def columns(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, K], and a shift [n, 1] for ``gradient_``: the log-probs are (logits - shift) / temperature."""
+        """Compute [n, K], and a shift [n, 1] for ``gradient_``: the log-probs are (logits - shift) / temperature."""
         exact = torch.promote_types(logits.dtype, torch.float32)
         found = logits.new_empty((len(logits), 1 + self.entropy + self.accuracy), dtype=exact)
         shift = logits.new_empty((len(logits), 1), dtype=exact)
@@ -107,7 +109,7 @@ class TokenStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Differentiated:
-    """Any function in the form of ``TokenStatistics``, its gradient taken by autograd, some rows at a time."""
+    """Any function with the interface of ``TokenStatistics``; autograd takes its gradient, some rows at a time."""
 
     function: ChunkFunction
 
@@ -127,7 +129,7 @@ class _Differentiated:
 
 
 class _ChunkedProjection(torch.autograd.Function):
-    """Columns [N, K] of hidden states; see the module docstring."""
+    """Computes columns [N, K] of hidden states; see the module docstring."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -186,19 +188,19 @@ class _ChunkedProjection(torch.autograd.Function):
 
 
 def _buffer(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
-    """For the logits of a chunk, or of all tokens where these are fewer."""
+    """Allocate logits of a chunk, or of all tokens if these are fewer."""
     return hidden.new_empty((min(chunk, len(hidden)), len(weight)))
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """Logits [n, V], in the first rows of the buffer."""
+    """Compute logits [n, V] in the first rows of the buffer."""
     logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])
     return logits if bias is None else logits.add_(bias)
 
 
 def _add_product(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """total [V, H] (None: 0) += grad_logits^T hidden; in place where the types allow, as a second [V, H] is hundreds of
-    MiB."""
+    """Add grad_logits^T hidden to ``total`` [V, H] (None: 0), in place if the types allow: a second [V, H] takes
+    hundreds of MiB."""
     if total is None:
         return (grad_logits.T @ hidden).to(dtype)
     if dtype == hidden.dtype:
@@ -207,7 +209,7 @@ def _add_product(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, dtyp
 
 
 def _slices(total: int, chunk: int) -> list[slice]:
-    """At least one slice, so that a micro-batch without tokens still has a result (and a gradient) to return."""
+    """Cut N tokens into chunks; at least one, so that a micro-batch without tokens has a result and a gradient."""
     return [slice(i, min(i + chunk, total)) for i in range(0, max(total, 1), chunk)]
 
 
@@ -224,7 +226,7 @@ def _as(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 class LMHead(nn.Linear):
-    """An output layer that can also be asked for a function of its logits, chunk by chunk.
+    """Output layer that also computes functions of its logits, chunk by chunk.
 
     Without ``function`` it is the ``nn.Linear`` it was made from (generation and export see no difference).  It stays
     a module call, so that ZeRO-3's hooks gather the partitioned matrix once for all chunks, forward and backward.
@@ -238,7 +240,7 @@ class LMHead(nn.Linear):
         chunk: int = LOGITS_CHUNK,
         context: Context | None = None,
     ) -> Tensor:
-        """Logits [..., V], or, with ``function``, its columns for hidden [N, H]: [N, K] float32.
+        """Compute logits [..., V], or, with ``function``, its columns [N, K] float32 for hidden [N, H].
 
         Args:
             hidden: hidden states.

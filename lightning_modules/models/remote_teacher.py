@@ -1,4 +1,4 @@
-"""A teacher behind HTTP: log-probs of given tokens from vLLM servers, where it does not fit beside the student."""
+"""A teacher behind HTTP, for one that does not fit beside the student: log-probs of given tokens from vLLM servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBE_TOKENS = 2000  # of the student's vocabulary, evenly spread_turns, from wh
 
 
 class RemoteTeacher:
-    """Asks OpenAI-compatible ``/completions`` of vLLM (``prompt_logprobs``) what a model thinks of sampled tokens.
+    """Requests log-probs of sampled tokens from vLLM's OpenAI-compatible ``/completions`` (``prompt_logprobs``).
 
     The ids go as they were sampled, tool results among them; nothing is tokenised again. A request ends with the
     last sampled token, and the one token that the server has to generate is thrown away. A trajectory is never cut: the
@@ -78,8 +78,10 @@ class RemoteTeacher:
 
     # ------------------------------------------------------------------ log-probs
     def score(self, batch: TokenBatch) -> Tensor:
-        """Log-probs [B, T] float32 where the mask is 1, else 0. Blocks until all are there; each rank asks for its own.
-        Values below ``LEAST_LOGPROB`` become it, and the log says how many.
+        """Return log-probs [B, T] float32 where the mask is 1, else 0.
+
+        Blocks until all are there; each rank requests its own. Values below ``LEAST_LOGPROB`` are raised to it, and the
+        log counts them.
 
         Raises:
             InfrastructureError: no server answered in ``patience_s``, one refused the request (a trajectory longer than
@@ -105,7 +107,7 @@ class RemoteTeacher:
     async def _ask(
         self, group: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """For each row of the group the log-probs of its wanted positions."""
+        """Request the log-probs of the wanted positions of each row of the group."""
         prompts = [ids[row] for row in group]
         answer, url = await self._servers.post(self._request(prompts), self.patience_s)
         choices = _choices(answer.body, len(prompts))
@@ -120,7 +122,7 @@ class RemoteTeacher:
         return {"model": self.model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
     async def _run_all(self, requests: Any) -> list[Any]:
-        """All requests at once (at most ``concurrency`` in flight), in an event loop of their own."""
+        """Run all requests at once (at most ``concurrency`` in flight), in their own event loop."""
         tasks = [asyncio.ensure_future(request) for request in requests]
         try:
             return await asyncio.gather(*tasks)
@@ -132,8 +134,10 @@ class RemoteTeacher:
 
     # ------------------------------------------------------------------ before a training
     def check(self, student: str, longest: int | None = None) -> None:
-        """Ask every server for log-probs once, whether it reads text as the student's tokenizer does, and whether it
-        takes the longest trajectory and the student's largest token id. A failure ends the start at once.
+        """Check every server with one request; a failure ends the start at once.
+
+        The server must return log-probs, read text like the student's tokenizer, and accept the longest trajectory and
+        the student's largest token id.
 
         Args:
             student: Hugging Face folder with the student's tokenizer.
@@ -204,7 +208,7 @@ def _tokens(body: str) -> tuple[list[int] | None, int | None]:
 
 
 def _choices(body: str, count: int) -> list[dict[str, Any]] | None:
-    """The choices of an answer in the order of the prompts; None for another shape."""
+    """Return the choices of an answer in the order of the prompts; None for an answer of another shape."""
     try:
         choices = sorted(json.loads(body)["choices"], key=lambda choice: choice["index"])
     except (ValueError, KeyError, TypeError):
@@ -213,7 +217,8 @@ def _choices(body: str, count: int) -> list[dict[str, Any]] | None:
 
 
 def _logprob(choice: dict[str, Any], prompt: Sequence[int], position: int, url: str) -> float:
-    """Log-prob of ``prompt[position]`` given the tokens before it. Raises InfrastructureError where it is missing."""
+    """Read the log-prob of ``prompt[position]`` given the tokens before it. Raises InfrastructureError if it is
+    missing."""
     token = prompt[position]
     try:
         entries = choice["prompt_logprobs"]

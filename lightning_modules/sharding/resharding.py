@@ -1,4 +1,4 @@
-"""Resuming on another number of ranks, in other sub-groups or under another strategy than a checkpoint was written in.
+"""Resume on another number of ranks, other sub-groups or another strategy than those of the checkpoint.
 
 DeepSpeed's own way (ds_to_universal, then ``load_universal``) is not taken: at stage 3 it gives every parameter group
 the settings of the first (learning rate and weight decay of the critic become the policy's; deepspeed 0.19.8,
@@ -42,8 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 def written_otherwise(path: Path, engine: Any) -> bool:
-    """Whether DeepSpeed could not load the checkpoint itself: a single file, or shards of other ranks, of the other
-    stage, or in other sub-groups (of another ``sub_group_size``). Reads the first file of model states.
+    """Whether DeepSpeed cannot load the checkpoint itself.
+
+    That is a single file, or shards of another number of ranks, another stage or other sub-groups (another
+    ``sub_group_size``). Reads the first file of model states.
 
     Raises:
         ValueError: that cannot be read.
@@ -60,8 +62,9 @@ def written_otherwise(path: Path, engine: Any) -> bool:
 
 
 def load_into_engine(engine: Any, path: Path) -> dict[str, Any]:
-    """Weights and optimiser state from ``path`` into a DeepSpeed engine (ZeRO-2 or 3) on any number of ranks. Frozen
-    models keep what they were loaded with. Every rank must call.
+    """Load weights and optimiser state from ``path`` into a DeepSpeed engine (ZeRO-2 or 3) on any number of ranks.
+
+    Frozen models keep the weights of their folders. Every rank must call.
 
     Returns:
         What else the checkpoint holds, for Lightning.
@@ -102,7 +105,7 @@ def load_into_engine(engine: Any, path: Path) -> dict[str, Any]:
 
 
 def _flat_layout(engine: Any, sizes: Sequence[Mapping[str, int]]) -> list[tuple[list[Fragment], int]]:
-    """What of which parameter stands where in this rank's flat tensors, and how long these are."""
+    """Describe the runs of parameters in this rank's flat tensors, and the lengths of these tensors."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         layout = [stage3_fragments(group, ranks.rank(), ranks.world_size()) for group in sizes]
@@ -128,7 +131,7 @@ def _flat(state: TrainedState, fragments: Sequence[Fragment], kind: str, size: i
 def _torch_state(
     state: TrainedState, flats: Sequence[tuple[list[Fragment], int]], owners: Mapping[int, int]
 ) -> dict[str, Any]:
-    """A torch optimiser's ``state_dict`` whose parameters are this rank's flat tensors."""
+    """Build a torch optimiser's ``state_dict`` whose parameters are this rank's flat tensors."""
     found: dict[int, dict[str, Any]] = {}
     for flat, (fragments, size) in enumerate(flats):
         # A rank may hold nothing of a small group: then any parameter of that group says what is kept of it.
@@ -145,9 +148,9 @@ def _torch_state(
 
 
 class ShardsToo(CheckpointIO):
-    """A strategy's own reading of checkpoints, which reads a DeepSpeed folder as well. Checkpoints are written straight
-    to a file: Lightning writes them into memory first (2.6.6, ``_atomic_save``), 12 bytes of the host's memory a
-    parameter.
+    """Mixin that lets a strategy read DeepSpeed folders, too, and writes checkpoints straight to a file.
+
+    Lightning writes them into memory first (2.6.6, ``_atomic_save``): 12 bytes of host memory per parameter.
 
     Args:
         own: what it does otherwise.
@@ -171,15 +174,14 @@ class ShardsToo(CheckpointIO):
 
 
 def accept_shards(module: L.LightningModule) -> None:
-    """Let the trainer's strategy resume from a DeepSpeed folder, if it is not DeepSpeed's own. Idempotent."""
+    """Let the trainer's strategy resume from a DeepSpeed folder, unless it is DeepSpeed's own. Idempotent."""
     strategy = module.trainer.strategy
     if not isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy.checkpoint_io, ShardsToo):
         strategy.checkpoint_io = ShardsToo(strategy.checkpoint_io, module)
 
 
 def whole_checkpoint(module: nn.Module, path: Path) -> dict[str, Any]:
-    """What Lightning would have written, had one process trained: weights and optimiser state of ``path``, a DeepSpeed
-    folder, whole.
+    """Convert a DeepSpeed folder to the checkpoint that Lightning writes with one process: weights and optimiser state.
 
     Raises:
         ValueError: it cannot be read, or is of another model.

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO under Lightning, on CUDA and on CPU ranks (gloo), with the pair's known faults mended.
+"""DeepSpeed ZeRO under Lightning, on CUDA and on CPU ranks (gloo), with workarounds for their known faults.
 
 lightning 2.6.6 with deepspeed 0.19.8; their faults, and where each is mended:
 
@@ -31,8 +31,8 @@ from lightning_modules.sharding import resharding
 
 
 class ZeRO(DeepSpeedStrategy):
-    """One DeepSpeed engine around the LightningModule: policy, critic and frozen teacher are sharded together. Base of
-    ``ZeRO2`` and ``ZeRO3``.
+    """Base of ``ZeRO2`` and ``ZeRO3``: one DeepSpeed engine around the LightningModule shards policy, critic and frozen
+    teacher together.
 
     For modules with manual optimisation, which is all of ours.  Gradient clipping is the engine's, joint over all
     trained parts (the modules set it from their ``max_grad_norm``).
@@ -147,13 +147,13 @@ class ZeRO(DeepSpeedStrategy):
 
 
 class ZeRO2(ZeRO):
-    """Gradients and optimiser state are sharded; for options see ``ZeRO``."""
+    """Shards gradients and optimiser state; for options see ``ZeRO``."""
 
     STAGE = 2
 
 
 class ZeRO3(ZeRO):
-    """Parameters, gradients and optimiser state are sharded; for options see ``ZeRO``."""
+    """Shards parameters, gradients and optimiser state; for options see ``ZeRO``."""
 
     STAGE = 3
 

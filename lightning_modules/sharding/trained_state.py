@@ -1,4 +1,4 @@
-"""Reads trained weights and optimiser state by name, in part, from a checkpoint of any strategy.
+"""Read parts of the trained weights and optimiser state by name, from a checkpoint of any strategy.
 
 DeepSpeed writes a file per rank, in which the parameters of a group lie one after the other, each cut over the ranks;
 every other strategy writes one file of whole tensors.  Either is read here without a copy (files are mapped into
@@ -41,7 +41,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of one parameter's elements, with what is known of them."""
+    """A run of one parameter's elements, with their stored values."""
 
     start: int
     count: int
@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(slots=True)
 class TrainedState:
-    """The trained parameters of a checkpoint, and what else is in it.
+    """Trained parameters and other contents of a checkpoint.
 
     Args:
         names: of the trained parameters, group by group, in the optimiser's order.
@@ -75,19 +75,22 @@ class TrainedState:
     stage: int = 0
 
     def kinds(self, name: str) -> list[str]:
-        """What is kept of every element of a parameter besides its weight."""
+        """Names of the optimiser's values of each element of a parameter."""
         return [kind for kind in self.pieces[name][0].values if kind != WEIGHTS]
 
     def counted(self, name: str) -> dict[str, Any]:
-        """``scalars`` of a parameter, in tensors of its own: an optimiser counts in place, and torch takes them as they
-        are, so that parameters sharing a tensor would each count the steps of all."""
+        """Copy ``scalars`` of a parameter into new tensors.
+
+        An optimiser counts in place, and torch takes tensors as they are: parameters that share a tensor would each
+        count the steps of all.
+        """
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.scalars[name].items()}
 
     def count(self, name: str) -> int:
         return sum(piece.count for piece in self.pieces[name])
 
     def copy(self, name: str, kind: str, start: int, out: Tensor) -> None:
-        """Elements ``start`` to ``start + len(out)`` of the flattened parameter, into ``out``.
+        """Copy elements ``start`` to ``start + len(out)`` of the flattened parameter into ``out``.
 
         Raises:
             ValueError: it has fewer.
@@ -107,7 +110,7 @@ class TrainedState:
         return out.view(*shape)
 
     def require(self, sizes: Mapping[str, int], path: Path) -> None:
-        """Raises ValueError unless it is of a model whose trained parameters have these numbers of elements."""
+        """Raise ValueError unless the checkpoint's trained parameters have these numbers of elements."""
         missing, extra = sorted(sizes.keys() - self.pieces), sorted(self.pieces.keys() - sizes)
         wrong = sorted(n for n in sizes if n in self.pieces and sizes[n] != self.count(n))
         if missing or extra or wrong:
@@ -122,8 +125,8 @@ class TrainedState:
 
 
 def stage3_fragments(sizes: Mapping[str, int], rank: int, ranks: int) -> list[Fragment]:
-    """Every parameter is cut into ``ranks`` equal parts, the last ones short or empty; a rank's parts stand one after
-    the other, each as wide as the first rank's."""
+    """Lay out ZeRO-3's parameters: each is cut into ``ranks`` equal parts, the last ones short or empty. A rank's parts
+    follow each other, each as wide as the first rank's."""
     found, at = [], 0
     for name, size in sizes.items():
         width = -(-size // ranks)
@@ -134,7 +137,7 @@ def stage3_fragments(sizes: Mapping[str, int], rank: int, ranks: int) -> list[Fr
 
 
 def stage2_fragments(mappings: Sequence[Mapping[str, Any]], rank: int) -> list[Fragment]:
-    """The group is one run of parameters that is cut into equal parts, wherever that falls.
+    """Lay out ZeRO-2's parameters: the group is one run of parameters, cut into equal parts at any element.
 
     Args:
         mappings: of every rank up to this one: by name, an address with ``start`` (in the rank's part) and ``numel``.
@@ -150,8 +153,10 @@ def stage2_fragments(mappings: Sequence[Mapping[str, Any]], rank: int) -> list[F
 
 
 def read_state(path: Path, names: list[list[str]] | None = None) -> TrainedState:
-    """A DeepSpeed folder (its pickles can run code: read only your own), or, with the trained parameters' ``names`` in
-    the optimiser's order, which that format does not keep, a Lightning file.
+    """Read a DeepSpeed folder or a Lightning file. Pickles can run code: read only your own.
+
+    A Lightning file needs ``names`` of the trained parameters in the optimiser's order, which that format does not
+    keep.
 
     Raises:
         ValueError: neither, a rank's file is missing, or the numbers of parameters differ.
@@ -167,7 +172,7 @@ def read_state(path: Path, names: list[list[str]] | None = None) -> TrainedState
 
 
 def flat_groups(folder: Path) -> list[list[str]]:
-    """Names of the parameters in each of a rank's flat tensors, in order, of the ranks' files in ``folder``.
+    """Read the names of the parameters in each of a rank's flat tensors, in order, from the ranks' files in ``folder``.
 
     Raises:
         ValueError: a file of model states cannot be read.
@@ -234,7 +239,7 @@ def _read_folder(folder: Path) -> TrainedState:
 def _cut(
     layouts: Sequence[Sequence[Iterable[Fragment]]], flats: Sequence[Sequence[Tensor]], optimisers: Sequence[Any]
 ) -> tuple[dict[str, list[Piece]], dict[str, dict[str, Any]]]:
-    """Pieces and counters by name; the arguments are by rank, then by flat group."""
+    """Return pieces and counters by name; the arguments are by rank, then by flat group."""
     pieces: dict[str, list[Piece]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for rank, layout in enumerate(layouts):
@@ -274,7 +279,7 @@ def _read_file(path: Path, names: list[list[str]]) -> TrainedState:
 
 
 def short_names(groups: Iterable[Iterable[str]]) -> list[list[str]]:
-    """Of parameters, as the module has them, however an engine has wrapped it."""
+    """Strip the prefixes of an engine from parameter names, by group."""
     return [[_short(name) for name in group] for group in groups]
 
 

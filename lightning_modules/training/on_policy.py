@@ -196,7 +196,7 @@ class OnPolicyModule(PolicyModule):
 
     @property
     def compares(self) -> bool:
-        """Whether a trajectory learns from its reward only by comparison with others of its group."""
+        """Whether a trajectory learns from its reward only by comparison with its group."""
         return True
 
     @property
@@ -223,16 +223,17 @@ class OnPolicyModule(PolicyModule):
             self.accept_data(self.data)
 
     def accept_data(self, data: Any) -> None:
-        """``check_data``, once for a data module: one that rolls out asks before its engine loads a model, ``setup``
-        asks for any other."""
+        """Call ``check_data`` once per data module. Data modules with rollouts call this before their engine loads a
+        model; ``setup`` calls it for all others."""
         if self._accepted != id(data):
             self.check_data(data)
             self._accepted = id(data)
 
     def check_data(self, data: Any) -> None:
-        """Refuse a data module that cannot be learnt from; no model is loaded yet, and its questions are read. Override
-        for what an algorithm needs besides, calling this first. Here: a sampler whose distribution is not the one that
-        log-probs are computed for, and what advantage transforms refuse.
+        """Refuse a data module that this algorithm cannot learn from. Its questions are read, but no model is loaded.
+
+        The base class refuses a sampler with another distribution than the log-probs have, and what advantage
+        transforms refuse. Call it first in an override.
 
         Args:
             data: null where the Trainer was given loaders.
@@ -243,8 +244,8 @@ class OnPolicyModule(PolicyModule):
             transform.check_data(self, data)
 
     def check_sampling(self, sampling: Any) -> None:
-        """Raises ValueError if the sampler's distribution (null: unknown) is not the one that log-probs are computed
-        for. Asked by the dry run, too."""
+        """Raise ValueError if the sampler's distribution (null: unknown) is not that of the log-probs. The dry run
+        calls this, too."""
         if sampling is not None and sampling.temperature != self.temperature:
             raise ValueError(
                 f"trajectories are sampled at temperature {sampling.temperature} (data.train_sampling.temperature), "
@@ -270,8 +271,8 @@ class OnPolicyModule(PolicyModule):
         return super().read_by() | ({} if self.critic_path is None else {"critic": self.critic_path})
 
     def check_rows(self) -> None:
-        """Refuse models that lack an embedding for a token id that the policy may sample. Asked by the dry run,
-        too, as far as the models are on this machine."""
+        """Refuse models without an embedding for a token id that the policy may sample. The dry run calls this, too,
+        for models on this machine."""
         for folder in self.read_by().values():
             require_rows(self.policy_path, folder)
 
@@ -290,7 +291,7 @@ class OnPolicyModule(PolicyModule):
         optimisation.set_clipping(self, self.max_grad_norm)
 
     def load_frozen(self, folder: str, dtype: DType) -> PreTrainedModel:
-        """The frozen model of a folder; the adapted policy's own base where it is that one.
+        """Load the frozen model of a folder. For an adapted policy's own folder, return its base.
 
         Raises:
             ValueError: it has another tokenizer than the policy.
@@ -329,12 +330,13 @@ class OnPolicyModule(PolicyModule):
         return LogprobBatch(old, teacher, reference, values, entropy)
 
     def teacher_logprobs(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
-        """A distillation teacher's log-probs [B, T] of the sampled tokens; None without one. Every rank must call."""
+        """Return a distillation teacher's log-probs [B, T] of the sampled tokens; None without one. Every rank must
+        call."""
         found = (transform.teacher_logprobs(self, trajectories, batch) for transform in self.advantage_transforms)
         return next((logprobs for logprobs in found if logprobs is not None), None)
 
     def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-        """Log-probs [B, T] of the sampled tokens under any model, without gradient. Every rank must call."""
+        """Compute log-probs [B, T] of the sampled tokens under any model, without gradient. Every rank must call."""
         statistics = TokenStatistics(self.temperature)
         return self._scored(batch, lambda micro: token_columns(model, micro, statistics, self.logits_chunk)[0])
 
@@ -348,7 +350,7 @@ class OnPolicyModule(PolicyModule):
 
     # ------------------------------------------------------------------ one iteration
     def token_weights(self, batch: TokenBatch, scores: LogprobBatch) -> TokenWeights:
-        """What each token weighs in the policy's loss; whole rows only."""
+        """Return the weights of each token in the policy's loss; whole rows only."""
         aggregation = aggregation_weights(batch.mask, self.aggregation)
         correction = batch.mask
         if self.corrects:
@@ -419,7 +421,7 @@ class OnPolicyModule(PolicyModule):
         self.log_dict({k: v for k, v in metrics.items() if k not in shown}, batch_size=1)
 
     def _warn_of_zero_variance_groups(self, metrics: Mapping[str, float]) -> None:
-        """Warn once when all groups of ``CONSTANT_ITERATIONS`` iterations in a row were constant."""
+        """Warn once when no group had differing rewards in ``CONSTANT_ITERATIONS`` consecutive iterations."""
         if not self.compares or self._constant >= CONSTANT_ITERATIONS:
             return
         self._constant = self._constant + 1 if metrics.get("train/zero_variance_groups") == 1.0 else 0
@@ -451,7 +453,7 @@ class OnPolicyModule(PolicyModule):
 
     # ------------------------------------------------------------------ optimiser steps
     def update(self, batch: TokenBatch, inputs: RowTensors, weights: TokenWeights, positions: Sequence[int]) -> None:
-        """All optimiser steps of the iteration; only the last one raises ``trainer.global_step``.
+        """Take all optimiser steps of the iteration; only the last one raises ``trainer.global_step``.
 
         Args:
             positions: of each row in the rollout batch before failed trajectories were left out. The trajectory at
@@ -471,7 +473,7 @@ class OnPolicyModule(PolicyModule):
             scheduler.step()
 
     def _mini_batch(self, batch: TokenBatch, inputs: RowTensors, weights: TokenWeights, index: Sequence[int]) -> bool:
-        """One optimiser step. Returns whether there was anything to learn from, on any rank."""
+        """Take one optimiser step. Return whether any rank had something to learn from."""
         whole = {name: divisor[list(index)].sum() for name, divisor in self.streams(batch, inputs, weights).items()}
         counts = dict(zip(whole, ranks.sum_over_ranks(torch.stack(list(whole.values()))), strict=True))
         losses: list[optimisation.MicroLosses] = []
@@ -511,6 +513,6 @@ class OnPolicyModule(PolicyModule):
             transform.on_load_checkpoint(checkpoint)
 
     def log_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> None:
-        """Metrics of the batch without infrastructure failures, beside those of ``log_rollout``."""
+        """Log metrics of the batch without infrastructure failures; ``log_rollout`` logs the others."""
         episodes = {(t.group, t.index) for t in trajectories}
         self.metrics.mean("train/response_tokens", batch.mask.sum(), len(episodes))

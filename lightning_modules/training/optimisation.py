@@ -1,4 +1,4 @@
-"""One optimiser step under any strategy: loss scale, finite numbers, clipping, and which step Lightning counts."""
+"""One optimiser step under any strategy: finite numbers, clipping, and the step count of Lightning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def backward(module: L.LightningModule, loss: torch.Tensor) -> None:
 
 
 def only(module: L.LightningModule) -> tuple[LightningOptimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """The module's one optimiser and its scheduler, of ``adamw``."""
+    """Return the module's only optimiser and its scheduler, as ``adamw`` made them."""
     return cast("Any", (module.optimizers(), module.lr_schedulers()))
 
 
@@ -47,7 +47,8 @@ def under_deepspeed(module: L.LightningModule) -> bool:
 
 
 def set_clipping(module: L.LightningModule, max_norm: float) -> None:
-    """DeepSpeed clips inside its step, by its configuration; must be told before the engine is made."""
+    """Write the clipping norm into DeepSpeed's configuration, before its engine exists. Its engine clips inside its
+    step."""
     config = getattr(module.trainer.strategy, "config", None)
     if isinstance(config, dict):
         config["gradient_clipping"] = max_norm
@@ -89,7 +90,7 @@ def step(
 
 
 def clip_gradients(module: L.LightningModule, parts: Mapping[str, nn.Module], max_norm: float) -> dict[str, Any]:
-    """Clip each part's gradient to ``max_norm`` (0 or less: measure only), returning the norms before clipping.
+    """Clip each part's gradient to ``max_norm`` (0 or less: only measure) and return the norms before clipping.
 
     Returns nothing under DeepSpeed, whose engine clips all parts jointly during its step; see ``engine_norm``.
     """
@@ -103,7 +104,7 @@ def clip_gradients(module: L.LightningModule, parts: Mapping[str, nn.Module], ma
 
 
 def engine_norm(module: L.LightningModule) -> dict[str, Any]:
-    """Joint gradient norm of DeepSpeed's last step, under the name of the policy; empty if the engine has none."""
+    """Return the joint gradient norm of DeepSpeed's last step under the name of the policy; empty without a norm."""
     strategy: Any = module.trainer.strategy
     norm = strategy.deepspeed_engine.get_global_grad_norm()
     return {} if norm is None else {"policy": torch.as_tensor(float(norm))}
@@ -116,7 +117,7 @@ def _logged(part: str) -> str:
 def _require_finite(
     module: L.LightningModule, losses: Sequence[MicroLosses], norms: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise NonFiniteError on all ranks if a number of any rank is not finite. One small collective."""
+    """Raise NonFiniteError on all ranks if any rank has a loss or norm that is not finite (one small collective)."""
     if str(module.trainer.precision).startswith("16"):
         norms = {}  # the loss scaler of float16 expects infinite gradients now and then, and leaves out such steps
     numbers = [*(named for _, named in losses), {_logged(part): norm for part, norm in norms.items()}]
@@ -152,8 +153,11 @@ def _first(names: Sequence[str]) -> str:
 
 @contextmanager
 def paused(optimizer: LightningOptimizer, idle: bool) -> Iterator[None]:
-    """Let a step without a single loss token move nothing: its gradient is zero, but momentum and weight decay would
-    still move the weights. A learning rate of zero stops both, and keeps counters and collectives in step."""
+    """Set the learning rate to 0 for a step without loss tokens.
+
+    Its gradient is zero, but momentum and weight decay would still move the weights. The step itself still runs, which
+    keeps counters and collectives of all ranks in step.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     if idle:
         for group in optimizer.param_groups:
@@ -167,7 +171,7 @@ def paused(optimizer: LightningOptimizer, idle: bool) -> Iterator[None]:
 
 @contextmanager
 def counted(optimizer: LightningOptimizer, count: bool) -> Iterator[None]:
-    """Whether an optimiser step in this block raises ``trainer.global_step``.
+    """Choose whether an optimiser step in this block raises ``trainer.global_step``.
 
     Lightning counts every step of manual optimisation; we count rollout batches, so only the last step of each does.
     """
@@ -185,8 +189,11 @@ def _nothing() -> None:
 
 
 def decay_groups(part: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: matrices decay, biases and norms (fewer than two dimensions) do not
-    (docs/papers/dgpo.md 1.3). Under ZeRO-3 a parameter is a flat piece, and its own shape is in ``ds_shape``."""
+    """Split the trainable parameters into two groups: matrices decay, biases and norms (fewer than two dimensions) do
+    not.
+
+    Source: docs/papers/dgpo.md 1.3. Under ZeRO-3 a parameter is a flat piece, and ``ds_shape`` has its shape.
+    """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in part.parameters():
         if parameter.requires_grad:
@@ -202,7 +209,7 @@ def adamw(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> dict[str, Any]:
-    """One AdamW with a learning rate and a schedule per group, in the form Lightning expects.
+    """Make one AdamW with a learning rate and a schedule per group, in the form that Lightning expects.
 
     ``eps`` is torch's 1e-8. The scheduler is stepped by the modules, once per iteration.
     """

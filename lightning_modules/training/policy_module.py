@@ -97,16 +97,16 @@ class PolicyModule(L.LightningModule):
 
     # ------------------------------------------------------------------ building
     def frozen_models(self) -> dict[str, tuple[str, DType]]:
-        """Folder and type, by attribute, of what ``build_models`` loads and nothing trains; known before it does."""
+        """Folder and type of each frozen model, by attribute; known before ``build_models`` loads them."""
         return {}
 
     def read_by(self) -> dict[str, str]:
-        """Folders, by attribute, of the models that read the trajectories' token ids."""
+        """Folders of the models that read the trajectories' token ids, by attribute."""
         frozen = {name: folder for name, (folder, _) in self.frozen_models().items()}
         return {"policy": self.policy_path} | frozen
 
     def check_ids(self, trajectories: Iterable[Trajectory]) -> None:
-        """Raises ValueError if a model lacks the embedding of a token id, where it would raise an IndexError itself."""
+        """Raise ValueError if a model has no embedding for a token id; the model itself would raise an IndexError."""
         known = {name: (folder, self._rows_of(name, folder)) for name, folder in self.read_by().items()}
         for t in trajectories:
             token = max((*t.prompt_ids, *t.response_ids))
@@ -119,12 +119,12 @@ class PolicyModule(L.LightningModule):
                     )
 
     def _rows_of(self, name: str, folder: str) -> int | None:
-        """Number of embedding rows: of the loaded model, else from the configuration in its folder."""
+        """Count the embedding rows: of the loaded model, else by the configuration in its folder."""
         embeddings = getattr(getattr(self, name, None), "get_input_embeddings", None)
         return getattr(embeddings(), "num_embeddings", None) if callable(embeddings) else embedding_rows(folder)
 
     def configure_model(self) -> None:
-        """Load the models, once (Lightning calls this before each of fit, validate and test)."""
+        """Load the models once. Lightning calls this before each of fit, validate and test."""
         strategy: Any = self.trainer.strategy
         if self.trainer.state.fn == TrainerFn.FITTING:
             check_master_weights(self.trainer, self.dtype_name, self.lora is not None)
@@ -170,12 +170,13 @@ class PolicyModule(L.LightningModule):
 
     # ------------------------------------------------------------------ for the sampler and for export
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the policy, adapters merged; all ranks must iterate to the end (see
-        ``named_weights``)."""
+        """Iterate over (Hugging Face name, tensor) of the policy, adapters merged; all ranks must iterate to the end
+        (see ``named_weights``)."""
         return named_weights(self.policy) if self.lora is None else adapters.merged_weights(self.policy)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in the policy, tensor) of the adapters, none without LoRA; all ranks must iterate to the end."""
+        """Iterate over (name in the policy, tensor) of the adapters; empty without LoRA. All ranks must iterate to the
+        end."""
         return iter(()) if self.lora is None else adapters.adapter_weights(self.policy)
 
     # ------------------------------------------------------------------ evaluation
@@ -221,11 +222,11 @@ class PolicyModule(L.LightningModule):
         return values_by_turn(trajectories, whole, *found)
 
     def check_judge(self, folder: str) -> None:
-        """Raises ValueError if the teacher of ``turn_divergences`` lacks a token id of the policy, as far as known."""
+        """Raise ValueError if the teacher of ``turn_divergences`` is known to lack a token id of the policy."""
         require_rows(self.policy_path, folder)
 
     def _judge_from(self, folder: str) -> PreTrainedModel:
-        """The frozen model of a folder; the module's own teacher or reference where it is that one."""
+        """Load the frozen model of a folder; reuse the module's own teacher or reference of that folder."""
         for name in ("teacher", "reference"):
             own = getattr(self, name, None)
             if own is not None and getattr(self, f"{name}_path", None) == folder:
@@ -249,17 +250,17 @@ class PolicyModule(L.LightningModule):
 
     @property
     def lora_settings(self) -> dict[str, Any] | None:
-        """LoRA's numbers, and the type that merged weights have; None without LoRA."""
+        """Settings of LoRA and the type of merged weights; None without LoRA."""
         return None if self.lora is None else asdict(self.lora) | {"dtype": self.dtype_name}
 
     def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Without what is loaded from its folder again: frozen models, and the bases of adapters."""
+        """Drop what is loaded from its folder again: frozen models, and the bases of adapters."""
         parts = [] if self.lora is None else list(self.named_children())
         bases = {n for name, part in parts if adapters.layers(part) for n in adapters.frozen_names(part, name)}
         return {k: v for k, v in state.items() if not k.startswith(FROZEN) and k not in bases}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises ValueError if the checkpoint belongs to another model (strict loading is off for frozen parts)."""
+        """Raise ValueError if the checkpoint belongs to another model; strict loading is off for the frozen parts."""
         theirs_lora, mine_lora = checkpoint.get("lora"), self.lora_settings
         if theirs_lora != mine_lora:
             raise ValueError(
@@ -284,7 +285,7 @@ class PolicyModule(L.LightningModule):
 
 
 def _both(model: PreTrainedModel, chunk: int, temperature: float, micro: TokenBatch) -> Tensor:
-    """[2, b, t]: log-probs and entropies."""
+    """Compute log-probs and entropies, stacked [2, b, t]."""
     stats = token_logprobs(model, micro, chunk, temperature)
     return torch.stack([stats.logprobs, stats.entropy])
 
@@ -294,7 +295,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 class EvaluateOnly(PolicyModule):
-    """A policy to test and nothing more, for experiments of ``kind: test``.
+    """A policy for testing only, for experiments of ``kind: test``.
 
     Args:
         policy: Hugging Face folder (or owner/name) of the model to evaluate.

@@ -64,7 +64,8 @@ def log_mismatch(
     correction: Correction,
     version: int,
 ) -> None:
-    """Log, over the sampled tokens of the whole batch and all ranks (every rank must call):
+    """Log how far the sampler and the trainer disagree, over the sampled tokens of the whole batch and all ranks. Every
+    rank must call.
 
     ``train/logprob_gap`` and ``_max`` (|log r|), ``train/sampler_kl_k1`` and ``_k3`` (estimates of KL(sampler ||
     trainer) in nats: means of -log r and of r - 1 - log r), ``train/importance_ess`` (effective sample size,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SupervisedModule(PolicyModule):
-    """One Lightning step = one batch of trajectories = one optimiser step.
+    """Base of supervised algorithms: one Lightning step is one batch of trajectories and one optimiser step.
 
     The loss is a token mean over the *whole* batch: micro-batches and ranks each add their sum, divided by the global
     count of loss tokens, so that neither the split nor the number of ranks changes the gradient.
@@ -66,8 +66,8 @@ class SupervisedModule(PolicyModule):
 
     @abstractmethod
     def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:
-        """Per-token values [N] at the positions where ``batch.mask`` is 1; ``loss`` carries the gradient, the
-        others are logged as token means under train/."""
+        """Return values [N] at the positions where ``batch.mask`` is 1. ``loss`` carries the gradient; all values are
+        logged as token means under train/."""
 
     def build_models(self) -> None:
         super().build_models()
@@ -80,8 +80,8 @@ class SupervisedModule(PolicyModule):
         return optimisation.adamw(groups, [factor] * len(groups), betas=self.betas, weight_decay=self.weight_decay)
 
     def accept_data(self, data: Any) -> None:
-        """Raises ValueError for data that is learnt from in another way, and for token ids that a model does not know.
-        Data modules ask before an engine starts."""
+        """Raise ValueError for data of another kind of learning, and for token ids that a model lacks. Data modules
+        call this before an engine starts."""
         samples = getattr(data, "samples_student", False)
         if samples and self.imitates_tokens:
             raise ValueError(
@@ -94,7 +94,7 @@ class SupervisedModule(PolicyModule):
 
     @property
     def imitates_tokens(self) -> bool:
-        """Whether the loss makes the tokens of the trajectories likelier, whoever wrote them."""
+        """Whether the loss raises the likelihood of the trajectories' tokens, whoever wrote them."""
         return True
 
     def on_train_start(self) -> None:
@@ -107,7 +107,7 @@ class SupervisedModule(PolicyModule):
 
     @torch.no_grad()
     def _validate_held_out(self, log: bool) -> None:
-        """Token means of the losses on held-out trajectories: for the log, and for data that follows them."""
+        """Compute token means of the losses on held-out trajectories, for the log and for data that adapts to them."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if not getattr(data, "held_out", 0):
             return
@@ -151,5 +151,5 @@ class SupervisedModule(PolicyModule):
         self.log_dict(reduced, batch_size=1)
 
     def after_step(self, metrics: dict[str, float]) -> None:
-        """For schedules that depend on the loss: called after every optimiser step with its metrics, which are the
-        same on every rank; what is added to them is logged."""
+        """Hook after every optimiser step with its metrics, which are equal on all ranks; entries added to them are
+        logged. For schedules that depend on the loss."""
