@@ -1,8 +1,8 @@
-"""From trajectories to padded tensors, and from a batch to micro-batches.
+"""Pads trajectories to tensors, splits batches into micro-batches, and runs models over them.
 
-Convention used everywhere in lightning_modules: per-token tensors are [B, T] and aligned with token positions; entry
-t belongs to token t given the tokens before it, so entry 0 is always 0.  Rows are padded on the right.  Masks come
-from lengths and from ``Trajectory.loss_mask``, never from pad ids (a genuine EOS may be the pad id).
+Convention in lightning_modules: per-token tensors are [B, T] and aligned with token positions. Entry t belongs to token
+t given the tokens before it, so entry 0 is always 0. Rows are padded on the right. Masks come from lengths and from
+``Trajectory.loss_mask``, never from pad ids (a genuine EOS may be the pad id).
 
 ::
 
@@ -39,8 +39,8 @@ class RowTensors:
     def rows(self, index: Sequence[int], length: int) -> Self:
         """Select rows, and the first ``length`` columns of [B, T] tensors.
 
-        No rows gives one row of zeros with one column: a stand-in that goes through every model and adds nothing to
-        any masked sum, so that collectives stay in step with ranks that have more micro-batches.
+        An empty ``index`` selects a stand-in: one row of zeros with one column. It runs through every model and adds
+        nothing to masked sums, so collectives stay in step with ranks that have more micro-batches.
         """
         return dataclasses.replace(
             cast("Any", self), **{name: _taken(value, index, length) for name, value in _fields(self)}
@@ -147,9 +147,9 @@ def micro_batches(
 ) -> list[list[int]]:
     """Split rows ``index`` into micro-batches of at most ``token_budget`` tokens, padding included.
 
-    Rows are sorted by length, so that little is padding; a row longer than the budget stands alone.  Packed rows have
-    no padding: each goes, the longest first, into the first micro-batch that has room for it.  The split changes memory
-    and speed, never the gradient.
+    Rows are sorted by length to reduce padding; a row longer than the budget gets a micro-batch for itself. Packed rows
+    have no padding: the longest first, each joins the first micro-batch with enough budget left. The split changes
+    memory and speed, never the gradient.
 
     >>> micro_batches([5, 9, 4, 5], [0, 1, 2, 3], token_budget=10)
     [[2, 0], [3], [1]]
@@ -176,14 +176,14 @@ def micro_batches(
 
 def _first_fit(lengths: Sequence[int], index: Sequence[int], token_budget: int) -> list[list[int]]:
     groups: list[list[int]] = []
-    room: list[int] = []  # of each group
+    free: list[int] = []  # tokens left of each group's budget
     for row in sorted(index, key=lambda i: (-lengths[i], i)):
-        group = next((k for k, left in enumerate(room) if lengths[row] <= left), len(groups))
+        group = next((k for k, left in enumerate(free) if lengths[row] <= left), len(groups))
         if group == len(groups):
             groups.append([])
-            room.append(token_budget)
+            free.append(token_budget)
         groups[group].append(row)
-        room[group] -= lengths[row]
+        free[group] -= lengths[row]
     return groups
 
 
@@ -205,7 +205,7 @@ class Scored:
 class LogprobBatch(Scored, RowTensors):
     """Results of the declared models on a rollout batch before the update; [B, T] float32, no gradient."""
 
-    old_logprobs: Tensor | None  # of the policy before the update, where batch.mask is 1; None: not computed
+    old_logprobs: Tensor | None  # of the policy before the update, where batch.mask is 1, or None
     teacher_logprobs: Tensor | None = None  # of the distillation teacher, where batch.mask is 1
     reference_logprobs: Tensor | None = None  # of the frozen model of the KL, where batch.mask is 1
     values: Tensor | None = None  # of the critic, at every position

@@ -143,7 +143,7 @@ class AdvantageTransform(ConfigRepr):
     def teacher_logprobs(
         self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch
     ) -> Tensor | None:
-        """Log-probs [B, T] for ``LogprobBatch.teacher_logprobs``; None without a teacher."""
+        """Log-probs [B, T] for ``LogprobBatch.teacher_logprobs``, or None without a teacher."""
         return None
 
     def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class TurnDivergences:
 
     absolute: Tensor  # d_k: mean |S - T| of log-probs, nats
     signed: Tensor  # mean T - S, nats; above 0 where the teacher prefers the tokens
-    tokens: Tensor  # number of tokens of the turn; 0: there is no such turn
+    tokens: Tensor  # number of tokens of the turn; 0: the row has no such turn
 
 
 def turn_divergences(student_BT: Tensor, teacher_BT: Tensor, turns_BT: Tensor) -> TurnDivergences:
@@ -161,7 +161,7 @@ class TurnInputs:
 
     trajectories: Sequence[Trajectory]
     divergences: TurnDivergences  # of student and teacher
-    outcome: Tensor | None  # mean advantage of each turn [B, K]; None where advantages are not known yet (PPO)
+    outcome: Tensor | None  # mean advantage of each turn [B, K], or None where advantages are not known yet (PPO)
 
 
 class TurnWeighting(ConfigRepr):
@@ -251,7 +251,7 @@ class AdvantageGate(TurnWeighting):
 class DecayAfterError(TurnWeighting):
     """``decay`` to the power k - k_err from the first erroneous turn k_err on, else 1.
 
-    A turn is erroneous if it is no valid action, or if one of its calls was refused, failed or timed out
+    A turn is erroneous if its action is invalid, or if one of its calls was refused, failed or timed out
     (``trajectory_metrics.first_error``).
 
     Args:
@@ -378,7 +378,7 @@ class Distillation(AdvantageTransform):
         if teacher is not None and server is not None:
             raise ValueError(f"there are two teachers, '{teacher}' and {server}; name one of them")
         if teacher is None and server is None:
-            raise ValueError("there is no teacher to distil from; name one")
+            raise ValueError("teacher and server are null; name a teacher to distil from")
         self.teacher, self.server, self.prompts = teacher, server, prompts
         self.weights, self.coef, self.adv_clamp = weights or [], coef, adv_clamp
 

@@ -169,7 +169,7 @@ class SkillImportanceKL(SkillLoss):
 class SkillShares(SkillTeacher):
     """RLSD (arXiv 2604.03128) as SDAR runs it: the teacher shares out the advantage among the tokens of a turn.
 
-    A token never changes the sign of its advantage (``advantages.rlsd_advantages``). There is no auxiliary loss.
+    A token never changes the sign of its advantage (``advantages.rlsd_advantages``). It adds no loss.
 
     Args:
         skills: see ``SkillTeacher``, as the next two.

@@ -36,16 +36,16 @@ class TeacherPrompts(ConfigRepr):
         """Refuse a data module whose prompts cannot be rendered."""
 
     def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> Sequence[Sequence[int]]:
-        """Ids of the prompt before each response."""
+        """Return the ids of the prompt before each response."""
         raise NotImplementedError
 
 
 class PrivilegedPrompts(TeacherPrompts):
-    """The student's prompt, rendered again by the rollout system's protocol from a question that says more.
+    """Adds the answer or a hint to the student's question; the rollout system's protocol renders the prompt.
 
     Args:
-        privilege: what the teacher is told: answer (the task's first golden answer) or hint (``metadata["hint"]``).
-        template: the teacher's question: a text with {question} and {answer} or {hint}; null for one of ours.
+        privilege: addition to the prompt: answer (the task's first golden answer) or hint (``metadata["hint"]``).
+        template: the teacher's question: a text with {question} and {answer} or {hint}; null for the default.
     """
 
     def __init__(self, privilege: Privilege = "answer", template: str | None = None) -> None:
@@ -56,19 +56,19 @@ class PrivilegedPrompts(TeacherPrompts):
                 raise ValueError(f"template: expected {{{name}}} where the task's {name} goes; found {self.template!r}")
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse turns with prompts of their own, and questions about which there is nothing to tell the teacher, or
-        whose prompt with it cannot be rendered (a hint that quotes a control token)."""
+        """Refuse per-turn prompts, questions without an answer or hint, and prompts that cannot be rendered, such as a
+        hint that quotes a control token."""
         if per_turn_prompts(data):
             raise ValueError(
-                "every turn has a prompt of its own, which OPSD does not render; take window: null, or SDAR with "
-                "signal: reverse_kl and gate: none, which tells the teacher skills"
+                "every turn has its own prompt, which OPSD does not render; take window: null, or SDAR with signal: "
+                "reverse_kl and gate: none, whose teacher reads skills"
             )
         protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
         questions = getattr(data, "training_questions", None)
         if protocol is None or questions is None:
             raise ValueError(
-                f"OPSD renders the teacher's prompts as the rollout system does, but {type(data).__name__} has none; "
-                "train with a RolloutDataModule"
+                f"OPSD renders the teacher's prompts with the rollout system's protocol, but {type(data).__name__} has "
+                "no rollout system; train with a RolloutDataModule"
             )
         for task in questions:
             privileged = self.privileged(task)
@@ -78,15 +78,14 @@ class PrivilegedPrompts(TeacherPrompts):
                 raise ValueError(f"task {task.id} of {task.data_source}, told the {self.privilege}: {error}") from error
 
     def privileged(self, task: Task) -> Task:
-        """The task as the teacher reads it: its question, and the last user message of its own prompt if it has one,
-        put into the template.
+        """Put the task's question into the template, and the last user message of its prompt if it has one.
 
         Raises:
-            ValueError: the task has no such answer or hint.
+            ValueError: the task has no answer or hint.
         """
         text = self._answer_or_hint(task)
 
-        def fill(question: str) -> str:  # in one pass: what stands in braces in a question stays as it is
+        def fill(question: str) -> str:  # in one pass: braces in a question stay unchanged
             values = {"question": question, self.privilege: text}
             return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), self.template)
 
@@ -128,7 +127,7 @@ class PrivilegedPrompts(TeacherPrompts):
 def after_prompts(
     score: Any, prompts: Sequence[Sequence[int]] | None, trajectories: Sequence[Trajectory], batch: TokenBatch
 ) -> Tensor:
-    """``score(TokenBatch)`` of the responses after other prompts (None: their own), at the columns of ``batch``."""
+    """Score the responses after other prompts (None: their own prompts), at the columns of ``batch``."""
     if prompts is None:
         return score(batch)
     read = with_prompts(trajectories, prompts, batch)
@@ -138,11 +137,11 @@ def after_prompts(
 def check_lengths(
     algorithm: Algorithm, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory], told: str, option: str
 ) -> None:
-    """Raise ValueError where a response after its prompt for the teacher is longer than the model has positions.
+    """Raise ValueError if the teacher's prompt and a response exceed the model's positions.
 
     Args:
-        told: what the teacher is told, for the message.
-        option: the option that bounds what it is told.
+        told: the addition to the teacher's prompt, for the message.
+        option: the option that bounds this addition.
     """
     known = getattr(getattr(algorithm.policy, "config", None), "max_position_embeddings", None)
     lengths = [len(p) + len(t.response_ids) for p, t in zip(prompts, trajectories, strict=True)]

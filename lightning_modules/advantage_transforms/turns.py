@@ -51,7 +51,7 @@ class TurnRow:
         if self.number == 0:
             return self.episode.task.question
         before = [call.result.text for call in self.episode.calls if call.turn == self.number - 1]
-        if not before:  # no call: the correction that the model read is no state of the environment
+        if not before:  # no call: the model read a correction, not a state of the environment
             return f"{self.episode.index}: after invalid turn {self.number}"
         return "\n".join(before)
 

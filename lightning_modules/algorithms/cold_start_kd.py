@@ -43,13 +43,13 @@ class ColdStartKD(SupervisedModule):
 
         L = 1/N sum_t m_t [ ce_coef * (-log pi_S(y_t | h_t)) + kl_coef * D(pi_T(. | h_t), pi_S(. | h_t)) ]
 
-    D over the full vocabulary, in float32, computed for ``logits_chunk`` tokens at a time; both vocabularies are cut to
-    the smaller one before the softmax.  The true KL is logged, not the cross-entropy form.  The coefficients (1, 1)
-    are the paper's; (0, 1) is the default of TAID's code, which it extends.  No T^2 factor, as there.
+    D is over the full vocabulary, in float32, for ``logits_chunk`` tokens at a time. Both vocabularies are cut to the
+    smaller one before the softmax. The logged KL is the true KL, not the cross-entropy form. The coefficients (1, 1)
+    are the paper's; (0, 1) is the default of TAID's code. Like that code, it has no T^2 factor.
 
     TAID replaces D by the cross-entropy to a target that moves from the student to the teacher
-    (docs/papers/dgpo.md 1.6): its own code, and DGPO's baseline, have ``ce_coef: 0``. Its t is logged as
-    ``train/taid_t``, and is checkpointed.
+    (docs/papers/dgpo.md 1.6). TAID's code and DGPO's baseline have ``ce_coef: 0``. t is logged as ``train/taid_t`` and
+    checkpointed.
 
     Args:
         policy: Hugging Face folder of the student.
@@ -60,10 +60,10 @@ class ColdStartKD(SupervisedModule):
         jsd_beta: interpolation of jsd: 0 is forward KL, 1 is reverse KL.
         skew_alpha: skew of the DistiLLM divergences.
         taid_t_start: t of the first step; the least t rises from here to 1 linearly over the training.
-        taid_alpha: how much a step may add to t.
+        taid_alpha: largest increase of t in a step.
         taid_beta: momentum of the relative fall of the loss.
         temperature: divides both logits before the softmax.
-        teacher_dtype: type the teacher's parameters are kept in.
+        teacher_dtype: type of the teacher's parameters.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ColdStartKD(SupervisedModule):
         if self.taid is None:
             return
         used = self.taid.t
-        if "train/divergence" in metrics:  # not of a step without loss tokens
+        if "train/divergence" in metrics:  # a step without loss tokens has no divergence
             self.taid.update(metrics["train/divergence"], self.trainer.global_step - 1)  # of all ranks
         metrics["train/taid_t"] = used
 
@@ -130,7 +130,9 @@ class ColdStartKD(SupervisedModule):
         if self.taid is None:
             return
         if "taid" not in checkpoint:
-            raise ValueError("the checkpoint holds no state of TAID: it is of another divergence; start anew")
+            raise ValueError(
+                "the checkpoint has no state of TAID, so its divergence was another; start from the beginning"
+            )
         vars(self.taid).update(checkpoint["taid"])
 
     def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:

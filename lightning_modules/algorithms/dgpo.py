@@ -11,14 +11,14 @@ from lightning_modules.maths.losses import Estimator
 
 
 class DGPO(PPO):
-    """PPO whose reference is the teacher, and whose KL is paid by wrong trajectories only (eq. 4)::
+    """PPO with the teacher as its reference and a KL for incorrect trajectories only (eq. 4)::
 
         r_t = [t last] EM(y)  -  kl_coef * k_t * m_t * w        k_t = log pi_old(y_t | h_t) - log pi_T(y_t | h_t)
         w   = 1 if EM(y) < success_threshold else 0
 
-    The KL is student || teacher on the sampled tokens (k1), a token reward inside GAE: no gradient flows through it,
-    and it stays fixed during the update.  Source: the authors' ray_trainer.py:92-134; the project page prints the
-    opposite order, the code decides.  A trajectory is right by its reward part ``em`` (its total, if it has none).
+    The KL is student || teacher on the sampled tokens (k1), as a token reward inside GAE. It has no gradient and stays
+    fixed during the update. Source: the authors' ray_trainer.py:92-134; the project page prints the opposite order, and
+    we follow the code. A trajectory is correct by its reward part ``em`` (without one, by its total reward).
 
     The paper's ablations are ``selective: false`` (uniform KL), ``kl_coef: 0`` (no teacher is loaded), ``kl_in: loss``.
 
@@ -27,9 +27,9 @@ class DGPO(PPO):
         teacher: Hugging Face folder of the frozen teacher; it must share the student's tokenizer.
         kl_coef: beta, weight of the KL.
         kl_in: whether the KL is a token reward (the paper) or a loss term (then ``kl_estimator`` k2 or k3).
-        selective: whether only wrong trajectories pay the KL.
+        selective: whether only incorrect trajectories pay the KL.
         kl_estimator: k1 (the paper), k2 or k3.
-        success_threshold: exact-match score from which a trajectory counts as right.
+        success_threshold: smallest exact-match score of a correct trajectory.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class EpisodeGRPO(GRPO):
     Args:
         policy: Hugging Face folder to start from.
         group_statistics: mean and std over rows or trajectories of a group, see ``TurnAdvantages``.
-        invalid_coef: what an invalid action costs its turn, in units of the reward.
+        invalid_coef: penalty of a turn for an invalid action, in units of the reward.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class GiGPO(GRPO):
     Args:
         policy: Hugging Face folder to start from.
         group_statistics: mean and std over rows or trajectories of a group, see ``TurnAdvantages``.
-        invalid_coef: what an invalid action costs its turn, in units of the reward.
-        turn_weight: of the comparison by state (published: 1).
-        gamma: discount per turn of what a turn led to (published: 0.95).
-        turn_norm: mean_norm (no std) or mean_std_norm; of the episode's advantage, too.
-        similarity: how alike two states are that count as the same, see ``StateAdvantages``; 1: equal texts.
+        invalid_coef: penalty of a turn for an invalid action, in units of the reward.
+        turn_weight: weight of the comparison by state (published: 1).
+        gamma: discount per turn of later rewards (published: 0.95).
+        turn_norm: mean_norm (no std) or mean_std_norm; also applies to the episode's advantage.
+        similarity: difflib ratio from which two states count as equal, see ``StateAdvantages``; 1 for equal texts.
     """
 
     def __init__(

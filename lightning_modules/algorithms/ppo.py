@@ -45,14 +45,14 @@ class PPOLossInputs(RowTensors):
 
 
 class PPO(OnPolicyModule):
-    """Search-R1's PPO (arXiv 2503.09516; docs/papers/dgpo.md 2.3), the stage DGPO stands on::
+    """Search-R1's PPO (arXiv 2503.09516; docs/papers/dgpo.md 2.3), the base of DGPO::
 
         r_t = [t last] R(y)  -  kl_coef * k_t * w        k_t estimates log pi_old(y_t) - log pi_ref(y_t); w: kl_weights
         A   = whiten(GAE(r, V; gamma, lam))              over the model's own tokens, whole batch, all ranks
         L   = mean max(-A rho, -A clip(rho, 1 - clip, 1 + clip)) - entropy_coef * mean H
               + mean 0.5 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2)
 
-    Defaults are Search-R1's as DGPO ran them; it took 285 and 15 warmup iterations of 1000 for policy and critic.
+    Defaults are Search-R1's as DGPO ran them, except the warmup: 285 and 15 of 1,000 iterations for policy and critic.
 
     Args:
         policy: Hugging Face folder of the policy; the critic starts from its body too.
@@ -70,8 +70,8 @@ class PPO(OnPolicyModule):
         entropy_coef: weight of the entropy bonus.
         gamma: discount per model token.
         lam: GAE's lambda.
-        as_released: as the released code does it: GAE, whitening and value loss over all response tokens, retrieved
-            ones included, and the outcome on the last response token. Default: over the model's own tokens.
+        as_released: follow the released code: GAE, whitening and value loss over all response tokens, retrieved tokens
+            included, and the outcome on the last response token. Default: only the model's own tokens.
     """
 
     applies_correction = True

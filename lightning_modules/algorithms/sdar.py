@@ -29,16 +29,16 @@ class SDAR(GRPO):
         beta: sharpness of the gate.
         signal: gate, reverse_kl, forward_kl or jsd.
         jsd_beta: the teacher's share of the JSD's mixture, between 0 and 1.
-        centred: subtract the gate's mean over the iteration's batch, by which nothing is pushed for being sampled.
+        centred: subtract the gate's mean over the iteration's batch, which removes the common push.
         gap_clamp: bound on |Delta| in nats; null for none.
-        clip_signal: importance ratio and clip (``clip_low``, ``clip_high``) on this loss too, for later mini-batches.
-        skills: what the teacher is told, and the rule by which.
+        clip_signal: apply the importance ratio and clip (``clip_low``, ``clip_high``) to this loss, too.
+        skills: skills of the teacher's prompt, and how they are selected.
         teacher_weights: current (the policy as it is at the start of the iteration: as published), ema (their moving
             average) or fixed (the initial policy).
         ema_decay: of the moving average, per iteration.
-        skills_coef: weight of the loss; 0: the teacher is never asked, and this is EpisodeGRPO.
+        skills_coef: weight of the loss; with 0 no teacher runs, and this is EpisodeGRPO.
         group_statistics: mean and std over rows or trajectories of a group, see ``TurnAdvantages``.
-        invalid_coef: what an invalid action costs its turn, in units of the reward.
+        invalid_coef: penalty of a turn for an invalid action, in units of the reward.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class SkillSD(GRPO):
         skills: see ``SDAR``, as the next two.
         teacher_weights: current, ema or fixed.
         ema_decay: of the moving average, per iteration.
-        skills_coef: weight of the loss; 0: the teacher is never asked, and this is EpisodeGRPO.
+        skills_coef: weight of the loss; with 0 no teacher runs, and this is EpisodeGRPO.
         group_statistics: mean and std over rows or trajectories of a group, see ``TurnAdvantages``.
-        invalid_coef: what an invalid action costs its turn, in units of the reward.
+        invalid_coef: penalty of a turn for an invalid action, in units of the reward.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class RLSD(GRPO):
         skills: see ``SDAR``, as the next two.
         teacher_weights: current, ema or fixed.
         ema_decay: of the moving average, per iteration.
-        skills_coef: how much of an advantage the teacher shares out (lambda) at the start; published 0.5.
+        skills_coef: share of an advantage that the teacher distributes (lambda) at the start; published 0.5.
         group_statistics: mean and std over rows or trajectories of a group, see ``TurnAdvantages``.
-        invalid_coef: what an invalid action costs its turn, in units of the reward.
+        invalid_coef: penalty of a turn for an invalid action, in units of the reward.
     """
 
     def __init__(

@@ -51,11 +51,11 @@ def gae(
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
 
     where t+1 is the next *masked-in* token and V after the last one is 0.  With the mask of the model's own tokens
-    this is the compressed form: retrieved text is no step of the decision process, so it neither discounts nor
+    this is the compressed form: retrieved text is not an action, so it neither discounts nor
     bootstraps (verl#2337, radixark/miles#1827).  With the mask of all response tokens it is the uncompressed form
     that DGPO released.  At gamma = lam = 1 both give A_t = sum_{u>=t} r_u - V_t on the model's tokens.
 
-    Rewards on masked-out tokens are lost; put them where the mask is 1 (see ``last_token``).
+    Rewards on masked-out tokens have no effect; put them where the mask is 1 (see ``last_token``).
 
     Returns:
         advantages_BT, returns_BT: 0 where the mask is 0; float32, no gradient.
@@ -105,8 +105,8 @@ def rlsd_advantages(advantages_BT: Tensor, gap_BT: Tensor, lam: float, eps: floa
 
         A_t = A [(1 - lam) + lam clip(exp(sign(A) Delta_t), 1 - eps, 1 + eps)]
 
-    A token never changes the sign of its advantage: a token that the teacher likes gets more of a good trajectory's
-    credit and less of a bad one's blame, within a factor 1 +- lam eps. lam 0 is A.
+    The sign of an advantage never changes. A token that the teacher prefers gets more credit for a good trajectory and
+    less blame for a bad one, within a factor 1 +- lam eps. lam 0 is A.
 
     Args:
         advantages_BT: A, of the trajectory or turn, 0 where the mask is 0.
@@ -134,17 +134,17 @@ def shared_token_advantages(
 
         A_t = 1/d sum_i A_i,t       over the trajectories i that share token t by forking; their own A elsewhere
 
-    A branch shares with its parent the response tokens before its fork, and so with all that share these with the
-    parent: forks may be nested.  Trajectories that merely happen to begin with the same tokens share nothing.
-    Each copy keeps its place in the loss, so that a token shared by d trajectories still weighs d times.
+    A branch shares the response tokens before its fork with its parent and with all trajectories that share them with
+    the parent; forks may be nested. Trajectories that only happen to begin with the same tokens share nothing. Each
+    copy stays in the loss, so a token of d trajectories weighs d times.
 
     Args:
         advantages_BT: advantage of each token, aligned with positions (see batch.py).
         prompt_lengths: of each row; equal within a group.
         members: (group, index) of each row.
-        forks: by (group, index), the parent's index and the response offset up to which the tokens are the parent's.
-            Trajectories that are not among the rows (they failed) may stand here, so that lines of descent through
-            them are known; they add nothing to the mean.
+        forks: by (group, index), the parent's index and the response offset where the branch begins. Failed
+            trajectories, which are not among the rows, may be included: branches descend through them. They add
+            nothing to the mean.
 
     Raises:
         ValueError: a trajectory descends from itself.

@@ -5,7 +5,7 @@ Sampler and trainer disagree because the engine computes differently, and, with 
 
     r_t = pi_old(y_t) / pi_sampler(y_t)        pi_old: the trainer at the start of the iteration
 
-of sampled tokens, or of sequences: the geometric mean of r over a row's sampled tokens. Nothing here has a gradient.
+of sampled tokens, or of sequences: the geometric mean of r over a row's sampled tokens. No gradient flows through it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""SDAR's gates: how much of a self-teacher's signal a token gets; and what is logged of them. Torch only, no gradient.
+"""SDAR's gates, which scale a self-teacher's signal by token, and their metrics. Torch only, no gradient.
 
-A teacher that has read more (skills) and the student score the same sampled token y_t: T = log pi_T(y_t | s_t^+),
-S = log pi_theta(y_t | s_t). The gap is Delta_t = T - S in nats, above 0 where the teacher likes the token more.
+A teacher with skills in its prompt and the student score the same sampled token y_t: T = log pi_T(y_t | s_t^+),
+S = log pi_theta(y_t | s_t). The gap is Delta_t = T - S in nats, above 0 where the teacher prefers the token.
 
 Shapes as in losses.py. Source: SDAR (arXiv 2605.15155; docs/papers/sdar.md 1.2 and 1.3).
 """
@@ -39,16 +39,16 @@ def gate(kind: GateKind, gap_BT: Tensor | None, entropy_BT: Tensor | None, beta:
         entropy    x = h                                h >= 0, so that g >= 0.5
         soft_or    x = 1 - (1 - h)(1 - Delta)  =  h + Delta - h Delta
 
-    What they do, with l = -g log pi as the loss (``sdar_loss``) and y drawn from the student:
+    Their effects, with l = -g log pi as the loss (``sdar_loss``) and y drawn from the student:
 
     * beta 0, or the entropy gate at any beta: g does not depend on y, and E[g grad log pi] = g E[grad log pi] = 0.
-      Nothing of the teacher is in the gradient; it pushes up what was sampled (docs/papers/sdar.md 0.2, 0.3).
+      The teacher has no effect on the gradient, which pushes up every sampled token (docs/papers/sdar.md 0.2, 0.3).
     * the gap gate rises with u = pi_T / pi, and so the expected gradient is that of an f-divergence to the teacher
       (self_distillation.py), whose minimum is the teacher: at beta 1 that of KL(pi_T || (pi_T + pi) / 2).
-    * soft_or in nats: dx/dDelta = 1 - h. Where the student's entropy is above 1 nat a token that the teacher likes
-      *lowers* the gate, and the expected gradient points away from the teacher. As an OR of two shares it wants both
-      within [0, 1]; whether the authors normalise is not known (docs/papers/sdar.md 1.3). To do so, pass h / log V and
-      a gap brought to [0, 1].
+    * soft_or in nats: dx/dDelta = 1 - h. Above 1 nat of entropy, a token that the teacher prefers *lowers* the gate,
+      and the expected gradient points away from the teacher. As an OR of two shares it expects both within [0, 1]. The
+      paper does not say whether the authors normalise (docs/papers/sdar.md 1.3); to do so, pass h / log V and a gap
+      scaled to [0, 1].
 
     Args:
         kind: see above.
@@ -57,7 +57,7 @@ def gate(kind: GateKind, gap_BT: Tensor | None, entropy_BT: Tensor | None, beta:
         beta: sharpness, at least 0.
 
     Raises:
-        ValueError: unknown kind, what the kind reads is None, or beta below 0.
+        ValueError: unknown kind, a missing input of the kind, or beta below 0.
     """
     if kind not in ("gap", "entropy", "soft_or"):
         raise ValueError(f"unknown gate '{kind}'; expected gap, entropy or soft_or")
@@ -73,19 +73,19 @@ def gate(kind: GateKind, gap_BT: Tensor | None, entropy_BT: Tensor | None, beta:
 
 def _read(kind: GateKind, name: str, values: Tensor | None) -> Tensor:
     if values is None:
-        raise ValueError(f"gate '{kind}' reads {name}, which is None")
+        raise ValueError(f"gate '{kind}' reads {name}, which is None; pass it")
     return values.detach()
 
 
 def gate_mean(gate_BT: Tensor, mask_BT: Tensor, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
     """Average the gate over the tokens whose mask is not 0; 0 without any. Every rank must call.
 
-    What to subtract for a *centred* gate, ``gate - gate_mean``: as a baseline it leaves the expected gradient as it is
-    (up to the share 1/n that a token has in the mean) and takes away the push on everything sampled, by which beta 0
-    would sharpen the student at random (docs/papers/sdar.md 6).
+    A *centred* gate is ``gate - gate_mean``. As a baseline, the mean keeps the expected gradient (up to the share 1/n
+    of a token in the mean) and removes the push on every sampled token, which at beta 0 would sharpen the student at
+    random (docs/papers/sdar.md 6).
 
-    Take it once, over the whole batch of an iteration, from the log-probs before the update, and subtract the same
-    number in every micro-batch. A mean over each micro-batch would make the gradient depend on how the batch is split.
+    Compute it once, over the whole batch of an iteration, from the log-probs before the update, and subtract the same
+    number in every micro-batch. With a mean of each micro-batch the gradient would depend on the split.
 
     Args:
         gate_BT: as ``gate`` returns it.
@@ -100,8 +100,8 @@ def gate_mean(gate_BT: Tensor, mask_BT: Tensor, reduce: Callable[[Tensor], Tenso
 def turn_parts(turns_BT: Tensor, parts: int = 3) -> Tensor:
     """Number the stretch of its turn in which each token lies [B, T] int64: 1..parts, 0 outside of turns.
 
-    By the token's middle: token j of n (from 0) is in stretch floor(parts (j + 1/2) / n) + 1, so that the only token of
-    a turn is in the middle.
+    The middle of a token decides: token j of n (from 0) is in stretch floor(parts (j + 1/2) / n) + 1. The only token of
+    a turn is in the middle stretch.
 
     >>> turn_parts(torch.tensor([[0, 1, 1, 1, 0, 2, 2, 0, 3]])).tolist()
     [[0, 1, 2, 3, 0, 1, 3, 0, 2]]

@@ -99,7 +99,7 @@ def grpo_loss(
     Args:
         logprobs_BT: log pi of the sampled tokens, with gradient.
         entropy_BT: H, the policy's entropy in nats, with gradient.
-        inputs: A, log pi_old and log pi_ref. Without log pi_ref there is no KL.
+        inputs: A, log pi_old and log pi_ref. Without log pi_ref the KL is left out.
         weights: of each token.
         clip_low: how far below 1 the ratio may help.
         clip_high: how far above 1 the ratio may help.

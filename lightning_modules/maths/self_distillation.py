@@ -1,4 +1,4 @@
-"""Token losses of self-distillation with a privileged prompt: SDAR and its baselines. Torch only.
+"""Token losses of self-distillation with skills in the teacher's prompt: SDAR and its baselines. Torch only.
 
 As in losses.py every loss returns ``(total, count)``, and shapes are [B, T]. Tokens y are drawn from the student p (at
 the weights before the update), the teacher is q; S = log p(y), T = log q(y), u = q(y) / p(y) = exp(T - S). The teacher
@@ -10,7 +10,7 @@ never gets gradient. Entries where the mask is 0 may be anything, NaN included.
        = E_{y ~ p}[(f(u) - u f'(u)) grad log p(y)]
 
 so that the loss -sg(w) log p(y) has the gradient of D in expectation for w(u) = u f'(u) - f(u). Any constant may be
-added, as E[grad log p] = 0; here it makes w(1) = 0, and a token on which both agree has no gradient at all::
+added, as E[grad log p] = 0; here it makes w(1) = 0, so a token on which both agree has no gradient::
 
     reverse KL(p || q)     f = -log u                                      w = log u = T - S
     forward KL(q || p)     f = u log u                                     w = u - 1
@@ -18,16 +18,16 @@ added, as E[grad log p] = 0; here it makes w(1) = 0, and a token on which both a
 
 JSD(beta) is that of ``divergences.jsd`` (GKD): beta KL(q || M) + (1 - beta) KL(p || M), M = beta q + (1 - beta) p. Its
 w over beta tends to u - 1 as beta falls to 0, and over 1 - beta to log u as beta rises to 1: the constants agree.
-What a token does to the contexts of later tokens is in none of these gradients.
+These gradients ignore the effect of a token on the contexts of later tokens.
 
 **With a gate.** A gate g multiplies: w becomes g w, and the expected gradient that of g w, not of D. If g depends on
 the position only (entropy), positions are weighed. If it depends on u (gap), the derivation read backwards says that a
-weight h that rises with u is w for an f-divergence of its own, f'' = h' / u, least where student and teacher agree.
+weight h that rises with u is w of another f-divergence, f'' = h' / u, smallest where student and teacher agree.
 SDAR's weight is g = u^beta / (1 + u^beta) alone, not g times that of a KL: it rises, so that a fixed teacher is what
 it leads to, but its direction is that of the reverse KL only while both are close (docs/papers/sdar.md 0.2). By exact
 enumeration at beta 5, mean and least cosine over 200 students of 1,000 words: .99 and .94 where the KL is .04 nats,
 .89 and .28 at .47, .72 and -.41 at 1.8. g w with w = T - S does not rise everywhere: it falls for beta (T - S) below
--1.28 and tends to 0, so that a gated reverse KL lets go of the very tokens that the teacher rejects most.
+-1.28 and tends to 0, so a gated reverse KL ignores the tokens that the teacher rejects most.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def sdar_loss(
 
         l_t = + sg(g_t) (sg(T_t) - S_t)        dl_t / dS_t = -g_t
 
-    Every sampled token is pushed up, those that the teacher likes more than others: REINFORCE with g as the reward of
-    a token. The value is no divergence: log gate and gap instead (``gates.gate_metrics``). A centred gate takes away
-    the common push. No importance ratio, as released; with one it is ``signal_loss`` with the gate as the signal.
+    The loss pushes up every sampled token, and tokens that the teacher prefers more: REINFORCE with g as the reward of
+    a token. Its value is not a divergence; log gate and gap instead (``gates.gate_metrics``). A centred gate removes
+    the common push. The released loss has no importance ratio; ``signal_loss`` with the gate as the signal has one.
 
     Args:
         logprobs_BT: S, the student's, with gradient.

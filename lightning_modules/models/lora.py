@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through peft: W x becomes W x + alpha / rank * B (A x), and W stays.
 
 The layers are injected into the model, which keeps its class, its output layer and its way to be called, so that no
-algorithm sees a difference. B starts at 0: an untrained adapted model is the base model, bit for bit. There is no
-dropout: a ratio of probabilities means nothing if both were computed with other units dropped.
+algorithm sees a difference. B starts at 0: an untrained adapted model is the base model, bit for bit. It has no
+dropout: a ratio of probabilities is meaningless if each has other units dropped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BASE = ".base_layer"  # what peft puts into the name of a parameter that it wrap
 class LoRA:
     """Trains low-rank adapters of the policy and of a critic's body; the critic's head is trained whole.
 
-    Embeddings and output matrix are never adapted. Adapters are float32 whatever the type of the base (under DeepSpeed
-    with 16-bit floats: as its engine has all parameters, with float32 masters). A teacher that is the policy's own
-    folder is the base with its adapters off: no second copy, and ``teacher_dtype`` says nothing.
+    Embeddings and output matrix are never adapted. Adapters are float32 whatever the type of the base; under DeepSpeed
+    with 16-bit floats they have the engine's type, with float32 masters. A teacher from the policy's own folder is the
+    base with its adapters off: no second copy is loaded, and ``teacher_dtype`` has no effect.
 
-    The learning rate wants to be about ten times that of full fine-tuning (1e-5 where 1e-6 was).
+    Use about ten times the learning rate of full fine-tuning (1e-5 instead of 1e-6).
 
     Args:
         rank: of the adapters.
@@ -72,7 +72,7 @@ class LoRA:
         """Return the full names of the modules to adapt.
 
         Raises:
-            ValueError: the model has no module of a name that is asked for.
+            ValueError: the model has no module of a requested name.
         """
         head = model.get_output_embeddings()
         linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
@@ -85,7 +85,7 @@ class LoRA:
             there = ", ".join(sorted({n.rpartition(".")[2] for n in linear})) or "none"
             raise ValueError(
                 f"lora.target names {', '.join(unknown) or ALL_LINEAR}, and {type(model).__name__} has no such linear "
-                f"module; there are: {there} (embeddings and output matrix are not adapted)"
+                f"module; expected one of: {there} (embeddings and output matrix are not adapted)"
             )
         return chosen
 
@@ -100,7 +100,7 @@ class LoRA:
     def attach(self, model: PreTrainedModel) -> None:
         """Freeze the model and inject adapters into it.
 
-        A is drawn as nn.Linear's weights are, from a generator of its own that is seeded as torch was: the same under
+        A is drawn like nn.Linear's weights, from a separate generator with torch's seed: the same under
         every strategy. Under ZeRO-3 a collective.
         """
         from peft import LoraConfig, inject_adapter_in_model

@@ -43,7 +43,7 @@ def packed_name(attention: str) -> str:
     """Name the implementation that does for packed rows what ``attention`` does for padded ones.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no packed implementation exists.
     """
     if attention not in NAMES:
         raise ValueError(f"attention is {attention!r}; with packing: true expected one of {', '.join(NAMES)}")
@@ -54,11 +54,11 @@ def check_unpacked(attention: str) -> None:
     """Refuse the name of a packed implementation: without ``packing`` micro-batches would count padding.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the name is a packed one.
     """
     if attention in NAMES.values():
         plain = next(name for name, packed in NAMES.items() if packed == attention)
-        raise ValueError(f"attention is {attention!r}, a name for inside; set packing: true and attention: {plain}")
+        raise ValueError(f"attention is {attention!r}, an internal name; set packing: true and attention: {plain}")
 
 
 def check_available(attention: str) -> None:
@@ -175,7 +175,7 @@ def packed_attention(
         [1, N, heads, D], and no weights.
 
     Raises:
-        ValueError: there are no boundaries, or the model asks for what the kernels do not do.
+        ValueError: boundaries are missing, or the model uses a feature that the kernels lack.
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise ValueError(

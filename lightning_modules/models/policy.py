@@ -181,7 +181,7 @@ def load_causal_lm(
         raise ValueError(f"the output layer of '{path}' is {type(head).__name__}; expected torch.nn.Linear")
     head.__class__ = LMHead
     disable_dropout(model)
-    model.train()  # from_pretrained leaves evaluation mode, in which gradient checkpointing does nothing
+    model.train()  # from_pretrained leaves evaluation mode, and gradient checkpointing then does nothing
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

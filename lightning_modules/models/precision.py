@@ -3,7 +3,7 @@
 bfloat16 has 8 significant bits: next to a weight w it has steps of |w| / 256 to |w| / 128, and a sum that changes it by
 less than half of one is rounded back. At lr 1e-6 AdamW moves a weight of 0.02 by 5e-5 of itself: kept in bfloat16 it
 never moves. So the weights that the optimiser moves, its two moments and the sums of gradients over micro-batches are
-float32, whatever the type of the products. Where they are, and what they take, in bytes per trained parameter:
+float32, whatever the type of the products. Bytes per trained parameter:
 
 ======================  =====================  ========================================================================
 strategy                trainer.precision      kept
@@ -80,12 +80,12 @@ def keep_rotary_exact(model: PreTrainedModel) -> None:
         return
     from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 
-    shutdown_init_context()  # torch makes what it is asked for again
+    shutdown_init_context()  # torch keeps the requested type again
     try:
         for module in rounded:
             for name, buffer in _frequencies(module).items():
                 setattr(module, name, buffer.float())
-            model._init_weights(module)  # of a rotary module: computes them anew
+            model._init_weights(module)  # recomputes the frequencies of a rotary module
     finally:
         restore_init_context()
 

@@ -25,7 +25,7 @@ ChunkFunction = Callable[..., Tensor]  # (logits [n, V], *rows [n, ...]) -> [n, 
 Context = Callable[[], AbstractContextManager[Any]]
 
 LOGITS_CHUNK = 2048  # tokens whose logits exist at once, by default: 1.2 GB in float32 at a vocabulary of 151,936
-FUNCTION_ROWS = 256  # to which a function is applied at once; a divergence holds some 10 times their logits
+FUNCTION_ROWS = 256  # rows per call of a function; a divergence holds some 10 times their logits
 # Elements that statistics are computed of at once, by device: on a processor rows that stay in its cache, elsewhere
 # enough to keep it busy. Two float32 copies of a block exist beside the logits.
 BLOCK = {"cpu": 2**19}
@@ -85,7 +85,7 @@ class TokenStatistics:
         exact, rows = shift.dtype, _block_rows(logits)
         scale = grad[:, :1]
         a, b = torch.ones_like(scale), grad[:, 1:2] if self.entropy else None
-        if b is not None and b.any():  # else nobody asked for the entropy, or it is only logged
+        if b is not None and b.any():  # else the entropy is absent or only logged
             scale = torch.maximum(scale.abs(), b.abs()).clamp(min=torch.finfo(exact).tiny)
             a, b = grad[:, :1] / scale, b / scale
         else:
@@ -232,7 +232,7 @@ class LMHead(nn.Linear):
     a module call, so that ZeRO-3's hooks gather the partitioned matrix once for all chunks, forward and backward.
     """
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch calls it input, of which it is no more
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch names it input
         self,
         hidden: Tensor,
         function: ChunkFunction | TokenStatistics | None = None,

@@ -37,14 +37,14 @@ class RemoteTeacher:
 
     Args:
         urls: base addresses such as ``["http://127.0.0.1:8001/v1"]``; asked in turn.
-        model: the name under which the servers know it.
+        model: name of the teacher on the servers.
         api_key_variable: name of the environment variable that holds the key; null: no key is sent.
         max_tokens_per_request: trajectories that go together in a request have at most so many tokens; a longer one
             goes alone.
         concurrency: requests in flight at once, of each rank.
         timeout_s: seconds for one attempt.
-        patience_s: seconds after its first failure for which a request is sent again while no server answers or all
-            are busy (see ``RoundRobinClient.post``), as when a server is started anew. Ranks that have their log-probs
+        patience_s: seconds after its first failure during which a request is repeated while no server answers or all
+            are busy (see ``RoundRobinClient.post``), as when a server restarts. Ranks that have their log-probs
             wait for the others: keep it below the timeout of the process group (Lightning: 1800).
         backoff_s: seconds before the first retry; the pauses double up to a minute.
 

@@ -193,7 +193,7 @@ def whole_checkpoint(module: nn.Module, path: Path) -> dict[str, Any]:
     shapes = {name: parameters[name].shape for group in state.names for name in group}
     weights = {name: state.whole(name, WEIGHTS, shape) for name, shape in shapes.items()}
     own_name = {id(p): name for name, p in parameters.items()}
-    for name, p in module.named_parameters(remove_duplicate=False):  # tied ones stand in a state_dict under each name
+    for name, p in module.named_parameters(remove_duplicate=False):  # a state_dict has tied ones under each name
         if own_name[id(p)] in weights:
             weights[name] = weights[own_name[id(p)]]
     weights |= {name: state.buffers[name] for name, _ in module.named_buffers() if name in state.buffers}

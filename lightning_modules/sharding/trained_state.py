@@ -1,6 +1,6 @@
 """Read parts of the trained weights and optimiser state by name, from a checkpoint of any strategy.
 
-DeepSpeed writes a file per rank, in which the parameters of a group lie one after the other, each cut over the ranks;
+DeepSpeed writes a file per rank. It holds the parameters of a group one after the other, each cut over the ranks;
 every other strategy writes one file of whole tensors.  Either is read here without a copy (files are mapped into
 memory), so that a rank takes from all of them just the parts that it will hold.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.files import UNREADABLE
 
-WEIGHTS = "weights"  # stands beside the optimiser's own names (exp_avg, ...)
+WEIGHTS = "weights"  # used beside the optimiser's names (exp_avg, ...)
 SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files
 WRAPPER = "_forward_module."  # what some strategies put before a module's names
 LIGHTNING_ONLY = ("state_dict", "optimizer_states")

@@ -75,21 +75,21 @@ CONSTANT_ITERATIONS = 5  # in a row without differing rewards in any group, befo
 class OnPolicyModule(PolicyModule):
     """Scores a rollout batch (``list[Trajectory]``) and learns from it; see above for an algorithm's part.
 
-    Trajectories whose turns have prompts of their own are learnt from turn by turn: an algorithm then sees the rows of
-    ``split_turns``, each with its trajectory's reward, group and index.
+    Where every turn has its own prompt, an algorithm learns from the rows of ``split_turns``: one per turn, with the
+    trajectory's reward, group and index.
 
-    Every loss stream is divided by its own count over the whole mini-batch, all micro-batches and all ranks, so that
-    neither ``max_tokens_per_micro_batch`` nor the number of ranks changes the gradient.  Policy and critic are clipped
-    separately (DeepSpeed: jointly, inside its engine).
+    Every loss stream is divided by its count over the whole mini-batch, all micro-batches and all ranks, so neither
+    ``max_tokens_per_micro_batch`` nor the number of ranks changes the gradient. Gradients of policy and critic are
+    clipped separately (DeepSpeed: jointly, inside its engine).
 
-    The correction for what sampled (``importance_cap``, ``mask_ratio``) reaches the algorithm's ``loss`` in its
-    ``TokenWeights``, and the loss applies it to the policy's term: not to KL, entropy, value or distillation losses.
-    What divides counts all tokens. An algorithm that applies it says so by ``applies_correction``.
+    The correction for the sampler (``importance_cap``, ``mask_ratio``) reaches ``loss`` in ``TokenWeights``. A loss
+    applies it to the policy's term, not to KL, entropy, value or distillation losses, and its class sets
+    ``applies_correction``. The divisor counts all tokens.
 
     Args:
         policy: Hugging Face folder (or owner/name) to start from.
         reference: folder of the frozen model of the KL; null for none.
-        critic: folder a critic is started from; null for none.
+        critic: folder that a critic starts from; null for none.
         lr: learning rate of the policy, constant after the warmup.
         warmup_steps: iterations of linear warmup of the policy's learning rate.
         critic_lr: learning rate of the critic.
@@ -100,18 +100,18 @@ class OnPolicyModule(PolicyModule):
         num_mini_batches: optimiser steps per pass over the rollout batch. Trajectory i goes to step
             i mod num_mini_batches.
         epochs: passes over the rollout batch.
-        temperature: sampling temperature the log-probs are computed at; must be the sampler's.
+        temperature: sampling temperature of the log-probs; must be the sampler's.
         max_tokens_per_micro_batch: tokens (without packing: padding included) that go through the models at once.
         logits_chunk: tokens whose logits exist at once.
-        reference_dtype: type the reference's parameters are kept in.
-        importance_cap: bound C of the importance weights min(r, C), r = pi_old / pi_sampler, by which the policy's loss
-            of a token is multiplied, without gradient: they correct for an engine whose probabilities differ from the
-            trainer's, and for weights that were older (``data.max_off_policy_iterations``). "TIS", Yao et al. 2025,
+        reference_dtype: type of the reference's parameters.
+        importance_cap: bound C of the importance weights min(r, C), r = pi_old / pi_sampler. They multiply a token's
+            policy loss, without gradient, and correct for an engine whose probabilities differ from the trainer's and
+            for older weights (``data.max_off_policy_iterations``). "TIS", Yao et al. 2025,
             fengyao.notion.site/off-policy-rl; verl's tis_imp_ratio_cap; 2.0 is usual. Null for no correction.
-        importance_level: whether r is each token's own, or the geometric mean over the tokens of its sequence (a
-            trajectory; a turn, where turns have prompts of their own).
-        mask_ratio: bounds (low, high) outside of which r leaves a token out of the policy's loss; null for none.
-        mask_level: whether that is each token's r, or the sequence's, which is then left out as a whole.
+        importance_level: token (r of each token) or sequence (geometric mean over the tokens of a trajectory; with
+            per-turn prompts, of a turn).
+        mask_ratio: bounds (low, high) on r; tokens outside are masked in the policy's loss. Null for no bounds.
+        mask_level: token, or sequence: r of the whole sequence masks all of its tokens.
     """
 
     PROGRESS: ClassVar[tuple[str, ...]] = ("train/reward", "train/em", "train/response_tokens")
@@ -172,7 +172,7 @@ class OnPolicyModule(PolicyModule):
         self.metrics = StepMetrics()  # of the current training step; algorithms add to it
         self.rolled_out: Sequence[Trajectory] = ()  # the current rollout batch, infrastructure failures included
         self._rows: Sequence[Trajectory] = ()  # of the current batch
-        self._constant = 0  # iterations in a row in which all groups were constant
+        self._constant = 0  # consecutive iterations with only constant groups
         self._accepted: int | None = None  # id of the data module that ``accept_data`` has seen last
         self._seen: TokenStats  # of the current batch, by the last forward pass of the update over each token
         self._last: tuple[list[Trajectory], TokenBatch, LogprobBatch, RowTensors, TokenWeights] | None = None
@@ -214,7 +214,7 @@ class OnPolicyModule(PolicyModule):
     # ------------------------------------------------------------------ what it can be trained on
     @property
     def data(self) -> Any:
-        """The data module; None where the Trainer was given loaders."""
+        """The data module, or None where the Trainer was given loaders."""
         return getattr(self.trainer, "datamodule", None)
 
     def setup(self, stage: str) -> None:
@@ -330,7 +330,7 @@ class OnPolicyModule(PolicyModule):
         return LogprobBatch(old, teacher, reference, values, entropy)
 
     def teacher_logprobs(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
-        """Return a distillation teacher's log-probs [B, T] of the sampled tokens; None without one. Every rank must
+        """Return a distillation teacher's log-probs [B, T] of the sampled tokens, or None without one. Every rank must
         call."""
         found = (transform.teacher_logprobs(self, trajectories, batch) for transform in self.advantage_transforms)
         return next((logprobs for logprobs in found if logprobs is not None), None)
@@ -387,7 +387,7 @@ class OnPolicyModule(PolicyModule):
                 continue
             if t.reward is None:
                 raise ValueError(f"trajectory {t.group}/{t.index} has no reward; score it before training on it")
-            rows = split_turns(t)  # itself, unless every turn has a prompt of its own
+            rows = split_turns(t)  # the trajectory itself, or its turns if each has its own prompt
             usable += rows
             position = i if t.batch_index is None else t.batch_index  # it may come from another rank
             positions += [position + (row.row or 0) for row in rows]

@@ -250,7 +250,7 @@ class PolicyModule(L.LightningModule):
 
     @property
     def lora_settings(self) -> dict[str, Any] | None:
-        """Settings of LoRA and the type of merged weights; None without LoRA."""
+        """Settings of LoRA and the type of merged weights, or None without LoRA."""
         return None if self.lora is None else asdict(self.lora) | {"dtype": self.dtype_name}
 
     def _trained(self, state: dict[str, Any]) -> dict[str, Any]:

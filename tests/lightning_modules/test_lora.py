@@ -319,7 +319,7 @@ def test_mistakes_are_named_before_a_model_is_loaded(model_dir):
     ):
         with pytest.raises(ValueError, match=message):
             LoRA(**options)
-    there = "there are: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    there = "expected one of: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     for target in (["q_proj", "query"], "lm_head", "proj", "embed_tokens"):
         with pytest.raises(ValueError, match=there):
             PPO(str(model_dir), str(model_dir), lora=LoRA(target=target))
