@@ -48,7 +48,7 @@ def test_sdar_has_the_published_values(graph, model, world):
     assert config["model"]["class_path"] == "lightning_modules.algorithms.sdar.SDAR"
     expected = {
         "lr": 1e-6, "warmup_steps": warmup, "weight_decay": 0.01, "max_grad_norm": 1.0, "clip_low": 0.2,
-        "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token_mean", "kl_coef": kl, "kl_estimator": "k3",
+        "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token_mean", "kl_coef": kl, "reference_kl_estimator": "k3",
         "entropy_coef": 0.001, "group_statistics": "rows", "invalid_coef": invalid, "epochs": 1, "temperature": 1.0,
         "skills_coef": 0.01, "beta": 5.0, "gate": "gap", "signal": "gate", "teacher_weights": "current",
     }  # fmt: skip
