@@ -17,17 +17,16 @@ from experiments.reports.tested_on import differing
 
 Result = Mapping[str, Any]  # an object of ``results.results_json``
 ENOUGH_SEEDS = 5  # needed to rank two methods
-SAMPLED_NOTE = (
-    "{0} at T = 1: the same models with answers sampled at temperature 1, as the released code of DGPO does it.\n"
-)
+SAMPLED_NOTE = "{0} at T = 1: the same models with answers sampled at temperature 1, as in DGPO's released code.\n"
 TRAINING_NOTE = (
-    "Metrics of the training: calls are executed ones, those that a forked trajectory inherits counted once; distinct "
-    "is the share of different responses within a group; forked, of trajectories that began as a copy of another.\n"
+    "Metrics of training: executed calls, with inherited calls of forked trajectories counted once; distinct: the"
+    " share of different responses within a group; forked: the share of trajectories that began as a copy of "
+    "another.\n"
 )
 DIFFERENCE_NOTE = (
-    "Difference in {} over the questions that both answered, with 95 % interval of a paired bootstrap (10,000 "
-    "resamples): of one seed over questions alone, of all seeds that both have over seeds and questions. p is "
-    "two-sided, corrected by Holm for the number of comparisons in its column, given where both have at least 5 seeds."
+    "Difference in {} over the questions that both answered, with the 95 % interval of a paired bootstrap (10,000"
+    " resamples): over questions for one seed, over seeds and questions for all common seeds. p is two-sided, "
+    "corrected by Holm for the comparisons in its column, and given if both have at least 5 seeds."
 )
 
 
@@ -77,11 +76,11 @@ def results_page(
         f"{notes.strip()}\n" if notes else "",
         f"Made by `{command}`. The {len(objects)} stages below took {total} together. "
         f"[{experiment}.json]({experiment}.json) has an object for each method and seed: n questions, attempts at "
-        "each, k right ones of all trials, mean, interval, seconds, command, commit. Its `questions` give the tables "
-        "of scores and differences: the distinct numbers, a bar, and each question's place among them in base 62.\n",
+        "each, k correct ones of all trials, mean, interval, seconds, command, commit. Its `questions` hold the values "
+        "behind scores and differences: the distinct numbers, a bar, and each question's index into them in base 62.\n",
         f"{provenance(objects)} {seeds_note({method: len(same) for method, same in of.items()})}\n",
-        "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over seeds and questions; of a "
-        "method with one seed, and of metrics over several attempts (pass@k and its like), over questions alone.\n",
+        "## Test set\n\nMeans over seeds. Intervals are 95 % percentile bootstraps over seeds and questions, or over "
+        "questions alone for a method with one seed and for metrics over several attempts (such as pass@k).\n",
         f"**{said}**\n" if (said := differing((o["method"], o.get("test_set")) for o in objects)) else "",
         _method_table(of, columns, score),
         f"{score.meaning}\n" if score.meaning else "",
@@ -89,8 +88,8 @@ def results_page(
         "" if not any(c.training for c in columns.values()) else TRAINING_NOTE,
         f"## By kind of question\n\n{score.title}, mean over seeds.\n",
         _source_table(of),
-        f"## Every seed\n\n{score.title} [95 % interval over questions alone], n questions, wall-clock time of the "
-        "stage itself, commit (+: with changes that were not committed).\n",
+        f"## Every seed\n\n{score.title} [95 % interval over questions], n questions, the stage's wall-clock time, "
+        "commit (+: with uncommitted changes).\n",
         _seed_table(objects, columns, score),
         f"## {_ungrouped(about)} against the others\n\n{DIFFERENCE_NOTE.format(score.title)}\n",
         _difference_table(of, about, score),

@@ -32,31 +32,31 @@ PLACES = {  # column title -> end of the metric's name in lightning_modules.math
 TAIL = 10  # iterations averaged at the start and at the end of training
 BOUNDS = Bounds()
 STEPS_WORDS = (
-    "How far the teacher and each model are apart on the model's own trajectories of the test, by step (a step is "
-    "one turn of the model; all seeds together). d: mean |log p_student - log p_teacher| over the tokens of the "
-    "step, in nats; w: what step-wise distillation weighs the step by, 1 at the first; the entropy of the "
-    "teacher's distributions at the same tokens, in nats. Each over the trajectories that have the step. After an "
-    "error: over the steps that follow one whose call failed, timed out, was refused or could not be read.\n"
+    "Divergence of teacher and model on the model's own test trajectories, by step (a step is one turn of the "
+    "model; all seeds together). d: mean |log p_student - log p_teacher| over the step's tokens, in nats. w: the "
+    "step's weight in step-wise distillation, 1 at the first step. Teacher entropy: at the same tokens, in nats. "
+    "Means are over the trajectories that have the step. After an error: steps after one whose call failed, timed"
+    " out, was refused or could not be read.\n"
 )
 DRIFT_WORDS = (
-    "The same steps before anything went wrong in their trajectory (clean) and after (drifted), by the world's "
-    "verdict on a step, or where it has none by its outcome; what follows an error stays drifted, repaired or not. "
-    "AUC: the probability that the teacher's log-ratio to the model, mean over its tokens, is higher at a right "
-    "step than at a wrong one (0.5: it does not tell); a step without a verdict counts as its trajectory ended. w: "
-    "without first steps. The teacher is each method's own.\n"
+    "The same steps before an error in their trajectory (clean) and after it (drifted), by the world's verdict on"
+    " a step, or by its outcome if there is no verdict; steps after an error stay drifted, repaired or not. AUC: "
+    "the probability that the teacher's log-ratio to the model, averaged over the step's tokens, is higher at a "
+    "right step than at a wrong one (0.5: no information); a step without a verdict counts as right if its "
+    "trajectory succeeded. w excludes first steps. Each method has its own teacher.\n"
 )
 KINDS_WORDS = (
-    f"Kinds of trajectories. A weight below {BOUNDS.low:g} is low. *Stable*: at least two steps, none erroneous, "
-    "no weight low. *Erroneous*: after some erroneous step the weights of all steps are low, to the end. "
-    "*Recovering*: an erroneous step, at it or later low weights, and after the last low one no error and a last "
-    f"weight of at least {BOUNDS.recovered:g}. *Other*: what is left, single steps among it.\n"
+    f"Kinds of trajectories. A weight below {BOUNDS.low:g} is low. *Stable*: at least two steps, no error, no low "
+    "weight. *Erroneous*: after some erroneous step all weights are low, to the end. *Recovering*: an erroneous "
+    f"step, low weights at or after it, then no further error and a last weight of at least {BOUNDS.recovered:g}. "
+    "*Other*: all others, such as single steps.\n"
 )
 GATES_WORDS = (
-    "The self-teacher is the student itself after a prompt with skills. Gap: mean log p_teacher - log p_student "
-    "over the sampled tokens, in nats; endorsed: share of them with a gate above one half (for the gap gate: those "
-    'that the teacher finds likelier), "-" where every gate is the same, as without a gate (1) or at beta 0 (one '
-    f"half). Means over seeds and over the first and the last {TAIL} iterations; by third of a turn, and by number "
-    "of the turn, over the last.\n"
+    "The self-teacher is the student with skills in its prompt. Gap: mean log p_teacher - log p_student over the "
+    "sampled tokens, in nats. Endorsed: the share of tokens with a gate above one half (for the gap gate: tokens "
+    'that are likelier under the teacher); "-" if all gates are equal, as without a gate (1) or at beta 0 (one '
+    f"half). Means over seeds and over the first and the last {TAIL} iterations; by third of a turn and by turn "
+    f"number over the last {TAIL}.\n"
 )
 
 
