@@ -36,7 +36,7 @@ class MetricsFile:
     Skips a value that its name already has at the same step. Cuts off a line that a kill has torn.
 
     Args:
-        path: None: a temporary file.
+        path: default: a temporary file.
     """
 
     def __init__(self, path: Path | None) -> None:

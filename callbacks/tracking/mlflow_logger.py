@@ -113,7 +113,7 @@ class MLflowLogger(Logger):
         experiment_name: MLflow experiment, the same for all stages to be compared in the UI.
         run_name: name of the run in the list, e.g. "dgpo_tiny-seed0".
         tracking_uri: any MLflow tracking URI; default: see ``default_tracking_uri``.
-        save_dir: the stage's output folder; None: the run cannot be continued.
+        save_dir: the stage's output folder. Without it the run cannot be continued.
         artifact_location: URI or folder for artifacts; default: beside an SQLite store, else the server's choice.
         tags: tags of the run.
     """
@@ -227,7 +227,7 @@ class MLflowLogger(Logger):
 
     @property
     def experiment(self) -> Any:  # jsonargparse would import mlflow (1 s) if its class were named here
-        """The MlflowClient. None on other ranks than 0, and while the store takes nothing."""
+        """The MlflowClient, or None on other ranks than 0 and while the store takes nothing."""
         if is_rank_zero() and self._run.client is None:
             self.flush()
         return self._run.client

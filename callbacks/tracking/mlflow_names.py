@@ -1,4 +1,4 @@
-"""Names and texts that MLflow stores, for whatever a run logs. Pure."""
+"""Turns names and texts into those that MLflow stores."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ FORBIDDEN = re.compile(r"[^/\w.\- :]")
 
 
 def mlflow_name(name: str, longest: int = LONGEST) -> str:
-    """The name of a metric, parameter or tag in MLflow: ``name`` itself where MLflow takes it, else a readable one that
-    ends in a hash of ``name``. Two names therefore never become one, and a name is the same in every run.
+    """Return the name of a metric, parameter or tag in MLflow: ``name`` itself if MLflow takes it.
+
+    Any other name becomes a readable one that ends in a hash of ``name``. So two names stay different, and a name is
+    the same in every run.
 
     >>> mlflow_name("test/em/问题"), mlflow_name("test/em/a+b")
     ('test/em/问题', 'test/em/a_b-e5de86d2')
@@ -25,10 +27,10 @@ def mlflow_name(name: str, longest: int = LONGEST) -> str:
 
 
 def _resolves_elsewhere(name: str) -> bool:
-    """Whether the name is another one as a path, or leaves its folder: MLflow's file store makes paths of names."""
+    """Whether the path of this name in MLflow's file store has another name or leaves its folder."""
     return posixpath.normpath(name) != name or name == "." or name.startswith(("..", "/"))
 
 
 def storable(value: object) -> str:
-    """The value as text in UTF-8. A file name may have bytes that are not: they become escapes (``\\udcff``)."""
+    """Return the value as UTF-8 text. Other bytes, as in some file names, become escapes (``\\udcff``)."""
     return str(value).encode(errors="backslashreplace").decode()

@@ -14,15 +14,15 @@ from common.make_command import COMMAND_VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 SQLITE = "sqlite:///"
 RUN_ID_FILE = "mlflow_run_id"  # in the folder of a run
-TRAINING_FILE = "training.json"  # what a training has cost; written by callbacks.training.training_totals
+TRAINING_FILE = "training.json"  # time and cost of a training run, from callbacks.training.training_totals
 
 
 class RunStopped(Exception):
-    """Somebody stopped the run, which is no failure."""
+    """A user or a scheduler stopped the run; it has not failed."""
 
 
 def commit() -> str:
-    """Hash of HEAD, with ``+changes`` when tracked files differ from it; ``unknown`` outside a repository."""
+    """Return the hash of HEAD, with ``+changes`` if tracked files differ; ``unknown`` outside a repository."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode != 0:
@@ -32,20 +32,20 @@ def commit() -> str:
 
 
 def run_info() -> dict[str, str]:
-    """The commit and the command a result was made with, for the files that hold results."""
+    """Return the commit and the command of this process, for files with results."""
     command = os.environ.get(COMMAND_VARIABLE) or shlex.join([Path(sys.executable).name, *sys.argv])
     return {"commit": commit(), "command": command}
 
 
 def default_tracking_uri(outputs: Path | None = None) -> str:
-    """``MLFLOW_TRACKING_URI`` when it is set, else an SQLite file in the outputs folder (``COMPACT_AGENTS_OUTPUTS``, or
+    """Return ``MLFLOW_TRACKING_URI``, or an SQLite file in the outputs folder (``COMPACT_AGENTS_OUTPUTS``, by default
     ``outputs`` in the project's root)."""
     outputs = outputs or Path(os.environ.get("COMPACT_AGENTS_OUTPUTS", ROOT / "outputs")).absolute()
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{outputs / 'mlflow.db'}"
 
 
 def duration(seconds: float) -> str:
-    """``"3.2 s"``, ``"4 min 10 s"``, ``"2 h 05 min"``; ``"?"`` when not known."""
+    """Format seconds as ``"3.2 s"``, ``"4 min 10 s"`` or ``"2 h 05 min"``; ``"?"`` if unknown."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""What MLflow shows of a resolved configuration: flat parameters, and tags."""
+"""Flattens a resolved configuration into the parameters and tags of an MLflow run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ NOTE, SOURCE = "mlflow.note.content", "mlflow.source.name"  # MLflow's descripti
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    """``{"model": "GRPO", "model.lr": "1e-06", "data.rollouts.engine": "VLLMEngine", ...}``: named as overrides on the
-    command line are, a class by its last name, and a callback by its class. Without the logger."""
+    """Return the configuration without its logger as flat parameters, named as overrides on the command line.
+
+    ``{"model": "GRPO", "model.lr": "1e-06", "data.rollouts.engine": "VLLMEngine", ...}``. A callback has the name of
+    its class.
+    """
     trainer = {key: value for key, value in (config.get("trainer") or {}).items() if key != "logger"}
     shown: dict[str, Any] = {key: config[key] for key in SHOWN if key in config}
     return _flat(shown | {"trainer": trainer})
@@ -37,8 +40,11 @@ def _class(value: Mapping[str, Any]) -> str:
 
 
 def tags(config: Mapping[str, Any], origin: Mapping[str, str]) -> dict[str, str]:
-    """Tags to search runs by; the summary as MLflow's description, the command as its source. ``origin``: as
-    ``run_info``."""
+    """Return tags to search runs by, with the summary as MLflow's description and the command as its source.
+
+    Args:
+        origin: commit and command, as ``run_info`` returns them.
+    """
     about = config.get("experiment") or {}
     found = {tag: str(about[key]) for key, tag in TAGS.items() if about.get(key)}
     if about.get("folder"):

@@ -26,15 +26,17 @@ _tokenizer = lru_cache(maxsize=4)(load_tokenizer)  # a page is written every few
 
 
 def rank_key(trajectory: Trajectory) -> tuple[float, float, int, str, int]:
-    """Sort key, worst first: reward (EM when it has none), F1, then long before short. The last two entries only
-    make the order total, so that the choice does not depend on the order of completion."""
+    """Sort key, worst first: reward (EM without one), F1, then long before short.
+
+    Group and index make the order total, so that it does not depend on the order of completion.
+    """
     row = row_of(trajectory)
     total = trajectory.reward.total if trajectory.reward is not None else row.em
     return total, row.f1, -len(trajectory.response_ids), trajectory.group, trajectory.index
 
 
 def best_and_worst(annotated: Iterable[Annotated], count: int) -> list[tuple[str, Annotated]]:
-    """At most ``count`` from each end, best first, no trajectory twice; infrastructure failures are left out."""
+    """Return at most ``count`` of the best and of the worst trajectories, without infrastructure failures."""
     ranked = sorted((a for a in annotated if not a[0].failed_by_infrastructure), key=lambda a: rank_key(a[0]))
     worst = ranked[: min(count, len(ranked) // 2)]
     best = ranked[len(worst) :][-count:]
@@ -42,8 +44,7 @@ def best_and_worst(annotated: Iterable[Annotated], count: int) -> list[tuple[str
 
 
 def heading(kind: str, trajectory: Trajectory) -> str:
-    """``best: EM 1, answer``; where an environment says whether its task succeeded, that instead of EM: there is
-    no answer to compare."""
+    """Return a heading such as ``best: EM 1, answer``, with the success in place of EM where the reward has one."""
     row = row_of(trajectory)
     success = row.reward_parts.get("success")
     score = f"EM {row.em:g}" if success is None else f"success {success:g}"
@@ -59,9 +60,9 @@ class TrajectoryLog(EvaluationHooks):
     has nothing to annotate and gets no training pages.
 
     Args:
-        count: how many of the best and of the worst.
+        count: number of best and of worst trajectories.
         train_every: iterations between training pages; 0: none.
-        tokenizer: folder of the tokenizer; default: where the policy was loaded from.
+        tokenizer: folder of the tokenizer; default: the policy's.
     """
 
     def __init__(self, count: PositiveInt = 5, train_every: NonNegativeInt = 20, tokenizer: str | None = None) -> None:
@@ -76,7 +77,7 @@ class TrajectoryLog(EvaluationHooks):
         self._kept = []
 
     def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
-        """Only the extremes stay in memory, batch by batch."""
+        """Keep the best and the worst trajectories of the batches so far."""
         if prompt_mode == AGENT:
             pool = self._kept + [(t, {}) for t in trajectories]
             self._kept = [annotated for _, annotated in best_and_worst(pool, self.count)]

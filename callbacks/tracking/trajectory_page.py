@@ -25,7 +25,11 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 @dataclass(frozen=True, slots=True)
 class PageItem:
-    """One trajectory of a page. ``signals``: name -> one value per response token (advantage, reward, kl, ...)."""
+    """One trajectory of a page.
+
+    Args:
+        signals: name -> one value per response token (advantage, reward, kl, ...).
+    """
 
     trajectory: Trajectory
     heading: str  # "best", "worst", "question answered after recovery", ...
@@ -42,8 +46,11 @@ class PageItem:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token, special tokens included. Tokens that end inside a character have an empty text, and the
-    token that completes the character carries it whole; bytes that never form a character show as U+FFFD."""
+    """Return the text of each token, special tokens included.
+
+    A token that ends inside a character has an empty text. The token that completes the character has all of it. Bytes
+    that never form a character show as U+FFFD.
+    """
     texts: list[str] = []
     pending: list[int] = []
     for i, token in enumerate(ids):
@@ -63,15 +70,14 @@ def _template() -> Template:
 
 
 def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedTokenizerBase) -> str:
-    """One page with all trajectories, in the order given.
+    """Return one page with all trajectories.
 
-    Tokens are coloured by role (prompt, model, observation); a coloured underline shows the sign and size of the
-    first signal. Hovering (or focusing) a token shows its id, mask, sampler log-prob (the weights that sampled it,
-    where several have) and signals at the foot. Every turn has a line above it, with its metrics (``turn_metrics``)
-    where there are signals. The prompt is folded, up to the header of the assistant's turn.
+    Colours show the role of a token (prompt, model, observation), and an underline the sign and size of the first
+    signal. Hovering over a token shows its id, mask, log-prob, weights and signals at the foot. A line above each turn
+    shows its metrics (``turn_metrics``). The prompt is folded up to the header of the assistant's turn.
 
-    For a turn with its own prompt the page shows this prompt, folded, as text and ids; the sampled tokens; and the
-    environment's next observation.
+    A turn with its own prompt has three parts: the folded prompt as text and ids, the sampled tokens, and the next
+    observation of the environment.
     """
     underlined = next((next(iter(item.signals)) for item in items if item.signals), None)
     return _template().render(title=title, underlined=underlined, items=[_shown(item, tokenizer) for item in items])
@@ -112,15 +118,15 @@ def _conversation(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[di
 
 
 def _header(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
-    """Where the header of the assistant's turn begins, from the last control token on; the end of a prompt that has
-    none behind its beginning. Templates may open (Qwen3.5) or close the thinking there."""
+    """Return the index of the last control token, which begins the header of the assistant's turn, or the length of a
+    prompt without one. Templates may open (Qwen3.5) or close the thinking in this header."""
     control = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((i for i in range(len(ids) - 1, 0, -1) if ids[i] in control), len(ids))
 
 
 def _turns(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """A prompt is one text and the list of its ids, not a span for each token: prompts are most of such an episode, and
-    those of fifty turns would make a page that no browser opens."""
+    """Return the parts of a page for turns with their own prompts. A prompt is one text with its ids: a span per token
+    would make a page of fifty turns too large for a browser."""
     trajectory, parts = item.trajectory, []
     for number, (turn, line) in enumerate(zip(trajectory.turns, _turn_lines(item), strict=True)):
         ids = trajectory.prompt_ids if turn.prompt_ids is None else turn.prompt_ids
@@ -166,8 +172,8 @@ def _facts(trajectory: Trajectory) -> list[tuple[str, str]]:
 
 
 def _task(task: Task) -> str:
-    """The part of the task that the model does not see: its own question where a world's first observation replaced it,
-    and the metadata, such as the word to guess or the goal."""
+    """Return the part of the task that the model does not see: the question if an observation replaced it, and the
+    metadata, such as the word to guess or the goal."""
     hidden = {name: value for name, value in task.metadata.items() if name not in (OWN_QUESTION, FIRST_OBSERVATION)}
     own = task.metadata.get(OWN_QUESTION, task.question)
     texts = [own] if own != task.question else []
@@ -176,7 +182,7 @@ def _task(task: Task) -> str:
 
 
 def _turn_lines(item: PageItem) -> list[str]:
-    """The line above each turn: its metrics, and its reward where the environment gives any for single turns."""
+    """Return the line above each turn: its metrics, and its reward if the environment rewards turns."""
     turns = item.trajectory.turns
     paid = any(turn.reward for turn in turns)
     lines = []
@@ -191,8 +197,8 @@ def _turn_lines(item: PageItem) -> list[str]:
 
 
 def _response(item: PageItem, tokenizer: PreTrainedTokenizerBase, span: slice) -> list[dict[str, Any]]:
-    """Tokens of the response: role, note and text, and of sampled ones the sign of the first signal (good, bad) and its
-    size in percent of the largest."""
+    """Return role, note and text of the response tokens. Sampled tokens also have the sign of the first signal (good,
+    bad) and its size in percent of the largest."""
     trajectory = item.trajectory
     versions = trajectory.token_versions
     several = len({*versions} - {-1}) > 1

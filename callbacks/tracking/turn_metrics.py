@@ -1,4 +1,4 @@
-"""Per-turn metrics from per-token signals, for trajectory pages."""
+"""Computes metrics per turn from signals per token, for trajectory pages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ TOLERANCE = 1e-6  # relative
 
 
 def turn_metrics(trajectory: Trajectory, signals: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
-    """By turn and name: ``divergence`` (d_k, the mean over the turn's tokens of |kl|; docs/papers/sod.md eq. 6) where
-    there is a log-ratio to a teacher, and every signal that has one value within each of the trajectory's turns, such
-    as the weight of a step or a group's advantage. A turn without a token has no metrics.
+    """Return the metrics of each turn, by name. A turn without tokens has no metrics.
+
+    ``divergence`` is the mean |kl| of a turn's tokens (d_k in docs/papers/sod.md, eq. 6), if there is a teacher.
+    Also every signal with one value per turn, such as the weight of a turn or a group's advantage.
 
     Args:
         signals: name -> one value per response token.

@@ -1,8 +1,7 @@
-"""The processes of a chain as forks of one that has imported the large libraries.
+"""Starts the stages of a chain as forks of a process that has imported the large libraries.
 
-Importing torch, Lightning and transformers takes 5 to 10 s of processor time, and a chain has up to 15 stages. The fork
-server is multiprocessing's. It imports and does nothing else, so that it holds no thread, no GPU and no random state
-when it forks.
+Importing torch, Lightning and transformers takes 5 to 10 s of processor time, and a chain has up to 15 stages. The
+server of multiprocessing only imports, so that its forks inherit no thread, no GPU and no random state.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ LIBRARIES = ("torch", "lightning.pytorch.cli", "transformers.models.auto.modelin
 
 
 class ForkServer:
-    """Starts importing when it is made; ends with this process."""
+    """Server that starts importing on construction and ends with this process."""
 
     def __init__(self) -> None:
-        # Some variables of a stage count only when an interpreter or a library starts, and the server has ours.
+        # Interpreters and libraries read some variables of a stage only when they start.
         os.environ.update(set_environment(dict(os.environ)))
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["experiments.launch.forked", *LIBRARIES])
         forkserver.ensure_running()
-        del os.environ[PARENT_VARIABLE]  # of the server alone
+        del os.environ[PARENT_VARIABLE]  # for the server alone
 
     def start(
         self, command: Sequence[str], *, cwd: Path, env: dict[str, str], outputs: tuple[int, int] | None = None
     ) -> ForkedProcess:
-        """As ``Popen(command, start_new_session=True)`` with no stdin, for a ``command`` of this interpreter
+        """Start a process as ``Popen(command, start_new_session=True)`` does, for a ``command`` of this interpreter
         (``python FILE ...`` or ``python -m MODULE ...``).
 
         Args:
-            outputs: file descriptors that become its stdout and stderr; default: one pipe, ``ForkedProcess.stdout``.
+            outputs: file descriptors for stdout and stderr; default: one pipe, ``ForkedProcess.stdout``.
         """
         read = None
         if outputs is None:
@@ -57,12 +56,12 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """The part of ``subprocess.Popen`` that is used here."""
+    """The used part of the interface of ``subprocess.Popen``."""
 
     def __init__(self, process: BaseProcess, output: int | None) -> None:
         self._process = process
         self.stdout = None if output is None else os.fdopen(output, "rb", buffering=0)
-        assert process.pid is not None  # started
+        assert process.pid is not None  # it has started
         self.pid = process.pid
 
     @property
@@ -82,7 +81,7 @@ class ForkedProcess:
 
 
 def _run(arguments: list[str], cwd: str, env: dict[str, str], stdout: Connection, stderr: Connection) -> None:
-    """In the fork: become what a fresh interpreter would be."""
+    """Run a command in the fork as a new interpreter would."""
     os.setsid()
     for target, source in ((1, stdout), (2, stderr)):
         os.dup2(source.fileno(), target)
@@ -90,7 +89,7 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], stdout: Connection
     os.environ.clear()
     os.environ.update(env)
     if PARENT_VARIABLE in env:
-        os.environ[PARENT_VARIABLE] = str(os.getppid())  # the server, which ends when our starter does
+        os.environ[PARENT_VARIABLE] = str(os.getppid())  # the server, which ends with the process that started it
     os.chdir(cwd)
     sys.argv = arguments
     try:
@@ -102,4 +101,4 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], stdout: Connection
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        atexit._run_exitfuncs()  # multiprocessing ends its children without
+        atexit._run_exitfuncs()  # multiprocessing skips them in its children

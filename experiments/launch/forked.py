@@ -1,6 +1,6 @@
-"""Imported by the fork server before all else: the server ends when the process that has started it does.
+"""Ends the fork server with the process that started it. The server imports this module first.
 
-By itself it would go on for as long as one of its forks.
+By default the server lives as long as one of its forks.
 """
 
 import os

@@ -1,9 +1,8 @@
-"""Several nodes that make one experiment (``LAUNCH=torchrun``): every node runs the same command.
+"""Runs one experiment on several nodes, which all run the same command (``LAUNCH=torchrun``).
 
-Node 0 makes the stages in their order. A stage with ranks on all nodes is one torchrun launch, which every node joins;
-of the others, the nodes wait for the end. They meet in the shared outputs folder: the process that makes a stage
-holds a lock beside its folder, which the kernel releases when the process ends, however it ends. A stage whose lock is
-free and that is not done has failed.
+Node 0 leads. Every node joins the torchrun launch of a stage with ranks on all nodes, and waits for the end of any
+other stage. The nodes meet in the shared outputs folder: node 0 locks the folder of the stage, and the kernel releases
+the lock when the process ends. A stage has failed if it is not done and its lock is free.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from experiments.stages.context import DEFAULT_PORT, STOPPED, Node, RunContext, 
 from experiments.stages.graph import Stage
 from experiments.stages.store import Lock, StageFolder
 
-RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")  # what only the process of a rank has
+RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")  # set in the process of a rank alone
 LAUNCHER_OPTIONS = {
     "nodes": "NNODES", "processes": "NPROC", "sbatch": "SBATCH", "node_rank": "NODE_RANK",
     "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
@@ -37,19 +36,17 @@ VISIBLE_S = 20.0  # network file systems show a new file late
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """NNODES and NPROC are short for two overrides of the trainer, so that the experiment is the same (and has the
-    same key) whichever way it was asked for."""
+    """Return the overrides that NNODES and NPROC stand for, so that both forms give the stage the same key."""
     pairs = (("num_nodes", args.nodes), ("devices", args.processes))
     return [f"--trainer.{key}={value}" for key, value in pairs if value is not None]
 
 
 def require_launchable(args: argparse.Namespace, environment: Mapping[str, str], config: Mapping[str, Any]) -> Ranks:
-    """The ranks of the experiment, whose resolved configuration is ``config``.
+    """Return the ranks of the experiment with the resolved configuration ``config``.
 
     Raises:
-        ExperimentError: this process is a rank of torchrun's itself (its ranks would wait for one another's stages);
-            options without a launcher; options that say one thing while overrides say another; a launcher that cannot
-            know how many ranks to start.
+        ExperimentError: this process is a rank of torchrun already; launcher options without a launcher; options that
+            contradict overrides; an unknown number of ranks.
     """
     if found := [name for name in RANK_VARIABLES if name in environment]:
         raise ExperimentError(
@@ -59,7 +56,7 @@ def require_launchable(args: argparse.Namespace, environment: Mapping[str, str],
     ranks = ranks_of(config)
     if args.launch is None:
         if given := [name for option, name in LAUNCHER_OPTIONS.items() if getattr(args, option) is not None]:
-            raise ExperimentError(f"{given[0]} was given, but nothing to launch by; whole commands: make help-launch")
+            raise ExperimentError(f"{given[0]} was given without LAUNCH; add LAUNCH=torchrun (make help-launch)")
         return ranks
     for option, value, key, found in (
         ("NNODES", args.nodes, "num_nodes", ranks.nodes), ("NPROC", args.processes, "devices", ranks.processes),
@@ -74,10 +71,13 @@ def require_launchable(args: argparse.Namespace, environment: Mapping[str, str],
 
 
 def this_node(args: argparse.Namespace, environment: Mapping[str, str], count: int) -> Node:
-    """This node among ``count``: options first, then torchrun's usual variables.
+    """Return this node, from the options or torchrun's usual variables.
+
+    Args:
+        count: number of nodes.
 
     Raises:
-        ExperimentError: a number that is none, a node rank outside 0..count-1, no address of node 0.
+        ExperimentError: a variable that is not a number, a node rank outside 0..count-1, no address of node 0.
     """
 
     def number(name: str, given: int | None, default: int) -> int:
@@ -103,7 +103,7 @@ def this_node(args: argparse.Namespace, environment: Mapping[str, str], count: i
 
 
 def watch_nodes(store: StageFolder, nodes: int) -> Callable[[], str | None]:
-    """For node 0: a function that tells which other node began its part of the stage and is gone; None if none is."""
+    """Return a function for node 0 that names another node that joined the stage and is gone, or returns None."""
     begun: dict[int, dict[str, Any]] = {}
 
     def failure() -> str | None:
@@ -126,11 +126,11 @@ def _node_lock(store: StageFolder, rank: int) -> Lock:
 
 
 def run_other_node(plan: Sequence[Stage], context: RunContext, fresh: Stage | None) -> None:
-    """What a node other than the first does: its ranks of the stages that run on all nodes.
+    """Run this node's ranks of the stages that run on all nodes. For nodes other than node 0.
 
     Raises:
         ExperimentError: node 0 cannot be found, or runs other code.
-        StageFailed: a stage did not end well, here or on node 0.
+        StageFailed: a stage failed, here or on node 0.
     """
     assert context.node is not None
     share_secret(context.project.outputs)
@@ -153,7 +153,7 @@ def run_other_node(plan: Sequence[Stage], context: RunContext, fresh: Stage | No
 
 
 def _wait_until_begun(stage: Stage, store: StageFolder, context: RunContext, fresh: bool) -> bool:
-    """Until node 0 has prepared the stage's folder; False if the stage is done instead."""
+    """Wait until node 0 has prepared the stage's folder. Return False if the stage is done instead."""
     assert context.node is not None
     deadline = time.monotonic() + context.node.timeout_s
     while time.monotonic() < deadline:
@@ -163,7 +163,7 @@ def _wait_until_begun(stage: Stage, store: StageFolder, context: RunContext, fre
         if owner is not None and owner.get("prepared"):
             if owner["commit"] != (here := commit()):
                 there = owner["commit"][:9]
-                raise ExperimentError(f"this node runs commit {here[:9]}, node 0 {there}: take one commit on all")
+                raise ExperimentError(f"this node runs commit {here[:9]}, node 0 {there}; use one commit on all nodes")
             return True
         time.sleep(POLL_S / 2)
     raise ExperimentError(
@@ -174,7 +174,7 @@ def _wait_until_begun(stage: Stage, store: StageFolder, context: RunContext, fre
 
 
 def _wait_until_made(stage: Stage, store: StageFolder, context: RunContext) -> None:
-    """Raises StageFailed if node 0 works at the stage no more and it is not done."""
+    """Wait for the result of the stage. Raises StageFailed if node 0 has stopped without one."""
     with context.stop.working_in(stage.folder):
         while store.lock.owner() is not None:
             time.sleep(POLL_S / 2)
@@ -191,4 +191,4 @@ def _node_0_gone(stage: Stage) -> str | None:
     store = StageFolder(stage.folder)
     if store.lock.owner() is not None or store.result() is not None or (store.path / STOPPED_FILE).exists():
         return None
-    return f"node 0 works at {stage.name} no more, and it is not done: its own output says why"
+    return f"node 0 has stopped before {stage.name} was done; its output says why"

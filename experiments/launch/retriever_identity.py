@@ -1,7 +1,7 @@
-"""Identity of the indexes behind a search server's URL: the key of a stage holds the URL alone.
+"""Identifies the indexes behind the URL of a search server. The key of a stage contains the URL alone.
 
-Each stage that searches over a URL asks the server for its indexes before it starts, keeps the answer in stage.json and
-result.json, and neither continues from, nor builds upon, what was made with another corpus behind the same URL.
+Before a stage starts, the runner asks its search servers for their indexes and stores the answer in stage.json and
+result.json. It refuses to continue a stage, or to use one, that was made with other indexes behind the same URL.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, init_args_of
 
 CLIENT = "retrieval.client.RetrieverClient"
-UNKNOWN = "unknown"  # a server that does not tell, such as Search-R1's own
+UNKNOWN = "unknown"  # for a server without such an answer, as Search-R1's
 TIMEOUT_S = 10.0
 
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the client, which asks no proxy either
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without a proxy, as the client
 
 Identity = str | list[dict[str, Any]]  # UNKNOWN, or kind, corpus_sha256 and passages of every index
 
 
 def describe(config: Config, name: str, serve: str) -> dict[str, Identity]:
-    """Address -> identity, for every address of a search server in the configuration of stage ``name``. An address is
-    a URL, or ``file:PATH``: then the server may have moved since, and is found at the URL that stands there now.
+    """Return address -> identity for every search server in the configuration of stage ``name``.
+
+    An address is a URL, or ``file:PATH`` with the current URL in the file.
 
     Waits for a server that is loading as long as the client would. ``serve``: the command that starts a server.
 
@@ -54,8 +55,8 @@ def describe(config: Config, name: str, serve: str) -> dict[str, Identity]:
 
 
 def identity(url: str, name: str, loading_timeout: float, serve: str) -> Identity:
-    """What ``GET <url>/health`` says of the indexes; UNKNOWN if the server has no such page. One that is loading is
-    waited for, up to ``loading_timeout`` seconds."""
+    """Return the indexes in ``GET <url>/health``, or UNKNOWN if the server has no such page. Waits up to
+    ``loading_timeout`` seconds for a server that is loading."""
     from common.secret import SECRET_VARIABLE, authorization
     from retrieval.client import FILE_PREFIX, LOADING_PAUSE_S, current_url, loading_detail
 
@@ -63,7 +64,7 @@ def identity(url: str, name: str, loading_timeout: float, serve: str) -> Identit
         base = current_url(url).rstrip("/").removesuffix("/retrieve")
     except OSError as error:
         raise ExperimentError(
-            f"'{name}' searches over the server whose address stands in {url.removeprefix(FILE_PREFIX)}, which cannot "
+            f"'{name}' searches over the server whose address is in {url.removeprefix(FILE_PREFIX)}, which cannot "
             f"be read ({error.strerror}): start the server with its option --announce FILE: {serve}"
         ) from None
     began, told = time.monotonic(), False
@@ -85,7 +86,7 @@ def identity(url: str, name: str, loading_timeout: float, serve: str) -> Identit
             if loading is None:
                 return UNKNOWN
         except (http.client.HTTPException, ValueError, KeyError, TypeError):
-            return UNKNOWN  # it answers, but something else
+            return UNKNOWN  # another answer
         except OSError as error:
             raise ExperimentError(
                 f"'{name}' searches over {base}, where no server answers ({error}): start one in another shell with "
@@ -103,14 +104,17 @@ def identity(url: str, name: str, loading_timeout: float, serve: str) -> Identit
 
 
 def require_same(name: str, earlier: Mapping[str, Identity], now: Mapping[str, Identity], again: str) -> None:
-    """Raises ExperimentError if stage ``name`` was made over other indexes than are behind the same URL now. ``again``:
-    the command that makes it again."""
+    """Raise ExperimentError if stage ``name`` was made with other indexes than are behind the same URL now.
+
+    Args:
+        again: the command that makes the stage again.
+    """
     for url, before in earlier.items():
         present = now.get(url, UNKNOWN)
         if UNKNOWN not in (before, present) and before != present:
             raise ExperimentError(
                 f"'{name}' was made with another index behind {url}: {_words(before)} then, {_words(present)} now. "
-                f"Serve the former one there, or give the new one a URL of its own, or make '{name}' again: "
+                f"Serve the former one there, or give the new one another URL, or make '{name}' again: "
                 f"{again}"
             )
 

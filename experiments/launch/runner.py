@@ -1,4 +1,4 @@
-"""Makes the stages of an experiment, each in a process of its own, and none twice."""
+"""Runs each stage of an experiment once, in its own process."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ from experiments.stages.graph import Graph, Stage, closure, require_files, strin
 from experiments.stages.stage import REFUSED, SUMMARY
 from experiments.stages.store import StageFolder
 
-SHOWN = 3  # runs, and options in which a run differs, that a message names
-WATCHES = ("trainer.logger.", "trainer.default_root_dir")  # they follow from the name, the seed and the folder
+SHOWN = 3  # runs, and differing options of a run, that a message names
+WATCHES = ("trainer.logger.", "trainer.default_root_dir")  # derived from the name, the seed and the folder
 RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", "pyserini")
 
 
 def make(graph: Graph, context: RunContext, *, without_target: bool = False) -> tuple[Stage, list[Stage]]:
-    """Make an experiment with everything it depends on, and if the context says so what it is compared with; or only
-    what it depends on.
+    """Run an experiment with its dependencies, and with its compared experiments if the context says so.
+
+    Args:
+        without_target: run the dependencies alone.
 
     Returns:
-        its stage, and those stages compared with it that are done.
+        the stage of the experiment, and the compared stages that are done.
 
     Raises:
-        ExperimentError: something the user has to fix first; nothing has been run.
-        StageFailed: a stage did not end well.
+        ExperimentError: the user has to fix something first; nothing has run.
+        StageFailed: a stage failed.
     """
     target = graph.target()
     plan = closure(target.upstream) if without_target else graph.plan(compare=context.compare)
@@ -58,7 +60,7 @@ def make(graph: Graph, context: RunContext, *, without_target: bool = False) -> 
     elif todo:
         require_writable(context.project.outputs)
         if context.resume and not any(_was_begun(s) for s in todo if not (context.fresh and s is target)):
-            print("  RESUME=last: nothing to continue (no stage to make was interrupted); starting from the beginning")
+            print("  RESUME=last: no stage was interrupted; starting from the beginning")
         for stage in todo:
             require_launcher(stage.name, stage.config, context.node.count if context.node else None)
         require_needs(todo)
@@ -82,26 +84,26 @@ def make(graph: Graph, context: RunContext, *, without_target: bool = False) -> 
 
 
 def last_seconds(stage: Stage) -> float | None:
-    """What the stage took when it was last made, with any settings and seed; None: it never was, in these outputs. The
-    rule of the chain's ETA: stages differ too much for one to tell about another, and settings mostly little enough."""
+    """Return the seconds of the stage's last run with any settings and seed, for the time left, or None without a run
+    in these outputs."""
     results = [StageFolder(folder).result() for folder in stage.folder.parent.glob("*/")]
     done = [result for result in results if result is not None and result["kind"] == stage.kind]
     return max(done, key=lambda result: result["finished"])["seconds"] if done else None
 
 
 def to_make(stages: Sequence[Stage], fresh: Stage | None = None) -> list[Stage]:
-    """Those that are not done, and ``fresh``."""
+    """Return the stages that are not done, and ``fresh``."""
     return [s for s in stages if StageFolder(s.folder).result() is None or s is fresh]
 
 
 def _was_begun(stage: Stage) -> bool:
-    """Whether an earlier run left something to continue from: a checkpoint, the finished parts of a task, or itself."""
+    """Whether an earlier run left something to continue from: a checkpoint, or finished parts of a task."""
     state = StageFolder(stage.folder).state()
     return state in ("interrupted", "running") or (state == "unfinished" and stage.kind == "task")
 
 
 def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: Sequence[Stage] | None = None) -> None:
-    """Which stages are there, which will be made, in the order in which they will be, and which are left out."""
+    """Print the plan: stages that are done, to make, or left out."""
     plan = graph.plan(compare=context.compare) if plan is None else plan
     print(f"{context.target}: {_stages(len(plan))}, {len(plan) - len(todo)} done, {len(todo)} to make")
     print(f"  in {context.project.relative(context.project.outputs)}/NAME/KEY:")
@@ -119,12 +121,12 @@ def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: S
         print(f"  {stage.name:<{width}}  {stage.kind:<4}  {stage.key}  {what}")
     if left_out := [s.name for s in to_make(graph.compared(graph.target())) if s not in plan]:
         also = context.for_stage(graph.target()).on_all_nodes(COMPARE=1)
-        print(f"  left out, though compared with: {', '.join(left_out)}; to make them, too: {also}")
+        print(f"  compared experiments that are left out: {', '.join(left_out)}; to make them, too: {also}")
     sys.stdout.flush()
 
 
 def other_runs(stage: Stage) -> list[StageFolder]:
-    """The folders of the same experiment with other settings or another seed, newest first."""
+    """Return the folders of the same experiment with other settings or another seed, newest first."""
     folders = [f for f in stage.folder.parent.glob("*/") if f != stage.folder and (f / "stage.json").is_file()]
     return [StageFolder(f) for f in sorted(folders, key=lambda f: (f / "stage.json").stat().st_mtime, reverse=True)]
 
@@ -140,10 +142,10 @@ def describe_run(run: StageFolder, stage: Stage) -> str:
 
 
 def runs_there(stage: Stage) -> str:
-    """The other runs of an experiment in one line."""
+    """Describe the other runs of an experiment in one line."""
     runs = other_runs(stage)
     if not runs:
-        return "no other run of it is there"
+        return "it has no other run"
     shown = [describe_run(run, stage) for run in runs[:SHOWN]]
     return f"{len(runs)} other{'s are' if len(runs) > 1 else ' is'} there: {'; '.join(shown)}" + (
         f"; {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
@@ -155,29 +157,32 @@ def _stages(number: int) -> str:
 
 
 def require_writable(outputs: Path) -> None:
-    """Make the folder of the outputs. Raises ExperimentError where nothing can be written to it."""
+    """Make the folder of the outputs. Raises ExperimentError if it cannot be written to."""
     try:
         outputs.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=outputs):
             pass
     except OSError as error:
         raise ExperimentError(
-            f"no outputs can be written to {outputs} ({error.strerror}): choose another folder, with "
+            f"cannot write outputs to {outputs} ({error.strerror}); choose another folder with "
             "--paths.outputs folder, or COMPACT_AGENTS_OUTPUTS=folder in the environment"
         ) from None
 
 
 def require_needs(stages: Sequence[Stage]) -> None:
-    """Raises ExperimentError naming every file or folder that the user has to bring and that is not there."""
+    """Raise ExperimentError with every missing file or folder that the user has to provide."""
     missing = {need.path: need for stage in stages for need in stage.needs if not need.present}
     if missing:
         lines = [f"  needs: {need.path} ({need.how})" for need in missing.values()]
-        raise ExperimentError("\n".join(["some inputs are not there yet:", *lines]))
+        raise ExperimentError("\n".join(["some inputs are missing:", *lines]))
 
 
 def require_valid(context: RunContext, fork_server: ForkServer, *, elsewhere: bool = False) -> None:
-    """Type-check all stages before the first is run; in a child, so that torch never weighs on this process.
-    ``elsewhere``: they will be run on another machine, so that the devices of this one do not matter."""
+    """Validate all stages before the first one runs, in a child, so that this process does not import torch.
+
+    Args:
+        elsewhere: the stages will run on another machine, so that the devices of this machine do not matter.
+    """
     flags = [*(["--fresh"] if context.fresh else []), *(["--elsewhere"] if elsewhere else [])]
     command = [sys.executable, "-m", "experiments", "validate", *context.flags(), *flags]
     code = fork_server.start(command, cwd=context.project.root, env=dict(os.environ), outputs=(1, 2)).wait()
@@ -186,8 +191,11 @@ def require_valid(context: RunContext, fork_server: ForkServer, *, elsewhere: bo
 
 
 def require_unaltered(path: Path, again: str = "") -> None:
-    """Compare a model folder or a table with the digests written with it; there need be none. ``again``: how to make it
-    anew. Raises ExperimentError."""
+    """Compare a model folder or a table with its digests, if it has any. Raises ExperimentError.
+
+    Args:
+        again: end of the message: the command that makes the file again.
+    """
     try:
         check_digests(path)
     except DigestError as error:
@@ -195,7 +203,7 @@ def require_unaltered(path: Path, again: str = "") -> None:
 
 
 def require_inputs(stage: Stage, context: RunContext) -> None:
-    """``require_unaltered`` for whatever the stage reads that another made, each path once."""
+    """Call ``require_unaltered`` for every path that the stage reads."""
     root = context.project.root
     found = (strings(stage.config.get(section)) for section in ("model", "data", "task"))
     named = {(root / split_reference(text)[1]).absolute() for texts in found for _, text in texts if text}
@@ -207,12 +215,12 @@ def require_inputs(stage: Stage, context: RunContext) -> None:
 
 
 def _afresh(stage: Stage, context: RunContext) -> str:
-    """The command that makes a stage from the beginning."""
+    """Return the command that makes a stage from the beginning."""
     return context.for_stage(stage).on_all_nodes(FRESH=1)
 
 
 def _settle(stage: Stage, context: RunContext) -> None:
-    """Say which checkpoints were damaged. Raises ExperimentError where none can be used."""
+    """Print which checkpoints are damaged. Raises ExperimentError if no checkpoint can be used."""
     try:
         for line in settle_checkpoints(stage.folder):
             print(f"  {line}", flush=True)
@@ -228,10 +236,13 @@ def make_stage(
     checkpoint: Path | None = None,
     fork_server: ForkServer | None = None,
 ) -> None:
-    """Run one stage unless it is done, alone in its folder. ``checkpoint``: for kind test, a .ckpt to load first.
+    """Run one stage unless it is done, and lock its folder meanwhile.
+
+    Args:
+        checkpoint: a .ckpt that a stage of kind test loads first.
 
     Raises:
-        StageFailed: it did not end well.
+        StageFailed: the stage failed.
     """
     store = StageFolder(stage.folder)
     share_secret(context.project.outputs)
@@ -258,7 +269,7 @@ def make_stage(
             "command": context.command(),
             "checkpoint": str(checkpoint.absolute()) if checkpoint else None,
         }
-        # Tasks find what an earlier attempt at the very same configuration has left, and may continue from there.
+        # A task may continue from the files of an earlier attempt at the same configuration.
         keep = bool(resume) or (stage.kind == "task" and not fresh and store.path.exists())
         serve = context.for_stage(stage).command("retriever")
         metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name, serve)
@@ -325,8 +336,8 @@ def _versions() -> dict[str, str]:
 
 
 def folder_of(context: RunContext, stage: Stage) -> Path:
-    """The folder of a stage that must be done. Raises ExperimentError with the command that makes it, and the runs that
-    are there."""
+    """Return the folder of a finished stage. Raises ExperimentError with the command that makes it, and the other runs
+    of its experiment."""
     if StageFolder(stage.folder).result() is None:
         seed = stage.config["seed_everything"]
         raise ExperimentError(

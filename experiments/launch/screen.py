@@ -15,7 +15,7 @@ from experiments.stages.context import Chain
 
 REPORT = re.compile(re.escape(MARK) + rb"[^\n]*\n")
 REDRAW_S = 0.5  # between two drawings on a terminal
-LINE_S, LINE_SHARE, FEWEST_S = 30.0, 0.1, 10.0  # a line after either, but not more often than FEWEST_S
+LINE_S, LINE_SHARE, FEWEST_S = 30.0, 0.1, 10.0  # a line after LINE_S or this share, FEWEST_S apart
 LOG_WIDTH = 160  # columns
 
 
@@ -35,7 +35,7 @@ class Screen:
         self._begun = time.monotonic()
         self._rest = b""  # the beginning of a report
         self._fresh = True  # whether the cursor is where a line begins
-        self._drawn = -math.inf  # time of the drawing on the terminal; -inf: there is none
+        self._drawn = -math.inf  # time of the drawing on the terminal, -inf without one
 
     def write(self, data: bytes) -> None:
         """Pass on output of the process. A report is one line, but may follow the beginning of another line."""
@@ -93,7 +93,7 @@ def status(progress: Progress | None, chain: Chain, elapsed: float, width: int =
     """One line of at most ``width`` columns, such as ``stage 4 of 13: train 50%, 1 min 00 s left, reward 0.312``.
 
     Args:
-        progress: None before the first report, or of a stage that makes none.
+        progress: the last report, if there was one.
         elapsed: seconds since the stage began.
     """
     place = f"stage {chain.number} of {chain.total}: " if chain.total > 1 else ""

@@ -1,4 +1,4 @@
-"""The secret of the servers that a run uses, in the folder of the outputs, which all nodes and servers share."""
+"""Shares the secret of a run's servers through the folder of the outputs, which all nodes use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from experiments.registry.errors import ExperimentError
 
 FILE = f".secret-{os.getuid()}"  # several users may share a folder of outputs
-WRITTEN_S = 20.0  # until what another node writes is seen here: network file systems show it late
+WRITTEN_S = 20.0  # network file systems show the file of another node late
 
 
 def share_secret(outputs: Path) -> None:
-    """Put the secret of these outputs into the environment, where servers and clients that this process starts find it
-    (``common.secret``); one that the user has put there stays. It is made when it is first wanted, for the user's
-    eyes alone. Raises ExperimentError where the file holds none."""
+    """Put the secret of these outputs into the environment, for servers and clients that this process starts
+    (``common.secret``). A secret that the user has set stays. The first call writes the file, readable by the user
+    alone. Raises ExperimentError for a file without a secret."""
     from common.secret import SECRET_VARIABLE, read_secret
 
     if os.environ.get(SECRET_VARIABLE):
@@ -26,7 +26,7 @@ def share_secret(outputs: Path) -> None:
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-    except FileExistsError:  # of an earlier run, or another node is making it just now
+    except FileExistsError:  # from an earlier run, or another node is writing it
         deadline = time.monotonic() + WRITTEN_S
         while not path.stat().st_size and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,8 +1,7 @@
-"""Search servers shared by the ranks of a node: one per index, started by the process that starts the ranks.
+"""Starts search servers that the ranks of a node share, one per index.
 
-It outlives every rank, so that none takes it away from the others, and one that dies is started anew at its address. A
-stage that is continued gets a new one: the address stands in the environment of the ranks, never in a key or a
-checkpoint.
+The process that starts the ranks also starts the servers, so that a server outlives every rank. A server that dies is
+restarted at its address. The ranks find the address in their environment; keys and checkpoints do not contain it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ PROCESS = "retrieval.process.RetrieverProcess"
 
 @dataclass(frozen=True)
 class SharedRetrievers:
-    environment: dict[str, str]  # of the ranks
+    environment: dict[str, str]  # for the ranks
     servers: tuple[RetrieverProcess, ...] = ()
 
     def trouble(self) -> str | None:
-        """Why a server is gone for good, where one is."""
+        """Return why a server has failed for good, or None."""
         return next((server.failure for server in self.servers if server.failure), None)
 
 
 @contextmanager
 def shared_retrievers(config: Config, processes: int | None) -> Iterator[SharedRetrievers]:
-    """Start every ``RetrieverProcess`` of a stage's configuration if several ranks here would each start one.
+    """Start every ``RetrieverProcess`` of a stage's configuration for several ranks, which would each start one.
 
     Raises:
         StageFailed: a server did not start.

@@ -1,8 +1,8 @@
-"""``LAUNCH=slurm``: a job file (``job.sh``, filled in) in the outputs of the experiment, submitted with sbatch.
+"""Writes a Slurm job (``job.sh``) into the outputs of the experiment, and submits it (``LAUNCH=slurm``).
 
 One task per node runs ``train --launch torchrun`` (``nodes.py``). Some minutes before the time limit Slurm signals the
-batch shell, which passes the signal on: the training saves after its iteration and ends, and the job is queued again
-and continues from there.
+batch shell, which passes the signal on. The training saves a checkpoint after its iteration and ends. Then the job is
+queued again and continues.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from experiments.registry.hardware import GPU_NAMES, Ranks
 from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage
 
-WARNING_S = 600  # before the time limit; an iteration should end within it
+WARNING_S = 600  # before the time limit; one iteration should fit in
 TEMPLATE = Path(__file__).with_name("job.sh")
 
 
 def submit(graph: Graph, context: RunContext, args: argparse.Namespace, ranks: Ranks) -> None:
-    """Write the job file and hand it to sbatch; print the job's id, and how to watch and to cancel it.
+    """Write the job file, submit it, and print the job's id and how to watch and cancel it.
 
     Raises:
-        ExperimentError: something the user has to fix first, or there is no sbatch (the file is written all the same).
+        ExperimentError: the user has to fix something first, or there is no sbatch (the file is written).
         StageFailed: sbatch has refused the job.
     """
     target = graph.target()
@@ -54,19 +54,19 @@ def submit(graph: Graph, context: RunContext, args: argparse.Namespace, ranks: R
     print(f"  written {context.project.relative(path)}")
     by_hand = f"sbatch {shlex.quote(str(path))}"
     if shutil.which("sbatch") is None:
-        raise ExperimentError(f"there is no sbatch on the PATH: submit it on a machine of the cluster, with: {by_hand}")
+        raise ExperimentError(f"no sbatch on the PATH; submit the job on a machine of the cluster with: {by_hand}")
     sbatch = ["sbatch", "--parsable", str(path)]
     done = subprocess.run(sbatch, capture_output=True, text=True, check=False, env=outside_environment())
     if done.returncode != 0:
         raise StageFailed(f"sbatch has refused the job: {done.stderr.strip() or done.stdout.strip()}", 1)
-    job = done.stdout.strip().partition(";")[0]  # ";cluster" where there are several
+    job = done.stdout.strip().partition(";")[0]  # several clusters append ";cluster"
     print(f"  submitted as job {job}: {ranks.nodes} x {ranks.processes} ranks")
     print(f"  watch:   squeue -j {job}; tail -F {shlex.quote(str(folder / f'{job}.log'))}")
     print(f"  cancel:  scancel {job}")
 
 
 def job_file(target: Stage, context: RunContext, ranks: Ranks, log: Path, extra: str | None) -> str:
-    """The text of the job. Options in ``extra`` come last, so that they win over those written here."""
+    """Return the text of the job. Options in ``extra`` come last and override ours."""
     options = [
         f"--job-name={target.name}",
         f"--nodes={ranks.nodes}",
@@ -83,7 +83,7 @@ def job_file(target: Stage, context: RunContext, ranks: Ranks, log: Path, extra:
     except ValueError as error:
         raise ExperimentError(f"SBATCH: {error} in {extra}") from None
     if wrong := [option for option in options if not option.startswith("-")]:
-        raise ExperimentError(f"SBATCH: '{wrong[0]}' is no option; write them as --partition=gpu --time=24:00:00")
+        raise ExperimentError(f"SBATCH: '{wrong[0]}' is not an option; expected --partition=gpu or the like")
     words = [sys.executable, "-m", "experiments", "train", *context.flags(), "--launch", "torchrun"]
     values = {
         "ROOT": str(context.project.root),

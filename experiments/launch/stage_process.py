@@ -35,8 +35,8 @@ from experiments.stages.graph import Stage
 from experiments.stages.stage import INTERRUPTED, REFUSED, set_environment
 from experiments.stages.store import StageFolder
 
-WATCH_S = 1.0  # between two calls of the watch
-GRACE_S = 10.0  # for the child to notice itself, and say better, what the watch has reported
+WATCH_S = 1.0  # between two calls of ``watch``
+GRACE_S = 10.0  # for the child to end by itself, with a better message than that of ``watch``
 
 
 def run_stage(
@@ -45,12 +45,15 @@ def run_stage(
     watch: Callable[[], str | None] = lambda: None,
     fork_server: ForkServer | None = None,
 ) -> None:
-    """Run this node's part of a prepared stage to its end. ``watch`` tells why it is to end early (see ``run_child``).
-    ``fork_server`` is for stages of one process.
+    """Run this node's part of a prepared stage to its end.
+
+    Args:
+        watch: returns why the stage must end early, or None (see ``run_child``).
+        fork_server: starts a stage of one process.
 
     Raises:
-        StageFailed: it did not end well.
-        ExperimentError: it has ranks on other nodes, which nobody starts.
+        StageFailed: the stage failed.
+        ExperimentError: the stage has ranks on other nodes, and no launcher starts them.
     """
     ranks, node, store = ranks_of(stage.config), context.node, StageFolder(stage.folder)
     require_launcher(stage.name, stage.config, node.count if node else None)
@@ -84,7 +87,7 @@ def _require_success(stage: Stage, store: StageFolder, context: RunContext, chil
         hint = " (killed from outside, perhaps for lack of memory)" if child.returncode == -9 else ""
         how = child.trouble or f"{how}{hint}"
         saved = store.checkpoint is not None
-        again = context.resume_command(resume=saved or stage.kind == "task")  # a task may have finished parts
+        again = context.resume_command(resume=saved or stage.kind == "task")  # a task may continue from finished parts
         verb = "continue" if saved else "try again"
         raise StageFailed(f"{stage.name} failed: {how}. Its log: {log}. To {verb}: {again}", 1)
     if context.is_main_node and (store.path / STOPPED_FILE).exists():
@@ -97,7 +100,7 @@ def _require_success(stage: Stage, store: StageFolder, context: RunContext, chil
 class ChildResult:
     returncode: int
     interrupted: bool  # by Ctrl-C or SIGTERM
-    trouble: str | None = None  # what the watch reported
+    trouble: str | None = None  # message of ``watch``
 
 
 def run_child(
@@ -110,9 +113,14 @@ def run_child(
     fork_server: ForkServer | None = None,
     chain: Chain | None = None,
 ) -> ChildResult:
-    """Run to the end. ``watch`` is asked every second; when it reports trouble (another node is gone), the
-    child is killed ``GRACE_S`` later, unless it has ended by itself. ``fork_server``: start it there. ``chain``:
-    for the screen."""
+    """Run a command to its end, with its output on the screen and in a log.
+
+    Args:
+        watch: called every second. When it returns a message (another node is gone), the child is killed ``GRACE_S``
+            later, unless it has ended by itself.
+        fork_server: starts the child; default: a new interpreter.
+        chain: position of the stage, for the screen.
+    """
     screen = Screen(log, chain)
     if fork_server is not None:
         child: subprocess.Popen[bytes] | ForkedProcess = fork_server.start(command, cwd=cwd, env=env)
@@ -130,7 +138,7 @@ def run_child(
         nonlocal presses
         presses += 1
         if presses == 1:
-            say("stopping cleanly; Ctrl-C again ends it at once")
+            say("stopping cleanly; Ctrl-C again ends the stage at once")
             child.send_signal(signal.SIGINT)
         else:
             say("ended at once")
@@ -142,7 +150,7 @@ def run_child(
         if trouble is None and time.monotonic() > looked + WATCH_S:
             trouble, looked = watch(), time.monotonic()
             if trouble is not None:
-                say(f"{trouble}; what runs here ends in {GRACE_S:.0f} s")
+                say(f"{trouble}; the processes here end in {GRACE_S:.0f} s")
                 deadline = looked + GRACE_S
         if time.monotonic() > deadline:
             os.killpg(child.pid, signal.SIGKILL)
@@ -150,7 +158,7 @@ def run_child(
     try:
         with handling(interrupt):
             _copy_output(child, screen, check_watch)
-            while child.poll() is None:  # it has closed its output and lives on
+            while child.poll() is None:  # it has closed its output but still runs
                 check_watch()
                 time.sleep(0.05)
     finally:
@@ -161,12 +169,12 @@ def run_child(
             os.killpg(child.pid, signal.SIGKILL)
         returncode = child.wait()
     if trouble is None and returncode != 0 and not presses:
-        trouble = watch()  # the child may have met another node's end before our next look, and said it worse
+        trouble = watch()  # the child may have failed before our next look, for the same reason
     return ChildResult(returncode, presses > 0, trouble)
 
 
 class _Notes(logging.Handler):
-    """What this process says meanwhile, of a search server that ranks share for instance: for screen and log."""
+    """Passes warnings of this process to the screen and the log, for instance about a shared search server."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -182,7 +190,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def handling(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP call ``interrupt`` for the time of the block."""
+    """Make Ctrl-C, SIGTERM and SIGHUP call ``interrupt`` during the block."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {s: signal.signal(s, interrupt) for s in signals}
     try:
@@ -195,7 +203,7 @@ def handling(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[Non
 def _copy_output(
     child: subprocess.Popen[bytes] | ForkedProcess, screen: Screen, check_watch: Callable[[], None]
 ) -> None:
-    """Until the child is gone and has said everything (a grandchild may keep the other end open for longer)."""
+    """Copy the output until the child has ended. A grandchild may keep the pipe open for longer."""
     assert child.stdout is not None
     while True:
         check_watch()

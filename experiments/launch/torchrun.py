@@ -1,8 +1,9 @@
-"""torchrun for the ranks of one stage on one node: ``python -m experiments.launch.torchrun OPTIONS -m experiments stage FOLDER``.
+"""Starts the ranks of one stage on one node with torchrun.
 
-It dies with the process that started it, its ranks die with it (torchrun puts each into a session of its own, where
-no signal to a process group reaches it), and it says in one line what torchrun says in a page.
-"""  # noqa: E501
+``python -m experiments.launch.torchrun OPTIONS -m experiments stage FOLDER`` dies with the process that started it, and
+its ranks die with it. torchrun puts each rank into a session that no signal to a process group reaches. A failure is
+one line instead of torchrun's page.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from experiments.stages.stage import INTERRUPTED, PARENT_VARIABLE, REFUSED, die_
 
 
 def torchrun_command(stage: Sequence[str], ranks: Ranks, node: Node | None) -> list[str]:
-    """The command that starts this node's ranks; ``stage`` is what each rank runs (``-m experiments stage FOLDER``)."""
+    """Return the command that starts this node's ranks. Each rank runs ``stage`` (``-m experiments stage FOLDER``)."""
     if node is None or ranks.nodes == 1:
         where = ["--standalone", "--local-addr=localhost"]
     else:
@@ -32,7 +33,7 @@ def torchrun_command(stage: Sequence[str], ranks: Ranks, node: Node | None) -> l
 
 
 def threads_per_rank(ranks: Ranks) -> int:
-    """The ranks of one node share its cores, as under Lightning's own launcher."""
+    """Divide the cores of the node by its ranks, as Lightning's launcher does."""
     return max(1, (os.cpu_count() or 1) // (ranks.processes or 1))
 
 
@@ -46,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # reported below
     try:
-        with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # torchrun would leave its own behind
+        with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # torchrun would not delete its folder
             torchrun([f"--log-dir={logs}", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"rank {rank} ended first: {how}{others}", file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode in (REFUSED, INTERRUPTED) else 1
     except DistError as error:
-        print(f"error: the nodes have not found one another: {error}", file=sys.stderr, flush=True)
+        print(f"error: the nodes have not found each other: {error}", file=sys.stderr, flush=True)
         return 1
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED

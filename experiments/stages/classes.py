@@ -14,26 +14,28 @@ from experiments.registry.files import data_arguments
 from experiments.registry.keys import OURS, constructors
 from experiments.registry.project import ROOT
 
-# Classes of earlier versions, and their names now.
+# Class of an earlier version -> its name now.
 RENAMED = {"StepWeights": "DivergenceRatio", "WrongOnly": "IncorrectOnly"}
 
 
 def import_class(class_path: str, where: str) -> Any:
-    """The class (or function) a ``class_path`` names.
+    """Import the class or function of a ``class_path``.
 
     Raises:
-        ExperimentError: no such module, no such name in it, or the module fails to import.
+        ExperimentError: unknown module or name, or a package that is not installed.
     """
     module_name, _, name = class_path.rpartition(".")
     if not module_name:
-        raise ExperimentError(f"{where}: '{class_path}' must be a full path, as rollout.system.RolloutSystem")
+        raise ExperimentError(f"{where}: '{class_path}' is not a full path such as rollout.system.RolloutSystem")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             hint = _elsewhere(RENAMED.get(name, name)) or nearest(module_name, _modules_beside(module_name))
             raise ExperimentError(f"{where}: no module '{module_name}'{hint}") from None
-        raise ExperimentError(f"{where}: {class_path} needs the package '{error.name}': not installed") from None
+        raise ExperimentError(
+            f"{where}: {class_path} needs the package '{error.name}', which is not installed; install it"
+        ) from None
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
         hint = _elsewhere(RENAMED.get(name, name)) or nearest(name, classes)
@@ -42,7 +44,7 @@ def import_class(class_path: str, where: str) -> Any:
 
 
 def _elsewhere(name: str) -> str:
-    """Hint with the full path of a class of this project that has this name; empty if there is none."""
+    """Return a hint with the full path of the project's class of this name, or an empty text."""
     defines = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)
     for package in OURS:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -52,7 +54,7 @@ def _elsewhere(name: str) -> str:
 
 
 def _modules_beside(module_name: str) -> list[str]:
-    """All modules of the same top-level package, in whatever folder."""
+    """List all modules of the same top-level package."""
     package = module_name.partition(".")[0]
     try:
         folders = [Path(folder) for folder in importlib.import_module(package).__path__]
@@ -63,14 +65,14 @@ def _modules_beside(module_name: str) -> list[str]:
 
 
 def plays_episodes(config: Config) -> bool:
-    """Whether the experiment's environment is a world that scores itself, whose tasks are no questions."""
+    """Whether the environment scores its own episodes, so that its tasks need no golden answer."""
     environment = ((data_arguments(config).get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
     path = environment.get("class_path")
     return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
 
 
 def unwritten(target: Any) -> list[str]:
-    """Abstract methods that a class has left as they are. Modules have no ABCMeta, so that Python does not refuse."""
+    """List the abstract methods that a class does not implement. Lightning modules have no ABCMeta that would check."""
     if not inspect.isclass(target):
         return []
     static = ((name, inspect.getattr_static(target, name, None)) for name in dir(target))
@@ -78,12 +80,12 @@ def unwritten(target: Any) -> list[str]:
 
 
 def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]:
-    """The parameter of a constructor, its bases' included, and its annotation; (None, Any) where it is unknown."""
+    """Return a parameter of the constructor or of those of the bases, and its annotation; (None, Any) if unknown."""
     for function in constructors(target):
         try:
             parameter = inspect.signature(function).parameters.get(name)
             hint = get_type_hints(function, include_extras=True).get(name, Any) if parameter else Any
-        except Exception:  # a builtin without signature; names of a TYPE_CHECKING block
+        except Exception:  # a builtin has no signature; a TYPE_CHECKING block hides names
             return None, Any
         if parameter is not None:
             return parameter, hint
@@ -91,7 +93,7 @@ def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]
 
 
 def required_arguments(target: Any) -> list[str]:
-    """The names that the class's own constructor cannot be called without; a base's may be given by the class."""
+    """List the required arguments of the class's own constructor. The class may pass those of its bases itself."""
     try:
         parameters = inspect.signature(constructors(target)[0]).parameters.values()
     except (TypeError, ValueError, IndexError):
@@ -101,7 +103,7 @@ def required_arguments(target: Any) -> list[str]:
 
 
 def argument_names(target: Any) -> list[str] | None:
-    """Names a class accepts, ``**kwargs`` followed up through its bases; None when that cannot be told."""
+    """List the arguments that a class takes, following ``**kwargs`` to its bases, or return None."""
     names: list[str] = []
     for function in constructors(target):
         try:

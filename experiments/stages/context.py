@@ -1,4 +1,4 @@
-"""The run's context: what the user asked for and on which nodes; how a stage fails. Imports without torch."""
+"""The user's request with its nodes, and the failure of a stage. Imports without torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from experiments.registry.project import Project
 from experiments.stages.graph import Stage, closure
 from experiments.stages.stop import StopSignal
 
-DEFAULT_PORT = 29400  # torchrun's own default for a rendezvous
-RESUBMIT_VARIABLE = "COMPACT_AGENTS_AGAIN"  # in a Slurm job: the command that submits another which goes on
-STOPPED = 75  # EX_TEMPFAIL: stopped on request with a checkpoint; the same command goes on
+DEFAULT_PORT = 29400  # torchrun's default
+RESUBMIT_VARIABLE = "COMPACT_AGENTS_AGAIN"  # in a Slurm job: the command that continues in another job
+STOPPED = 75  # EX_TEMPFAIL: stopped on request with a checkpoint; the same command continues
 
 
 class StageFailed(Exception):
-    """A stage's process ended badly; it has said why."""
+    """The process of a stage failed and has printed why."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -28,50 +28,50 @@ class StageFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """This machine among those that make the stages together, each by the same command (``LAUNCH=torchrun``)."""
+    """This machine, one of several that run the stages by the same command (``LAUNCH=torchrun``)."""
 
     count: int
     rank: int
     address: str  # of node 0
     port: int  # of node 0, for torchrun
-    timeout_s: int  # for the nodes to find one another
+    timeout_s: int  # longest wait for the other nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Where a stage is among those that are to be made, and how long they take by what is known beforehand."""
+    """Position of a stage among those to be made, and the time they took in earlier runs."""
 
     number: int = 1  # of this stage, from 1
     total: int = 1
-    own_s: float | None = None  # what this stage took the last time; None: not known
-    rest_s: float = 0.0  # what those of the stages after it took that are known
-    rest_known: bool = True  # whether all of them are
+    own_s: float | None = None  # seconds of this stage in its last run, if known
+    rest_s: float = 0.0  # known seconds of the later stages
+    rest_known: bool = True  # whether the seconds of all later stages are known
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What the user asked for: kept to name the command in results and in hints."""
+    """The user's request. Results and hints name its command."""
 
     project: Project
     target: str
     arguments: tuple[str, ...]  # overrides as typed
     seed: int | None
     fresh: bool = False
-    resume: bool = False  # asked for; what can be continued always is
-    compare: bool = False  # make what the experiment is compared with, too
+    resume: bool = False  # requested; a stage that can be continued always is
+    compare: bool = False  # make the compared experiments, too
     verb: str = "train"  # the make target
     variables: tuple[str, ...] = ()  # further make variables, as CKPT=path
-    node: Node | None = None  # with LAUNCH=torchrun; None: this machine alone
+    node: Node | None = None  # with LAUNCH=torchrun
     stop: StopSignal = field(default_factory=StopSignal)
     chain: Chain = Chain()  # for the screen
 
     @property
     def is_main_node(self) -> bool:
-        """Whether this is node 0 (or the only one), which makes the stages; the others join in."""
+        """Whether this is node 0 (or the only node), which leads the stages; the other nodes join."""
         return self.node is None or self.node.rank == 0
 
     def command(self, verb: str | None = None, /, **variables: object) -> str:
-        """The make command that does this, or another make target for the same run."""
+        """Return the make command of this request, or of another make target for the same run."""
         given: dict[str, object] = {"EXP": self.target}
         if verb is None:
             given |= {name: value for name, _, value in (word.partition("=") for word in self.variables)}
@@ -82,12 +82,12 @@ class RunContext:
         return make_command(verb or self.verb, given | variables, self.arguments)
 
     def elsewhere(self, verb: str, **variables: object) -> str:
-        """The make command of a target that takes no experiment, over the same outputs."""
+        """Return the make command of a target without an experiment, over the same outputs."""
         return make_command(verb, variables, [word for word in self.arguments if word.startswith("--paths.outputs=")])
 
     def on_all_nodes(self, **variables: object) -> str:
-        """The make command that does this. On several nodes with the address of node 0, which may have stood in the
-        environment, and with what the others add."""
+        """Return the make command of this request. On several nodes it has the address of node 0, and says what the
+        other nodes add."""
         if self.node is None or self.node.count == 1:
             return self.command(**variables)
         port = {} if self.node.port == DEFAULT_PORT else {"MASTER_PORT": self.node.port}
@@ -96,7 +96,7 @@ class RunContext:
         return f"{self.command(MASTER_ADDR=self.node.address, **port, **variables)} (and with {others})"
 
     def for_stage(self, stage: Stage) -> RunContext:
-        """The context of a command for ``stage``, with the overrides that reach it or the stages it depends on."""
+        """Return the context of a command for ``stage``, with the overrides of it and of the stages it depends on."""
         given, names = overrides.parse(self.arguments), {other.name for other in closure([stage])} - {stage.name}
         own = given.for_stage(stage.name, is_target=stage.name == self.target)
         kept = ("LAUNCH=", "ALLOW=") if stage.name == self.target else ("LAUNCH=",)
@@ -108,8 +108,11 @@ class RunContext:
         return replace(self, target=stage.name, compare=False, verb="train", **changed)
 
     def resume_command(self, resume: bool = True) -> str:
-        """The make command that goes on after a failure; only training has anything to continue from, and only where
-        something was saved (``resume``)."""
+        """Return the make command that continues after a failure.
+
+        Args:
+            resume: whether something was saved to continue from.
+        """
         if self.verb != "train":
             return self.command()
         if job := os.environ.get(RESUBMIT_VARIABLE):
@@ -117,6 +120,6 @@ class RunContext:
         return self.on_all_nodes(**({"RESUME": "last"} if resume else {}))
 
     def flags(self) -> list[str]:
-        """The same as arguments of ``python -m experiments``."""
+        """Return the request as arguments of ``python -m experiments``."""
         seed = ["--seed", str(self.seed)] if self.seed is not None else []
         return [self.target, *seed, *(["--compare"] if self.compare else []), *self.arguments]

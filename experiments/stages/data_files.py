@@ -1,4 +1,4 @@
-"""Reads the data files that stages name, with the stages' own readers, before any of them runs."""
+"""Reads the data files of stages before the first stage runs, with the stages' own readers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ BUDGETS = ("max_turn_tokens", "max_response_tokens", "max_length")  # options of
 SELECT = (
     *QUESTION_FILES, "prompts", "lcb_examples", "splits", "abilities", "max_prompt_tokens", "max_eval_prompt_tokens",
     "eval_skills",
-)  # options that select questions, with ...  # fmt: skip
-WRITE = ("protocol", "skills", "engine", "test_limits", *BUDGETS)  # ... those of rollouts that decide prompts
-# The part of the data that an option names.
+)  # options that select questions  # fmt: skip
+WRITE = ("protocol", "skills", "engine", "test_limits", *BUDGETS)  # options of rollouts that change prompts
+# Option -> its part of the data.
 PARTS: dict[str, Part] = {"train_files": "train", "files": "train", "val_files": "val", "test_files": "test"}
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file as a stage reads it. ``notes``: what is left out, and whatever else its reader warns of."""
+    """One file as a stage reads it. ``notes`` are the reader's warnings, such as rows that it leaves out."""
 
-    reference: str  # a path, or name:path of an evaluation set
+    reference: str  # a path, or name:path for an evaluation set
     what: str  # "questions" or "traces"
     count: int
     notes: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class PartOfData:
-    """The questions that a stage trains, validates or tests on, of all the files of that part. ``notes``: how many
-    others are left out."""
+    """The questions that a stage trains, validates or tests on, from all files of that part. ``notes`` count the
+    questions that are left out."""
 
     part: Part
     tasks: Sequence[Task] = field(repr=False)
@@ -63,20 +63,20 @@ class PartOfData:
 
 @dataclass(frozen=True, slots=True)
 class DataOfStages:
-    """The data that stages read and that no stage makes. ``parts``: by the name of the stage."""
+    """The data that stages read and that no stage makes. The keys of ``parts`` are names of stages."""
 
     files: list[DataFile] = field(default_factory=list)
     parts: dict[str, list[PartOfData]] = field(default_factory=dict)
     faults: dict[str, None] = field(default_factory=dict)  # messages, each once
 
     def lines(self, quiet: bool = False) -> list[str]:
-        """Lines for the screen; ``quiet``: only those about rows that are left out."""
+        """Return lines for the screen. ``quiet``: only lines about rows that are left out."""
         notes = (note for parts in self.parts.values() for part in parts for note in part.notes)
         return [*(str(file) for file in self.files if file.notes or not quiet), *dict.fromkeys(notes)]
 
 
 def check_data_files(stages: Sequence[Stage], root: Path, count: bool = True) -> DataOfStages:
-    """Read the data files that are there. Raises ExperimentError with the faults of all files."""
+    """Read the existing data files. Raises ExperimentError with the faults of all files."""
     found = read_data_files(stages, root, count=count)
     if found.faults:
         raise ExperimentError("\n  ".join(["data files cannot be used:", *found.faults]))
@@ -87,13 +87,13 @@ def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False, c
     """Read the data files of the stages.
 
     Args:
-        absent: a file that is not there is a fault, and so is a tokenizer that is not, or a bank of skills.
-        count: count the tokens of prompts, which takes a second for a thousand.
+        absent: treat a missing file, tokenizer or bank of skills as a fault.
+        count: count the tokens of prompts, a second per thousand prompts.
     """
     made = [s.folder.absolute() for s in closure(stages)]
     found = DataOfStages()
-    made_parts: dict[str, list[PartOfData]] = {}  # by all that selects them: a grid's stages share most
-    seen: dict[str, DataFile | None] = {}  # by file and reader; null where it is not there yet, or faulty
+    made_parts: dict[str, list[PartOfData]] = {}  # by the options that select them; the stages of a grid share most
+    seen: dict[str, DataFile | None] = {}  # by file and reader, or None for a missing or faulty file
     for stage in stages:
         options = reader_options(stage)
         for reference in references(stage):
@@ -106,7 +106,7 @@ def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False, c
                 continue
             try:
                 seen[how] = read(stage, reference)
-            except ValueError as error:  # DatasetError, or an option of the reader
+            except ValueError as error:  # a DatasetError, or from an option of the reader
                 found.faults[str(error)] = None
         own = {reference: seen[f"{reference} {options}"] for reference in references(stage)}
         if not _reads_traces(stage):
@@ -124,7 +124,7 @@ def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False, c
 def _parts(
     stage: Stage, files: Mapping[str, DataFile | None], absent: bool, count: bool, faults: dict[str, None]
 ) -> Iterator[PartOfData]:
-    """The parts whose files are all there, selected as the stage will select them."""
+    """Yield the parts whose files all exist, with the questions that the stage will select."""
     from data_modules.datasets.files import DatasetError
     from data_modules.datasets.questions import unique
 
@@ -154,7 +154,7 @@ def _parts(
 
 
 class PromptWriters:
-    """Makes the writers of a stage's first prompts from its configuration; no engine and no environment is made."""
+    """Makes the writers of a stage's first prompts from its configuration, without engine and environment."""
 
     def __init__(self, stage: Stage) -> None:
         self._name, self._arguments = stage.name, data_arguments(stage.config)
@@ -165,7 +165,7 @@ class PromptWriters:
         """Return the writer for a part of the data, or None where the stage has no rollouts.
 
         Args:
-            required: if false, return None where a tokenizer is not a folder here, or the skills cannot be made yet.
+            required: if false, return None for a missing tokenizer folder, or for skills that cannot be made yet.
 
         Raises:
             ValueError: the protocol or the skills cannot be made.
@@ -205,7 +205,7 @@ class PromptWriters:
 
 
 def references(stage: Stage) -> list[str]:
-    """The data files that a stage reads, each once, as its configuration names them."""
+    """List the data files of a stage, each once, as its configuration names them."""
     arguments = data_arguments(stage.config)
     given = [arguments.get(key) or () for key in QUESTION_FILES]
     return list(dict.fromkeys(path for paths in given for path in _listed(paths)))
@@ -216,7 +216,7 @@ def _listed(paths: Any) -> list[str]:
 
 
 def reader_options(stage: Stage) -> dict[str, Any]:
-    """The options that decide, beside the file, how it is read."""
+    """Return the options of a stage that change how a file is read."""
     arguments = data_arguments(stage.config)
     if _reads_traces(stage):
         return {"reader": _part(stage)["class_path"]}
@@ -228,7 +228,7 @@ def reader_options(stage: Stage) -> dict[str, Any]:
 
 
 def read(stage: Stage, reference: str) -> DataFile:
-    """One file as the stage will read it. Raises ValueError (DatasetError) that names the faults."""
+    """Read one file as the stage will. Raises ValueError (DatasetError) with the faults."""
     from data_modules.datasets.questions import load_tasks
 
     with _warnings() as notes:
@@ -237,7 +237,7 @@ def read(stage: Stage, reference: str) -> DataFile:
             wrong = [trace.fault for trace in traces if trace.fault is not None]
             kinds = ", ".join(f"{fault} {wrong.count(fault)}" for fault in dict.fromkeys(wrong))
             if wrong and len(wrong) == len(traces):
-                raise ValueError(f"{reference}: all {len(traces)} traces would be left out: {kinds}; give others")
+                raise ValueError(f"{reference}: all {len(traces)} traces would be left out: {kinds}; give other traces")
             left_out = (f"{len(wrong)} of them are left out: {kinds}",) if wrong else ()
             return DataFile(reference, "traces", len(traces), (*left_out, *notes))
         tasks = load_tasks(reference, **reader_options(stage))
@@ -245,7 +245,7 @@ def read(stage: Stage, reference: str) -> DataFile:
 
 
 def loading(config: Config) -> QuestionLoading:
-    """How a stage of this configuration selects and puts questions; ``reader_options`` has what reads the files."""
+    """Return the selection of questions in a configuration. ``reader_options`` returns the options of its reader."""
     from data_modules.datasets.splits import Splits
     from data_modules.loading.question_loading import QuestionLoading
 
@@ -266,7 +266,7 @@ def _reads_traces(stage: Stage) -> bool:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collects the warnings of readers, which do not reach the screen."""
+    """Collect the warnings of readers and keep them from the screen."""
     notes: list[str] = []
     logger, handler = logging.getLogger("data_modules"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]

@@ -24,28 +24,28 @@ MARK = re.compile(r"@stage:([^@]*)@")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Something the user has to bring: a folder of weights, a data set, an index."""
+    """An input that the user provides: a folder of weights, a data set, an index."""
 
     path: str
     how: str
     present: bool
-    hub: str | None = None  # Hugging Face repository that `make download` takes it from
+    hub: str | None = None  # Hugging Face repository for `make download`
     repo_type: str = "model"
-    files: tuple[str, ...] = ()  # glob patterns of what to fetch; empty: the whole repository
-    assemble: bool = False  # the fetched files, unpacked if they end in .gz, one after the other make up ``path``
+    files: tuple[str, ...] = ()  # glob patterns to fetch; empty: the whole repository
+    assemble: bool = False  # concatenate the fetched files to ``path``, after unpacking .gz
     size_gb: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One experiment with everything settled: what to run, where it lies, what it depends on."""
+    """One resolved experiment: its configuration, its folder, its dependencies."""
 
     name: str
     kind: str
     key: str
     folder: Path
-    config: Config  # resolved; ``${stage:X}`` has become X's folder
-    arguments: tuple[str, ...]  # overrides left for the parser
+    config: Config  # resolved, with X's folder for ``${stage:X}``
+    arguments: tuple[str, ...]  # overrides that the parser applies
     upstream: tuple[Stage, ...]
     needs: tuple[Need, ...]
 
@@ -56,12 +56,12 @@ class Stage:
 
 
 class Graph:
-    """Resolves experiments into stages; one stage per name, shared by all that refer to it.
+    """Resolves experiments into stages. Experiments that refer to the same name share its stage.
 
     Args:
-        project: where files and outputs lie.
-        overrides: command-line overrides; ``own`` belongs to ``target`` alone.
-        target: the experiment the command names.
+        project: folders of experiment files and of outputs.
+        target: the experiment of the command.
+        overrides: command-line overrides; ``own`` applies to ``target`` alone.
         seed: replaces ``seed_everything`` in every stage without ``experiment.fixed_seed``.
     """
 
@@ -93,17 +93,20 @@ class Graph:
         return stage
 
     def plan(self, *, compare: bool) -> list[Stage]:
-        """The target with all that it depends on, with ``compare`` also what it is compared with, in an order in which
-        they can be made."""
+        """Return the target after its dependencies.
+
+        Args:
+            compare: include the stages that the target is compared with.
+        """
         target = self.target()
         return closure([target, *(self.compared(target) if compare else [])])
 
     def compared(self, stage: Stage) -> list[Stage]:
-        """Stages that the closing table shows beside ``stage``, in the file's order."""
+        """Return the stages that the closing table shows beside ``stage``."""
         return [self.stage(name) for name in stage.config["experiment"].get("compare") or []]
 
     def stage(self, name: str, _chain: tuple[str, ...] = ()) -> Stage:
-        """Raises ExperimentError for an unknown stage or a circle of stages."""
+        """Return the stage of an experiment. Raises ExperimentError for an unknown name or a circle of stages."""
         if name in _chain:
             raise ExperimentError(f"the stages run in a circle: {' -> '.join((*_chain, name))}")
         if name not in self._stages:
@@ -127,7 +130,7 @@ class Graph:
             upstream[reference] = self.stage(reference, (*chain, name))
             return f"@stage:{reference}@"
 
-        settled = resolve(config, referred, self.project.experiment_dirs)  # once, with a mark where a folder will stand
+        settled = resolve(config, referred, self.project.experiment_dirs)  # a mark takes the place of each folder
         keyed = _marked(settled, lambda reference: f"@stage/{upstream[reference].key}" if reference else "@this")
         key = stage_key(keyed, arguments, self.project.root, self.hasher)
         folder = self.project.outputs / name / key
@@ -146,7 +149,7 @@ class Graph:
 
 
 def _marked(value: Any, replacement: Callable[[str], str]) -> Any:
-    """The value with every mark of a stage replaced; the stage's own mark has no name."""
+    """Replace every mark of a stage in ``value``. The stage's own mark has no name."""
     if isinstance(value, dict):
         return {key: _marked(inner, replacement) for key, inner in value.items()}
     if isinstance(value, list):
@@ -155,7 +158,7 @@ def _marked(value: Any, replacement: Callable[[str], str]) -> Any:
 
 
 def _needs(config: Config, name: str, root: Path) -> tuple[Need, ...]:
-    """``experiment.needs``: a mapping from a name of your choice to the fields of ``Need``."""
+    """Read ``experiment.needs``, a mapping from any name to the fields of ``Need``."""
     needs = []
     for title, entry in (config["experiment"].get("needs") or {}).items():
         if entry is None:
@@ -164,14 +167,14 @@ def _needs(config: Config, name: str, root: Path) -> tuple[Need, ...]:
         where = f"experiment '{name}', needs.{title}"
         require_keys(entry, valid, where)
         if not {"path", "how"} <= set(entry):
-            raise ExperimentError(f"{where}: 'path' and 'how' must be given")
+            raise ExperimentError(f"{where} lacks 'path' or 'how'; give both")
         present = (root / entry["path"]).exists()
         needs.append(Need(**{**entry, "present": present, "files": tuple(entry.get("files", ()))}))
     return tuple(needs)
 
 
 def closure(stages: Sequence[Stage]) -> list[Stage]:
-    """The given stages and everything they depend on, each once, in an order in which they can be run."""
+    """Return the stages and their dependencies, each once and after its own dependencies."""
     ordered: dict[str, Stage] = {}
 
     def visit(stage: Stage) -> None:
@@ -187,7 +190,7 @@ def closure(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def strings(value: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """All strings of a nested configuration with their dotted paths."""
+    """Yield the dotted path and the text of every string in a nested configuration."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from strings(inner, f"{path}.{key}" if path else str(key))
@@ -199,41 +202,43 @@ def strings(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def require_files(stages: Sequence[Stage], root: Path) -> None:
-    """Raises ExperimentError for the first stage that names files which are not there (see ``missing_files``)."""
+    """Raise ExperimentError for the first stage with missing files (see ``missing_files``)."""
     for stage in stages:
         if missing := missing_files(stage, root):
             raise ExperimentError(f"experiment '{stage.name}': {'; '.join(missing)}")
 
 
 def _model_fault(text: str, key: str, root: Path) -> str | None:
-    """Why an option that names a model can name none; None: it may be a folder, or owner/name of the hub."""
+    """Say why ``text`` names no model, or return None for a folder, or owner/name on the hub."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     wanted = "give a Hugging Face folder, or owner/name of the hub"
     path = root / text
     if path.exists():
         whole = path.is_dir() and (key == "tokenizer" or (path / "config.json").is_file())
-        return None if whole else f"'{text}' is no model folder (it has no config.json); {wanted}"
+        return None if whole else f"'{text}' is not a model folder (it has no config.json); {wanted}"
     owner, *rest = text.split("/")
     if text.startswith((".", "/", "~")) or len(rest) != 1 or (root / owner).is_dir():
         return f"no model folder '{text}'; {wanted}"
     try:
         validate_repo_id(text)
     except HFValidationError:
-        return f"'{text}' is no name of the hub; {wanted}"
+        return f"'{text}' is not a name of the hub; {wanted}"
     return None
 
 
 def missing_files(stage: Stage, root: Path) -> list[str]:
-    """One line per input file that is not there and that no stage will make, with the first option that names it; files
-    listed under ``experiment.needs`` are reported by ``needs`` instead."""
+    """Return a line for each missing input file that no stage will make, with the first option that names it.
+
+    ``Stage.needs`` reports the files of ``experiment.needs``.
+    """
     made = [s.folder for s in closure(stage.upstream)] + [stage.folder]
     listed = [root / need.path for need in stage.needs]
     lines: list[str] = []
     reported: set[str] = set()
     for section in ("model", "data", "task", "trainer"):
         for where, text in strings(stage.config.get(section), section):
-            path = root / split_reference(text)[1]  # "gsm8k:data/gsm8k.jsonl" names a file too
+            path = root / split_reference(text)[1]  # as in "gsm8k:data/gsm8k.jsonl"
             key = where.rpartition(".")[2].partition("[")[0]
             model = key in MODELS and (key != "model" or where.endswith(".engine.init_args.model"))  # not of a service
             named = model or (section != "trainer" and (key in DATA or text.endswith(FILE_SUFFIXES)))
@@ -247,7 +252,7 @@ def missing_files(stage: Stage, root: Path) -> list[str]:
             if path.exists():
                 continue
             reported.add(text)
-            if path.parent == root:  # whatever else lies there is no help
+            if path.parent == root:  # do not suggest other files of the root
                 lines.append(f"{where}: no file '{text}' in {root}")
                 continue
             prefix = text[: len(text) - len(path.name)]

@@ -1,4 +1,4 @@
-"""The data files of a stage, as MLflow lists them under "Datasets used": name, digest, count."""
+"""Describes the data files of a stage for MLflow's "Datasets used": name, digest, number of rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CONTEXTS = {
 
 
 def dataset_inputs(config: Mapping[str, Any], outputs: Path) -> Iterator[DatasetInput]:
-    """Yield the files that ``data`` names, and those in the folders that it names. The digest is the beginning of the
-    file's SHA-256, as in the stage's key. A missing or unreadable file is left out: the data module reports it.
+    """Yield the files of ``data``, also those in its folders. Leaves out a missing or unreadable file, which the data
+    module reports. The digest is the beginning of the file's SHA-256, as in the stage's key.
 
     Args:
         config: resolved configuration of a fit or a test.
-        outputs: folder of the stages. A file that a stage made is named after the stage.
+        outputs: folder of the stages. The file of a stage is named after the stage.
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -36,7 +36,7 @@ def dataset_inputs(config: Mapping[str, Any], outputs: Path) -> Iterator[Dataset
 
     hasher = PathHasher(outputs / HASHES)
     arguments = (config.get("data") or {}).get("init_args") or {}
-    tests = config["experiment"].get("kind") == "test"  # by a configuration that may name what it was trained on
+    tests = config["experiment"].get("kind") == "test"  # the configuration may still name training files
     for argument, context in CONTEXTS.items():
         if tests and context != "testing":
             continue
@@ -73,7 +73,7 @@ def _rows(path: Path) -> int:
 
 
 def dataset_name(path: Path, outputs: Path) -> str:
-    """``world_tiny/test.parquet`` of a stage's file, else the file with its folder."""
+    """Return ``world_tiny/test.parquet`` for a stage's file, else the file's name with its folder."""
     if path.is_relative_to(outputs):
         stage, _, *rest = path.relative_to(outputs).parts
         return "/".join([stage, *rest])

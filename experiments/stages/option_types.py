@@ -1,4 +1,4 @@
-"""Says in one sentence which value of a configuration does not fit its option, and which values the option takes."""
+"""Explains in one sentence why a value does not fit its option, and which values the option takes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Import = Callable[[str], Any]
 
 
 def misfit(value: Any, hint: Any, path: str, load: Import) -> str | None:
-    """Say why ``value`` does not fit an option with this annotation. None: it fits, or the annotation is unknown.
+    """Explain why ``value`` does not fit an annotation, or return None if it fits or the annotation is unknown.
 
-    Only the class path of an object is compared. The caller checks the arguments of the object.
+    Compares only the class path of an object. The caller checks the arguments of the object.
 
     Args:
         path: dotted name of the option.
-        load: the class of a class path. Raises ExperimentError.
+        load: imports the class of a class path. Raises ExperimentError.
     """
     faults = [_misfit_of_member(value, member, path, load) for member in _members(hint)]
     if None in faults:
@@ -52,7 +52,7 @@ def misfit(value: Any, hint: Any, path: str, load: Import) -> str | None:
 
 
 def describe(hint: Any) -> str:
-    """The values that an annotation takes, in words.
+    """Describe the values that an annotation takes.
 
     >>> describe(int | None)
     'a whole number or null'
@@ -86,7 +86,7 @@ def takes_null(hint: Any) -> bool:
 
 
 def built_from(value: Any, hint: Any) -> type | None:
-    """The class that a mapping without ``class_path`` has the arguments of; None for any other value."""
+    """Return the class whose arguments a mapping without ``class_path`` holds, or None for another value."""
     if not isinstance(value, Mapping) or "class_path" in value:
         return None
     kinds = (m for m in _members(hint) if inspect.isclass(m) and m not in (*WORDS, Any, object))
@@ -94,7 +94,7 @@ def built_from(value: Any, hint: Any) -> type | None:
 
 
 def names_class(value: Any, hint: Any) -> bool:
-    """Whether text is the class path of an object of this annotation, which has no arguments then."""
+    """Whether text is the class path of an object without arguments."""
     if not isinstance(value, str) or "." not in value:
         return False
     members = _members(hint)
@@ -109,7 +109,7 @@ def _shown(value: Any) -> str:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a Union, named aliases resolved, in their order, null last."""
+    """Return the members of a Union with aliases resolved, null last."""
     hint = getattr(hint, "__value__", hint)  # of an alias with a name
     if typing.get_origin(hint) in (Union, types.UnionType):
         found = [member for part in typing.get_args(hint) for member in _members(part)]
@@ -118,7 +118,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _misfit_of_member(value: Any, hint: Any, path: str, load: Import) -> str | None:
-    """``misfit`` for an annotation other than a Union. A fault of a part begins with the part's path."""
+    """Explain a misfit to an annotation other than a Union. A fault of a part begins with the part's path."""
     if hint is Any:
         return None
     plain = f"'{path}' is {_shown(value)}"
@@ -154,7 +154,7 @@ def _misfit_of_list(value: Any, hint: Any, path: str, load: Import) -> str | Non
 
 
 def _misfit_of_object(value: Any, hint: Any, path: str, load: Import) -> str | None:
-    """Of an object of a class: a mapping with a class path, a class path alone, or the arguments of the class."""
+    """Explain a misfit of an object: a mapping with a class path, a class path alone, or the arguments of the class."""
     class_path = value.get("class_path") if isinstance(value, Mapping) else value
     if isinstance(value, Mapping) and "class_path" not in value:
         return None if not _typehints.is_protocol(hint) else f"'{path}' is {_shown(value)}"
@@ -178,8 +178,8 @@ def _names_of_subclasses(kind: type) -> set[str]:
 
 
 def _misfit_of_scalar(value: Any, hint: Any, plain: str) -> str | None:
-    """Of a bool, a number or a number of a range, which may be text in YAML's form. A range's own validator says more
-    than its bounds."""
+    """Explain a misfit of a bool or a number, which may be text in YAML's form. The message of a range's own validator
+    replaces its bounds."""
     value = read(value)
     if isinstance(value, bool) or hint is bool:
         return None if hint is bool and isinstance(value, bool) else plain
@@ -195,7 +195,7 @@ def _misfit_of_scalar(value: Any, hint: Any, plain: str) -> str | None:
 
 
 def read(value: Any) -> Any:
-    """Parse text as YAML. Other values come back unchanged."""
+    """Parse text as YAML. Return other values unchanged."""
     try:
         return parse_yaml(value) if isinstance(value, str) else value
     except yaml.YAMLError:
@@ -213,7 +213,7 @@ def _is_list(hint: Any) -> bool:
 
 
 def _is_fixed(hint: Any) -> bool:
-    """Whether a list has one annotation for each of its members (``tuple[float, int]``)."""
+    """Whether each member of a list has its own annotation (``tuple[float, int]``)."""
     arguments = typing.get_args(hint)
     return typing.get_origin(hint) is tuple and bool(arguments) and Ellipsis not in arguments
 

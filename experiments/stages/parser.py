@@ -23,7 +23,7 @@ CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 
 @contextmanager
 def refusals(where: str) -> Iterator[None]:
-    """Raise ExperimentError with what a constructor or a check says of its options."""
+    """Turn the error of a constructor or a check into an ExperimentError."""
     try:
         yield
     except ExperimentError:
@@ -33,7 +33,7 @@ def refusals(where: str) -> Iterator[None]:
 
 
 def instantiate(config: Config, name: str) -> Any:
-    """One part of a configuration by itself, built from its class path and arguments; ``name`` is for messages."""
+    """Build one object of a configuration. ``name`` names the object in messages."""
     from jsonargparse import ArgumentParser
 
     protocols.compare_by_calls()
@@ -48,9 +48,10 @@ def instantiate(config: Config, name: str) -> Any:
 
 
 def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bool) -> Any:
-    """A parsed command line: a LightningCLI for kinds fit and test, a parser of one class for kind task.
+    """Parse a configuration: with a LightningCLI for kinds fit and test, with a parser of one class for kind task.
 
-    With ``instantiate`` the result has ``trainer``, ``model`` and ``datamodule`` (or ``task``).
+    Args:
+        instantiate: build the objects, too. The result then has ``trainer``, ``model`` and ``datamodule``, or ``task``.
     """
     protocols.compare_by_calls()
     startup.speed_up_parser()
@@ -71,11 +72,11 @@ def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bo
 
 
 def constructor_message(error: Exception) -> str:
-    """What the constructor of a class said, without the parser's words around it: that the argument fits no type."""
+    """Return the message of the constructor that failed, without the parser's messages around it."""
     inner: BaseException | None = error
     while inner is not None and str(inner).startswith(OF_A_UNION):
         inner = inner.__cause__
-    fits_another = inner is None or "does not implement protocol" in str(inner)  # the first of several in a Union
+    fits_another = inner is None or "does not implement protocol" in str(inner)  # a member of a Union
     return condense(str(error if fits_another else inner))
 
 
@@ -92,10 +93,10 @@ def _lightning_cli(words: list[str], instantiate: bool) -> Any:
         def _set_seed(self) -> None:
             pass
 
-        def _dump_config(self) -> None:  # for the hyperparameters of a module that is constructed
+        def _dump_config(self) -> None:  # a module reads it for its hyperparameters
             self.config_dump = {}
 
-    # It warns when `args` is given and the process has arguments of its own, as ours have.
+    # It warns because the process has arguments, too.
     warnings.filterwarnings("ignore", ".*LightningCLI's args parameter is intended.*")
     return (LightningCLI if instantiate else ParsedOnly)(
         LightningModule,
@@ -112,14 +113,14 @@ def _lightning_cli(words: list[str], instantiate: bool) -> Any:
 
 
 class _TaskCLI:
-    """The same, for a class with ``run(output_dir: Path) -> dict``."""
+    """Parser and task, a class with ``run(output_dir: Path) -> dict``."""
 
     def __init__(self, class_path: str, words: list[str], where: str, instantiate: bool) -> None:
         from jsonargparse import ArgumentParser
 
         target = import_class(class_path, where)
         if not callable(getattr(target, "run", None)):
-            raise ExperimentError(f"{where}: {class_path} is no task: it has no method run(output_dir)")
+            raise ExperimentError(f"{where}: {class_path} is not a task; expected a class with run(output_dir)")
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--config", action="config")
         parser.add_argument("--seed_everything", type=int, default=0)
@@ -137,7 +138,7 @@ NOISE = re.compile(
 )
 OF_A_RANGE = re.compile(r"Input should be (.*?) \[type=\w+, input_value=(.*), input_type=\w+\](?:\. Got value: .*)?")
 
-# The parser's words and ours, in the order in which they are put.
+# The parser's words and ours, replaced in this order.
 REWORDED = (
     (r"': Problem with given class_path '[^']+': '", "."),  # 'model': ... 'lr': becomes 'model.lr':
     (r"(?:Does not implement protocol|Not a valid subclass of) (\w+)", r"Expected class_path and init_args of a \1"),
@@ -147,9 +148,10 @@ REWORDED = (
 
 
 def condense(message: str) -> str:
-    """The parser's message without what it repeats for every member of a Union, and a range's (``common.ranges``)
-    without what it says of pydantic: one line. ``option_types`` finds most faults before; texts that the parser takes
-    for numbers remain (``1e-3``, ``0x10``), and what constructors say."""
+    """Shorten the parser's message to one line, without its repetitions for every member of a Union.
+
+    ``option_types`` finds most faults first. The parser still finds numbers written as text (``1e-3``, ``0x10``).
+    """
     lines = [re.sub(r"^-\s*", "", line.strip()) for line in message.splitlines() if not NOISE.match(line)]
     text = OF_A_RANGE.sub(r"found \2; expected \1", " ".join(line for line in lines if line))
     text = protocols.explain(re.sub(r"Parser key \"([^\"]+)\":", r"'\1':", text) or message.strip())

@@ -1,4 +1,4 @@
-"""Checks that the packages are installed which the options of a stage need."""
+"""Checks that the packages that a stage needs are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENGINE = "rollout.engines.vllm_engine.VLLMEngine"
 
 
 def check_packages(config: Config, where: str) -> list[str]:
-    """Returns what this machine lacks that another may have.
+    """Return what this machine lacks, one sentence each. Another machine may have it.
 
     Raises:
         ExperimentError: a package is not installed, or an option needs a GPU and the trainer is on the CPU.
@@ -33,7 +33,7 @@ def check_packages(config: Config, where: str) -> list[str]:
         option, instead = ("attention", "sdpa") if flash else ("liger", "false")
         found = str(model[option]).lower()
         raise ExperimentError(
-            f"{where}: model.{option} is {found}, which runs on CUDA only, and trainer.accelerator is cpu; "
+            f"{where}: model.{option} is {found}, which needs CUDA, and trainer.accelerator is cpu; "
             f"set --model.{option} {instead}"
         )
     if model.get("liger") and trainer.get("accelerator") in GPU_NAMES and find_spec("liger_kernel") is None:
@@ -42,6 +42,6 @@ def check_packages(config: Config, where: str) -> list[str]:
 
 
 def is_sharded(strategy: Any) -> bool:
-    """Whether a ``trainer.strategy``, by name or class path, is one of DeepSpeed's."""
+    """Whether a ``trainer.strategy``, a name or an object, is one of DeepSpeed's."""
     name = strategy.get("class_path", "") if isinstance(strategy, dict) else str(strategy)
     return name.rpartition(".")[2].lower().startswith(("zero", "deepspeed"))

@@ -1,6 +1,7 @@
-"""What the parts of a stage's rollout system demand of one another (the tools that are called, the sampler, an engine
-that sleeps), as far as class paths and arguments tell; ``RolloutSystem`` compares the objects themselves once they are
-built."""
+"""Checks that the parts of a stage's rollout system fit together, from their class paths and arguments.
+
+``RolloutSystem`` compares the objects themselves once they are built.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,12 @@ from experiments.stages.parser import instantiate, refusals
 
 
 def check_rollouts(parsed: Any, where: str) -> None:
-    """Raises ExperimentError where the environment is known to lack a tool that the protocol is known to call, where
-    the sampler forks what the protocol writes anew for every turn, or where the engine is told to sleep and cannot."""
+    """Check tools, sampler and engine of the rollouts.
+
+    Raises:
+        ExperimentError: the environment lacks a tool that the protocol calls, the sampler forks trajectories whose
+            prompt is rewritten every turn, or the engine cannot sleep.
+    """
     for section in ("data", "task"):
         options = parsed.config.get(f"{section}.init_args") or {}
         rollouts = options.get("rollouts.init_args")
@@ -43,8 +48,8 @@ def check_rollouts(parsed: Any, where: str) -> None:
 
 
 def check_protocol(protocol: type, block: Config, where: str) -> None:
-    """Construct a protocol that reads tool calls where its tokenizer is a folder on this machine: its constructor
-    renders calls with the chat template and reads them back. Raises ExperimentError with what the constructor says."""
+    """Construct a protocol that reads tool calls, if its tokenizer is a folder here. Its constructor renders calls with
+    the chat template and parses them again. Raises ExperimentError with the message of the constructor."""
     from rollout.protocols.hermes import HermesProtocol
 
     folder = Path(str((block.get("init_args") or {}).get("tokenizer", "")))
@@ -69,8 +74,8 @@ def called_tools(protocol: type, option: Any) -> tuple[str, ...]:
 
 
 def environment_tools(class_path: str, option: Any) -> Any:
-    """What ``check_tools`` asks for its ``tools``: the class of a world that names them, the option ``tools`` of
-    question answering; None if they are unknown."""
+    """Return an object whose ``tools`` are those of the environment: the class of a world, or an object with the option
+    ``tools`` of question answering, or None if the tools are unknown."""
     from rollout.environments.question_answering import QuestionAnswering
 
     environment = import_class(class_path, "environment")

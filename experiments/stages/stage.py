@@ -1,7 +1,7 @@
-"""The body of one stage, run in a process of its own: ``python -m experiments stage FOLDER``.
+"""Runs one stage in this process: ``python -m experiments stage FOLDER``.
 
-Everything it needs is in the folder (config.yaml, stage.json). It writes everything except result.json, which the
-parent process writes once this one has ended well.
+Reads config.yaml and stage.json of the folder, and writes everything but result.json. The runner writes result.json
+when this process has ended well.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from experiments.stages.store import StageFolder
 
 SUMMARY = "summary.json"  # what a task returned
 INTERRUPTED = 130
-REFUSED = 2  # the configuration is wrong; nothing has been done
+REFUSED = 2  # the configuration is wrong; nothing has run
 PACKAGES = ("callbacks", "common", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
 PARENT_VARIABLE = "COMPACT_AGENTS_PARENT"
 PR_SET_PDEATHSIG = 1
-# By these Lightning takes a process for a task of srun, one per rank. The tasks of our jobs are nodes.
+# With these Lightning takes a process for one rank that srun started. Our jobs have one srun task per node.
 SRUN_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
 
 
@@ -51,7 +51,7 @@ def run(folder: Path) -> int:
     parent = os.environ.get(PARENT_VARIABLE)
     if parent:
         die_with_parent(int(parent))
-        os.environ[PARENT_VARIABLE] = str(os.getpid())  # ranks that the strategy launches are our children
+        os.environ[PARENT_VARIABLE] = str(os.getpid())  # for ranks that the strategy launches
     try:
         execute(folder)
     except KeyboardInterrupt:
@@ -60,7 +60,7 @@ def run(folder: Path) -> int:
         if rank() == 0:
             print(stop, flush=True)
             (folder / stop_request.STOPPED).touch()
-        return 0  # of a rank: torchrun would call anything else a failure
+        return 0  # torchrun would treat any other code as a failure
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return REFUSED
@@ -88,7 +88,7 @@ def execute(folder: Path) -> None:
 
 
 def prepared(store: StageFolder, config: dict[str, Any]) -> Stage:
-    """The stage of a prepared folder, with the names and folders of the stages that it reads."""
+    """Return the stage of a prepared folder, with the names and folders of the stages that it reads."""
     metadata, about = store.metadata(), config["experiment"]
 
     def other(name: str, key: str) -> Stage:
@@ -100,7 +100,7 @@ def prepared(store: StageFolder, config: dict[str, Any]) -> Stage:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the process that started us dies; at once if it already has (Linux)."""
+    """Ask the kernel to kill this process when its parent dies, or at once if the parent is dead (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -116,8 +116,7 @@ def run_task(config: dict[str, Any], arguments: Sequence[str], folder: Path) -> 
 
 
 def seed_task(seed: int) -> None:
-    """As Lightning's ``seed_everything``, which leaves the seed in PL_GLOBAL_SEED, without importing what the task
-    has not imported."""
+    """Seed the libraries that the task has imported, as Lightning's ``seed_everything`` does."""
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     random.seed(seed)
     for module, function in (("numpy", "random.seed"), ("torch", "manual_seed")):
@@ -126,7 +125,7 @@ def seed_task(seed: int) -> None:
 
 
 def run_lightning(config: dict[str, Any], arguments: Sequence[str], store: StageFolder) -> None:
-    """Trainer.fit (kind fit), then Trainer.test with the weights that fit ended with."""
+    """Run Trainer.fit for kind fit, then Trainer.test with the final weights."""
     from callbacks.training.rank_watch import watch_from_the_start
     from experiments.stages.parser import cli
 
@@ -136,25 +135,25 @@ def run_lightning(config: dict[str, Any], arguments: Sequence[str], store: Stage
     watch_from_the_start(trainer)  # a fit stops the watch; `setup` starts it once more for the test
     log_configuration(trainer, store)
     if config["experiment"]["kind"] == "fit":
-        gc.freeze()  # libraries and models stay: the collector need not walk them whenever trajectories pile up
+        gc.freeze()  # keep libraries and models out of the garbage collector's walks
         trainer.fit(model, datamodule=data, ckpt_path=store.checkpoint)
         if has_test(data):
             trainer.test(model, datamodule=data, verbose=False)
         else:
             data.teardown("test")  # which ends the engine
     else:
-        checkpoint = store.metadata()["checkpoint"]  # perhaps a stranger's
+        checkpoint = store.metadata()["checkpoint"]  # may come from elsewhere
         trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True)
 
 
 def has_test(data: Any) -> bool:
-    """Whether there is anything to test on: a stage that only prepares a model has no test files."""
+    """Whether the stage has test files. A stage that only prepares a model has none."""
     files = getattr(data, "files", None)  # of data_modules.evaluation_data.EvaluationData
     return files is None or bool(files["test"])
 
 
 def log_configuration(trainer: Any, store: StageFolder) -> None:
-    """The resolved configuration and the data files, to every logger that takes them."""
+    """Pass the resolved configuration and the data files to every logger that takes them."""
     from experiments.stages.inputs import dataset_inputs
 
     text = store.config_path.read_text()
@@ -168,7 +167,7 @@ def log_configuration(trainer: Any, store: StageFolder) -> None:
 
 
 def quieten() -> None:
-    """Libraries' hints about things that are decided here."""
+    """Silence hints of libraries about settings that this project chooses."""
     connector = "lightning.pytorch.trainer.connectors.checkpoint_connector"
     mlflow = ("mlflow.store.db.utils", "mlflow.tracing.export.async_export_queue")
     lightning = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
@@ -178,11 +177,11 @@ def quieten() -> None:
     for message in (
         ".*does not have many workers.*",
         ".*LeafSpec.*is deprecated.*",
-        ".*You have overridden `transfer_batch_to_device`.*",  # batches are lists of trajectories, moved when collated
+        ".*You have overridden `transfer_batch_to_device`.*",  # collating moves the batches to the device
         ".*module\\(s\\) in eval mode.*",  # the frozen teacher
-        ".*`torch.distributed.*is deprecated.*",  # DeepSpeed's calls, once per rank
+        ".*`torch.distributed.*is deprecated.*",  # called by DeepSpeed, on each rank
         ".*each worker will save a shard of the checkpoint.*",
-        ".*`srun` command is available.*",  # the ranks are torchrun's
+        ".*`srun` command is available.*",  # torchrun starts the ranks
     ):
         warnings.filterwarnings("ignore", message)
 
@@ -192,7 +191,7 @@ def _where(config: dict[str, Any]) -> str:
 
 
 def rank() -> int:
-    """Of this process among those of the stage, as their launcher has told it."""
+    """Return the rank of this process, as the launcher set it."""
     return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
 
 
@@ -203,16 +202,16 @@ def _report(error: Exception, folder: Path) -> int:
         traceback.print_exc()
     elif not _is_full_disk(error):
         path = folder / (f"traceback-rank{rank()}.txt" if rank() else "traceback.txt")
-        with contextlib.suppress(OSError):  # the disk may be full, as another rank has said
+        with contextlib.suppress(OSError):  # the disk may be full
             write_atomically(path, traceback.format_exc())
-            print(f"(where it arose: {path})", file=sys.stderr)
+            print(f"(traceback: {path})", file=sys.stderr)
     sys.stderr.flush()
     return 1
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Whether the message alone is enough: wrong input, the machine's state, or an error class of the project's own
-    (a service that is down, a collapsed run)."""
+    """Whether the message explains the error without a traceback: wrong input, a fault of the machine, or an error
+    class of this project (a service that is down, a collapsed run)."""
     own = type(error).__module__.partition(".")[0] in PACKAGES
     machine = isinstance(error, (ValueError, OSError, MemoryError)) or _is_full_disk(error)
     return own or machine or _is_lost_connection(error)
@@ -227,20 +226,20 @@ def _is_full_disk(error: BaseException | None) -> bool:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective, gloo's or NCCL's, has lost another rank."""
+    """Whether a collective of gloo or NCCL has lost another rank."""
     said = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
 
 
 def explain(error: BaseException) -> str:
-    """One message: what was found, and for the machine's own troubles what to do."""
+    """Return a message with the error, and for faults of the machine with what to do."""
     text = str(error) or type(error).__name__
     if isinstance(error, DiskFullError):
         return error.strerror or text
     if _is_lost_connection(error):
-        return f"another rank has ended, and says why. This one has lost its connection: {one_line(text)[:200]}"
+        return f"another rank has ended and printed why. This rank has lost its connection: {one_line(text)[:200]}"
     if _is_full_disk(error):
-        return f"no space left on the disk ({text}). Free some space; what was made so far is kept."
+        return f"no space left on the disk ({text}). Free some space; finished work is kept."
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"a port is in use ({text}). End the other process, or choose another port (0 takes a free one)."
     if isinstance(error, MemoryError):
@@ -249,15 +248,15 @@ def explain(error: BaseException) -> str:
 
 
 def set_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The variables a stage's process starts with; what the user has set stays."""
+    """Return the variables for the process of a stage. Variables that the user has set keep their values."""
     defaults = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some virtual machines advertise AMX and cannot run it
-        # Trainer and engine share the cores. Threads that spin for longer starve each other where anything else runs
-        # (at 20,000 a step took 2.6 times as long); those that sleep at once cost a tenth where nothing does.
+        # Trainer and engine share the cores. Threads that spin longer starve each other: at 20,000 a step took 2.6
+        # times as long on a busy machine. Threads that never spin cost a tenth on an idle one.
         "GOMP_SPINCOUNT": "1000",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one for each model that is loaded or saved, in a moment
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one bar per model that is loaded or saved
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",

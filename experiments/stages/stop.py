@@ -1,4 +1,4 @@
-"""SIGUSR1: stop at the next checkpoint. What a batch system sends some minutes before a job's time is up."""
+"""Stops at the next checkpoint after SIGUSR1, which batch systems send before the end of a job's time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from callbacks.training import stop_request
 
 
 class StopSignal:
-    """Hands the signal on to the training in progress; without one (a task, a test) the stage is made to its end."""
+    """Passes the signal on to the training in progress. Tasks and tests run to their end."""
 
     def __init__(self) -> None:
         self.received = False
         self._folder: Path | None = None
 
     def install(self) -> None:
-        """Take SIGUSR1 from now on, which would end this process otherwise."""
+        """Handle SIGUSR1, which would end this process by default."""
         signal.signal(signal.SIGUSR1, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -31,7 +31,7 @@ class StopSignal:
 
     @contextmanager
     def working_in(self, folder: Path) -> Iterator[None]:
-        """The stage whose training is to be stopped."""
+        """Name the folder of the stage that runs during the block."""
         self._folder = folder
         if self.received:
             stop_request.ask(folder)

@@ -1,11 +1,11 @@
-"""The folder of a stage on disk: what lies in it, its lock, its done marker. Imports without torch.
+"""The folder of a stage on disk: its files, its lock, its done marker. Imports without torch.
 
 outputs/NAME/KEY/
     config.yaml       resolved configuration      stage.json   arguments, upstream keys, sessions
     checkpoints/      for resuming                model/       exported Hugging Face folder
     evaluation.json   evaluation/*.parquet        trajectories/   log
-    digests.sha256    of the tables that it hands on (model/ and checkpoints have their own)
-    result.json       written last, atomically: the stage is done
+    digests.sha256    of its tables for other stages (model/ and checkpoints have their own)
+    result.json       written last: the stage is done
 outputs/NAME/KEY.lock   held while a process works in the folder
 """
 
@@ -31,31 +31,31 @@ from experiments.stages.graph import Stage
 
 HANDED_ON = (".parquet", ".jsonl", ".csv")
 MODEL = "model"
-OWN_FOLDERS = (FOLDER, MODEL, "index")  # have digests of their own; an index records the sizes of its files
+OWN_FOLDERS = (FOLDER, MODEL, "index")  # have their own digests; an index records the sizes of its files
 
 
 class Lock:
-    """A file that one process holds at a time, on this machine or on another that shares the file system.
+    """A lock file that one process holds, on this machine or another with the same file system.
 
-    The kernel gives the lock of a dead process back, so that nothing has to be guessed from process ids.
+    The kernel releases the lock of a dead process.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def owner(self) -> dict[str, Any] | None:
-        """Fields that the holder has written (pid, host, ...); None if nobody holds it."""
+        """Return the fields that the holder has written (pid, host, ...), or None if the lock is free."""
         if not self.path.is_file():
             return None
         with self.path.open("r+") as stream:
-            if _try_lock(stream.fileno(), fcntl.LOCK_SH):  # shared: others who ask are no owners
+            if _try_lock(stream.fileno(), fcntl.LOCK_SH):  # shared, so that two readers do not see each other
                 return None
             text = stream.read()
         return json.loads(text) if text else {"pid": None}
 
     @contextmanager
     def held(self, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None, poll: float = 0.5) -> Iterator[None]:
-        """Hold the lock; waits for another living process, after calling ``on_wait`` once."""
+        """Hold the lock. While another process holds it, call ``on_wait`` once and wait."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+") as stream:
             waited = False
@@ -64,7 +64,7 @@ class Lock:
                     on_wait(self.owner() or {"pid": None})
                     waited = True
                 time.sleep(poll)
-            stream.truncate(0)  # what a killed process has left
+            stream.truncate(0)  # a killed process may have left its fields
             self.update(pid=os.getpid(), host=os.uname().nodename, since=time.time())
             try:
                 yield
@@ -72,7 +72,7 @@ class Lock:
                 stream.truncate(0)
 
     def update(self, **fields: Any) -> None:
-        """Change what ``owner`` returns. Written through to the disk: they may be on another node."""
+        """Change what ``owner`` returns, also on other nodes: the fields are written through to the disk."""
         with self.path.open("r+") as stream:
             text = json.dumps({**json.loads(stream.read() or "{}"), **fields})
             stream.seek(0)
@@ -83,7 +83,7 @@ class Lock:
 
 
 class StageFolder:
-    """One stage's folder on disk."""
+    """The folder of one stage."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class StageFolder:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint, None if there is none."""
+        """The newest checkpoint, or None."""
         return find_checkpoint(self.path)
 
     @property
@@ -110,15 +110,14 @@ class StageFolder:
         return self.path / "evaluation.json"
 
     def result(self) -> dict[str, Any] | None:
-        """What result.json says, or None: the stage is not done."""
+        """Read result.json, or return None while the stage is not done."""
         try:
             return read_json(self.path / "result.json")
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def state(self) -> str:
-        """``done``, ``running``, ``interrupted`` (has checkpoints), ``unfinished`` (starts from the beginning) or
-        ``missing``."""
+        """Return ``done``, ``running``, ``interrupted`` (has checkpoints), ``unfinished`` (has none) or ``missing``."""
         if self.result() is not None:
             return "done"
         if not self.path.is_dir():
@@ -134,12 +133,15 @@ class StageFolder:
         return read_json(path) if path.is_file() else {}
 
     def has_weights(self) -> bool:
-        """Whether there are checkpoints, whole or not, or an exported model."""
+        """Whether the folder has checkpoints, whole or not, or an exported model."""
         return bool(anything_saved(self.path)) or (self.path / MODEL).exists()
 
     def prepare(self, stage: Stage, metadata: dict[str, Any], *, keep: bool) -> Path | None:
-        """Write config.yaml and stage.json and open a session. ``keep=False`` begins with an empty folder: it renames
-        a folder with weights, which stays until ``finish``, and deletes any other.
+        """Write config.yaml and stage.json and open a session.
+
+        Args:
+            keep: if false, begin with an empty folder. A folder with weights is renamed and stays until ``finish``;
+                any other folder is deleted.
 
         Returns:
             the new name of a renamed folder.
@@ -149,7 +151,7 @@ class StageFolder:
             remove(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         sessions = self.metadata().get("sessions", [])
-        if sessions and sessions[-1]["ended"] is None:  # killed: it lived at least until its last checkpoint
+        if sessions and sessions[-1]["ended"] is None:  # killed, at the earliest after its last checkpoint
             end = self.checkpoint.stat().st_mtime if self.checkpoint else sessions[-1]["started"]
             sessions[-1]["ended"] = max(end, sessions[-1]["started"])
         sessions.append({"started": time.time(), "ended": None})
@@ -159,14 +161,14 @@ class StageFolder:
         return renamed
 
     def end_session(self) -> float:
-        """Close the session; returns the seconds of all sessions together."""
+        """Close the session, and return the seconds of all sessions."""
         metadata = self.metadata()
         metadata["sessions"][-1]["ended"] = time.time()
         write_atomically(self.path / "stage.json", json.dumps(metadata, indent=2))
         return sum(s["ended"] - s["started"] for s in metadata["sessions"])
 
     def undo_prepare(self) -> None:
-        """Delete the folder, and give a folder that ``prepare`` renamed its name back."""
+        """Delete the folder, and restore the folder that ``prepare`` renamed."""
         remove(self.path)
         if earlier := self._replaced():
             os.rename(earlier[-1], self.path)
@@ -178,7 +180,7 @@ class StageFolder:
         return [numbered[number] for number in sorted(filter(str.isdigit, numbered), key=int)]
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Write the digests of the tables, then the done marker; delete what this stage replaces."""
+        """Write the digests of the tables, then the done marker. Delete the folders that this stage replaces."""
         obey_umask(self.path)
         own = [self.path / name for name in OWN_FOLDERS]
         tables = [file for file in files_of(self.path) if file.suffix in HANDED_ON]

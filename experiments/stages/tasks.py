@@ -1,4 +1,4 @@
-"""Small tasks that belong to no other folder. Used as stages of kind task."""
+"""Defines small tasks, for stages of kind task."""
 
 from __future__ import annotations
 
@@ -6,44 +6,45 @@ from pathlib import Path
 from typing import Any
 
 from common.digests import write_digests
+from common.ranges import PositiveInt
 
 
 class InitialModel:
-    """A Qwen3 with random weights and a given tokenizer, as the Hugging Face folder ``<output_dir>/model``.
+    """Writes a Qwen3 with random weights and a given tokenizer as Hugging Face folder ``<output_dir>/model``.
 
     Args:
-        tokenizer: Hugging Face folder of the tokenizer; its size is the vocabulary's.
+        tokenizer: Hugging Face folder of the tokenizer, which defines the vocabulary.
         hidden_size: width of the residual stream.
         layers: number of blocks.
         heads: query heads.
         kv_heads: key and value heads.
         head_dim: width of a head; vLLM's CPU attention wants a multiple of 32.
         intermediate_size: width of the MLP; null: 3 * hidden_size.
-        max_length: positions the model is made for.
+        max_length: positions of the model.
         rope_theta: base of the rotary embedding; Qwen3's 1,000,000 suits long contexts, shorter ones learn faster
             with 10,000.
         tie_embeddings: share the input and output embeddings.
         initializer_range: standard deviation of the weights.
-        seed: of the weights.
+        seed: seed of the weights.
     """
 
     def __init__(
         self,
         tokenizer: str,
-        hidden_size: int = 128,
-        layers: int = 4,
-        heads: int = 4,
-        kv_heads: int = 2,
-        head_dim: int = 32,
-        intermediate_size: int | None = None,
-        max_length: int = 2048,
+        hidden_size: PositiveInt = 128,
+        layers: PositiveInt = 4,
+        heads: PositiveInt = 4,
+        kv_heads: PositiveInt = 2,
+        head_dim: PositiveInt = 32,
+        intermediate_size: PositiveInt | None = None,
+        max_length: PositiveInt = 2048,
         rope_theta: float = 10_000.0,
         tie_embeddings: bool = True,
         initializer_range: float = 0.02,
         seed: int = 0,
     ) -> None:
-        if min(hidden_size, layers, heads, kv_heads, head_dim, max_length) < 1 or heads % kv_heads:
-            raise ValueError("sizes must be at least 1, and heads a multiple of kv_heads")
+        if heads % kv_heads:
+            raise ValueError(f"heads is {heads}; expected a multiple of kv_heads, which is {kv_heads}")
         self.tokenizer, self.seed = tokenizer, seed
         self.sizes = {
             "hidden_size": hidden_size,
@@ -59,7 +60,7 @@ class InitialModel:
         }
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Returns the number of parameters and of vocabulary entries."""
+        """Write the folder, and return the number of parameters and of vocabulary entries."""
         import torch
         from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 

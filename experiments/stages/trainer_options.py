@@ -1,4 +1,4 @@
-"""Checks Lightning's Trainer options: values that a run can use, options without effect here, pairs that contradict."""
+"""Checks Lightning's Trainer options: unusable values, options without effect here, contradictions."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TYPES: dict[str, Any] = {
     "gradient_clip_algorithm": Literal["norm", "value"] | None,
     "profiler": Literal["simple", "advanced", "pytorch"] | Profiler | None,
 }
-# Options that switch off what a callback does, and the callback.
+# Option -> class path prefix and name of the callback that it disables.
 SWITCHES = {
     "enable_progress_bar": ("callbacks.training.progress.", "progress"),
     "enable_checkpointing": ("callbacks.training.resume.", "resume"),
 }
-# Option: the values with which it changes nothing, and what to do instead.
+# Option -> the values without effect, and what to do instead.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "barebones": ((False,), "a stage needs its logger and its checkpoints; leave it out"),
     "overfit_batches": ((0,), "the data modules order their batches themselves; take limit_train_batches"),
@@ -60,7 +60,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "default_root_dir": ((None,), "a stage writes into its own folder; take --paths.outputs FOLDER"),
     "model_registry": ((None,), "checkpoints stay in the stage's folder; leave it out"),
 }
-# Options of automatic optimisation: the value with which they change nothing, and what does the same here.
+# Option of automatic optimisation -> the value without effect, and what to use here.
 MANUAL = {
     "accumulate_grad_batches": (
         1,
@@ -72,7 +72,7 @@ MANUAL = {
 
 
 def check_values(trainer: Config, where: str) -> None:
-    """Raises ExperimentError for an option without effect here, and for options that contradict one another."""
+    """Raise ExperimentError for an option without effect here, and for options that contradict each other."""
     for option, (neutral, instead) in UNSUPPORTED.items():
         if (value := trainer.get(option, neutral[0])) not in neutral:
             raise ExperimentError(f"{where}: trainer.{option} is {value!r}, which is not supported; {instead}")
@@ -99,16 +99,16 @@ def check_values(trainer: Config, where: str) -> None:
 
 
 def check_manual(trainer: Config, where: str) -> None:
-    """Options that Lightning refuses, once a stage runs, for modules that step their optimisers themselves. Raises
-    ExperimentError with ours that does the same."""
+    """Refuse options that Lightning refuses later, for modules that step their optimisers themselves. Raises
+    ExperimentError with the option of this project that has the same effect."""
     for option, (neutral, instead) in MANUAL.items():
         if (value := trainer.get(option, neutral)) != neutral:
             raise ExperimentError(f"{where}: trainer.{option} is {value}, which does nothing here; {instead}")
 
 
 def check_precision(module: Any, trainer: Config, where: str) -> None:
-    """Raises ExperimentError where the trained weights would be kept in half precision, which a DeepSpeed engine does
-    beside float32 masters."""
+    """Refuse trained weights in half precision. A DeepSpeed engine keeps float32 masters beside them. Raises
+    ExperimentError."""
     from lightning_modules.models.precision import check_master_weights
 
     if requirements.is_sharded(trainer.get("strategy")):
@@ -128,7 +128,7 @@ def _is_duration(value: str | dict[str, Any]) -> bool:
 
 
 def _check_devices(trainer: Config, where: str) -> None:
-    """A number or ``auto``, or on GPUs -1 or different numbers of GPUs."""
+    """Accept a number or ``auto``; on GPUs also -1 or a list of different GPUs."""
     devices, indices = trainer.get("devices", 1), hardware.device_indices(trainer.get("devices", 1))
     if indices is not None:
         good = bool(indices) and all(map(str.isdigit, indices)) and len(set(indices)) == len(indices)
@@ -141,8 +141,7 @@ def _check_devices(trainer: Config, where: str) -> None:
 
 
 def check_by_lightning(trainer: Config, where: str) -> None:
-    """Construct a bare Trainer with the plain options, on this machine's CPU. Raises ExperimentError with what
-    Lightning refuses."""
+    """Construct a bare Trainer on the CPU with the plain options. Raises ExperimentError with Lightning's message."""
     skipped = ("accelerator", "devices", "num_nodes", "logger", "callbacks", "strategy", "plugins")
     scalars = {key: value for key, value in trainer.items() if isinstance(value, (str, int, float, type(None)))}
     plain: dict[str, Any] = {key: value for key, value in scalars.items() if key not in skipped}

@@ -25,11 +25,11 @@ from experiments.stages.graph import Stage, closure, require_files, strings
 from experiments.stages.parser import cli, instantiate, refusals
 from experiments.stages.rollout_tools import check_rollouts
 
-# None of them takes a metric of torchmetrics.
+# Packages that use no metric of torchmetrics.
 WITHOUT_METRICS = ("callbacks.", "data_modules.", "experiments.", "lightning", "retrieval.", "rollout.", "torch.")
 LIGHTNING = ("callbacks.", "data_modules.", "lightning")  # their modules import Lightning
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
-# Arguments of earlier versions, and what to write instead.
+# Argument of an earlier version -> what to write instead.
 RENAMED = {
     "show_tools": "; now tools_in: leave it out for show_tools: true, tools_in: trained for show_tools: false",
     "dead_after_s": "; leave it out: the process group's timeout ends a run that has lost a host",
@@ -65,7 +65,7 @@ def check(stage: Stage, root: Path, *, only: bool = False) -> list[str]:
         only: this process runs no stage afterwards, so that it need not import all of Lightning.
 
     Returns:
-        the devices and packages that this machine lacks. The stage may be meant for another machine.
+        devices and packages that this machine lacks. Another machine may have them.
 
     Raises:
         ExperimentError: an unknown class or argument, a value of the wrong type, a missing argument or file, options
@@ -109,7 +109,7 @@ def _check_trainer(module: Any, parsed: Any, config: Config, where: str) -> None
 
 
 def check_validation_interval(parsed: Any, where: str) -> None:
-    """A run that ends before its first validation is refused here; Lightning would do so once the models are loaded."""
+    """Refuse a run that ends before its first validation. Lightning would refuse it after loading the models."""
     interval = parsed.get("trainer.val_check_interval")
     iterations = parsed.get("data.init_args.iterations")
     epoch_wise = parsed.get("trainer.check_val_every_n_epoch", 1) is not None
@@ -121,7 +121,7 @@ def check_validation_interval(parsed: Any, where: str) -> None:
 
 
 def check_generation_configs(stage: Stage, root: Path) -> None:
-    """Raises ExperimentError where transformers would refuse to load a model because of its generation_config.json."""
+    """Refuse a model whose generation_config.json transformers would refuse. Raises ExperimentError."""
     for section in ("model", "data", "task"):
         for key, text in strings(stage.config.get(section), section):
             model = key.rpartition(".")[2] in MODELS and key.rpartition(".")[2] != "tokenizer"
@@ -133,11 +133,12 @@ def check_generation_configs(stage: Stage, root: Path) -> None:
 
 
 def check_module(parsed: Any, where: str) -> Any:
-    """Construct and return the module, if the stage has one (else None), and what it is given (skills with their bank):
-    a module loads its models later, but its constructor knows which numbers, names and banks do not go together.
+    """Construct and return the module with its arguments, or return None for a stage without one.
+
+    A module loads its models later. Its constructor checks options against each other.
 
     Raises:
-        ExperimentError: with what the constructor says.
+        ExperimentError: with the message of the constructor.
     """
     if "model" not in parsed.config:
         return None
@@ -148,11 +149,12 @@ def check_module(parsed: Any, where: str) -> Any:
 
 
 def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
-    """Construct the callbacks, whose constructors know which of their options do not agree. A callback that reads a
-    file of an earlier stage, or one under ``experiment.needs``, is constructed once the file is there.
+    """Construct the callbacks, whose constructors check options against each other.
+
+    Skips a callback that reads a missing file of an earlier stage, or of ``experiment.needs``.
 
     Raises:
-        ExperimentError: with what the constructor says.
+        ExperimentError: with the message of the constructor.
     """
     expected = [s.folder for s in closure(stage.upstream)] + [root / need.path for need in stage.needs]
     for callback in parsed.config.get("trainer.callbacks") or ():
@@ -165,9 +167,11 @@ def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
 
 
 def check_data_options(module: Any, parsed: Any, where: str) -> None:
-    """What the module cannot learn from is refused here, where ``fit`` would do so before its first rollout: a group
-    too small for what is compared, tokens that are sampled from another distribution than the one that is trained, a
-    teacher, reference or critic without an embedding for a token that the policy may sample."""
+    """Refuse data options that the module cannot train on, as ``fit`` would before its first rollout.
+
+    Examples: a group too small to compare, tokens sampled from another distribution than the trained one, a teacher,
+    reference or critic without an embedding for a token that the policy may sample.
+    """
     samples, rounds = (parsed.config.get(f"data.init_args.{key}") for key in ("group_size", "dynamic_sampling"))
     if rounds is not None and samples == 1:
         raise ExperimentError(
@@ -182,7 +186,7 @@ def check_data_options(module: Any, parsed: Any, where: str) -> None:
 
 
 def check_lengths(parsed: Any, where: str) -> None:
-    """Raises ExperimentError where a response cannot begin, or where rollouts may grow longer than the engine takes."""
+    """Refuse lengths that leave no token for a response, or that exceed the engine's. Raises ExperimentError."""
     for section in ("data", "task"):
         options = parsed.config.get(f"{section}.init_args") or {}
         engine = options.get("rollouts.init_args.engine.init_args.max_length")
@@ -201,7 +205,7 @@ def check_lengths(parsed: Any, where: str) -> None:
 
 
 def check_classes(config: Config, where: str) -> None:
-    """Every class named exists and takes the arguments given. Raises ExperimentError."""
+    """Check that every class exists and takes its arguments. Raises ExperimentError."""
     for section in ("model", "data", "task"):
         check_names(config.get(section), section, where)
     fault = option_types.misfit(config.get("seed_everything", 0), Seed, "seed_everything", importlib.import_module)
@@ -212,7 +216,7 @@ def check_classes(config: Config, where: str) -> None:
 
 
 def _check_lightning(config: Config, where: str) -> str | None:
-    """Check the Trainer's options. Returns why ``model`` or ``data`` is not a module of Lightning's, or None."""
+    """Check the Trainer's options. Return why ``model`` or ``data`` is not a Lightning module, or None."""
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
     from experiments.stages import trainer_options
@@ -227,7 +231,7 @@ def _check_lightning(config: Config, where: str) -> str | None:
 
 
 def with_arguments(config: Config, arguments: Sequence[str], where: str) -> Config:
-    """Put the arguments that are left for the parser into the configuration, so that they are checked, too."""
+    """Copy the configuration with the arguments that are left for the parser, so that they are checked, too."""
     config = copy.deepcopy(config)
     for argument in arguments:
         path, _, text = argument.removeprefix("--").partition("=")
@@ -252,8 +256,8 @@ def with_arguments(config: Config, arguments: Sequence[str], where: str) -> Conf
 
 
 def _part(node: Any, name: str) -> Any:
-    """The mapping below ``node`` of this name, of an object among its arguments; of a list's last object, as the parser
-    has it."""
+    """Return the mapping of this name in ``node``, or in its arguments if ``node`` is an object. For a list, return its
+    last object, as the parser does."""
     if "class_path" in node and name not in ("class_path", "init_args"):
         node = node.setdefault("init_args", {})
     part = node.setdefault(name, {})
@@ -267,7 +271,7 @@ def _part(node: Any, name: str) -> Any:
 
 
 def check_names(value: Any, path: str, where: str) -> None:
-    """Walk a section. Every ``class_path`` must exist and take its ``init_args``."""
+    """Check that every ``class_path`` in a section exists and takes its ``init_args``."""
     if isinstance(value, list):
         for i, item in enumerate(value):
             check_names(item, f"{path}[{i}]", where)
@@ -279,7 +283,7 @@ def check_names(value: Any, path: str, where: str) -> None:
         return
     target = import_class(value["class_path"], f"{where}, {path}")
     if missing := unwritten(target):
-        raise ExperimentError(f"{where}, {path}: {value['class_path']} lacks {' and '.join(missing)}; write it")
+        raise ExperimentError(f"{where}, {path}: {value['class_path']} lacks {' and '.join(missing)}; implement it")
     if extra := set(value) - {"class_path", "init_args", "dict_kwargs"}:
         raise ExperimentError(f"{where}: '{path}.{sorted(extra)[0]}' belongs under '{path}.init_args'")
     check_arguments(target, value["class_path"], value.get("init_args") or {}, path, where)
@@ -291,8 +295,8 @@ def check_arguments(
     """Compare the arguments of a class with its constructor: names, types, and that none is missing.
 
     Args:
-        name: of the class, for messages.
-        narrower: annotations that replace the constructor's.
+        name: name of the class in messages.
+        narrower: annotations that replace those of the constructor.
 
     Raises:
         ExperimentError: the first argument that does not fit.
@@ -308,7 +312,7 @@ def check_arguments(
         hint = (narrower or {}).get(key, hint)
         if value is None:
             if parameter is not None and parameter.default is not None and not option_types.takes_null(hint):
-                raise ExperimentError(f"{where}: '{at}' is null, which it cannot be; give a value or leave it out")
+                raise ExperimentError(f"{where}: '{at}' is null; expected a value; give one or leave the option out")
             continue
         if fault := option_types.misfit(value, hint, at, partial(import_class, where=f"{where}, {at}")):
             raise ExperimentError(f"{where}: {fault}")

@@ -242,7 +242,7 @@ def test_only_models_are_taken_for_models(workshop, tmp_path):
     workshop.task("x")
     context = RunContext(workshop.project, "x", (), None)
     with pytest.raises(
-        ExperimentError, match="'x' .* not been made yet; no other run of it is there: run make train EXP=x f"
+        ExperimentError, match="'x' .* not been made yet; it has no other run: run make train EXP=x f"
     ):
         find_model(context, None)
     with pytest.raises(ExperimentError, match="no checkpoint at /nowhere"):

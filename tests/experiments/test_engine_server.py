@@ -47,4 +47,4 @@ def test_what_cannot_be_served_is_said(tmp_path):
     environment = os.environ | {"COMPACT_AGENTS_OUTPUTS": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "has not been made yet; no other run of it is there: run make train EXP=" in done.stderr
+    assert "has not been made yet; it has no other run: run make train EXP=" in done.stderr

@@ -259,10 +259,10 @@ def test_attention_that_cannot_be_had_is_refused(attention, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model": {"init_args": {"liger": True}}, "trainer": {"accelerator": "cpu"}}, "liger is true, .* CUDA only"),
+        ({"model": {"init_args": {"liger": True}}, "trainer": {"accelerator": "cpu"}}, "liger is true, .*CUDA"),
         (
             {"model": {"init_args": {"attention": "flash_attention_2"}}, "trainer": {"accelerator": "cpu"}},
-            "attention is flash_attention_2, which runs on CUDA only",
+            "attention is flash_attention_2, .*CUDA",
         ),
         ({"trainer": {"strategy": "zero3"}}, "this trainer.strategy needs the package deepspeed"),
         ({"trainer": {"strategy": {"class_path": "a.b.ZeRO2"}}}, "this trainer.strategy needs the package deepspeed"),
@@ -281,14 +281,14 @@ def test_packages_that_are_not_installed_are_refused(config, message, monkeypatc
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Qwen/Qwen3 0.6B", "is no name of the hub"),
+        ("Qwen/Qwen3 0.6B", "is not a name of the hub"),
         ("Qwen/Qwen3-0.6B/", "no model folder"),
         ("https://huggingface.co/Qwen/Qwen3-0.6B", "no model folder"),
         ("Qwen3-0.6B", "no model folder"),
         ("docs", "no config.json"),
         ("README.md", "no config.json"),
         ("", "no config.json"),
-        ("who/.hidden", "is no name of the hub"),
+        ("who/.hidden", "is not a name of the hub"),
     ],
 )
 def test_a_malformed_model_is_refused(name, message):

@@ -89,7 +89,7 @@ def test_a_run_stopped_and_killed_ends_with_the_weights_of_an_uninterrupted_one(
     _, store, _, last = fitted
     assert last.returncode == 0 and "continuing from" in last.stdout, last.stdout + last.stderr
     assert json.loads((store.path / "steps.json").read_text()) == 12
-    assert "nothing to continue" not in last.stdout
+    assert "RESUME=last: no stage" not in last.stdout
     assert torch.equal(torch.load(store.path / "final.pt")["walk"], uninterrupted_walk())
 
 

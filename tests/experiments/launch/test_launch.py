@@ -267,7 +267,7 @@ def test_a_node_with_other_code_is_refused(waiting):
     stage, store, context = waiting
     with store.lock.held():
         store.lock.update(prepared=True, commit="0123456789")
-        with pytest.raises(ExperimentError, match="node 0 012345678: take one commit on all"):
+        with pytest.raises(ExperimentError, match="node 0 012345678; use one commit"):
             run_other_node([stage], context, None)
 
 
@@ -285,7 +285,7 @@ def test_torchrun_says_in_a_line_that_the_others_have_not_come():
     words = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     command = [sys.executable, "-m", "experiments.launch.torchrun", *words, "--rdzv-conf=timeout=1", "-m", "this"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1 and "error: the nodes have not found one another" in done.stderr, done.stderr
+    assert done.returncode == 1 and "error: the nodes have not found each other" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -300,7 +300,7 @@ def test_torchrun_says_in_a_line_that_the_others_have_not_come():
         (["--launch", "torchrun", "--nodes", "2", "--trainer.num_nodes", "3"], "NNODES=2, but trainer.num_nodes"),
         (["--launch", "torchrun", "--trainer.devices", "auto"], "must know how many processes"),
         (["--launch", "torchrun", "--nodes", "2", "--node-rank", "2", "--master-addr", "x"], "expected 0 to 1"),
-        (["--nodes", "2"], "NNODES was given, but nothing to launch by"),
+        (["--nodes", "2"], "NNODES was given without LAUNCH"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_said_at_once(house, run_here, words, expected):

@@ -109,7 +109,7 @@ def test_what_the_watch_reports_ends_a_child_that_does_not_end_by_itself(tmp_pat
         command, cwd=ROOT, env=dict(os.environ), log=tmp_path / "log", watch=lambda: next(reports)
     )
     assert (result.returncode, result.interrupted, result.trouble) == (-signal.SIGKILL, False, "node 1 has gone")
-    assert b"node 1 has gone; what runs here ends in" in capfdbinary.readouterr().out
+    assert b"node 1 has gone; the processes here end in" in capfdbinary.readouterr().out
 
 
 def test_what_this_process_logs_meanwhile_is_on_the_screen_and_in_the_log(tmp_path, capfdbinary):

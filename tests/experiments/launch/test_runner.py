@@ -39,7 +39,7 @@ def test_stages_are_made_once_and_reused(chain):
     workshop, journal = chain
     first = workshop.run("train", "b", "--resume", "last")
     assert first.returncode == 0, first.stderr
-    assert "RESUME=last: nothing to continue" in first.stdout
+    assert "RESUME=last: no stage was interrupted" in first.stdout
     assert runs(journal) == ["a", "b"]
     stage = workshop.graph("b").target()
     assert (stage.folder / "note.txt").read_text() == "AB"
@@ -70,13 +70,13 @@ def test_what_it_is_compared_with_is_made_on_demand(chain, run_here, monkeypatch
     alone = run_here("train", "b")
     assert alone.returncode == 0, alone.stderr
     assert (
-        "  left out, though compared with: other, third; to make them, too: make train EXP=b COMPARE=1\n"
+        "  compared experiments that are left out: other, third; to make them, too: make train EXP=b COMPARE=1\n"
         in alone.stdout
     )
     assert sorted(runs(journal)) == ["a", "b"] and [s.name for s in shown[-1]] == ["a", "b"]
     assert run_here("train", "other").returncode == 0
     again = run_here("train", "b")
-    assert "compared with: third; to make" in again.stdout
+    assert "that are left out: third; to make" in again.stdout
     assert [s.name for s in shown[-1]] == ["a", "other", "b"], "what is done is shown in any case"
     whole = run_here("train", "b", "--compare")
     assert whole.returncode == 0 and "left out" not in whole.stdout and sorted(runs(journal))[-1] == "third"
@@ -174,7 +174,7 @@ def test_no_command_erases_a_checkpoint_that_it_has_not_replaced(workshop, run_h
 
     train(1, saves="first")
     (folder / "iteration-00000001.ckpt").rename(folder / "mine.ckpt")
-    assert "nothing to continue" not in train(2, "--resume", "last").stdout
+    assert "RESUME=last: no stage" not in train(2, "--resume", "last").stdout
     assert "(can be resumed)" in run_here("clean").stdout and (folder / "mine.ckpt").exists()
     (folder / "mine.ckpt").rename(folder / "iteration-00000001.ckpt")
     assert "continuing from" in train(1, "--resume", "last").stdout and seen[-1] == "first"
@@ -201,7 +201,7 @@ def test_ctrl_c_says_how_to_continue(chain):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 130
-    assert "Ctrl-C again ends it at once" in out
+    assert "Ctrl-C again ends the stage at once" in out
     assert "To continue: make train EXP=a SEED=3 RESUME=last" in err
 
 
@@ -271,7 +271,7 @@ def test_outputs_that_cannot_be_written_are_one_message(workshop, run_here, monk
     monkeypatch.setattr(workshop, "project", replace(workshop.project, outputs=Path("/dev/null/x")))
     run = run_here("train", "a")
     assert run.returncode == 2 and run.stderr.count("\n") == 1
-    assert "error: no outputs can be written to /dev/null/x (Not a directory): choose another folder" in run.stderr
+    assert "error: cannot write outputs to /dev/null/x (Not a directory); choose another folder" in run.stderr
     assert run_here("status", "a").returncode == 0, "what only reads is not refused"
 
     def read_only(*_, **__):
