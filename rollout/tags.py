@@ -1,6 +1,17 @@
-"""Readers of tagged text in linear time: a collapsed policy repeats one tag to the end of its budget."""
+"""Readers of tagged and boxed text in linear time: a collapsed policy repeats one tag to the end of its budget."""
 
 from __future__ import annotations
+
+import itertools
+import re
+
+# The system prompt of ARPO's five RL files was written with an unescaped \b: a backspace stands before "oxed".
+BROKEN_BOX = "\x08oxed"
+
+_DEPTH = {"{": 1, "}": -1}
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
+_END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
 
 
 def between(text: str, opening: str, closing: str) -> list[str]:
@@ -29,3 +40,46 @@ def last_between(text: str, opening: str, closing: str) -> str | None:
     before, closed, _ = text.rpartition(closing)
     _, opened, content = before.rpartition(opening)
     return content.partition(closing)[0] if closed and opened else None
+
+
+def boxed(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed``: of its matched braces, or for ``\boxed 8`` the text up to the end of
+    the formula or line. None without a box, or if its brace is never closed.
+
+    >>> boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    _, found, rest = text.rpartition("\\boxed")
+    rest = rest.lstrip(" ")
+    if not found or not rest:
+        return None
+    if not rest.startswith("{"):
+        return _END_OF_MATH.split(rest, maxsplit=1)[0].strip()
+    end = closing_brace(_ESCAPED.sub("  ", rest))
+    return None if end is None else rest[1:end].strip()
+
+
+def closing_brace(text: str) -> int | None:
+    r"""Return the position of the brace that closes the first one opened, or None. Escaped braces count, as in released
+    code.
+
+    >>> closing_brace(r"\{a{b}} c"), closing_brace("a{b")
+    (6, None)
+    """
+    depths = itertools.accumulate(map(_DEPTH.get, text, itertools.repeat(0)))
+    return next((index for index, depth in enumerate(depths) if not depth and text[index] == "}"), None)
+
+
+def unwrapped(answer: str) -> str:
+    r"""Remove LaTeX's ``\text{...}`` (or a font) around a whole answer; return any other answer unchanged.
+
+    >>> unwrapped(r"\text{Grey Harbor}"), unwrapped(r"5 \text{ cm}")
+    ('Grey Harbor', '5 \\text{ cm}')
+    """
+    whole = _WORDS.fullmatch(answer)
+    return whole[1].strip() if whole else answer
+
+
+def mended(text: str) -> str:
+    r"""Repair ``\boxed`` in a published prompt."""
+    return text.replace(BROKEN_BOX, "\\boxed")

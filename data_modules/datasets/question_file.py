@@ -22,9 +22,9 @@ from data_modules.datasets.files import (
 from data_modules.datasets.gold_paragraphs import NOT_THERE, NoParagraphs, Passages, gold_paragraphs
 from data_modules.datasets.ground_truths import TEST_FIELDS, GroundTruth, ability_of, as_answers, read_truth
 from data_modules.datasets.own_questions import OwnRows, read_own
-from rollout.protocols.boxed import BROKEN_BOX, mended
 from rollout.rewards.answers import choice_letter
 from rollout.rewards.code.solution_tests import check_tests
+from rollout.tags import BROKEN_BOX, mended
 from rollout.trajectory import Task
 
 logger = logging.getLogger(__name__)

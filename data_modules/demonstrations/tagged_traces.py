@@ -20,9 +20,9 @@ from common.ranges import PositiveInt
 from data_modules.datasets.traces import MalformedTrace, Trace, cut, read_traces
 from data_modules.demonstrations.trace_stage import TraceStage
 from rollout.protocols.arpo_tags import ARGUMENT
-from rollout.protocols.boxed import boxed
 from rollout.protocols.text import control_tokens
 from rollout.rewards.arpo import EMPTY_RESULT, answer_text, format_error
+from rollout.tags import boxed
 from rollout.tokenizer import Quotes, load_tokenizer, render_chat
 from rollout.trajectory import (
     Action,

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.protocols.base import PromptMode
-from rollout.protocols.boxed import boxed, mended, unwrapped
 from rollout.protocols.text import DATASET, TextProtocol
-from rollout.tags import last_between
+from rollout.tags import boxed, last_between, mended, unwrapped
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
 # ARPO's system prompt in our words. Checkpoints trained on the published wording need that wording: ARPO's question

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from common.ranges import PositiveInt
 from rollout.protocols.base import PromptMode, TurnPrompt
-from rollout.protocols.boxed import boxed, unwrapped
 from rollout.protocols.call_formats import MalformedCall, UnclosedThinking, with_tool_text
 from rollout.protocols.call_readers import HARMONY, VERL, choose_reader, reader_without_calls
 from rollout.protocols.chat_boundaries import ChatBoundaries, Message
 from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
+from rollout.tags import boxed, unwrapped
 from rollout.tokenizer import render_chat
 from rollout.tools.schemas import read_schemas, tool_names
 from rollout.trajectory import Action, ActionKind, Task, ToolCall, ToolResult, Turn

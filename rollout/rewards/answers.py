@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from rollout.protocols.boxed import closing_brace
-from rollout.tags import between
+from rollout.tags import between, closing_brace
 from rollout.tools.python.base import dedented
 
 BOX = "\\boxed{"

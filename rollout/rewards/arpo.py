@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from common.ranges import NonNegativeFloat, PositiveFloat
-from rollout.protocols.boxed import boxed, closing_brace
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.rewards.scoring import exact_match, f1, normalize_answer
+from rollout.tags import boxed, closing_brace
 from rollout.tokenizer import decode, load_tokenizer
 from rollout.trajectory import ActionKind, CallOutcome, Reward, Task, Trajectory
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from common.ranges import PositiveFloat
-from rollout.protocols.boxed import closing_brace
 from rollout.rewards.arpo import is_math
 from rollout.rewards.mathematics import DEADLINE_SECONDS, math_equal
 from rollout.rewards.scoring import token_f1
+from rollout.tags import closing_brace
 from rollout.tokenizer import decode, load_tokenizer
 
 LAST_LINES = 5

@@ -16,7 +16,6 @@ from experiments.worlds.shopping.pages import parse_action
 from rollout.environments.notebook import _FRAMES
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.base import PromptMode
-from rollout.protocols.boxed import boxed, closing_brace, unwrapped
 from rollout.protocols.call_formats import (
     after_thinking,
     glm45_calls,
@@ -36,7 +35,7 @@ from rollout.rewards.judge import parse_verdict
 from rollout.rewards.mathematics import math_equal
 from rollout.rewards.scoring import exact_match, f1, normalize_answer, sub_exact_match
 from rollout.skills.reading import _ITEM
-from rollout.tags import between, last_between
+from rollout.tags import between, boxed, closing_brace, last_between, unwrapped
 from rollout.tools.python.base import dedented, readable
 from rollout.tools.python.released import last_line_printed
 from rollout.tools.python.tool import program_text

@@ -18,8 +18,8 @@ from data_modules.datasets.tool_prompts import (
     tool_prompt,
     with_tool_prompts,
 )  # fmt: skip
-from rollout.protocols.boxed import boxed
 from rollout.rewards.answers import submitted_program
+from rollout.tags import boxed
 from rollout.trajectory import Task
 
 TESTS = {"inputs": ["in-0\n", "in-1\n", "in-2\n"], "outputs": ["out-0\n", "out-1\n", "out-2\n"], "fn_name": None}

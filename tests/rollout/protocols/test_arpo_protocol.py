@@ -4,7 +4,7 @@ import pytest
 
 from rollout.protocols.arpo_tags import CORRECTION, ARPOProtocol
 from rollout.protocols.base import PromptMode
-from rollout.protocols.boxed import boxed
+from rollout.tags import boxed
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
 from tests.rollout.scripted import TASK
 

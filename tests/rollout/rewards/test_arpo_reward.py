@@ -2,8 +2,8 @@ r"""ARPO's reward. Every figure is worked out by hand from docs/papers/arpo.md s
 
 import pytest
 
-from rollout.protocols.boxed import boxed
 from rollout.rewards.arpo import ArpoReward, as_released, format_error
+from rollout.tags import boxed
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import (
     Action,
