@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from callbacks.training.stop_request import STOPPED as STOPPED_FILE
 from common.make_command import COMMAND_VARIABLE, CONTINUE_VARIABLE
@@ -122,11 +121,14 @@ def run_child(
         chain: position of the stage, for the screen.
     """
     screen = Screen(log, chain)
+    child: subprocess.Popen[bytes] | ForkedProcess
     if fork_server is not None:
-        child: subprocess.Popen[bytes] | ForkedProcess = fork_server.start(command, cwd=cwd, env=env)
+        child = fork_server.start(command, cwd=cwd, env=env)
     else:
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        child = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **pipes)
+        child = subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     presses, trouble, looked, deadline = 0, None, 0.0, math.inf
     logging.getLogger().addHandler(notes := _Notes())
 

@@ -81,4 +81,5 @@ def speed_up_parser() -> None:
         return of_jsonargparse(obj, logger, parent) if unresolved else found
 
     _postponed_annotations.get_types = get_types
-    _typehints.validate_annotated = lambda value, hint: adapter(hint).validate_python(value)
+    typehints: Any = _typehints
+    typehints.validate_annotated = lambda value, hint: adapter(hint).validate_python(value)
