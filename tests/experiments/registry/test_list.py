@@ -70,4 +70,4 @@ def test_a_filter_leaves_a_line_for_each_experiment(capsys, words, some, none):
 
 def test_a_filter_that_leaves_nothing_is_an_error_with_the_nearest(capsys):
     assert main(["list", "--algorithm", "GRPPO"]) == 2
-    assert "none of the" in (said := capsys.readouterr().err) and "did you mean 'GRPO'" in said
+    assert "no experiment of" in (said := capsys.readouterr().err) and "did you mean 'GRPO'" in said

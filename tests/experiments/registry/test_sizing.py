@@ -257,7 +257,7 @@ def test_command(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert "policy 7.62 B, adapters 40.37 M; single, bfloat16" in out, "the reference is the base"
     assert "TOO MUCH" not in out and "fits with" not in out
-    words = ["--model.teacher_weights", "ema", "--model.kl_coef", "0"]
+    words = ["--model.teacher_weights", "ema", "--model.kl_coef", "0", "--model.reference_kl_estimator", "null"]
     assert main(["size", "sdar_qwen2.5_7b_alfworld", "--gpus", "1", *words]) == 0
     assert "policy 7.62 B, moving average 7.62 B; " in capsys.readouterr().out, "no reference, but an average"
     assert main(["size", "dgpo_qwen2.5_0.5b", "--gpus", "1", "--model.kl_coef", "0"]) == 0
