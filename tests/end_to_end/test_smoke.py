@@ -5,6 +5,8 @@ import sqlite3
 import subprocess
 import sys
 
+import pytest
+
 from experiments.registry.project import ROOT
 
 SHORT = [
@@ -17,6 +19,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 def test_the_smoke_experiment_ends_with_a_table(tmp_path):
     own = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}  # of tests before this
     environment = {**own, "COMPACT_AGENTS_OUTPUTS": str(tmp_path)}

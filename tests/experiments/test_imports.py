@@ -38,6 +38,7 @@ def test_what_is_not_imported(code, unwanted):
     assert done.stdout.splitlines()[-1] == "[]", done.stdout[-500:] + done.stderr[-500:]
 
 
+@pytest.mark.slow
 def test_the_fork_server_holds_no_thread_and_no_gpu():
     """A fork with a GPU's context is useless, and one with another thread's lock hangs."""
     code = (

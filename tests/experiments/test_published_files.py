@@ -46,6 +46,7 @@ def recipes(project: Project) -> list[str]:
     return [name for name in names(project) if load(name, project)["experiment"]["family"].split("/")[0] in FAMILIES]
 
 
+@pytest.mark.slow
 def test_every_recipe_reads_them_and_counts_what_is_left_out(published, capsys):
     project = Project.from_environment()
     graph = Graph(project, "dgpo_qwen2.5_0.5b")

@@ -175,6 +175,7 @@ def test_a_slurm_job_stops_before_its_limit_and_goes_on(house, tmp_path):
     assert "toy is done" in communicate([late])[0] and late.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_job_is_written_where_there_is_no_sbatch(house, run_here):
     run = run_here("train", "note", "--launch", "slurm")
     said = run.stderr

@@ -60,6 +60,7 @@ def test_stages_are_made_once_and_reused(chain):
     assert runs(journal) == ["a", "b", "b", "b"]
 
 
+@pytest.mark.slow
 def test_what_it_is_compared_with_is_made_on_demand(chain, run_here, monkeypatch):
     workshop, journal = chain
     shown = []

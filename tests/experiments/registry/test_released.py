@@ -27,6 +27,7 @@ def released_differences(name):
     return differences(*(plain_of(load(each, Project()), name, []) for each in (name, name + SUFFIX)))
 
 
+@pytest.mark.slow
 def test_every_experiment_as_released_differs_and_has_the_published_number():
     """It stands on stages as released; a plain one with the number would be held against what it does not reproduce."""
     assert len(SHIPPED) == 117

@@ -215,6 +215,7 @@ def test_options_that_do_not_fit_are_a_value_error():
         asyncio.run(echo(refuse="two is not enough").start())
 
 
+@pytest.mark.slow
 def test_the_child_dies_with_a_killed_parent():
     script = (
         "import asyncio\n"

@@ -149,6 +149,7 @@ def test_an_update_between_tokens_and_its_child_dies(tmp_path, monkeypatch):
     run(main())
 
 
+@pytest.mark.slow
 def test_requests_before_an_update_are_sampled_again_from_the_old_weights(tmp_path):
     """The update waits for them; the process dies in their middle, and what was asked after the update waits, too."""
 
@@ -333,6 +334,7 @@ def test_restarts_of_an_hour_ago_are_forgotten(monkeypatch):
     run(main())
 
 
+@pytest.mark.slow
 def test_a_close_in_a_revival_leaves_no_process(caplog):
     async def main():
         engine = echo(restarts=3)
@@ -358,6 +360,7 @@ def test_a_close_in_a_revival_leaves_no_process(caplog):
     assert not any("is there again" in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_one_that_dies_asleep_is_started_when_it_is_woken(tmp_path):
     """Before, the trainer has its memory."""
     engine = DyingEngine(log=str(tmp_path / "log"))

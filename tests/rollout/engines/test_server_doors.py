@@ -208,6 +208,7 @@ def test_torn_and_broken_weights_are_refused_and_the_old_ones_go_on_serving(tmp_
     run(main())
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_behind_a_server_says_that_it_needs_its_weights(tmp_path):
     async def main():
         async with door(tmp_path) as at:
@@ -241,6 +242,7 @@ def test_a_request_that_ends_the_engine_does_not_end_the_server(tmp_path):
     run(main())
 
 
+@pytest.mark.slow
 def test_a_transfer_whose_sender_is_gone_does_not_stop_the_server_for_good(tmp_path, monkeypatch):
     async def main():
         async with door(tmp_path, restarts=0) as at:

@@ -92,6 +92,7 @@ def test_servers_give_what_an_engine_of_ones_own_gives(urls, model_dir, referenc
     run(main)
 
 
+@pytest.mark.slow
 def test_pushes_are_whole_or_nothing(urls, model_dir, reference, other_reference):
     prompts = random_prompts(3, seed=31)
 
