@@ -1,7 +1,6 @@
 """Ranges of numbers, as annotations of the constructors that configurations name. The command line's parser refuses
 numbers outside, and nan and infinity everywhere. Calls in Python are not checked.
-
-This module is in `retrieval` because every other package may import it.
+Constructors do not repeat these checks.
 """
 
 from __future__ import annotations

@@ -119,8 +119,6 @@ class RolloutSystem:
         step_timeout_s: PositiveFloat | None = 3600.0,
         sleep_mode: bool = False,
     ) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}; expected at least 1")
         if sleep_mode:
             check_sleep(engine, in_flight_updates)
         self.sleep_mode = sleep_mode

@@ -63,10 +63,6 @@ class RemoteTeacher:
         patience_s: NonNegativeFloat = 1500.0,
         backoff_s: NonNegativeFloat = 1.0,
     ) -> None:
-        if max_tokens_per_request < 1:
-            raise ValueError(f"max_tokens_per_request is {max_tokens_per_request}; expected at least 1")
-        if patience_s < 0:
-            raise ValueError(f"patience_s is {patience_s}; expected 0 or more")
         self.model, self.max_tokens_per_request, self.patience_s = model, max_tokens_per_request, patience_s
         self.urls = [url.rstrip("/").removesuffix("/completions") + "/completions" for url in urls]
         key = ApiKey(api_key_variable, f"the teacher {model}")

@@ -84,10 +84,6 @@ class EngineProcess:
             restarts: restarts per hour, at most; then requests fail with the reason. An exception before the first
                 answer is not followed by a restart, which would repeat it.
         """
-        if threads < 1:
-            raise ValueError(f"threads is {threads}; the engine's process needs at least 1")
-        if heartbeat_timeout_s <= 0:
-            raise ValueError(f"expected heartbeat_timeout_s > 0; found {heartbeat_timeout_s}")
         self._backend, self._options, self._threads = backend, options, threads
         self._environment = environment or {}
         self.max_length = max_length

@@ -49,9 +49,6 @@ class BranchingSampler:
         first_tokens: tokens over which entropy is taken (k).
         top_logprobs: likeliest tokens that the engine is asked for at each of them.
         variant: ``fixed`` or ``lock_step``.
-
-    Raises:
-        ValueError: a number is impossible.
     """
 
     forks = True
@@ -66,16 +63,6 @@ class BranchingSampler:
         top_logprobs: TopLogprobs = 10,
         variant: Variant = "fixed",
     ) -> None:
-        counts = {"initial_rollouts": initial_rollouts, "beam_size": beam_size, "first_tokens": first_tokens}
-        for name, value in (counts | {"top_logprobs": top_logprobs}).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        if not 0 <= branch_probability <= 1:
-            raise ValueError(f"branch_probability is {branch_probability}; expected a number from 0 to 1")
-        if not math.isfinite(entropy_weight):
-            raise ValueError(f"entropy_weight is {entropy_weight}; expected a finite number")
-        if variant not in ("fixed", "lock_step"):
-            raise ValueError(f"variant is {variant!r}; expected fixed or lock_step")
         self.initial_rollouts, self.beam_size = initial_rollouts, beam_size
         self.branch_probability, self.entropy_weight = branch_probability, entropy_weight
         self.first_tokens, self.top_logprobs, self.variant = first_tokens, top_logprobs, variant
@@ -150,10 +137,6 @@ class AEPOSampler(BranchingSampler):
         **kwargs,
     ) -> None:
         super().__init__(initial_rollouts, **kwargs)
-        if not math.isfinite(monitor_weight):
-            raise ValueError(f"monitor_weight is {monitor_weight}; expected a finite number")
-        if not 0 <= consecutive_penalty <= 1:
-            raise ValueError(f"consecutive_penalty is {consecutive_penalty}; expected a number from 0 to 1")
         self.pre_monitoring, self.monitor_weight = pre_monitoring, monitor_weight
         self.consecutive_penalty = consecutive_penalty
 

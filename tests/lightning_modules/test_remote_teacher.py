@@ -282,10 +282,6 @@ def test_options_that_do_not_go_together(options, message):
 
 
 def test_impossible_options_are_refused():
-    with pytest.raises(ValueError, match="max_tokens_per_request is 0"):
-        RemoteTeacher(["http://a"], "m", max_tokens_per_request=0)
-    with pytest.raises(ValueError, match="patience_s is -1"):
-        RemoteTeacher(["http://a"], "m", patience_s=-1)
     with pytest.raises(ValueError, match="urls: expected at least one"):
         RemoteTeacher([], "m")
 

@@ -290,8 +290,6 @@ def test_a_restart_under_contention_begins_at_version_0(protocol):
 
 
 def test_wrong_options(make_system):
-    with pytest.raises(ValueError, match="concurrency is 0"):
-        make_system(concurrency=0)
     with pytest.raises(ValueError, match="max_turns is -1"):
         make_system(max_turns=-1)
     with pytest.raises(ValueError, match="n is 0"):

@@ -243,13 +243,3 @@ def test_savings_of_the_released_code(world, calls, probability, expected, promp
     sampler = BranchingSampler(8, branch_probability=probability, variant="lock_step")
     _, executed, _ = groups_of(world, sampler, always(calls), prompts, 16)
     assert executed / (prompts * 16 * calls) == pytest.approx(expected, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"initial_rollouts": 0}, {"beam_size": 0}, {"first_tokens": 0}, {"top_logprobs": 0}, {"branch_probability": 1.5},
-     {"entropy_weight": math.nan}, {"variant": "as_code"}],
-)  # fmt: skip
-def test_impossible_settings(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
-        BranchingSampler(**{"initial_rollouts": 1, **wrong})
