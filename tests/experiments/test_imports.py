@@ -27,7 +27,11 @@ LATER = {
     [
         ("import experiments.commands.cli", HEAVY),
         ("from experiments.commands.cli import main; main(['dry-run', 'dgpo_tiny'])", LATER),
-        ("from experiments.commands.cli import main; main(['dry-run', 'sod_qwen3_0.6b'])", LATER),
+        pytest.param(
+            "from experiments.commands.cli import main; main(['dry-run', 'sod_qwen3_0.6b'])",
+            LATER,
+            marks=pytest.mark.slow,
+        ),
         ("from experiments.commands.cli import main; main(['dry-run', 'world_tiny'])", LATER | {"torch"}),
     ],
     ids=["command line", "dry run", "dry run with DeepSpeed", "dry run of a task"],
