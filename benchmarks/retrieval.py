@@ -91,9 +91,9 @@ def build(folder: str, kind: str, threads: int) -> float:
 def search(folder: str, kind: str, passages: int, threads: int) -> dict[str, float]:
     """Return the times in seconds and the memory in GB."""
     import retrieval.dense.searcher as searching
-    from retrieval.dense.measure import recall
+    from retrieval.dense.searcher import recall
     from retrieval.dense.vectors import VectorShards
-    from retrieval.index import EncoderConfig, IVFPQConfig
+    from retrieval.index_config import EncoderConfig, IVFPQConfig
 
     searching.TextEncoder = lambda *_, **__: NoEncoder
     path, shards, own = Path(folder) / kind, VectorShards(f"{folder}/vectors"), IVFPQConfig()
@@ -145,7 +145,7 @@ def read_whole(path: Path) -> float:
 
 def kinds(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     from retrieval.dense.vectors import copy_vectors
-    from retrieval.index import EncoderConfig
+    from retrieval.index_config import EncoderConfig
 
     copy_vectors(Clustered(options.passages), folder / "vectors", "generated", EncoderConfig("none"))
     for kind in options.kinds:

@@ -1,24 +1,34 @@
-"""How often a process that has died may be started anew."""
+"""Restarts of a process that has died: how often, and the loop that tries until the next one runs."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from common.errors import one_line
 
 HOUR_S = 3600.0
+Result = TypeVar("Result")
+
+
+class RestartsUsedUp(Exception):
+    """The process died once too often. The message says why it died the last time."""
 
 
 class Restarts:
-    """At most ``limit`` within any hour."""
+    """Allows at most ``limit`` restarts within any hour."""
 
     def __init__(self, limit: int) -> None:
         if limit < 0:
-            raise ValueError(f"expected restarts >= 0; found {limit}")
+            raise ValueError(f"restarts is {limit}; expected 0 or more")
         self.limit = limit
-        self._times: deque[float] = deque()  # within the last hour
+        self._times: deque[float] = deque()  # of the restarts within the last hour
 
     def take(self) -> bool:
-        """Count one; False where it would be one too many."""
+        """Count one restart. Returns False if it exceeds the limit."""
         now = time.monotonic()
         while self._times and now - self._times[0] > HOUR_S:
             self._times.popleft()
@@ -27,10 +37,41 @@ class Restarts:
         self._times.append(now)
         return True
 
+    def revive(
+        self,
+        start: Callable[[str, bool], Result],
+        why: str,
+        closing: threading.Event,
+        pause_s: float,
+        errors: tuple[type[Exception], ...] = (Exception,),
+        counted: bool = True,
+    ) -> Result | None:
+        """Call ``start`` until it succeeds, and return its result. Returns None once ``closing`` is set.
+
+        Args:
+            start: starts the next process; is given why the last one died, and whether this restart counts.
+            why: the reason of the first death.
+            pause_s: seconds between a failed start and the next one.
+            errors: exceptions of ``start`` after which it is called again.
+            counted: False for a first restart that was asked for and does not count.
+
+        Raises:
+            RestartsUsedUp: the limit is reached.
+        """
+        while not closing.is_set():
+            if counted and not self.take():
+                raise RestartsUsedUp(why + self.used_up())
+            try:
+                return start(why, counted)
+            except errors as error:
+                why, counted = f"its restart failed: {one_line(error)}", True
+                closing.wait(pause_s)
+        return None
+
     def __str__(self) -> str:
         return f"{len(self._times)} of {self.limit} within an hour"
 
     def used_up(self) -> str:
-        """Words for a message that it is over; none where nothing may be started anew."""
+        """The end of a message that no restart is left; empty where none was allowed."""
         times = "once" if self.limit == 1 else f"{self.limit} times"
-        return f"; it was started anew {times} within an hour (option restarts)" if self.limit else ""
+        return f"; it was restarted {times} within an hour (option restarts)" if self.limit else ""

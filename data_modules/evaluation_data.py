@@ -19,8 +19,7 @@ from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.loaders import EvaluationLoader, run_seed
 from data_modules.loading.question_loading import Prompts, QuestionLoading
 from rollout.protocols.base import PromptMode
-from rollout.samplers.base import Sampler
-from rollout.samplers.independent import IndependentSampler
+from rollout.samplers.base import IndependentSampler, Sampler
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory
 

@@ -9,7 +9,7 @@ from typing import Any
 from common.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.corpus import PassageStore
 from retrieval.hybrid import reciprocal_rank_fusion
-from retrieval.index import IndexMetadata, check_index, how_read
+from retrieval.index_config import IndexMetadata, check_index, how_read
 from retrieval.types import Document, Hit, IndexFolderError, Progress, Searcher
 
 
@@ -119,7 +119,7 @@ def _open(folder: Path, metadata: IndexMetadata, settings: SearchSettings, progr
 
         searcher = BM25Searcher(folder / "lucene", threads=settings.threads, **settings.for_bm25())
     else:
-        from retrieval.dense.opened import open_dense
+        from retrieval.dense.searcher import open_dense
 
         gpu = bool(settings.gpu) and metadata.kind == "dense_flat"
         searcher = open_dense(

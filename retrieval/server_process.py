@@ -15,8 +15,7 @@ from typing import Any
 
 import orjson
 
-from common.errors import one_line
-from common.restarts import Restarts
+from common.restarts import Restarts, RestartsUsedUp
 from retrieval.types import RetrieverStartError
 
 LOG_LINES = 15  # of its end, in the message of a failed start
@@ -108,25 +107,23 @@ class ServerProcess:
                 said = f" (its last one: {report.get('loading')})"
         return report
 
-    def _keep(self, child: subprocess.Popen) -> None:
-        """Own thread, until the server is ended, or given up."""
-        why = how_ended(child)
-        while not self._ended.is_set():
-            if not self._restarts.take():
-                # Set before anybody is refused, who then asks for it.
-                self.failure = f"the search server {why}{self._restarts.used_up()}; {self._log_tail(1, ' ')}"
-                with suppress(OSError):
-                    self._listener.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it, too
-                self._listener.close()
-                return
-            logger.warning("the search server %s. It is started anew (%s)", why, self._restarts)
-            try:
-                child, pipe = self._spawn()
-                self._until_ready(child, pipe)
-                why = how_ended(child)
-            except Exception as error:
-                why = f"could not be started anew ({one_line(error).partition(';')[0]})"
-                self._ended.wait(PAUSE_S)
+    def _keep(self, child: subprocess.Popen | None) -> None:
+        """Restart the server whenever it ends, until `end` or the last restart. Runs in its own thread."""
+        try:
+            while child is not None:
+                child = self._restarts.revive(self._restart, how_ended(child), self._ended, PAUSE_S)
+        except RestartsUsedUp as error:
+            # `failure` is set before the socket refuses clients, which then read it.
+            self.failure = f"the search server {error}; {self._log_tail(1, ' ')}"
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it, too
+            self._listener.close()
+
+    def _restart(self, why: str, counted: bool) -> subprocess.Popen:
+        logger.warning("the search server %s. It is restarted (%s)", why, self._restarts)
+        child, pipe = self._spawn()
+        self._until_ready(child, pipe)
+        return child
 
     def _log_tail(self, lines: int = LOG_LINES, between: str = "\n") -> str:
         """Quote the log, because a temporary one is removed when the run ends."""

@@ -18,15 +18,12 @@ from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt, TopLogprob
 from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.engines.weights.push import is_shared, push
 from rollout.environments.base import EnvironmentFactory, check_tools, scores_itself
-from rollout.loop.admission import Admission, Slots
-from rollout.loop.agent_loop import AgentLoop, Request
-from rollout.loop.budgets import Budgets, FirstPrompts
-from rollout.loop.prompt_group import PromptGroup, group_names
+from rollout.loop.agent_loop import AgentLoop, Budgets, FirstPrompts, Request
+from rollout.loop.prompt_group import Admission, PromptGroup, Slots, group_names
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.protocols.text import control_tokens
 from rollout.rewards.base import AsyncReward, RewardFunction, Scorer
-from rollout.samplers.base import Sampler, check_forks
-from rollout.samplers.independent import IndependentSampler
+from rollout.samplers.base import IndependentSampler, Sampler, check_forks
 from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
 from rollout.tools.base import Startable

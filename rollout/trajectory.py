@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,7 +27,41 @@ from typing import Any, Protocol, cast
 
 from common.errors import one_line
 from common.text import plain_json, whole
-from common.versions import Runs, runs_of
+
+Runs = tuple[tuple[int, int], ...]
+
+
+def merged(runs: Iterable[tuple[int, int]]) -> Runs:
+    """The same tokens in as few runs as possible, none of them empty.
+
+    >>> merged([(3, 2), (3, 1), (4, 0), (5, 2)])
+    ((3, 3), (5, 2))
+    """
+    kept: list[tuple[int, int]] = []
+    for version, count in runs:
+        if count and kept and kept[-1][0] == version:
+            kept[-1] = (version, kept[-1][1] + count)
+        elif count:
+            kept.append((version, count))
+    return tuple(kept)
+
+
+def runs_of(policy_version: int, runs: Runs, count: int) -> Runs:
+    """Runs that cover the first ``count`` tokens, also where ``runs`` is empty.
+
+    >>> runs_of(7, (), 3), runs_of(5, ((4, 2), (5, 3)), 3)
+    (((7, 3),), ((4, 2), (5, 1)))
+    """
+    left, kept = count, []
+    for version, length in runs or ((policy_version, count),):
+        kept.append((version, min(length, left)))
+        left -= kept[-1][1]
+    return merged(kept)
+
+
+def recorded(runs: Runs) -> Runs:
+    """What is kept of merged runs: nothing, where they name one version only."""
+    return runs if len(runs) > 1 else ()
 
 
 class StopReason(StrEnum):
@@ -197,7 +231,7 @@ class Turn:
     observation_end: int  # == end when nothing followed; observation is [end, observation_end)
     observation_truncated: bool = False  # or its own prompt had to leave history out
     # Mean entropy (nats) of the distributions its first tokens were drawn from, one number per turn; None where the
-    # engine was not asked for top log-probs. See rollout.samplers.entropy.
+    # engine was not asked for top log-probs. See rollout.samplers.base.
     entropy: float | None = None
     # Of the decision taken at its beginning whether the trajectory forks there (rollout.samplers.branching); None: no
     # decision was taken.

@@ -29,7 +29,7 @@ from data_modules.loading.loaders import run_seed
 from data_modules.loading.question_loading import QuestionLoading
 from rollout.protocols.base import PromptMode
 from rollout.rewards.scoring import exact_match
-from rollout.samplers.independent import IndependentSampler
+from rollout.samplers.base import IndependentSampler
 from rollout.storage import save_trajectories
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task, Trajectory

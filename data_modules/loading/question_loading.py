@@ -13,7 +13,7 @@ from data_modules.datasets.question_file import OnInvalidRow
 from data_modules.datasets.questions import load_tasks
 from data_modules.datasets.splits import Part, Splits
 from data_modules.datasets.tool_prompts import with_tool_prompts
-from rollout.loop.budgets import FirstPrompts
+from rollout.loop.agent_loop import FirstPrompts
 from rollout.protocols.base import ChatProtocol
 from rollout.protocols.text import DATASET, shows_task_prompts
 from rollout.trajectory import Task

@@ -15,7 +15,7 @@ from experiments.stages.graph import Stage
 
 if TYPE_CHECKING:
     from data_modules.datasets.splits import Part
-    from rollout.loop.budgets import FirstPrompts
+    from rollout.loop.agent_loop import FirstPrompts
     from rollout.trajectory import Task
 
 EXAMPLES = 3

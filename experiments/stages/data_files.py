@@ -24,7 +24,7 @@ from experiments.stages.parser import instantiate
 if TYPE_CHECKING:
     from data_modules.datasets.splits import Part
     from data_modules.loading.question_loading import QuestionLoading
-    from rollout.loop.budgets import FirstPrompts
+    from rollout.loop.agent_loop import FirstPrompts
     from rollout.trajectory import Task
 
 BUDGETS = ("max_turn_tokens", "max_response_tokens", "max_length")  # options of rollouts that bound prompts
@@ -170,7 +170,7 @@ class PromptWriters:
         Raises:
             ValueError: the protocol or the skills cannot be made.
         """
-        from rollout.loop.budgets import Budgets, FirstPrompts
+        from rollout.loop.agent_loop import Budgets, FirstPrompts
         from rollout.system import TestLimits
 
         config = self._options.get("protocol")

@@ -20,7 +20,7 @@ from retrieval.dense.sizes import (
     training_vectors,
 )
 from retrieval.dense.vectors import VectorShards
-from retrieval.index import HNSWConfig, IndexKind, IVFPQConfig
+from retrieval.index_config import HNSWConfig, IndexKind, IVFPQConfig
 from retrieval.types import IndexFolderError
 
 _KMEANS_ITERATIONS = 10  # for the lists: most of the time that building takes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retrieval.index import EncoderConfig
+from retrieval.index_config import EncoderConfig
 from retrieval.types import IndexFolderError
 
 if TYPE_CHECKING:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +14,12 @@ import faiss
 import numpy as np
 
 from common.ranges import PositiveInt
+from retrieval.corpus import PassageStore
 from retrieval.dense.build import kind_of, read_index
 from retrieval.dense.encoder import TextEncoder
 from retrieval.dense.sizes import require_memory
 from retrieval.dense.vectors import VectorShards
-from retrieval.index import EncoderConfig
+from retrieval.index_config import EncoderConfig, IndexKind
 from retrieval.types import Hit, IndexFolderError, Progress
 
 _LISTS_WIDTH = 512
@@ -168,3 +171,73 @@ def _mappings(path: Path) -> list[tuple[int, int, int]]:
     own = [line for line in lines if len(line) == 6 and line[5] == str(path.resolve())]
     ends = [[int(end, 16) for end in line[0].split("-")] for line in own]
     return [(start, end, int(line[2], 16)) for (start, end), line in zip(ends, own, strict=True)]
+
+
+def open_dense(
+    folder: Path,
+    kind: IndexKind,
+    settings: Mapping[str, Any],
+    *,
+    encoder: str | None = None,
+    ef_search: int | None = None,
+    probes: int | None = None,
+    threads: int = 1,
+    device: str = "auto",
+    gpu: bool = False,
+    progress: Progress | None = None,
+) -> DenseSearcher:
+    """
+    Args:
+        settings: of the index's metadata.
+        encoder: where it lies now; None: where it lay when the index was built.
+        ef_search, probes: None: the index's own.
+
+    Raises IndexFolderError, see ``DenseSearcher``.
+    """
+    values = dict(settings["encoder"])
+    values["model"] = encoder or values["model"]
+    options: dict[str, Any] = {}
+    if kind == "dense_hnsw":
+        options["ef_search"] = ef_search or settings.get("hnsw", {}).get("ef_search")
+    if kind == "dense_ivfpq":
+        own = settings["ivfpq"]
+        exact = folder / "vectors"  # an adopted file has none
+        options |= {"probes": probes or own["probes"], "candidates": own["candidates"]}
+        options["exact"] = VectorShards(exact) if exact.is_dir() else None
+    return DenseSearcher(
+        folder / "faiss.index", EncoderConfig(**values),
+        threads=threads, device=device, gpu=gpu, progress=progress, **options,
+    )  # fmt: skip
+
+
+QUERIES, WORDS, BEST = 200, 12, 3
+
+
+def sampled_recall(
+    folder: Path, vectors: Path, kind: IndexKind, settings: dict[str, Any], threads: int, device: str
+) -> float:
+    """recall@3 of the index in ``folder``, at its own settings, against the exact search of ``vectors``."""
+    store, shards = PassageStore(folder), VectorShards(vectors)
+    rows = np.unique(np.linspace(0, len(store) - 1, min(QUERIES, len(store))).astype(int))
+    texts = [" ".join(store[int(row)].contents.partition("\n")[2].split()[:WORDS]) for row in rows]
+    searcher = open_dense(folder, kind, settings, threads=threads, device=device)
+    queries = searcher.encode(texts)
+    _, found = searcher.nearest(queries, min(BEST, len(store)))
+    searcher.close()
+    share = round(recall(found, queries, shards), 4)
+    print(f"recall@{BEST} of {kind} against exact search, {len(texts)} queries: {share}", file=sys.stderr, flush=True)
+    return share
+
+
+def recall(found: np.ndarray, queries: np.ndarray, shards: VectorShards) -> float:
+    """Share of the exact best k among the rows ``found`` [Q, k]; ``queries`` [Q, dimension]."""
+    k = found.shape[1]
+    scores, rows, start = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64), 0
+    for vectors in shards:
+        best, at = faiss.knn(queries, vectors, min(k, len(vectors)), metric=faiss.METRIC_INNER_PRODUCT)
+        scores, rows = np.concatenate([scores, best], axis=1), np.concatenate([rows, at + start], axis=1)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        scores, rows = np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+        start += len(vectors)
+    hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), rows.tolist(), strict=True)]
+    return sum(hits) / rows.size

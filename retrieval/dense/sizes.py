@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from retrieval.index import HNSWConfig, IndexKind, IVFPQConfig
+from retrieval.index_config import HNSWConfig, IndexKind, IVFPQConfig
 from retrieval.types import IndexFolderError
 
 DENSE: tuple[IndexKind, ...] = ("dense_flat", "dense_hnsw", "dense_fp16", "dense_sq8", "dense_ivfpq")

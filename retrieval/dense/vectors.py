@@ -28,7 +28,7 @@ import numpy as np
 
 from retrieval.corpus import PassageStore, read_description, write_description
 from retrieval.dense.encoder import TextEncoder, devices_of
-from retrieval.index import EncoderConfig
+from retrieval.index_config import EncoderConfig
 from retrieval.types import IndexFolderError
 
 ROWS = 100_000  # of a file: 150 MB at 768 numbers

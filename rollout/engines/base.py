@@ -19,8 +19,7 @@ from common.ranges import (
     TopK,
 )
 from common.validation import first_problem
-from common.versions import Runs
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import InfrastructureError, Runs
 
 if TYPE_CHECKING:
     from rollout.engines.weights.files import WeightFiles
@@ -96,7 +95,7 @@ class Generation:
     stop_string: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None  # [n] of {token id: log-prob}
     cached_tokens: int = 0  # of the given token_ids, how many needed no computation (prefix reuse)
-    version_runs: Runs = ()  # (version, tokens) in order, where weights changed in between; see common.versions
+    version_runs: Runs = ()  # (version, tokens) in order, where weights changed in between; see rollout.trajectory
 
 
 class EngineGone(InfrastructureError):

@@ -1,8 +1,8 @@
-"""Base class of engines that run in a child process, spawned (never forked), which ends when the trainer ends.
+"""Base class of engines that run in a child process. The child is spawned (never forked) and ends with the trainer.
 
-The child cannot re-seed the trainer, take its process group or its threads. A child that dies or hangs is replaced. The
-next child gets the weights that the dead one held, and samples the unanswered requests, except one that has ended a
-child twice.
+The child cannot re-seed the trainer, take its process group or its threads. A child that dies or hangs is replaced
+(`revival.py`). The next child gets the weights that the dead one held, and samples the unanswered requests again,
+except a request that has ended two children.
 """
 
 from __future__ import annotations
@@ -12,58 +12,54 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from common.env_vars import child_environment
-from common.errors import one_line
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
-from common.restarts import Restarts
 from common.run_folder import run_folder
 from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost, check_request
 from rollout.engines.child import ROOT, Child, Results
+from rollout.engines.revival import Children
 from rollout.engines.weights.files import WeightFiles
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
 logger = logging.getLogger(__name__)
 
-SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in the order in which they are woken; vLLM's tags
-INTERRUPTED = "the engine was started anew in the middle of a weight update; expected it to be pushed again"
-PAUSE_S = 5.0  # before another start when one has failed; what held memory may need it to let go
-START_FACTOR = 3.0  # a start anew may take so much longer than the first one, and ``heartbeat_timeout_s``
+SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in the order in which they wake up; vLLM's tags
+INTERRUPTED = "the engine was restarted in the middle of a weight update; push all weights again"
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A message that the child has not answered."""
+    """A message to the child that is not answered yet."""
 
     message: tuple[Any, ...]  # (kind, number, ...)
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
-    files: WeightFiles | None = None  # of an update: kept from its end on, for the next child
-    sent: bool = False  # to the latest child; else it waits for one
-    deaths: int = 0  # of children that had it
+    files: WeightFiles | None = None  # of an update: kept after its end, for the next child
+    sent: bool = False  # to the latest child; else it waits for a child
+    deaths: int = 0  # number of children that died with this message in flight
 
 
 class EngineProcess:
-    """The trainer's side of `worker.py`; implements `base.Engine`.
+    """The trainer's side of `worker.py`. Implements `base.Engine`.
 
-    All methods may be called from any event loop; `generate` may be called many times at once.
+    Call the methods from any event loop, and `generate` any number of times at once.
 
-    A new child has the weights of its folder. It first gets those of the last complete update, if they are kept
-    (``keep`` of `load_files` and `transfer`; see `weights.push`), then the unanswered messages in their order. An
-    update by files is repeated whole. A `transfer` cannot be repeated, because its tensors are not kept: it raises
-    UpdateInterrupted, and the sender pushes again. Where the weights are not kept, `weights_lost` says so, and nothing
-    is sampled until new ones have come.
+    A new child starts with the weights of its folder. It first gets the weights of the last complete update, if they
+    are kept (``keep`` of `load_files` and `transfer`; see `weights.push`), then the unanswered messages in their order.
+    An update by files is repeated from its start. A `transfer` cannot be repeated, because its tensors are not kept: it
+    raises UpdateInterrupted, and the sender pushes again. Where the weights are not kept, `weights_lost` says so, and
+    the engine samples nothing until new weights arrive.
 
-    A message that was in flight when two children died is suspected. If it is the only one, it fails. If there are
-    several, the next child gets one at a time, and the message at which it dies fails.
+    A message that was in flight when two children died is a suspect. A single suspect fails. Of several suspects the
+    next child gets one at a time, and the message at which that child dies fails.
     """
 
-    transport: Literal["auto", "files", "ipc"] = "files"  # of weights from this process; see `weights.push`
+    transport: Literal["auto", "files", "ipc"] = "files"  # how weights reach the child; see `weights.push`
 
     def __init__(
         self,
@@ -78,44 +74,43 @@ class EngineProcess:
     ) -> None:
         """
         Args:
-            backend: dotted path of a class with the methods `worker.py` calls, built there with ``options``.
+            backend: dotted path of a `worker.Backend` class, which the child builds with ``options``.
+            max_length: given plus new tokens of a request, at most.
+            threads: of the child, on CPU.
+            environment: variables of the child beside those of `child_environment`.
             heartbeat_timeout_s: seconds without a heartbeat, while the child starts or has work, after which it counts
                 as hung. A heartbeat is an answer, or a message sent once a second during the start and between steps.
             restarts: restarts per hour, at most; then requests fail with the reason. An exception before the first
-                answer is not followed by a restart, which would repeat it.
+                answer is not followed by a restart, because the next child would raise it again.
         """
         self._backend, self._options, self._threads = backend, options, threads
         self._environment = environment or {}
         self.max_length = max_length
-        self._heartbeat_s, self._restarts = heartbeat_timeout_s, Restarts(restarts)
         self._info: dict[str, Any] | None = None
         self._failure: InfrastructureError | None = None
         self._start_lock = threading.Lock()
-        self._lock = threading.RLock()  # guards what follows against the threads of children
-        self._child: Child | None = None  # the latest
-        self._up = False  # it takes messages
-        self._reviving: threading.Thread | None = None
-        self._died_asleep: str | None = None  # why; it is started anew when it is needed
-        self._closing = threading.Event()
+        self._lock = threading.RLock()  # guards all that follows against the threads of children
+        self._children = Children(self, self._lock, restarts, heartbeat_timeout_s)
+        self._heartbeat_s = heartbeat_timeout_s
+        self._up = False  # the latest child takes messages
+        self._died_asleep: str | None = None  # why the child died asleep; the next one starts when it is needed
         self._has_sampled = False  # whether a child has ever answered a request
-        self._wanted = False  # the latest was ended by `restart`
-        self._start_s = 0.0  # seconds that the first start took
-        self._asked: dict[int, _Asked] = {}  # by number, in the order in which they are sent
-        self._on_trial = False  # a suspected message is in flight; later ones wait
-        self._loading: int | None = None  # number of what changes the weights or the memory; one at a time
+        self._asked: dict[int, _Asked] = {}  # by number, in the order of sending
+        self._on_trial = False  # a suspect is in flight; later messages wait
+        self._loading: int | None = None  # number of the message that changes weights or memory; one at a time
         self._numbers = itertools.count()
         self._asleep: tuple[str, ...] = ()  # of SLEEPING_PARTS
         self._version: int | None = None  # of the last complete update; None: the folder's weights
-        self._kept: WeightFiles | None = None  # that update
-        self._lost: str | None = None  # why the child does not hold it
+        self._kept: WeightFiles | None = None  # the files of that update
+        self._lost: str | None = None  # why the child does not hold that update
         self._transferring = False  # between start and finish of a transfer
-        self._broken = False  # such a transfer lost its child
-        self._spawned, self._connected = 0, None  # children so far; of them the one that can take a transfer
+        self._broken = False  # the child died during a transfer
+        self._connected: int | None = None  # number of the child that has opened the way for a transfer
 
     @property
     def pid(self) -> int | None:
-        """Of the child process, None before `start`."""
-        return self._child.process.pid if self._child else None
+        """Process id of the child, None before `start`."""
+        return self._children.latest.process.pid if self._children.latest else None
 
     @property
     def model(self) -> str:
@@ -124,33 +119,33 @@ class EngineProcess:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the child says of its model: vocab_size, device."""
+        """What the child reports of its model: vocab_size, device, weights."""
         if self._info is None:
             raise InfrastructureError("the engine has not been started; await engine.start() first")
         return self._info
 
     @property
     def gone(self) -> bool:
-        """Whether it has died once too often."""
+        """Whether the engine has died once too often and is given up."""
         return isinstance(self._failure, EngineGone)
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether updates are to be kept for a child that is started anew."""
-        return self._restarts.limit > 0
+        """Whether to keep the files of an update for the next child."""
+        return self._children.restarts.limit > 0
 
     @property
     def kept(self) -> WeightFiles | None:
-        """The files of the last complete update, which a child that is started anew gets."""
+        """The files of the last complete update, from which the next child gets its weights."""
         return self._kept
 
     @property
     def weights_lost(self) -> str | None:
-        """Why nothing is sampled until new weights have come; None: the child holds what it should."""
+        """Why the engine samples nothing until new weights arrive. None: the child holds the right weights."""
         return self._lost
 
     async def start(self) -> None:
-        """Spawn the child and load the model; returns when it is ready. Idempotent.
+        """Spawn the child and load the model. Returns when the child is ready. Idempotent.
 
         Raises:
             ValueError: the options do not fit the model.
@@ -159,15 +154,15 @@ class EngineProcess:
         await asyncio.to_thread(self._start)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """See `base.Engine.generate`. A child that dies meanwhile costs time, and no more.
+        """Continue ``token_ids``, see `base.Engine.generate`. A child that dies meanwhile costs only time.
 
         Raises:
             ValueError: no ids, ids outside the vocabulary, or more than ``max_length`` tokens in all; or the backend's
                 refusal.
-            WeightsLost: the child was replaced, and the weights that it held are not kept.
+            WeightsLost: the child was replaced, and the weights of the dead child are not kept.
             PermanentFailure: the model's logits are not finite, or two children died with this request in flight.
             EngineGone: the child died once too often.
-            InfrastructureError: it has not been started, or was closed.
+            InfrastructureError: the engine has not been started, or was closed.
             RuntimeError: the engine is asleep.
         """
         vocab_size = None if self._info is None else self._info["vocab_size"]
@@ -178,15 +173,18 @@ class EngineProcess:
             return await future
         finally:
             with self._lock:
-                if self._asked.pop(number, None) is not None and self._up and self._child:  # this task was cancelled
-                    self._child.send("cancel", number)
+                if self._asked.pop(number, None) is not None and self._up:  # this task was cancelled
+                    self._send_to_child("cancel", number)
                     self._send_waiting()
 
     async def load_files(
         self, files: WeightFiles, version: int, between_steps: bool = False, keep: bool = False
     ) -> None:
-        """See `base.Engine.load_files`. If this task is cancelled, the child loads all the same. With ``keep`` the
-        files stay where they are until the next update has come to its end, or `close`."""
+        """Load weights from files, see `base.Engine.load_files`. The child loads them even if this task is cancelled.
+
+        Args:
+            keep: keep the files for the next child, until the next update has ended, or `close`.
+        """
         await self.wake_up("weights")
         message = ("load", files.paths, version, files.verified, between_steps)
         await self._change(*message, files=files if keep else None)
@@ -200,13 +198,16 @@ class EngineProcess:
         between_steps: bool = True,
         keep: WeightFiles | None = None,
     ) -> None:
-        """One call of vLLM's weight transfer; the last one brings a ``version``, and may say which files hold the same
-        weights. From its start to its finish nothing is sampled: requests in flight stand still, and go on with the new
-        weights; or, not ``between_steps``, the call waits until they have finished.
+        """Make one call of vLLM's weight transfer. The engine samples nothing between its start and its finish.
+
+        Args:
+            version: of the new weights, with the last call.
+            between_steps: requests in flight pause and continue with the new weights. False: wait for their end first.
+            keep: files that hold the same weights, with the last call.
 
         Raises:
             ValueError: the backend's error; the weights may then be damaged.
-            UpdateInterrupted: the child was started anew since the transfer began.
+            UpdateInterrupted: the child was restarted since the transfer began.
         """
         if method == "start_weight_update":
             await self.wake_up("weights")
@@ -215,27 +216,27 @@ class EngineProcess:
             await self.wake_up()
 
     def forget(self) -> None:
-        """Remove what is kept: before an update with nothing in flight, two models' worth need not fit."""
+        """Remove the kept files, to make room before an update with nothing in flight."""
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None:
             kept.remove()
 
     def restart(self, why: str) -> None:
-        """End the child, which is started anew like one that has died, and not counted."""
+        """Replace the child. This restart does not count."""
         with self._lock:
-            if self._up and self._child is not None:
-                self._wanted = True
-                self._child.kill(why)
+            if self._up:
+                self._children.end_latest(why)
 
     def allow_sleep(self) -> None:
-        """Before `start`: the engine will `sleep`."""
+        """Prepare the engine for `sleep`. Call it before `start`."""
         self._options["sleeps"] = True
 
     async def sleep(self) -> None:
-        """Free the device's memory, weights and cache; nothing if it is free. A push (`load_files`, `transfer`) wakes
-        the weights before and the cache after, so that the cache never lies beside what the push needs.
-        Raises RuntimeError if requests are in flight, which vLLM would abort."""
+        """Free the device memory of weights and cache. Does nothing if the engine is asleep.
+
+        A push (`load_files`, `transfer`) wakes the weights before and the cache after, so that the cache takes no
+        memory that the push needs. Raises RuntimeError if requests are in flight, because vLLM would abort them."""
         with self._lock:
             if self._asked:
                 raise RuntimeError(
@@ -248,20 +249,21 @@ class EngineProcess:
         await self._change("sleep")
 
     async def wake_up(self, *parts: str) -> None:
-        """Take the memory back: all of it, or these ``parts``. Weights are those that fell asleep. Nothing if awake."""
+        """Take back the memory of all ``SLEEPING_PARTS``, or of ``parts``. The weights are the same as before."""
         for part in [part for part in self._asleep if not parts or part in parts]:
             await self._change("wake_up", part)
 
     async def close(self) -> None:
-        """End the child; pending requests fail with InfrastructureError. Idempotent. It takes at most 5 s, in which
-        the event loop stands still: at a process's end no thread can be started any more."""
+        """End the child; pending requests fail with InfrastructureError. Idempotent.
+
+        Blocks the event loop for up to 5 s, because no thread can be started while the interpreter shuts down."""
         self._close()
 
     # ------------------------------------------------------------------ messages
     def _ask(
         self, kind: str, *content: Any, changes: bool = False, files: WeightFiles | None = None
     ) -> tuple[int, asyncio.Future[Any]]:
-        """Send a message, or keep it for the next child. ``changes``: weights or memory."""
+        """Send a message, or keep it for the next child. ``changes``: the message changes weights or memory."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         with self._lock:
@@ -270,8 +272,8 @@ class EngineProcess:
                 raise RuntimeError("new weights were given while an update is in progress")
             if not changes and self._lost and not self._repeats_update():
                 raise WeightsLost(self._lost)
-            if kind == "transfer" and self._is_interrupted(content[0]):
-                raise UpdateInterrupted(INTERRUPTED)
+            if kind == "transfer":
+                self.check_transfer(content[0])
             number = next(self._numbers)
             asked = self._asked[number] = _Asked((kind, number, *content), loop, future, files)
             if changes:
@@ -280,19 +282,20 @@ class EngineProcess:
                 if not self._on_trial:
                     self._send(asked)
             elif self._died_asleep is not None:
-                self._start_anew(self._died_asleep)
+                why, self._died_asleep = self._died_asleep, None
+                self._children.revive(why)
         return number, future
 
     async def _change(self, kind: str, *content: Any, files: WeightFiles | None = None) -> None:
         _, future = self._ask(kind, *content, changes=True, files=files)
         await asyncio.shield(future)
 
-    def _receive(self, results: Results) -> None:
-        """In a child's thread: its answers become results of futures."""
+    def receive(self, results: Results) -> None:
+        """Resolve the futures of answered messages. Called in the child's reader thread."""
         answered: list[tuple[_Asked, Any]] = []
         with self._lock:
             for number, outcome in results:
-                asked = self._asked.pop(number, None)  # None: it was cancelled meanwhile
+                asked = self._asked.pop(number, None)  # None: the message was cancelled meanwhile
                 if number == self._loading:
                     self._loading = None
                 if asked is None:
@@ -306,12 +309,15 @@ class EngineProcess:
         _resolve(answered)
 
     def _send(self, asked: _Asked) -> None:
-        assert self._child is not None
         asked.sent = True
-        self._child.send(*asked.message)
+        self._send_to_child(*asked.message)
+
+    def _send_to_child(self, *message: Any) -> None:
+        assert self._children.latest is not None
+        self._children.latest.send(*message)
 
     def _send_waiting(self) -> None:
-        """Send what a trial has held back, up to the next suspected message."""
+        """Send the messages that wait for a trial, up to the next suspect."""
         if not self._on_trial or not self._up:
             return
         for asked in self._asked.values():
@@ -322,24 +328,33 @@ class EngineProcess:
         self._on_trial = False
 
     def _repeats_update(self) -> bool:
-        """Whether a whole update is on its way to the child: what is asked after it is sampled from it."""
+        """Whether an update by files is in progress. Requests after it are sampled from the new weights."""
         return self._loading is not None and self._asked[self._loading].message[0] == "load"
 
-    def _is_interrupted(self, method: str) -> bool:
+    def check_transfer(self, method: str) -> None:
+        """Check that the child can take this call of a transfer.
+
+        Raises:
+            ValueError: no init_weight_transfer_engine came before it.
+            UpdateInterrupted: the child was restarted since the transfer's last call.
+        """
         if method == "init_weight_transfer_engine":
-            return False
-        elsewhere = self._connected is not None and self._connected != self._spawned
-        return elsewhere or (self._broken and method != "start_weight_update")
+            return
+        if self._connected is None and method != "shutdown_weight_transfer_engine":
+            raise ValueError(f"{method}: expected init_weight_transfer_engine before it")
+        elsewhere = self._connected is not None and self._connected != self._children.spawned
+        if elsewhere or (self._broken and method != "start_weight_update"):
+            raise UpdateInterrupted(INTERRUPTED)
 
     def _note(self, asked: _Asked) -> None:
-        """What the child holds after it has done what it was asked."""
+        """Record what the child holds after it has done what a message asked."""
         kind, _, *content = asked.message
         if kind == "generate":
             self._has_sampled = True
         elif kind == "wake_up":
             self._asleep = tuple(part for part in self._asleep if part != content[0])
         elif kind == "transfer" and content[0] == "init_weight_transfer_engine":
-            self._connected = self._spawned
+            self._connected = self._children.spawned
         elif kind == "transfer" and content[0] == "start_weight_update":
             self._transferring, self._broken = True, False
         version = {"load": 1, "transfer": 2}.get(kind)
@@ -369,135 +384,54 @@ class EngineProcess:
             environment = child_environment(os.environ, self._threads, several_devices=several) | self._environment
             environment["TMPDIR"] = str(run_folder())  # vLLM leaves a file there at every start
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-            self._child_environment = environment  # also of later children: by then Lightning has set variables
-            self._closing.clear()
-            self._restarts = Restarts(self._restarts.limit)
-            child, info = self._first_child()
+            child, info = self._children.start((self._backend, self._options, self._threads), environment)
             with self._lock:
-                if self._closing.is_set():
+                if self._children.closing.is_set():
                     child.end()
                     raise InfrastructureError("the engine was closed")
                 self._failure, self._asleep, self._version, self._lost = None, (), None, None
                 self._transferring, self._broken, self._connected = False, False, None
-                self._begin(child, info)
-
-    def _first_child(self) -> tuple[Child, dict[str, Any]]:
-        """It, and what it says of its model. Another where one hangs; one that dies would mostly die again."""
-        while True:
-            began = time.monotonic()
-            with self._lock:  # so that `close` finds each child
-                if self._closing.is_set():
-                    raise InfrastructureError("the engine was closed")
-                child = self._child = self._spawn()
-            try:
-                info = child.ready(self._heartbeat_s)
-                self._start_s = time.monotonic() - began
-                return child, info
-            except InfrastructureError as error:
-                child.end(5.0)
-                if not child.hung or not self._restarts.take():
-                    why = f"{child.trace or error}{self._restarts.used_up() if child.hung else ''}"
-                    raise InfrastructureError(f"the engine's process failed at start: {why}") from None
-                logger.warning("the engine hung while it started: %s. Another is started (%s)", error, self._restarts)
-            except BaseException:
-                child.end(5.0)
-                raise
-            self._closing.wait(PAUSE_S)
-
-    def _spawn(self) -> Child:
-        self._spawned += 1
-        return Child((self._backend, self._options, self._threads), self._child_environment, os.getpid())
-
-    def _begin(self, child: Child, info: dict[str, Any]) -> None:
-        self._info, self._up, self._on_trial = info, True, True
-        self._send_waiting()
-        child.begin(self._receive, self._ended, lambda: bool(self._asked), self._heartbeat_s)
+                self._children.begin(child, info)
 
     def _close(self) -> None:
-        with self._lock:
-            self._closing.set()
-            child, up, thread = self._child, self._up, self._reviving
-            self._info, self._up, self._died_asleep = None, False, None
-            if child is None:
-                return
+        def ask_to_end(child: Child) -> float:
+            up, self._info, self._up, self._died_asleep = self._up, None, False, None
             if up:
                 child.send("close")
-        child.end(5.0 if up and self._failure is None else 0.0)  # one that is being started would not listen
-        child.join()
-        if thread is not None:
-            thread.join()
-        self._fail(InfrastructureError("the engine was closed"))
-        self.forget()
+            return 5.0 if up and self._failure is None else 0.0  # a child that is starting would not listen
 
-    def _ended(self, child: Child) -> None:
-        """Restart the engine or give it up. Runs in the ended child's reader thread."""
-        with self._lock:
-            self._up = False
-            if self._closing.is_set():
-                return
-            if child.trace is not None and not self._has_sampled:  # a restarted child would repeat the exception
-                self._fail(EngineGone(f"the engine died before it answered a request: {child.describe_death()}"))
-            elif self._asleep and not self._asked:  # its memory is in use: another would find none
-                self._died_asleep = child.describe_death()
-                logger.warning("the engine died asleep: %s. It is started anew when it is woken", self._died_asleep)
-            else:
-                self._start_anew(child.describe_death())
-        if child.trace:
-            logger.warning("%s", child.trace)
+        if self._children.close(ask_to_end):
+            self.fail(InfrastructureError("the engine was closed"))
+            self.forget()
 
-    def _start_anew(self, why: str) -> None:
-        self._died_asleep = None
-        self._reviving = threading.Thread(target=self._revive, args=(why,), daemon=True, name="engine-revival")
-        self._reviving.start()
+    def busy(self) -> bool:
+        """Whether messages are unanswered."""
+        return bool(self._asked)
 
-    def _revive(self, why: str) -> None:
-        """Own thread: until a child is there that has what the dead one had, or the engine is given up."""
-        while True:
-            try:
-                child = self._next_child(why)
-                if child is None:
-                    return
-                info = child.ready(self._heartbeat_s, self._heartbeat_s + START_FACTOR * self._start_s)
-                self._give_back(child)
-            except (ValueError, OSError, InfrastructureError) as error:
-                why = f"it was started anew, and then: {one_line(error)}"
-                if self._child is not None:
-                    self._child.end()
-                self._closing.wait(PAUSE_S)
-                continue
-            with self._lock:
-                if not self._closing.is_set():
-                    logger.warning("the engine is there again, and samples %d requests anew", len(self._asked))
-                    self._begin(child, info)
-            return
+    def child_ready(self, child: Child, info: dict[str, Any]) -> None:
+        """Send the messages that wait to a new child. See `revival.Owner`."""
+        self._info, self._up, self._on_trial = info, True, True
+        self._send_waiting()
 
-    def _next_child(self, why: str) -> Child | None:
-        """Start the next child. Returns None if the engine is closed or given up."""
-        with self._lock:  # so that `close` finds each child
-            if self._closing.is_set():
-                return None
-            wanted, self._wanted = self._wanted, False
-            if not wanted and not self._restarts.take():
-                self._fail(EngineGone(f"the engine died: {why}{self._restarts.used_up()}"))
-                return None
-            if not wanted:
-                self._suspect(why)
-            self._interrupt()
-            held = "its folder's weights" if self._version is None else f"the weights of version {self._version}"
-            lost = (
-                "the update in progress" if self._repeats_update() else "weights that nobody has kept: it needs others"
-            )
-            logger.warning(
-                "the engine died: %s. It is started anew (%s) with %s",
-                why,
-                self._restarts,
-                lost if self._lost else held,
-            )
-            self._child = self._spawn()
-            return self._child
+    def child_died(self, child: Child) -> bool:
+        """Return whether to start the next child. See `revival.Owner`."""
+        self._up = False
+        if self._children.closing.is_set():
+            return False
+        if child.trace is not None and not self._has_sampled:  # the next child would raise the exception again
+            self.fail(EngineGone(f"the engine died before it answered a request: {child.describe_death()}"))
+            return False
+        if self._asleep and not self._asked:  # the trainer uses the memory: another child would find none
+            self._died_asleep = child.describe_death()
+            logger.warning("the engine died asleep: %s. It is restarted when it is woken", self._died_asleep)
+            return False
+        return True
 
-    def _interrupt(self) -> None:
-        """Fail what the next child cannot go on with; all else waits for that child."""
+    def before_restart(self, why: str, counted: bool) -> str:
+        """Fail the messages that the next child cannot continue; all others wait for that child. Returns which weights
+        the child gets, in words. See `revival.Owner`."""
+        if counted:
+            self._suspect(why)
         for asked in list(self._asked.values()):
             if asked.message[0] == "transfer" and asked.sent:
                 self._fail_one(asked, UpdateInterrupted(INTERRUPTED))
@@ -505,40 +439,44 @@ class EngineProcess:
         self._broken, self._transferring = self._broken or self._transferring, False
         if self._version is not None and self._kept is None:
             self._lose(
-                f"the engine was started anew, and its weights (version {self._version}) are not kept: nothing is "
-                "sampled until new ones have come"
+                f"the engine was restarted, and its weights (version {self._version}) are not kept: it samples nothing "
+                "until new weights are pushed"
             )
+        if self._lost:
+            return "the update in progress" if self._repeats_update() else "no weights: none are kept"
+        return "its folder's weights" if self._version is None else f"the weights of version {self._version}"
 
     def _suspect(self, why: str) -> None:
-        """Count a child's death against the messages that it had. Fail a message that is suspected alone."""
+        """Count a child's death against the messages in flight. Fail a single suspect."""
         for asked in self._asked.values():
             asked.deaths += asked.sent
         suspects = [asked for asked in self._asked.values() if asked.sent and asked.deaths > 1]
         if len(suspects) == 1:
             kind, deaths = suspects[0].message[0], suspects[0].deaths
             failure = f"the engine died {deaths} times with this request ({kind}) in flight, the last time: {why}"
-            self._fail_one(suspects[0], PermanentFailure(f"{failure}. It is not sent again: change what it asks for"))
+            self._fail_one(suspects[0], PermanentFailure(f"{failure}. It is not sent again: change the request"))
 
     def _lose(self, why: str) -> None:
-        """Nothing can be sampled but what waits for an update by files, which is repeated."""
+        """Fail all requests but those that wait for an update by files, because that update is repeated."""
         with self._lock:
             self._lost = why
             first = self._loading if self._repeats_update() else None
             for number, asked in list(self._asked.items()):
                 if asked.message[0] == "generate" and (first is None or number < first):
                     self._fail_one(asked, WeightsLost(why))
-                    if self._up and self._child is not None:
-                        self._child.send("cancel", number)
+                    if self._up:
+                        self._send_to_child("cancel", number)
 
-    def _give_back(self, child: Child) -> None:
-        """Weights, compared with their checksums, and sleep. Raises as `Child.ask`."""
+    def restore(self, child: Child) -> None:
+        """Give a new child the kept weights, compared with their checksums, and put it to sleep if the dead one slept.
+        Raises as `Child.ask`."""
         with self._lock:
             version, kept, asleep = self._version, None if self._lost else self._kept, self._asleep
             falling = self._loading is not None and self._asked[self._loading].message[0] == "sleep"
         if kept is not None:
             refusal = child.ask("load", -1, kept.paths, version, True, True, timeout_s=self._heartbeat_s)
             if isinstance(refusal, Exception):
-                self._lose(f"the engine was started anew, and refused the weights that were kept: {refusal}")
+                self._lose(f"the engine was restarted, and refused the kept weights: {refusal}")
         if asleep and not falling:
             child.ask("sleep", -1, timeout_s=self._heartbeat_s)
             for part in SLEEPING_PARTS:
@@ -552,8 +490,8 @@ class EngineProcess:
             self._loading = None
         _resolve([(asked, error)])
 
-    def _fail(self, why: InfrastructureError) -> None:
-        """For good, or until `start`."""
+    def fail(self, why: InfrastructureError) -> None:
+        """Fail all messages, now and until `start`."""
         with self._lock:
             self._failure = why
             waiting, self._asked, self._loading = list(self._asked.values()), {}, None
@@ -561,13 +499,14 @@ class EngineProcess:
 
 
 def check_model_folder(model: str) -> None:
-    """Raises FileNotFoundError if ``model`` is a path without a Hugging Face model (a name such as "Qwen/Qwen3-0.6B"
-    is left to the child, which looks it up in the local cache)."""
+    """Check that ``model``, if it is a path, is a folder with a Hugging Face model. Raises FileNotFoundError.
+
+    A name such as "Qwen/Qwen3-0.6B" passes: the child looks it up in the local cache."""
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return
     if not (folder / "config.json").is_file():
-        found = "holds no config.json" if folder.is_dir() else "does not exist"
+        found = "has no config.json" if folder.is_dir() else "does not exist"
         raise FileNotFoundError(f"the model folder {model} {found}; expected a folder written by save_pretrained")
 
 

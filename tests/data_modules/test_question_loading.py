@@ -11,7 +11,7 @@ from data_modules.evaluation_data import EvaluationData
 from data_modules.loading.question_loading import QuestionLoading, short_enough
 from data_modules.rollout_data_module import RolloutDataModule
 from rollout.environments.question_answering import QuestionAnswering
-from rollout.loop.budgets import Budgets, FirstPrompts
+from rollout.loop.agent_loop import Budgets, FirstPrompts
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol

@@ -9,7 +9,7 @@ from experiments.stages.parser import cli
 
 PLAIN = """
 from typing import Any
-from rollout.samplers.independent import run_independent
+from rollout.samplers.base import run_independent
 from rollout.trajectory import CallOutcome, Reward, ToolResult
 
 class MyTool:

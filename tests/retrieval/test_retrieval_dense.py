@@ -19,12 +19,12 @@ from retrieval.corpus import write_store
 from retrieval.dense import searcher as searching
 from retrieval.dense import sizes
 from retrieval.dense.build import build_faiss_index, factory_of, kind_of, read_index
-from retrieval.dense.measure import recall
-from retrieval.dense.searcher import DenseSearcher
+from retrieval.dense.searcher import DenseSearcher, recall
 from retrieval.dense.sizes import available_memory, index_bytes, lists_of
 from retrieval.dense.vectors import VectorShards, encode_corpus, shard_files
 from retrieval.hybrid import reciprocal_rank_fusion
-from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, IVFPQConfig, read_metadata
+from retrieval.index import BuildIndex
+from retrieval.index_config import EncoderConfig, HNSWConfig, IVFPQConfig, read_metadata
 from retrieval.process import RetrieverProcess
 from retrieval.retriever import Retriever, SearchSettings
 from retrieval.server import parse_arguments
@@ -278,7 +278,7 @@ ENCODE = """
 import sys, time
 from pathlib import Path
 import retrieval.dense.vectors as module
-from retrieval.index import EncoderConfig
+from retrieval.index_config import EncoderConfig
 
 folder, model, delay, devices = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4].split(",")
 encode = module._encode

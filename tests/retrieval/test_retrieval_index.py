@@ -14,7 +14,8 @@ import pytest
 
 from retrieval.__main__ import main as build_or_serve
 from retrieval.corpus import PassageStore, file_sha256
-from retrieval.index import BuildIndex, EncoderConfig, HNSWConfig, _partial_folder, check_index, read_metadata
+from retrieval.index import BuildIndex, _partial_folder
+from retrieval.index_config import EncoderConfig, HNSWConfig, check_index, read_metadata
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.types import CorpusError, IndexFolderError
 

@@ -91,7 +91,7 @@ def test_starting_lazily_dying_and_starting_again(bm25_index, corpus, tmp_path, 
         assert await search_all() == found
         assert process._server.pid != first and not alive(first) and process.url == url
         os.kill(process._server.pid, signal.SIGKILL)
-        with pytest.raises(RetrievalError, match=r"was killed by SIGKILL; it was started anew once within an hour"):
+        with pytest.raises(RetrievalError, match=r"was killed by SIGKILL; it was restarted once within an hour"):
             await process.search(corpus.words[:1])
         assert "\n" not in process.failure and str(log) in process.failure
         await process.close()
@@ -104,7 +104,7 @@ def test_starting_lazily_dying_and_starting_again(bm25_index, corpus, tmp_path, 
 
     asyncio.run(main())
     said = [record.getMessage() for record in caplog.records if record.name == "retrieval.server_process"]
-    assert said[0] == "the search server was killed by SIGKILL. It is started anew (1 of 1 within an hour)"
+    assert said[0] == "the search server was killed by SIGKILL. It is restarted (1 of 1 within an hour)"
     logged = log.read_text()
     assert logged.count("retriever ready at") == 3 and "Traceback" not in logged
 

@@ -25,7 +25,7 @@ system:
           init_args: {{retriever: {retriever}, topk: 2}}
       limits: {{timeout_s: 5.0, cache_size: 10}}
   reward: {{class_path: rollout.rewards.qa.ExactMatchReward, init_args: {{format_score: 0.1}}}}
-  sampler: rollout.samplers.independent.IndependentSampler
+  sampler: rollout.samplers.base.IndependentSampler
   max_turns: 3
 """
 CLIENT = "{class_path: retrieval.client.RetrieverClient, init_args: {urls: ['http://127.0.0.1:1']}}"
@@ -56,9 +56,7 @@ AEPO = (
 
 @pytest.mark.parametrize("sampler", [ARPO, AEPO])
 def test_branching_samplers_from_yaml(sampler):
-    text = CONFIG.format(model="m", retriever=CLIENT).replace(
-        "rollout.samplers.independent.IndependentSampler", sampler
-    )
+    text = CONFIG.format(model="m", retriever=CLIENT).replace("rollout.samplers.base.IndependentSampler", sampler)
     parsed = parser().parse_string(text + "  entropy_tokens: 20\n")
     assert parsed.system.entropy_tokens == 20 and parsed.system.sampler.init_args.first_tokens == 20
     with pytest.raises(Exception, match="initial_rollout|variant|consecutive_penalty"):
@@ -71,7 +69,7 @@ def test_branching_samplers_from_yaml(sampler):
         ("cache_size: 10", "cash_size: 10"),
         ("max_turns: 3", "max_turns: three"),
         ("max_turns: 3", "max_turn: 3"),
-        ("rollout.rewards.qa.ExactMatchReward", "rollout.samplers.independent.IndependentSampler"),  # not a reward
+        ("rollout.rewards.qa.ExactMatchReward", "rollout.samplers.base.IndependentSampler"),  # not a reward
         ("retrieval.client.RetrieverClient", "rollout.rewards.qa.F1Reward"),  # not a retriever
     ],
 )

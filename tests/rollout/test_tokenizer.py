@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from rollout.loop.budgets import Budgets, FirstPrompts
+from rollout.loop.agent_loop import Budgets, FirstPrompts
 from rollout.protocols.arpo_tags import ARPOProtocol
 from rollout.protocols.hermes import HermesProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol

@@ -17,11 +17,10 @@ from rollout.engines.server.engine import ServerEngine
 from rollout.engines.weights.files import WeightFiles
 from rollout.engines.weights.push import push
 from rollout.environments.question_answering import QuestionAnswering
-from rollout.loop.admission import Admission
-from rollout.loop.turn_generation import TurnGenerator
+from rollout.loop.prompt_group import Admission
+from rollout.loop.running_trajectory import RunningTrajectory, TurnGenerator
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
-from rollout.running_trajectory import RunningTrajectory
 from rollout.storage import load_trajectories, save_trajectories
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool

@@ -195,7 +195,9 @@ class ServerEngine:
         dtypes = {server.dtype for server in self._servers}
         tensors = in_type(tensors, dtypes.pop() if len(dtypes) == 1 else None)
         if self.nccl is not None:
-            self.nccl.send(self, submit, tensors, version, checksum, between_steps)
+            servers = submit(self.pool.reachable()).result()
+            held = self.nccl.send(servers, submit, tensors, version, checksum, between_steps)
+            submit(self.adopt(held, took=servers)).result()
         else:
             files = WeightFiles.write(tensors, checksum)
             submit(self.load_files(files, version, between_steps)).result()

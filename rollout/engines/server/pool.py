@@ -12,11 +12,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from common.versions import runs_of
 from rollout.engines.base import Generation
 from rollout.engines.server.client import OtherWeights, ServerClient, ServerWeightState
 from rollout.engines.server.weights import START
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import InfrastructureError, runs_of
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from common.run_folder import remove_run_folder
 from common.secret import add_secret_option, demand_secret, server_secret
 from common.validation import first_problem
 from rollout.engines.base import UpdateInterrupted, WeightsLost
-from rollout.engines.process import INTERRUPTED, EngineProcess
+from rollout.engines.process import EngineProcess
 from rollout.engines.server.weights import ServerWeights, WeightsMoved
 from rollout.engines.server.wire import LOAD, REQUEST, SEES, TRANSFER, TransferRequest
 from rollout.trajectory import InfrastructureError, PermanentFailure
@@ -71,7 +71,6 @@ class EngineServer:
         self._open = asyncio.Event()  # not while it is being drained
         self._open.set()
         self._awaited: asyncio.TimerHandle | None = None  # the next call of the transfer that has begun
-        self._joined: int | None = None  # the engine's process that can take a transfer
 
     async def start(self, listener: socket.socket) -> web.AppRunner:
         """Answer the requests that come to ``listener``, until the runner's ``cleanup``."""
@@ -155,13 +154,14 @@ class EngineServer:
         return web.json_response(self.weights.state())
 
     async def _transfer(self, request: web.Request) -> web.Response:
-        """vLLM's own protocol: init, start, update (any number), finish. Between start and finish nothing is sampled
-        (new requests are answered 409), and if it ends between them, nothing until whole weights have come. Requests
-        in flight finish before the start, or, ``between_steps``, stand still until the finish. A sender that is gone in
-        between costs the engine's process, which is started anew."""
+        """Pass on one call of vLLM's own protocol: init, start, update (any number), finish.
+
+        Between start and finish the engine samples nothing, and new requests are answered 409. If the transfer breaks
+        off, the engine samples nothing until whole weights arrive. Requests in flight finish before the start; with
+        ``between_steps`` they pause until the finish. If the sender disappears in between, the engine is restarted."""
         method, body = request.match_info["method"], TRANSFER.validate_json(await read_body(request, BODY_S))
         if method not in METHODS:
-            raise ValueError(f"{method[:100]} is no step of a weight transfer; expected one of {', '.join(METHODS)}")
+            raise ValueError(f"{method[:100]} is not a call of a weight transfer; expected one of {', '.join(METHODS)}")
         if self._engine.info.get("weight_transfer") != "nccl":
             raise ValueError("this server takes weights by files; for transfers start it with weight_transfer: nccl")
         starts, ends = method == "start_weight_update", method == "finish_weight_update"
@@ -174,42 +174,40 @@ class EngineServer:
 
     async def _pass_on(self, method: str, body: TransferRequest) -> None:
         async with self.weights.lock:
-            if method in METHODS[1:4] and self._joined != self._engine.pid:
-                if self._joined is not None:
-                    raise UpdateInterrupted(INTERRUPTED)
-                raise ValueError(f"{method}: expected init_weight_transfer_engine before it")
+            if method in METHODS[1:4]:
+                self._engine.check_transfer(method)
             self.weights.expect(method, body.tag)
-            self._awaited = self._awaited and self._awaited.cancel()  # while the engine works its own watch sees to it
+            self._awaited = (
+                self._awaited and self._awaited.cancel()
+            )  # during the call the engine's heartbeat is watched
             try:
                 await self._engine.transfer(method, body.arguments, body.version)
-                if method == "init_weight_transfer_engine":
-                    self._joined = self._engine.pid
-                elif method == "finish_weight_update":
+                if method == "finish_weight_update":
                     self.weights.fit(body.tag or "", body.version or 0)
             except UpdateInterrupted:
                 self.weights.give_up()
                 raise
             except ValueError:
                 if method == "start_weight_update":  # nobody knows what it has begun
-                    self._start_anew("a weight transfer failed at its start")
+                    self._restart_engine("a weight transfer failed at its start")
                 raise
             finally:
                 self._await_sender()
 
     def _await_sender(self) -> None:
-        """Its next call, if a transfer has begun."""
-        later, why = asyncio.get_running_loop().call_later, f"its sender gave no sign of life for {SENDER_S:g} s"
-        lost = (self._start_anew, f"a weight transfer has not come to its end: {why}", self._engine.pid)
+        """Restart the engine if the next call of a transfer does not come in time."""
+        later, why = asyncio.get_running_loop().call_later, f"its sender was silent for {SENDER_S:g} s"
+        lost = (self._restart_engine, f"a weight transfer broke off: {why}", self._engine.pid)
         self._awaited = later(SENDER_S, *lost) if self.weights.sending else None
 
-    def _start_anew(self, why: str, pid: int | None = None) -> None:
-        """``pid``: unless another process has taken its place already."""
+    def _restart_engine(self, why: str, pid: int | None = None) -> None:
+        """Replace the engine's process. ``pid``: only if this is still the process."""
         if pid in (None, self._engine.pid):
             self._engine.restart(why)
         self.weights.give_up()
 
     async def _drain(self) -> None:
-        """Let what is being generated end, and admit nothing meanwhile. Given up when the client hangs up."""
+        """Wait for the requests in flight, and admit no others meanwhile. Cancelled when the client hangs up."""
         self._open.clear()
         try:
             await self._quiet.wait()

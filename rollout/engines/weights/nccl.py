@@ -20,8 +20,6 @@ from rollout.engines.server.client import ServerClient, ServerWeightState
 if TYPE_CHECKING:
     import torch
 
-    from rollout.engines.server.engine import ServerEngine
-
 Tensors = Iterable[tuple[str, "torch.Tensor"]]
 Submit = Callable[[Coroutine[Any, Any, Any]], Future[Any]]
 Members = tuple[tuple[str, str], ...]  # address and instance of each server
@@ -42,13 +40,13 @@ class NCCLSender:
 
     def send(
         self,
-        engine: ServerEngine,
+        servers: list[ServerClient],
         submit: Submit,
         tensors: Tensors,
         version: int,
         checksum: bool,
         between_steps: bool,
-    ) -> None:
+    ) -> ServerWeightState:
         """Called in the trainer's thread, which gathers and broadcasts; ``submit`` runs requests in the event loop.
 
         Raises:
@@ -60,7 +58,6 @@ class NCCLSender:
                 "checksum: true compares what crosses in shared memory; with transport: nccl take probe: true with a "
                 "probe_tolerance"
             )
-        servers: list[ServerClient] = submit(engine.pool.reachable()).result()
         held, started = ServerWeightState.new(version), False
         for bucket in _device_buckets(tensors, self._bucket_bytes):
             if not started:
@@ -78,7 +75,7 @@ class NCCLSender:
         if not started:
             raise ValueError("there are no weights to send")
         submit(_all(servers, "finish_weight_update", {"tag": held.tag, "version": version})).result()
-        submit(engine.adopt(held, took=servers)).result()
+        return held
 
     def close(self) -> None:
         if self._group is not None:

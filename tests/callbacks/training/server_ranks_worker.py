@@ -113,7 +113,7 @@ def engines_of_their_own(module) -> None:
     assert said["the engine"].policy_version == 2
     assert generation_gap(module.policy, ids, said["the engine"]) < 1e-3
     if rank == 1:
-        rollouts.engine._restarts = Restarts(0)
+        rollouts.engine._children.restarts = Restarts(0)
         os.kill(rollouts.engine.pid, signal.SIGKILL)
     raised(EngineGone, "rank 1: the engine died: ", rollouts.load_weights, module.policy_weights(), 9)
     rollouts.close()

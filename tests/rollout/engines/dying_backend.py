@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from common.versions import merged, recorded
 from rollout.engines.base import Generation
 from rollout.engines.process import EngineProcess
 from rollout.engines.weights import ipc
+from rollout.trajectory import merged, recorded
 
 WORDS = 40
 

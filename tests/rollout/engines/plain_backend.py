@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common.versions import merged, recorded
 from rollout.engines.base import Generation
 from rollout.engines.process import EngineProcess
+from rollout.trajectory import merged, recorded
 
 
 class PlainBackend:

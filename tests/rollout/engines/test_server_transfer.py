@@ -25,6 +25,9 @@ class Behind(EngineProcess):
         self.asked, self.answers, self.transfers = 0, asyncio.Event(), []
         self._info = {"weight_transfer": "nccl"}
 
+    def check_transfer(self, method):
+        pass
+
     async def generate(self, token_ids, sampling):
         self.asked += 1
         await self.answers.wait()

@@ -12,8 +12,8 @@ import tokenizers
 import torch
 
 from rollout.engines.base import SamplingParams
+from rollout.engines.vllm_backend import SampledTokens, StopStrings
 from rollout.engines.vllm_engine import VLLMEngine
-from rollout.engines.vllm_outputs import SampledTokens, StopStrings
 from rollout.trajectory import PermanentFailure
 from tests.rollout.engines.conftest import LOGPROB_TOLERANCE, Reference, generate, random_prompts
 from tests.rollout.engines.pushing import push_weights

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout.loop.admission import Slots
+from rollout.loop.prompt_group import Slots
 
 
 def test_by_priority_then_by_arrival():

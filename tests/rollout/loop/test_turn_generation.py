@@ -9,7 +9,7 @@ import pytest
 from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
-from rollout.samplers.base import NO_HOOKS, Hooks, Look
+from rollout.samplers.base import NO_HOOKS, EntropyProbe, Hooks
 from rollout.tools.search import SearchTool
 from rollout.trajectory import ActionKind, StopReason
 from tests.rollout.scripted import ENGINE_DEAD, EOS, TASK, ToyRetriever, in_turn, search_then_answer
@@ -104,7 +104,7 @@ def test_a_look_is_one_more_request_with_a_seed_of_its_own(protocol):
 
 def test_a_sampler_chooses_how_to_look_at_each_turn(protocol):
     """Not at all, or once the whole turn is there: one request either way."""
-    looks, seen = [Look.WITH_TURN, Look.NONE], []
+    looks, seen = [EntropyProbe.WITH_TURN, EntropyProbe.NONE], []
 
     async def on_first_tokens(state, generation):
         seen.append((len(state.turns), len(state.response_ids), generation.token_ids))

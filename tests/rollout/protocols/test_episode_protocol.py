@@ -14,8 +14,8 @@ from rollout.protocols.base import PerTurnPrompts, PromptMode
 from rollout.protocols.episode_texts import EpisodeTexts, PastTurn, fill, household_history, read_texts
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.protocols.search_episodes import CORRECTION, SearchEpisodeProtocol
+from rollout.samplers.base import run_independent
 from rollout.samplers.branching import BranchingSampler
-from rollout.samplers.independent import run_independent
 from rollout.storage import load_trajectories, save_trajectories
 from rollout.system import RolloutSystem
 from rollout.trajectory import ActionKind, CallOutcome, StopReason, Task, ToolResult, split_turns

@@ -197,7 +197,7 @@ def test_both_kinds_fit_the_seam_in_yaml():
     for name in ("tests.rollout.rewards.test_async_reward.Waiting", "rollout.rewards.qa.F1Reward"):
         parser.parse_object({"reward": {"class_path": name}})
     with pytest.raises(Exception, match="IndependentSampler"):
-        parser.parse_object({"reward": {"class_path": "rollout.samplers.independent.IndependentSampler"}})
+        parser.parse_object({"reward": {"class_path": "rollout.samplers.base.IndependentSampler"}})
 
 
 def test_a_thread_scores_what_waits_and_a_slow_reward_holds_up_no_other():

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rollout.samplers.base import IndependentSampler
 from rollout.samplers.branching import BranchingSampler
-from rollout.samplers.independent import IndependentSampler
 from tests.rollout.samplers.branching_world import SAMPLING, always, tasks
 from tests.rollout.scripted import ToyRetriever
 

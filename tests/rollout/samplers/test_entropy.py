@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rollout.engines.base import Generation
-from rollout.samplers.entropy import first_tokens_entropy, released_entropy, top_entropy
+from rollout.samplers.base import first_tokens_entropy, released_entropy, top_entropy
 
 VOCABULARY = 151_665
 
