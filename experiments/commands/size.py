@@ -350,7 +350,7 @@ def print_index(stage: Stage, root: Path) -> None:
         ExperimentError: an unknown corpus or encoder.
     """
     from retrieval.dense import sizes
-    from retrieval.index import HNSWConfig, IVFPQConfig
+    from retrieval.index_config import HNSWConfig, IVFPQConfig
 
     arguments: dict[str, Any] = stage.config["task"]["init_args"]
     passages, size = corpus_size(root / arguments["corpus"], stage.name)

@@ -179,7 +179,7 @@ class EngineServer:
             self.weights.expect(method, body.tag)
             self._awaited = (
                 self._awaited and self._awaited.cancel()
-            )  # during the call the engine's heartbeat is watched
+            )  # during the call its heartbeat is watched
             try:
                 await self._engine.transfer(method, body.arguments, body.version)
                 if method == "finish_weight_update":
