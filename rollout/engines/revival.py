@@ -155,9 +155,7 @@ class Children:
         """Start children until one has what the dead one had, or the engine is given up."""
         errors = (ValueError, OSError, InfrastructureError)
         try:
-            self.restarts.revive(
-                lambda reason: self._next(reason, counted), why, self.closing, PAUSE_S, errors, counted
-            )
+            self.restarts.revive(self._next, why, self.closing, PAUSE_S, errors, counted)
         except RestartsUsedUp as error:
             self._owner.fail(EngineGone(f"the engine died: {error}"))
 

@@ -177,9 +177,7 @@ class EngineServer:
             if method in METHODS[1:4]:
                 self._engine.check_transfer(method)
             self.weights.expect(method, body.tag)
-            self._awaited = (
-                self._awaited and self._awaited.cancel()
-            )  # during the call its heartbeat is watched
+            self._awaited = self._awaited and self._awaited.cancel()  # during the call its heartbeat is watched
             try:
                 await self._engine.transfer(method, body.arguments, body.version)
                 if method == "finish_weight_update":
