@@ -1,7 +1,6 @@
-"""Trajectories as parquet files: one row each, an exact round trip.
+"""Saves trajectories to parquet files and loads them back exactly, one row per trajectory.
 
-Rollout alone writes them, training alone reads them. Per-token fields are typed list columns, so that any parquet
-reader can use them; turns, calls, reward and metadata are JSON.
+Per-token fields are typed list columns, which any parquet reader can use. Turns, calls, reward and metadata are JSON.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ SCHEMA: dict[str, Any] = {
     "data_source": pl.String,
     "gold_passages": pl.List(pl.Struct({"title": pl.String, "text": pl.String})),
     "metadata": pl.String,  # JSON
-    "prompt": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),  # not in files of before it was recorded
-    "skills": pl.String,  # likewise
+    "prompt": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),  # missing in older files
+    "skills": pl.String,  # missing in older files
     "prompt_ids": pl.List(pl.Int32),  # [P]
     "response_ids": pl.List(pl.Int32),  # [L]
     "loss_mask": pl.List(pl.Int8),  # [L]
@@ -45,27 +44,28 @@ SCHEMA: dict[str, Any] = {
     "seconds": pl.Float64,
     "tokens_computed": pl.Int64,
 }
-# fields that older files lack have their defaults
+# Fields that older files lack get their defaults.
 _TRAJECTORY, _OBJECT = TypeAdapter(Trajectory), TypeAdapter(dict[str, Any])
 _TURNS, _CALLS = TypeAdapter(tuple[Turn, ...]), TypeAdapter(tuple[ToolCall, ...])
-# columns that are fields of the same name, of the trajectory and of its task
+# Columns that are fields of the same name, of the trajectory and of its task.
 _PLAIN = (
     "prompt_ids", "response_ids", "loss_mask", "logprobs", "group", "index", "answer", "seconds", "tokens_computed",
 )  # fmt: skip
 _PLAIN_OF_TASK = ("question", "golden_answers", "data_source", "skills")
-LATER_COLUMNS: dict[str, Any] = {"prompt": [], "skills": ""}  # files without them can be read: as these values
+LATER_COLUMNS: dict[str, Any] = {"prompt": [], "skills": ""}  # files without these columns are read with these values
 
 
 class TrajectoryFileError(FileError):
-    """A file of trajectories cannot be read, or trajectories cannot be written as they are."""
+    """A trajectory file cannot be read, or trajectories cannot be written."""
 
 
 def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> None:
-    """Write a parquet file, replacing one that is there; a reader never sees half a file. A program's tests
-    (``metadata["tests"]``, perhaps megabytes) are left out: the question file has them.
+    """Write a parquet file in one step: a reader never sees half a file. Replaces an existing file.
 
-    Raises TrajectoryFileError if metadata or call arguments are not plain JSON values (a tuple would come back as a
-    list), OSError if the disk does not take it.
+    Leaves out a program's tests (``metadata["tests"]``, up to megabytes), because the question file has them.
+
+    Raises TrajectoryFileError if metadata or call arguments are not plain JSON values (a tuple would load as a list),
+    OSError if the disk is full.
     """
     path = Path(path)
     frame = pl.DataFrame([to_row(t) for t in trajectories], schema=SCHEMA)
@@ -74,13 +74,13 @@ def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> N
 
 
 def load_trajectories(path: str | Path) -> list[Trajectory]:
-    """Read what ``save_trajectories`` wrote, in the same order.
+    """Load trajectories that ``save_trajectories`` wrote, in the same order.
 
-    Raises FileNotFoundError; TrajectoryFileError naming the file, and the column or the row that is wrong.
+    Raises FileNotFoundError, or TrajectoryFileError with the file and the wrong column or row.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file of trajectories at {path}")
+        raise FileNotFoundError(f"no trajectory file at {path}")
     try:
         frame = pl.read_parquet(path)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
@@ -90,8 +90,7 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
     missing = [name for name in SCHEMA if name not in (*frame.columns, *LATER_COLUMNS)]
     if missing:
         raise TrajectoryFileError(
-            f"{path} holds no saved trajectories: column(s) {', '.join(missing)} missing; "
-            f"found {', '.join(frame.columns)}"
+            f"{path} is not a trajectory file: column(s) {', '.join(missing)} missing; found {', '.join(frame.columns)}"
         )
     frame = frame.with_columns(later)
     for name, wanted in SCHEMA.items():
@@ -143,14 +142,14 @@ def from_row(row: dict[str, Any]) -> Trajectory:
 
 
 def _json(value: Any, what: str, kind: TypeAdapter[Any] = _OBJECT) -> str:
-    """The JSON of a value of this kind. Raises TrajectoryFileError where it would not come back equal."""
+    """Return a value as JSON. Raises TrajectoryFileError if it would not load as an equal value."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=_fields)
         equal = kind.validate_python(json.loads(text)) == value
     except (TypeError, ValueError) as error:
         raise TrajectoryFileError(f"{what}: expected JSON values; {error}") from error
     if not equal:
-        raise TrajectoryFileError(f"{what}: would not come back equal; expected lists (no tuples), text keys, no NaN")
+        raise TrajectoryFileError(f"{what}: would not load as an equal value; expected lists, text keys, no NaN")
     return text
 
 

@@ -1,4 +1,4 @@
-"""The rollout system: prompts in, scored trajectories out, behind one synchronous interface. Knows no Lightning."""
+"""The rollout system: prompts in, scored trajectories out, behind one synchronous interface, without Lightning."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TestLimits:
-    """Limits of evaluations; by default those of training. See ``budgets.Budgets``."""
+    """Limits of evaluations; by default the limits of training. See ``agent_loop.Budgets``."""
 
-    __test__ = False  # no test, whatever its name says to pytest
+    __test__ = False  # tell pytest that this is not a test
 
     max_turns: NonNegativeInt | None = None
     max_turn_tokens: PositiveInt | None = None
@@ -54,40 +54,38 @@ class TestLimits:
 
 
 class RolloutSystem:
-    """Prompts in, scored trajectories out.
+    """Rolls out and scores trajectories for prompts.
 
-    Owns a background thread with the event loop in which engine, tools and trajectories live, so that the caller (a
-    data loader, a script) needs no asyncio. Nothing starts before ``start`` or the first use.
+    Runs engine, tools and trajectories in the event loop of a background thread, so that the caller (a data loader, a
+    script) needs no asyncio. The thread starts at ``start`` or at the first use.
 
     Args:
         engine: samples tokens.
-        protocol: how text becomes a call.
-        environment: what executes the calls.
-        reward: scores a finished trajectory, in a thread or, an ``AsyncReward``, in the event loop; None where the
+        protocol: writes prompts and parses the model's text into actions.
+        environment: executes the calls.
+        reward: scores a finished trajectory, in a thread, or in the event loop for an ``AsyncReward`` (None: the
             environment scores itself.
-        max_turns: model turns that may call; one more turn follows if ``final_turn``, whose calls are refused.
-        max_turn_tokens, max_observation_tokens, max_response_tokens: see ``budgets.Budgets``.
-        max_length: prompt and response together; by default what the engine says (``engine.max_length``).
-        concurrency: trajectories in flight at once. Where more are wanted, the prompt that came first goes first, its
-            forks included.
+        max_turns: turns that may call tools. With ``final_turn`` one more turn follows, whose calls are refused.
+        max_turn_tokens, max_observation_tokens, max_response_tokens: see ``agent_loop.Budgets``.
+        max_length: prompt and response together; by default ``engine.max_length``.
+        concurrency: trajectories in flight at once. Earlier prompts go first, including their forks.
         sampler: which trajectories of a prompt exist. Only agents are sampled so: the probes (every other
             ``PromptMode``) are independent.
-        entropy_tokens: record the entropy of so many first tokens of every turn (``Turn.entropy``); 0: only where the
-            sampler asks for it, by its own number of tokens.
-        top_logprobs: of how many of the most likely tokens that entropy is made.
-        skills: advice in the policy's prompts (Skill-GRPO, skill prompts); SDAR's, for the teacher alone, are the
-            module's.
+        entropy_tokens: record the entropy of this many first tokens of every turn (``Turn.entropy``). 0: only if the
+            sampler needs it, over its own number of tokens.
+        top_logprobs: number of most likely tokens that the entropy is computed from.
+        skills: advice in the policy's prompts (Skill-GRPO, skill prompts). SDAR's skills, for the teacher only, are an
+            option of its module.
         in_flight_updates: update the weights between two tokens of the trajectories that are in flight; each token
             records the weights that sampled it (``Turn.versions``). By default an update waits until every group that
             has begun is done; groups that have not begun wait for the new weights. Trajectories are in flight during an
             update only with ``data.max_off_policy_iterations``.
-        limit_eos: ARPO as released: a call beyond ``max_turns`` is followed by an EOS that is trained on, though nobody
-            sampled it (vllm_rollout_with_tools.py; docs/papers/arpo.md 1.5). Its sampler log-prob counts as 0, which
-            the metrics of mismatch show.
-        test_limits: limits of evaluations where they are not those of training.
-        step_timeout_s: seconds the environment has to act once, waiting for a busy tool included; then the
-            trajectory fails by infrastructure, and the run goes on. For an environment that hangs without a deadline of
-            its own. Null: no limit.
+        limit_eos: as in ARPO's released code, append an EOS to a call beyond ``max_turns`` and train on it, although it
+            was not sampled (vllm_rollout_with_tools.py; docs/papers/arpo.md 1.5). Its sampler log-prob counts as 0,
+            which the mismatch metrics show.
+        test_limits: limits of evaluations, if they differ from those of training.
+        step_timeout_s: seconds for one action of the environment, including the wait for a busy tool. After that the
+            trajectory fails by infrastructure, and the run continues. Null: no limit.
         sleep_mode: free the engine's GPU memory from its start to the first push and while the trainer trains. The
             trainer keeps its optimiser states in host memory while the engine generates (docs/scaling/engines.md). By
             default engine and trainer each keep their memory.
@@ -135,13 +133,13 @@ class RolloutSystem:
         self.waited_s = 0.0  # seconds that updates have waited for trajectories in flight, so far
         if skills is not None and skills.retriever.learns:
             raise ValueError(
-                f"{type(skills.retriever).__name__} learns from rewards, which nothing tells it in a prompt of the "
-                "student: take another retriever for rollouts.skills (in SDAR's model.skills it learns)"
+                f"{type(skills.retriever).__name__} learns from rewards, which rollouts.skills does not pass on; take "
+                "another retriever, or give this one to SDAR's model.skills"
             )
         if skills is not None and (skills.place, skills.every_turn) != ("user_turn", False):
             raise ValueError(
-                f"rollouts.skills has place {skills.place} and every_turn {skills.every_turn}, which are a teacher's "
-                "(model.skills); in the student's prompt skills stand in the user's turn, the same in every turn"
+                f"rollouts.skills has place {skills.place} and every_turn {skills.every_turn}; expected user_turn and "
+                "false: other values are for a teacher (model.skills)"
             )
         if getattr(protocol, "per_turn_prompts", False):
             warn_of_early_ends(self.budgets)
@@ -156,18 +154,18 @@ class RolloutSystem:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the engine samples from; 0 until the first ``load_weights``, and again after
-        ``close``, since the engine then starts with its folder's weights."""
+        """Version of the engine's weights. 0 before the first ``load_weights`` and after ``close``, because the engine
+        then starts with its folder's weights."""
         return self._policy_version
 
     @property
     def running(self) -> bool:
-        """Started, and not closed since."""
+        """Whether the system is started and not closed."""
         return self._thread is not None
 
     @property
     def needs_answers(self) -> bool:
-        """Whether a task without a gold answer cannot be scored: the environment does not score itself."""
+        """Whether tasks need gold answers: the environment does not score itself."""
         return not scores_itself(self.environment)
 
     def first_prompts(self, *, inject_skills: bool = True, test: bool = False) -> FirstPrompts:
@@ -177,12 +175,11 @@ class RolloutSystem:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """The latest reasons of failures by infrastructure, oldest first; for messages."""
+        """The latest reasons of infrastructure failures, oldest first."""
         return tuple(self.agent_loop.failures)
 
     def start(self) -> None:
-        """Start the event loop, the tools, the reward and the engine. Idempotent; raises what their starts raise, those
-        of tools and reward before the engine loads a model."""
+        """Start the event loop, tools, reward and engine, in this order. Idempotent. Raises their errors."""
         with self._lock:
             first = self._thread is None
             if first:
@@ -205,19 +202,19 @@ class RolloutSystem:
         inject_skills: bool = True,
         test: bool = False,
     ) -> list[Trajectory]:
-        """``n`` trajectories per task, ordered by task, then index, in whatever order they finished.
+        """Roll out ``n`` trajectories per task. Returns them ordered by task, then index.
 
         The same seed and weights give the same trajectories: each request's seed is derived from (seed, group, the
-        trajectory's key, turn). Only a branching sampler (see ``rollout.samplers.branching``) may number them
-        differently, and give the last rows of a group to other forks, when latencies change. A task's group is its id;
-        a second occurrence in ``tasks`` is the group "id#2". Trajectories that a service failed, the reward's
-        included, are returned too, with stop reason INFRASTRUCTURE and without a reward.
+        trajectory's key, turn). If latencies change, only a branching sampler (``rollout.samplers.branching``) may
+        number trajectories differently and make other forks. A task's group is its id; a second occurrence in ``tasks``
+        is the group "id#2". Trajectories that a service failed, or whose reward failed, have the stop reason
+        INFRASTRUCTURE and no reward.
 
         Args:
             on_progress: called in this thread with (finished, expected) after each trajectory.
-            sampler: instead of the system's own (evaluations take independent trajectories).
-            inject_skills: put the system's skills, if it has any, into the prompts.
-            test: with the limits of evaluations (``test_limits``).
+            sampler: replaces the system's sampler (evaluations take independent trajectories).
+            inject_skills: add the system's skills, if any, to the prompts.
+            test: use the limits of evaluations (``test_limits``).
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
         finished: list[Trajectory] = []
@@ -242,8 +239,9 @@ class RolloutSystem:
         inject_skills: bool = True,
         test: bool = False,
     ) -> Generator[Trajectory, None, None]:
-        """As ``rollout``, but each trajectory as soon as it is finished. Closing the iterator (or an exception in the
-        caller's loop) cancels what still runs."""
+        """Yield each trajectory of a ``rollout`` as soon as it is finished.
+
+        Closing the iterator, or an exception in the caller's loop, cancels the running trajectories."""
         if n < 1:
             raise ValueError(f"n is {n}; expected at least one trajectory per task")
         self._start_awake()
@@ -260,23 +258,24 @@ class RolloutSystem:
         finally:
             if not task.done():
                 self._running_thread.call(task.cancel)
-                while finished.get() is not None:  # every trajectory has let go of the engine and its tools
+                while finished.get() is not None:  # wait until every trajectory has released engine and tools
                     pass
         _raise_first_error(task)
 
     def background(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine, which awaits ``roll_out``, in the system's event loop beside everything else. Cancelling the
-        future cancels it; ``close`` does, too."""
+        """Run a coroutine, which awaits ``roll_out``, in the system's event loop.
+
+        Cancelling the future, or ``close``, cancels the coroutine."""
         self.start()
         return self._submit(work)
 
     async def roll_out(
         self, tasks: Sequence[Task], *, n: int, sampling: SamplingParams, seed: int, batch: int
     ) -> list[Trajectory]:
-        """``rollout``, to be awaited in the system's own event loop (``background``).
+        """Roll out as ``rollout`` does, awaited in the system's event loop (``background``).
 
         Args:
-            batch: of those in flight at once the lower ones come first; a number from 0.
+            batch: number of the batch, from 0. Lower numbers go first.
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
         finished: list[Trajectory] = []
@@ -287,16 +286,17 @@ class RolloutSystem:
         return sorted(finished, key=lambda t: (order[t.group], t.index))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, checksum: bool = False) -> None:
-        """Replace the engine's weights. ``tensors`` is consumed in this thread, one at a time and to its end, even if
-        the engine refuses them: gathering sharded weights is collective, and other ranks wait for this one. What is
-        in flight ends first, or goes on with the new weights (option ``in_flight_updates``).
+        """Replace the engine's weights. Trajectories in flight finish first, or continue with the new weights (option
+        ``in_flight_updates``).
 
-        With several ranks a collective: all return when all engines, or the servers that ranks share, hold the weights.
+        With several ranks a collective: it returns when all engines, or the shared servers, hold the weights.
 
         Args:
-            checksum: the engine compares what arrives with checksums of what was given.
+            tensors: consumed in this thread, one at a time, and to the end even if the engine refuses one: gathering
+                sharded weights is collective, and other ranks wait for this rank.
+            checksum: the engine compares each tensor with a checksum of the sender.
 
-        Raises ValueError if a name, a shape or a checksum does not fit; an engine that refuses keeps its weights.
+        Raises ValueError if a name, a shape or a checksum does not fit; the engine then keeps its weights.
         """
         self.start()
         if self.in_flight_updates:
@@ -307,8 +307,8 @@ class RolloutSystem:
         self._policy_version = version
 
     def probe(self, text: str, max_new_tokens: int) -> tuple[list[int], dict[str, Generation]]:
-        """Continue ``text`` greedily, without any protocol: its token ids, and what each server (or "the engine") made
-        of them, by its name. Raises InfrastructureError if one does not answer."""
+        """Continue ``text`` greedily, without a protocol. Returns its token ids, and the generation by server (or by
+        "the engine"). Raises InfrastructureError if one does not answer."""
         self._start_awake()
         ids = list(self.protocol.tokenizer.encode(text))
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
@@ -318,13 +318,13 @@ class RolloutSystem:
         return ids, {"the engine": self._submit(self.engine.generate(ids, sampling)).result()}
 
     def sleep(self) -> None:
-        """With ``sleep_mode: true``: free the engine's memory until the next push or rollout. Else nothing.
-        Raises RuntimeError if trajectories are in flight."""
+        """Free the engine's memory until the next push or rollout, with ``sleep_mode: true``. Raises RuntimeError if
+        trajectories are in flight."""
         if self._sleeper is not None:
             self._submit(self._sleeper.sleep()).result()
 
     def _start_awake(self) -> None:
-        """Weights that fell asleep are whole: what was pushed before need not be pushed again."""
+        """Start, and wake the engine up. It still has the weights of the last push."""
         self.start()
         if self._sleeper is not None:
             self._submit(self._sleeper.wake_up()).result()
@@ -335,8 +335,8 @@ class RolloutSystem:
         return is_shared(self.engine)
 
     def close(self) -> None:
-        """Close tools, reward and engine, end the thread. Idempotent; a later use starts all again (see
-        ``policy_version``)."""
+        """Close tools, reward and engine, and end the thread. Idempotent. A later use starts all again, with the
+        engine's first weights (see ``policy_version``)."""
         with self._lock:
             if self._thread is None:
                 return
@@ -357,14 +357,14 @@ class RolloutSystem:
 
     @contextmanager
     def _nothing_in_flight(self) -> Iterator[None]:
-        """For the caller's thread: entered when all groups that have begun are done; no other begins meanwhile."""
+        """Wait in the caller's thread until all running groups are done, and let no group begin inside the block."""
         thread, update, began = self._running_thread, object(), time.monotonic()
         try:
             thread.call(lambda: self._admission.close(update))
             self._submit(self._admission.idle()).result()
             self.waited_s += time.monotonic() - began
             yield
-        finally:  # also after Ctrl-C, wherever it comes
+        finally:  # also after Ctrl-C
             thread.call(lambda: self._admission.reopen(update))
 
     async def _close(self) -> None:
@@ -372,7 +372,7 @@ class RolloutSystem:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        async with AsyncExitStack() as stack:  # each is closed, whatever the closing of another raises
+        async with AsyncExitStack() as stack:  # close each, even if closing another raises
             stack.push_async_callback(self.engine.close)
             if isinstance(self.reward, AsyncReward):
                 stack.push_async_callback(self.reward.close)
@@ -397,7 +397,7 @@ class RolloutSystem:
         batch: int = -1,
         loop: AgentLoop | None = None,
     ) -> None:
-        """``batch``: lower ones come first; -1 is whatever somebody waits for in ``stream``."""
+        """Roll out all groups. ``batch``: lower numbers go first; -1 is for ``stream``, whose caller waits."""
         scorer = None if self.reward is None else Scorer(self.reward)
         chosen = loop or self.agent_loop
 
@@ -418,7 +418,7 @@ class RolloutSystem:
 
 
 class EventLoopThread:
-    """An asyncio event loop in a daemon thread of its own."""
+    """An asyncio event loop in a daemon thread."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -429,7 +429,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the loop call ``function`` soon."""
+        """Schedule a call of ``function`` in the loop."""
         self.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
@@ -439,7 +439,7 @@ class EventLoopThread:
 
 
 def check_sleep(engine: Any, in_flight_updates: bool, max_off_policy_iterations: int = 0) -> None:
-    """Raises ValueError where an engine (or its class) cannot sleep, or where it would never be idle."""
+    """Check that an engine (or its class) can sleep and is idle while the trainer trains. Raises ValueError."""
     cure = "take sleep_mode: false"
     if max_off_policy_iterations or in_flight_updates:
         ahead = f"data.max_off_policy_iterations is {max_off_policy_iterations}"
@@ -449,7 +449,7 @@ def check_sleep(engine: Any, in_flight_updates: bool, max_off_policy_iterations:
     if shared or not hasattr(engine, "sleep"):
         name = engine.__name__ if isinstance(engine, type) else type(engine).__name__
         why = "serves several ranks" if shared else "has no method sleep"
-        raise ValueError(f"sleep_mode is true, but {name} {why}: expected an engine of the rank's own; {cure}")
+        raise ValueError(f"sleep_mode is true, but {name} {why}: expected an engine that one rank owns; {cure}")
 
 
 def warn_of_early_ends(budgets: Budgets) -> None:
@@ -472,7 +472,7 @@ async def _launch(work: Coroutine[Any, Any, None], on_done: Callable[[], None]) 
 
 
 def _raise_first_error(task: asyncio.Task[None]) -> None:
-    """Nothing if the task went well; else the error that ended it, without the groups around it."""
+    """Raise the error that ended a task, if any, without the exception groups around it."""
     if task.cancelled():
         raise RuntimeError("the rollout system was closed while trajectories were in flight")
     if (error := task.exception()) is not None:

@@ -1,4 +1,4 @@
-"""Trajectories and what they are made of: tasks, turns, actions, calls, rewards.
+"""Data types of a rollout: trajectories, tasks, turns, actions, calls, rewards.
 
 A trajectory is one token sequence, exactly as the engine saw it::
 
@@ -7,11 +7,11 @@ A trajectory is one token sequence, exactly as the engine saw it::
     loss_mask     [L]  1 1 1 1 1 1    0 0 0 0 0     1 1 1 1 1 1
     logprobs      [L]  sampler's log-prob where loss_mask is 1, else 0.0
 
-Nothing here is ever decoded, edited and tokenised again: new text (an observation) is tokenised once, when
-it is appended.  All spans are half-open ``[start, end)`` offsets into ``response_ids``.
+Token ids are never decoded, edited and tokenised again: new text (an observation) is tokenised once, when it is
+appended.  All spans are half-open ``[start, end)`` offsets into ``response_ids``.
 
-Where a protocol writes a prompt of its own for every turn (a window of history, verl-agent's way) each turn has its
-``prompt_ids``, ``response_ids`` holds the sampled turns alone, and models read the *rows* of ``split_turns``.
+A protocol with per-turn prompts (a window of history, as in verl-agent) gives each turn its own ``prompt_ids``. Then
+``response_ids`` contains only the sampled turns, and models read the *rows* that ``split_turns`` returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    """The same tokens in as few runs as possible, none of them empty.
+    """Merge runs of the same version, and drop empty runs.
 
     >>> merged([(3, 2), (3, 1), (4, 0), (5, 2)])
     ((3, 3), (5, 2))
@@ -47,7 +47,7 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def runs_of(policy_version: int, runs: Runs, count: int) -> Runs:
-    """Runs that cover the first ``count`` tokens, also where ``runs`` is empty.
+    """Return runs that cover the first ``count`` tokens. Empty ``runs`` mean that ``policy_version`` sampled all.
 
     >>> runs_of(7, (), 3), runs_of(5, ((4, 2), (5, 3)), 3)
     (((7, 3),), ((4, 2), (5, 1)))
@@ -60,23 +60,23 @@ def runs_of(policy_version: int, runs: Runs, count: int) -> Runs:
 
 
 def recorded(runs: Runs) -> Runs:
-    """What is kept of merged runs: nothing, where they name one version only."""
+    """Return merged runs as they are stored: empty if one version sampled all tokens."""
     return runs if len(runs) > 1 else ()
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. Closed: each value is mirrored as the metric ``stop/<value>``."""
+    """Why a trajectory ended. Each value is also a metric, ``stop/<value>``."""
 
     ANSWER = "answer"  # the protocol parsed a final answer
-    EOS = "eos"  # the model ended its turn without an action, and the protocol takes that as the end
+    EOS = "eos"  # the model ended its turn without an action, which ends the trajectory in this protocol
     MAX_TURNS = "max_turns"  # the last allowed model turn held no answer
     LENGTH = "length"  # the token budget of the response was used up
     ENVIRONMENT_DONE = "environment_done"  # the environment ended the episode
-    INFRASTRUCTURE = "infrastructure"  # a tool or the engine failed for reasons that are not the model's
+    INFRASTRUCTURE = "infrastructure"  # a tool or the engine failed, not through the model's fault
 
 
 class ActionKind(StrEnum):
-    """Kinds of actions that a protocol reads in a model turn."""
+    """Kinds of action that a protocol parses from a turn."""
 
     CALL = "call"
     ANSWER = "answer"
@@ -84,7 +84,7 @@ class ActionKind(StrEnum):
 
 
 class CallOutcome(StrEnum):
-    """How one tool call ended. Only the last value is not the model's doing."""
+    """How a tool call ended. Only the last value is not the model's fault."""
 
     OK = "ok"
     EMPTY = "empty"  # executed, returned nothing
@@ -96,25 +96,27 @@ class CallOutcome(StrEnum):
 
 EXECUTED = frozenset({CallOutcome.OK, CallOutcome.EMPTY, CallOutcome.ERROR, CallOutcome.TIMEOUT})
 LARGEST = 3.4e38  # about the largest float32
-ENDED_HERE = "the trajectory ended here"  # begins the detail of calls that no tool was asked for: its turn was the last
+ENDED_HERE = "the trajectory ended here"  # start of the detail of calls in the last turn, which are not executed
 
 
 class InfrastructureError(RuntimeError):
-    """A service under the rollout failed (retriever down, engine dead). Never the policy's fault."""
+    """A service that the rollout needs failed (retriever down, engine dead). Never the policy's fault."""
 
 
 class RewardError(ValueError):
-    """A reward is not a finite number. Ends the run, unlike an ``InfrastructureError``: it would come back."""
+    """A reward is not a finite number. Ends the run, unlike an ``InfrastructureError``, because it would recur."""
 
 
 class PermanentFailure(InfrastructureError):
-    """It would fail again (a key that is not accepted): not to be tried again. Like any other it costs one trajectory;
-    where every call fails so, the share of failed trajectories ends the run (option max_infrastructure_failures)."""
+    """A failure that a retry would repeat, such as a rejected key.
+
+    It costs one trajectory, like any ``InfrastructureError``. If every call fails, the share of failed trajectories
+    ends the run (option max_infrastructure_failures)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question (or episode) to solve. A row of the parquet files, typed."""
+    """One question (or episode) to solve: a row of the parquet files."""
 
     id: str
     question: str
@@ -139,9 +141,9 @@ class Action:
     kind: ActionKind
     calls: tuple[ToolRequest, ...] = ()
     answer: str | None = None
-    error: str | None = None  # why it is INVALID (of a CALL: what of it was not executed, or not as asked), in words
-    well_formed: bool = True  # False: not what the protocol asks for, acted upon all the same (verl-agent's "invalid")
-    ended: bool = True  # the model ended the turn itself; False: it was cut, and what follows must close it
+    error: str | None = None  # why it is INVALID; for a CALL: which part was not executed, or executed differently
+    well_formed: bool = True  # False: not in the protocol's format, but executed (verl-agent's "invalid")
+    ended: bool = True  # the model ended the turn; False: it was cut, and the next tokens must close it
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one call. The model reads ``text``; ``documents`` is for metrics. Halves of surrogate pairs become
-    U+FFFD.
+    """The result of one call. The model reads ``text``; ``documents`` is for metrics. Lone surrogates become U+FFFD.
 
     Raises:
         TypeError, ValueError: on construction, if a text is not a ``str``, the outcome is unknown, a score is not a
@@ -181,7 +182,7 @@ class ToolResult:
 
     @classmethod
     def of(cls, returned: Any) -> ToolResult:
-        """The result of a tool of your own: a ToolResult, or a text that the model reads. TypeError for others."""
+        """Convert what a tool returned, a ToolResult or a text for the model. Raises TypeError for other types."""
         if isinstance(returned, cls):
             return returned
         if not isinstance(returned, str):
@@ -202,7 +203,7 @@ def _checked(document: Any) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as it happened inside a trajectory."""
+    """One tool call of a trajectory, with its result."""
 
     turn: int  # index into Trajectory.turns
     request: ToolRequest
@@ -215,13 +216,13 @@ class ToolCall:
 
     @property
     def declined(self) -> bool:
-        """Refused by the tool or by the environment, rather than cut off by the end of the trajectory."""
+        """Whether the tool or the environment refused the call. False if only the end of the trajectory cut it off."""
         return self.result.outcome is CallOutcome.REFUSED and not (self.result.detail or "").startswith(ENDED_HERE)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A span of sampled tokens, what was read in it, and the span of the observation that followed."""
+    """A span of sampled tokens, the action parsed from it, and the span of the observation that follows."""
 
     start: int
     end: int
@@ -229,16 +230,15 @@ class Turn:
     finish_reason: str  # engine's: "stop", "eos", "length"
     policy_version: int  # of its last token
     observation_end: int  # == end when nothing followed; observation is [end, observation_end)
-    observation_truncated: bool = False  # or its own prompt had to leave history out
+    observation_truncated: bool = False  # or the turn's own prompt left history out
     # Mean entropy (nats) of the distributions its first tokens were drawn from, one number per turn; None where the
     # engine was not asked for top log-probs. See rollout.samplers.base.
     entropy: float | None = None
-    # Of the decision taken at its beginning whether the trajectory forks there (rollout.samplers.branching); None: no
-    # decision was taken.
+    # Probability of a fork at the turn's start (rollout.samplers.branching) (None: no fork was considered).
     branch_probability: float | None = None
-    # What it was sampled after, where that is not the trajectory's prompt and all that followed; see module docstring.
+    # The turn's own prompt, with per-turn prompts; see the module docstring.
     prompt_ids: tuple[int, ...] | None = None
-    reward: float = 0.0  # what the environment gave for it; what a reward function gives afterwards is in none
+    reward: float = 0.0  # the environment's reward for this turn; rewards of a reward function are not included
     version_runs: Runs = ()  # (policy version, tokens) in order, where the weights changed in its middle
 
     @property
@@ -267,7 +267,7 @@ class Reward:
 
 
 def finite_number(value: Any, what: str) -> float:
-    """Convert a number, or a scalar of numpy or torch, to a float. Booleans count as 0 and 1.
+    """Convert a number, or a scalar of numpy or torch, to a float. Booleans become 0 and 1.
 
     Args:
         value: of any type.
@@ -288,7 +288,7 @@ def finite_number(value: Any, what: str) -> float:
 
 @contextmanager
 def scored_by(source: object, trajectory: Any) -> Iterator[None]:
-    """Name the reward or environment, and the trajectory (``group`` and ``index``), in RewardErrors of the block."""
+    """Add the names of the reward (or environment) and the trajectory to RewardErrors raised in the block."""
     try:
         yield
     except RewardError as error:
@@ -303,14 +303,14 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Where a branched trajectory left its parent."""
+    """The point where a branched trajectory left its parent."""
 
     parent: int  # index within the group
     at: int  # response offset: [0, at) is shared with the parent
 
 
 class TrajectoryPrefix(Protocol):
-    """What a branch can be made of: a finished ``Trajectory``, or one that is being sampled."""
+    """The fields that a branch copies, of a finished ``Trajectory`` or of a running one."""
 
     @property
     def task(self) -> Task: ...
@@ -336,7 +336,7 @@ class TrajectoryPrefix(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished rollout. See the module docstring for the picture.
+    """One finished rollout. The module docstring shows its layout.
 
     Raises:
         ValueError: on construction, if the per-token fields differ in length, if a turn's span is not
@@ -357,12 +357,12 @@ class Trajectory:
     fork: Fork | None = None
     answer: str | None = None  # parsed final answer, only from sampled text
     seconds: float = 0.0
-    # Given tokens that were in no cache + tokens sampled, summed over its own requests: what a branch took over from
-    # its parent is not in it. None if unknown.
+    # Prompt tokens not in the cache plus sampled tokens, summed over the requests of this trajectory. Does not count
+    # the requests of a branch's parent. None if unknown.
     tokens_computed: int | None = None
-    episode: Trajectory | None = None  # of a row: the whole that it was taken from (never stored)
+    episode: Trajectory | None = None  # of a row: the trajectory that the row is part of (never stored)
     row: int | None = None  # of a row: its turn's index in the episode
-    # Its position in the rollout batch of all ranks, where groups have changed ranks since
+    # Position in the rollout batch of all ranks, if groups were moved between ranks
     # (data_modules.loading.token_balance); never stored.
     batch_index: int | None = None
 
@@ -390,12 +390,12 @@ class Trajectory:
 
     @property
     def failed_by_infrastructure(self) -> bool:
-        """True: keep out of every statistic and out of the gradient."""
+        """Whether to leave the trajectory out of every statistic and of the gradient."""
         return self.stop_reason is StopReason.INFRASTRUCTURE
 
     @property
     def trainable(self) -> bool:
-        """Whether it holds a sampled token and infrastructure did not fail it. Models read no other trajectory."""
+        """Whether models train on it: it has a sampled token, and no infrastructure failure."""
         return any(self.loss_mask) and not self.failed_by_infrastructure
 
     @property
@@ -404,7 +404,7 @@ class Trajectory:
 
     @property
     def policy_versions(self) -> tuple[int, int]:
-        """First and last weights that sampled a token here ((-1, -1) for an empty response)."""
+        """Versions of the first and the last weights that sampled a token; (-1, -1) for an empty response."""
         if not self.turns:
             return (-1, -1)
         first = self.turns[0]
@@ -412,7 +412,7 @@ class Trajectory:
 
     @property
     def token_versions(self) -> tuple[int, ...]:
-        """By response token, the version of the weights that sampled it [L]; -1 for observations."""
+        """The version of the weights that sampled each response token [L]; -1 for observations."""
         found = [-1] * len(self.response_ids)
         for turn in self.turns:
             found[turn.start : turn.end] = [version for version, count in turn.versions for _ in range(count)]
@@ -423,9 +423,11 @@ class Trajectory:
 
 
 def split_turns(trajectory: Trajectory) -> list[Trajectory]:
-    """The rows of a trajectory that models read: the trajectory itself, or, where each turn has its own prompt, one row
-    for each turn that holds a token. Such a row has the turn, its prompt and its calls, and the trajectory's reward,
-    group and index. A trajectory without sampled tokens (its prompt filled ``max_length``) has no rows."""
+    """Split a trajectory into the rows that models read.
+
+    Without per-turn prompts the only row is the trajectory itself. With them each turn that has a token becomes a row:
+    the turn, its prompt and its calls, with the trajectory's reward, group and index. A trajectory without sampled
+    tokens (its prompt filled ``max_length``) has no rows."""
     if not any(trajectory.loss_mask):
         return []
     if all(turn.prompt_ids is None for turn in trajectory.turns):

@@ -1,5 +1,6 @@
-"""Metrics of a batch of trajectories: calls, forks, inherited tokens, entropies. Kept as sums, so that parts of a batch
-and iterations of a run can be added; training and callbacks both read them here."""
+"""Metrics of a batch of trajectories: calls, forks, inherited tokens, entropies.
+
+They are sums, so that parts of a batch and iterations of a run can be added. Training and callbacks both use them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ CallKey = tuple[str, int, int, int]  # group, index of the trajectory that made 
 
 ANSWER, INVALID, NONE = "answer", "invalid", "none"
 ERRONEOUS = frozenset({CallOutcome.ERROR.value, CallOutcome.TIMEOUT.value, CallOutcome.REFUSED.value, INVALID})
-# Of several calls in one step the worst says how it ended.
+# The worst of a turn's calls decides how the turn ended.
 WORST_FIRST = (
     CallOutcome.INFRASTRUCTURE, CallOutcome.TIMEOUT, CallOutcome.ERROR, CallOutcome.REFUSED, CallOutcome.EMPTY,
     CallOutcome.OK,
@@ -22,13 +23,14 @@ WORST_FIRST = (
 
 
 def is_inherited(trajectory: Trajectory, turn: int) -> bool:
-    """Whether a turn (and the calls in it) was copied from the trajectory that this one was forked from. A turn that
-    the fork cuts in two is finished, and its calls are made, by the fork itself."""
+    """Whether a turn and its calls were copied from the trajectory's parent.
+
+    A turn that the fork cuts in two is not inherited: the fork finishes it and makes its calls."""
     return trajectory.fork is not None and trajectory.turns[turn].observation_end <= trajectory.fork.at
 
 
 def turns_after_tools(trajectory: Trajectory) -> list[int]:
-    """Indices of the turns that follow what an executed call returned."""
+    """Indices of the turns that follow the result of an executed call."""
     called = {call.turn for call in trajectory.executed_calls}
     turns = trajectory.turns
     followed = [i for i in called if i + 1 < len(turns)]
@@ -37,14 +39,16 @@ def turns_after_tools(trajectory: Trajectory) -> list[int]:
 
 
 def outcome_of(trajectory: Trajectory, turn: int) -> str:
-    """How a turn ended: ``ok``, ``empty``, ``error``, ``timeout``, ``refused`` (what became of its calls, the worst of
-    several), ``invalid`` (no readable action; the model was told so), ``answer``, or ``none``: the trajectory was over
-    with this step, which neither answered nor had a call executed (mostly one that was cut)."""
+    """Return how a turn ended.
+
+    ``ok``, ``empty``, ``error``, ``timeout``, ``refused``: the outcome of its calls, the worst of several.
+    ``invalid``: no action could be parsed, and the model was told so. ``answer``: it answered. ``none``: the last turn,
+    without an answer or an executed call (usually cut off)."""
     action = trajectory.turns[turn].action
     if action.kind is ActionKind.ANSWER:
         return ANSWER
     outcomes = {call.result.outcome for call in trajectory.calls if call.turn == turn}
-    if turn == len(trajectory.turns) - 1:  # what follows the end is recorded as refused: no fault of the step
+    if turn == len(trajectory.turns) - 1:  # calls after the end are recorded as refused, which is not the turn's fault
         outcomes.discard(CallOutcome.REFUSED)
         if not outcomes:
             return NONE
@@ -54,49 +58,51 @@ def outcome_of(trajectory: Trajectory, turn: int) -> str:
 
 
 def first_error(trajectory: Trajectory) -> int | None:
-    """Index of the first turn whose outcome is in ``ERRONEOUS``, None without one: no valid action, or a call that was
-    refused, failed by its arguments or ran out of time. A last turn that was merely cut is no error."""
+    """Return the index of the first erroneous turn (outcome in ``ERRONEOUS``), or None.
+
+    Such a turn has no valid action, or a call that was refused, failed by its arguments or timed out. A last turn that
+    was only cut off does not count."""
     turns = range(len(trajectory.turns))
     return next((turn for turn in turns if outcome_of(trajectory, turn) in ERRONEOUS), None)
 
 
 def entropies(turns: Sequence[Turn]) -> list[float]:
-    """Entropies in nats of those turns that have one recorded (``Turn.entropy``)."""
+    """Return the recorded entropies (``Turn.entropy``) of turns, in nats."""
     return [turn.entropy for turn in turns if turn.entropy is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutMetrics:
-    """Sums over trajectories; ``+`` adds the sums of other trajectories (whole groups)."""
+    """Sums over the trajectories of whole groups. ``+`` adds the sums of other groups."""
 
     trajectories: int = 0
     forked: int = 0  # trajectories that began as a copy of another
-    tool_calls: int = 0  # executed; a call that forks have inherited counts once
+    tool_calls: int = 0  # executed; a call that forks inherited counts once
     calls: Counter[str] = field(default_factory=Counter)  # the same by tool
     outcomes: Counter[str] = field(default_factory=Counter)  # all calls, refused ones included, by outcome
     response_tokens: int = 0  # observations included
-    inherited_tokens: int = 0  # of those, copied from a fork's parent
-    tokens_computed: int = 0  # prefill and decode tokens that the engine ran, over trajectories that know it
-    tokens_computed_known: int = 0  # how many trajectories know it
-    entropy_after_tools: float = 0.0  # nats, over turns that follow a tool's result (inherited turns left out) ...
-    turns_after_tools: int = 0  # ... and have their entropy recorded: as many
-    branch_probability: float = 0.0  # over own turns at whose beginning a fork was decided on ...
-    branch_decisions: int = 0  # ... as many
-    groups: int = 0  # with two usable trajectories or more
+    inherited_tokens: int = 0  # response tokens copied from a fork's parent
+    tokens_computed: int = 0  # prefill and decode tokens of the engine, over trajectories that know them
+    tokens_computed_known: int = 0  # number of those trajectories
+    entropy_after_tools: float = 0.0  # nats, sum over turns after a tool's result, without inherited turns ...
+    turns_after_tools: int = 0  # ... number of those turns whose entropy is recorded
+    branch_probability: float = 0.0  # sum over own turns at which a fork was considered ...
+    branch_decisions: int = 0  # ... number of those turns
+    groups: int = 0  # groups with at least two usable trajectories
     distinct: float = 0.0  # sum over these groups of (different responses / trajectories)
     reward: float = 0.0
-    rewarded: int = 0  # trajectories that have a reward
+    rewarded: int = 0  # number of trajectories with a reward
 
     def __add__(self, other: RolloutMetrics) -> RolloutMetrics:
         return RolloutMetrics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def sums(self) -> dict[str, float]:
-        """What is reported as a sum: trajectories, tool_calls, calls/<tool>."""
+        """Return the metrics that are reported as sums: trajectories, tool_calls, calls/<tool>."""
         totals: dict[str, float] = {"trajectories": self.trajectories, "tool_calls": self.tool_calls}
         return totals | {f"calls/{tool}": count for tool, count in sorted(self.calls.items())}
 
     def ratios(self) -> dict[str, tuple[float, float]]:
-        """What is reported as a mean or a share: (sum, count) by name; the count may be 0."""
+        """Return (sum, count) by name for metrics that are reported as means or shares. The count may be 0."""
         called = sum(self.outcomes.values())
         outcomes = [outcome for outcome in CallOutcome if outcome is not CallOutcome.INFRASTRUCTURE]
         return {
@@ -119,8 +125,9 @@ class RolloutMetrics:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> RolloutMetrics:
-    """Metrics of whole groups. Trajectories that failed by infrastructure are left out; they are looked at only to find
-    out whose calls their forks have inherited."""
+    """Compute the metrics of whole groups, without trajectories that failed by infrastructure.
+
+    Failed trajectories are used only to find which calls their forks inherited."""
     usable = [t for t in trajectories if not t.failed_by_infrastructure]
     by_index = {(t.group, t.index): t for t in trajectories}
     calls = {key: call for t in usable for key, call in _keyed_calls(t, by_index)}
@@ -162,7 +169,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> RolloutMetrics:
 def _keyed_calls(
     trajectory: Trajectory, by_index: Mapping[tuple[str, int], Trajectory]
 ) -> Iterator[tuple[CallKey, ToolCall]]:
-    """Every call with its key; an inherited call has the key it has in the trajectory that made it."""
+    """Yield each call with its key. An inherited call has the key of the trajectory that made the call."""
     position: Counter[int] = Counter()
     for call in trajectory.calls:
         index = trajectory.index

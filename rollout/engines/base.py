@@ -28,28 +28,27 @@ if TYPE_CHECKING:
 @with_config(ConfigDict(extra="forbid", revalidate_instances="always"))
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Says how to sample one request. ``temperature == 0`` is greedy. Log-probs are always those of the distribution
-    that was sampled from (after temperature, before top-p/top-k truncation), except at temperature 0 where they are the
-    raw ones.
+    """How to sample one request. ``temperature == 0`` is greedy.
 
-    The types bound the cost of a request. `check_request` checks them, for every engine.
+    Log-probs are those of the sampling distribution after temperature and before top-p/top-k truncation. At temperature
+    0 they are the raw log-probs. The types bound the cost of a request; `check_request` checks them for every engine.
     """
 
     max_new_tokens: PositiveInt
     temperature: Temperature = 1.0
     top_p: PositiveShare = 1.0
     top_k: TopK = -1
-    repetition_penalty: Penalty = 1.0  # divides (or, below 0, multiplies) logits of tokens that occurred; 1: off
-    # Generation ends with the token that completes one of ``stop``; the token is kept.
+    repetition_penalty: Penalty = 1.0  # divides (or, below 0, multiplies) logits of earlier tokens; 1: off
+    # Generation ends with the token that completes one of these strings; the token is kept.
     stop: Annotated[tuple[Annotated[str, Len(1, 256)], ...], Len(0, 64)] = ()
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Len(0, 256)] = ()  # usually the EOS ids; the token is kept
-    seed: Annotated[NonNegativeInt, Le(2**63 - 1)] | None = None  # per request; same seed and weights -> same tokens
-    # k > 0: also return the k most likely tokens at each position (ARPO's entropy).
+    seed: Annotated[NonNegativeInt, Le(2**63 - 1)] | None = None  # same seed and weights -> same tokens
+    # k > 0: return the k most likely tokens at each position (ARPO's entropy).
     top_logprobs: Annotated[NonNegativeInt, Le(MAX_TOP_LOGPROBS)] = 0
 
     def checked(self) -> SamplingParams:
-        """Return the parameters with the types that they should have (a temperature of 1 becomes 1.0). Raises
-        ValueError for the first one out of bounds."""
+        """Return the parameters with their declared types (a temperature of 1 becomes 1.0). Raises ValueError for the
+        first one out of bounds."""
         try:
             return _SAMPLING.validate_python(self)
         except ValidationError as error:
@@ -62,73 +61,76 @@ _SAMPLING = TypeAdapter(SamplingParams)
 def check_request(
     token_ids: Sequence[int], sampling: SamplingParams, max_length: int, vocab_size: int | None = None
 ) -> tuple[list[int], SamplingParams]:
-    """Return a request as it may be given to an engine.
+    """Check a request, and return it with the right types.
 
     Args:
         max_length: given plus new tokens, at most.
-        vocab_size: of the model; without it the engine checks the ids.
+        vocab_size: of the model (None: the engine checks the ids).
 
     Raises:
         ValueError: no ids, ids outside the vocabulary, too many tokens, or ``sampling`` is out of bounds.
     """
     ids, sampling = [int(t) for t in token_ids], sampling.checked()
     if not ids:
-        raise ValueError("token_ids is empty; an engine continues at least one token")
+        raise ValueError("token_ids is empty; expected at least one token")
     if len(ids) + sampling.max_new_tokens > max_length:
         raise ValueError(
             f"{len(ids)} given + {sampling.max_new_tokens} new tokens exceed the engine's max_length {max_length}; "
             "shorten the request or raise max_length"
         )
     if vocab_size is not None and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"token ids lie in [{min(ids)}, {max(ids)}], the model knows {vocab_size}")
+        raise ValueError(f"token ids are from {min(ids)} to {max(ids)}; expected 0 to {vocab_size - 1}")
     if vocab_size is not None and not max(sampling.stop_token_ids, default=0) < vocab_size:
-        raise ValueError(f"sampling.stop_token_ids has {max(sampling.stop_token_ids)}, the model knows {vocab_size}")
+        raise ValueError(f"sampling.stop_token_ids has {max(sampling.stop_token_ids)}; expected ids below {vocab_size}")
     return ids, sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
+    """The sampled continuation of one request."""
+
     token_ids: tuple[int, ...]  # [n] exactly as sampled, incl. the token that completed a stop string
     logprobs: tuple[float, ...]  # [n]
     finish_reason: str  # "stop" (a stop string), "eos" (a stop token id), "length"
-    policy_version: int  # weights that sampled it (its last token, where an update came in between)
+    policy_version: int  # version of the weights that sampled the last token
     stop_string: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None  # [n] of {token id: log-prob}
-    cached_tokens: int = 0  # of the given token_ids, how many needed no computation (prefix reuse)
-    version_runs: Runs = ()  # (version, tokens) in order, where weights changed in between; see rollout.trajectory
+    cached_tokens: int = 0  # number of given tokens that the prefix cache already had
+    version_runs: Runs = ()  # (version, tokens) in order, if weights changed in between; see `trajectory.merged`
 
 
 class EngineGone(InfrastructureError):
-    """The engine has died once too often. Nothing can be sampled any more: the run ends."""
+    """The engine has died once too often. The run ends."""
 
 
 class WeightsLost(InfrastructureError):
-    """The engine does not hold the weights that were pushed last, and samples nothing until a whole push has come."""
+    """The engine lost the weights of the last push. It samples nothing until all weights are pushed again."""
 
 
 class UpdateInterrupted(InfrastructureError):
-    """A weight update lost its engine on the way, which is there again and expects a whole push."""
+    """The engine restarted during a weight update. Push all weights again."""
 
 
 class Engine(Protocol):
     """Samples continuations. Safe to call concurrently from one event loop.
 
-    An engine may say more of itself: ``max_length`` (given plus new tokens of a request, at most), and ``shared =
-    True`` where several ranks sample from the same one (`weights.push.SharedEngine`).
+    Optional attributes: ``max_length`` (given plus new tokens of a request, at most), and ``shared = True`` if several
+    ranks sample from the same engine (`weights.push.SharedEngine`).
     """
 
     async def start(self) -> None:
-        """Load the model, spawn the process. Idempotent."""
+        """Spawn the process and load the model. Idempotent."""
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Continue ``token_ids``. Raises EngineGone if the engine has died for good."""
+        """Continue ``token_ids``. Raises EngineGone if the engine has died once too often."""
         ...
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
-        """Replace all weights (Hugging Face names), drop every prefix cache, set the policy version. Requests in
-        flight finish on the old weights, later ones wait for the new; or, ``between_steps``, all go on with the new
-        weights from their next token. The files may be removed when this returns.
+        """Replace all weights (Hugging Face names), drop every prefix cache, and set the policy version.
+
+        Requests in flight finish with the old weights, and later requests wait for the new ones. With ``between_steps``
+        all continue with the new weights from their next token. The files may be removed when this returns.
         Raises ValueError, and changes nothing, if a name, a shape or a checksum does not fit."""
         ...
 

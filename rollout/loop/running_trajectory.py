@@ -1,4 +1,4 @@
-"""A trajectory that is being sampled: the agent loop appends to it, branches copy from it."""
+"""A trajectory while it is sampled, and how its turns are sampled. Branches copy from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rollout.trajectory import (
 
 @dataclass(slots=True)
 class RunningTrajectory:
-    """A mutable trajectory; the fields are those of ``Trajectory`` and what the agent loop needs besides."""
+    """A mutable trajectory: the fields of ``Trajectory``, and the state that the agent loop needs."""
 
     task: Task
     group: str
@@ -44,16 +44,16 @@ class RunningTrajectory:
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    key: int | str = 0  # what the seeds of its requests are derived from, with group and turn
-    open_runs: Runs = ()  # versions of what an open turn holds already
-    open_turn: int | None = None  # start of a turn that is sampled in part: its first tokens, or forked in its middle
-    last_turn: bool = False  # no result of a call follows the turn that comes next
-    entropy: float | None = None  # of the turn being sampled
-    branch_probability: float | None = None  # of the turn being sampled; a sampler sets it
+    key: int | str = 0  # the seeds of its requests are derived from key, group and turn
+    open_runs: Runs = ()  # versions of the tokens that an open turn already has
+    open_turn: int | None = None  # start of a partly sampled turn: only its first tokens, or forked in its middle
+    last_turn: bool = False  # the next turn is the last: its calls are not executed
+    entropy: float | None = None  # of the current turn
+    branch_probability: float | None = None  # of the current turn; a sampler sets it
     environment_reward: float | None = None
-    measures: dict[str, float] = field(default_factory=dict)  # what the environment says the episode has come to
-    turn_prompt: list[int] | None = None  # of the turn that comes next, where every turn has a prompt of its own
-    prompt_cut: bool = False  # that prompt had to leave history out
+    measures: dict[str, float] = field(default_factory=dict)  # the environment's measures of the episode
+    turn_prompt: list[int] | None = None  # of the next turn, with per-turn prompts
+    prompt_cut: bool = False  # that prompt leaves history out
     answer: str | None = None
     fork: Fork | None = None
     tokens_computed: int = 0
@@ -64,27 +64,27 @@ class RunningTrajectory:
 
     @property
     def context(self) -> tuple[list[int], list[int]]:
-        """What the turn that comes next (or is open) is sampled after, and what of it was sampled since the prompt."""
+        """The prompt of the next (or open) turn, and the ids that follow the prompt."""
         if self.turn_prompt is not None:
             return self.turn_prompt, self.response_ids[self.turn_start :]
         return self.prompt_ids, self.response_ids
 
     def continue_from(self, source: TrajectoryPrefix, at: int) -> None:
-        """Take over ``source`` up to response offset ``at``.
+        """Copy ``source`` up to response offset ``at``.
 
-        ``at`` may be the beginning of any turn (what follows an observation), or lie inside a sampled turn, which is
-        then continued. Raises ValueError for an offset inside an observation, or where nothing can follow.
+        ``at`` is the start of a turn, or an offset inside a sampled turn, which is then continued. Raises ValueError
+        for an offset inside an observation, or after the end of the trajectory.
         """
         kept = [turn for turn in source.turns if turn.observation_end <= at]
         boundary = kept[-1].observation_end if kept else 0
         cut = source.turns[len(kept)] if len(kept) < len(source.turns) else None
         if cut is not None and not cut.start < at < cut.end:
             cut = None
-        ended = bool(kept) and kept[-1].end == kept[-1].observation_end  # after such a turn the trajectory was over
+        ended = bool(kept) and kept[-1].end == kept[-1].observation_end  # that turn ended the trajectory
         if (cut is None and at != boundary) or ended:
             raise ValueError(
                 f"cannot continue trajectory {source.group}/{source.index} at response offset {at}: expected the "
-                "beginning of a turn or an offset inside a sampled one"
+                "start of a turn, or an offset inside a sampled turn"
             )
         self.prompt_ids = list(source.prompt_ids)
         self.response_ids, self.loss_mask = list(source.response_ids[:at]), list(source.loss_mask[:at])
@@ -95,12 +95,12 @@ class RunningTrajectory:
         self.fork = Fork(parent=source.index, at=at)
 
     def count(self, generation: Generation) -> None:
-        """Add a request for a continuation of all ids so far to ``tokens_computed``."""
+        """Add the tokens that a request computed to ``tokens_computed``."""
         given = sum(map(len, self.context))
         self.tokens_computed += given - generation.cached_tokens + len(generation.token_ids)
 
     def open(self, first: Generation) -> None:
-        """Take in the first tokens of a turn whose other tokens follow in ``add_turn``."""
+        """Append the first tokens of a turn. Its other tokens follow in ``add_turn``."""
         self.open_turn = len(self.response_ids)
         self._extend(first.token_ids, 1, first.logprobs)
         self.open_runs = _versions(first)
@@ -132,7 +132,7 @@ class RunningTrajectory:
         self.open_runs = ()
 
     def append_to_turn(self, token_id: int) -> None:
-        """End the last turn with a token that nobody sampled: trained on, with log-prob 0."""
+        """Append a token to the last turn that was not sampled. It is trained on, with log-prob 0."""
         self._extend([token_id], 1, [0.0])
         end = len(self.response_ids)
         self.turns[-1] = dataclasses.replace(self.turns[-1], end=end, observation_end=end)
@@ -149,7 +149,7 @@ class RunningTrajectory:
         )
 
     def credit(self, reward: float) -> None:
-        """Add the environment's reward of the last turn. Raises RewardError unless it is a finite number."""
+        """Add the environment's reward for the last turn. Raises RewardError unless it is a finite number."""
         reward = finite_number(reward, f"the reward of turn {len(self.turns)}")
         self.environment_reward = (self.environment_reward or 0.0) + reward
         self.turns[-1] = dataclasses.replace(self.turns[-1], reward=reward)
@@ -160,7 +160,7 @@ class RunningTrajectory:
         self.logprobs.extend(logprobs)
 
     def finish(self, stop_reason: StopReason, seconds: float) -> Trajectory:
-        if self.open_turn is not None:  # the engine failed before the turn was complete
+        if self.open_turn is not None:  # the engine failed during the turn
             action = Action(ActionKind.INVALID, error="the turn was never completed", ended=False)
             self._close_turn(self.open_turn, action, "length", self.open_runs[-1][0] if self.open_runs else -1)
         reward = self.environment_reward
@@ -189,11 +189,13 @@ def _versions(generation: Generation) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class TurnGenerator:
-    """Asks the engine for turns. ``entropy_tokens`` and ``top_logprobs`` hold where the sampler asks for no first
-    tokens.
+    """Samples turns with the engine, in one request, or in two with the sampler's hook after the first tokens.
+
+    Args:
+        entropy_tokens, top_logprobs: used for turns whose first tokens the sampler does not want.
 
     Raises:
-        ValueError: on construction, if a number is impossible.
+        ValueError: on construction, if a number is out of range.
     """
 
     engine: Engine
@@ -210,22 +212,21 @@ class TurnGenerator:
     async def generate(
         self, state: RunningTrajectory, sampling: SamplingParams, seed: int, hooks: Hooks, allowed: int
     ) -> Generation:
-        """What completes the turn that ``state`` stands before (or in), at most ``allowed`` tokens in all.
+        """Sample the rest of the current turn of ``state``, at most ``allowed`` tokens in all.
 
-        Where the hook saw the first tokens before the rest, they are in ``state`` already, as an open turn, and the
-        result holds the others. Seeds are derived from (seed, group, key, turn), for the others from "rest"
-        as well.
+        If the hook read the first tokens before the others, these are already in ``state`` as an open turn, and the
+        result has only the others. Seeds are derived from (seed, group, key, turn); for the others also from "rest".
         """
         parts = (seed, state.group, state.key, len(state.turns))
-        if state.open_turn is not None:  # forked in its middle: how it began is its parent's
+        if state.open_turn is not None:  # forked in its middle: the parent sampled its first tokens
             rest = await self._ask(state, sampling, allowed, derive_seed(*parts))
             return self._cut_across_boundary(state, rest)
-        look = EntropyProbe.BEFORE_THE_REST if hooks.look is None else hooks.look(state)
+        probe = EntropyProbe.BEFORE_THE_REST if hooks.probe is None else hooks.probe(state)
         count, top = self.entropy_tokens, self.top_logprobs if self.entropy_tokens else 0
-        if hooks.first_tokens and look is not EntropyProbe.NONE:
+        if hooks.first_tokens and probe is not EntropyProbe.NONE:
             count, top = hooks.first_tokens, hooks.top_logprobs
-        shown = None if look is EntropyProbe.NONE else hooks.on_first_tokens
-        asked = allowed if shown is None or look is EntropyProbe.WITH_TURN else min(count, allowed)
+        shown = None if probe is EntropyProbe.NONE else hooks.on_first_tokens
+        asked = allowed if shown is None or probe is EntropyProbe.WITH_TURN else min(count, allowed)
         first = await self._ask(state, sampling, asked, derive_seed(*parts), top)
         state.entropy = first_tokens_entropy(first.top_logprobs, count)
         if shown is None:
@@ -257,8 +258,9 @@ class TurnGenerator:
         return generation
 
     def _cut_across_boundary(self, state: RunningTrajectory, generation: Generation) -> Generation:
-        """End the turn at a stop string that began in what it held before, which engines, looking at what they
-        generate only, do not see: after "</sea" the turn ends with "rch>"."""
+        """End the turn at a stop string that spans two requests: after "</sea" the turn ends with "rch>".
+
+        Engines miss such a string, because they search only the tokens of their own request."""
         window = max((len(s.encode()) for s in self.protocol.stop), default=0)  # a token is at least one byte
         before = state.response_ids[state.turn_start :][-window:] if window else []
         for end in range(1, min(window, len(generation.token_ids) + 1)):

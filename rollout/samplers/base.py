@@ -1,4 +1,7 @@
-"""The sampler seam: which trajectories of a prompt exist, and what a sampler sees of them while they run."""
+"""The sampler interface, independent sampling, and the entropies that branching samplers use.
+
+A sampler decides which trajectories of a prompt are rolled out, and may watch them while they run.
+"""
 
 from __future__ import annotations
 
@@ -15,48 +18,48 @@ from rollout.trajectory import Task, Trajectory, TrajectoryPrefix
 
 
 class RunningView(TrajectoryPrefix, Protocol):
-    """What a sampler sees of a trajectory that is being sampled."""
+    """A running trajectory, as a sampler sees it."""
 
-    branch_probability: float | None  # of the turn being sampled; a sampler sets it, for the record
+    branch_probability: float | None  # of the current turn; a sampler sets it, for the metrics
 
     @property
-    def key(self) -> int | str: ...  # what the seeds of its requests are derived from, with group and turn
+    def key(self) -> int | str: ...  # the seeds of its requests are derived from key, group and turn
     @property
-    def entropy(self) -> float | None: ...  # nats, of the turn being sampled; see ``Turn.entropy``
+    def entropy(self) -> float | None: ...  # of the current turn, in nats; see ``Turn.entropy``
     @property
-    def last_turn(self) -> bool: ...  # no result of a call follows the turn that comes next
+    def last_turn(self) -> bool: ...  # the next turn is the last: its calls are not executed
 
 
 Hook = Callable[[RunningView, Generation], Awaitable[None]]
 
 
 class EntropyProbe(Enum):
-    """How a sampler wants to see the first tokens of the turn that comes next."""
+    """When a sampler reads the entropy of the next turn's first tokens."""
 
-    NONE = auto()  # not at all: the turn is sampled as without hooks
-    WITH_TURN = auto()  # once the whole turn is sampled: in one request, with top log-probs of all its tokens
-    BEFORE_THE_REST = auto()  # before the others are sampled: one request more
+    NONE = auto()  # never: the turn is sampled as without hooks
+    WITH_TURN = auto()  # after the whole turn: one request, with top log-probs of all its tokens
+    BEFORE_THE_REST = auto()  # before the other tokens are sampled: one more request
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Callbacks of a sampler while a trajectory runs. Each is awaited where it is called; what it starts (a fork) must
-    not be awaited in it.
+    """Callbacks of a sampler while a trajectory runs.
 
-    ``look`` is asked before each turn whether and when ``on_first_tokens`` is to be called; by default before the rest
-    of the turn is sampled. That costs one more request: the turn's ``first_tokens`` first tokens are sampled by
-    themselves, and the turn goes on when the callback has returned. The trajectory that both are given ends where the
-    turn begins, so that a fork ``start=state, at=len(state.response_ids)`` shares what was read before, and not these
-    tokens.
+    The agent loop awaits each callback. A callback may start other trajectories (a fork), but must not await them.
+
+    ``probe`` decides before each turn whether and when ``on_first_tokens`` is called. By default it is called before
+    the rest of the turn is sampled, which costs one more request: the first ``first_tokens`` tokens are sampled alone,
+    and the turn continues when the callback returns. Both receive the trajectory up to the start of the turn, so that a
+    fork ``start=state, at=len(state.response_ids)`` shares the tokens before the turn, and not its first tokens.
     """
 
-    first_tokens: int = 0  # over which Turn.entropy is taken
-    top_logprobs: int = 0  # asked of the engine: for the first tokens, or where these are no request of their own, all
-    look: Callable[[RunningView], EntropyProbe] | None = None
+    first_tokens: int = 0  # number of tokens that Turn.entropy averages over
+    top_logprobs: int = 0  # per token: of the first tokens, or of all tokens if the turn is one request
+    probe: Callable[[RunningView], EntropyProbe] | None = None
     on_first_tokens: Hook | None = None
-    on_turn: Hook | None = None  # after a sampled turn, before its calls run; given the turn's last request
-    # After an observation was appended, before the next turn. The trajectory's slot is released until the callback has
-    # returned, so that it may wait for other trajectories.
+    on_turn: Hook | None = None  # after a sampled turn, before its calls run; receives the turn's last generation
+    # After an observation, before the next turn. The trajectory releases its slot until the callback returns, so the
+    # callback may wait for other trajectories.
     on_result: Callable[[RunningView], Awaitable[None]] | None = None
 
 
@@ -64,14 +67,14 @@ NO_HOOKS = Hooks()
 
 
 class GroupRunner(Protocol):
-    """A sampler's handle on the group of one prompt."""
+    """Runs the trajectories of one prompt for a sampler."""
 
     @property
     def task(self) -> Task: ...
     @property
-    def seed(self) -> int: ...  # for the sampler's own decisions; the runs derive theirs by themselves
+    def seed(self) -> int: ...  # for the sampler's decisions; the runs derive their own seeds
     @property
-    def vocabulary(self) -> int: ...  # tokens that the tokenizer knows: entropies as published divide by its logarithm
+    def vocabulary(self) -> int: ...  # size of the tokenizer; published entropies are divided by its logarithm
 
     async def run(
         self,
@@ -83,11 +86,12 @@ class GroupRunner(Protocol):
         hooks: Hooks = NO_HOOKS,
         counts: bool = True,
     ) -> Trajectory:
-        """Roll out member ``index``, scored. With ``start`` it branches off at response offset ``at``.
+        """Roll out and score member ``index``. With ``start`` it branches off at response offset ``at``.
 
-        Its requests' seeds are derived from ``key`` (by default the index), so that a sampler that numbers its
-        members in order of arrival can name them by something else. With ``counts`` False it is neither scored nor
-        handed to the caller of the rollout: a probe.
+        Args:
+            key: the requests' seeds are derived from it; by default from the index. A sampler that numbers its members
+                in order of arrival passes a key that does not depend on that order.
+            counts: False for a probe, which is neither scored nor returned to the caller of the rollout.
         """
         ...
 
@@ -95,29 +99,32 @@ class GroupRunner(Protocol):
 class Sampler(Protocol):
     """Decides which trajectories of a prompt are rolled out.
 
-    One that never branches off (``GroupRunner.run`` without ``start``) says so by ``forks = False``: only such samplers
-    go with protocols that write a new prompt for every turn. One that does not say is taken for one that forks.
+    A sampler that never branches (``GroupRunner.run`` without ``start``) sets ``forks = False``. Protocols with
+    per-turn prompts accept only such samplers. Without the attribute a sampler counts as one that forks.
     """
 
     async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:
-        """Exactly ``n`` trajectories of one prompt, by index 0 .. n-1."""
+        """Return exactly ``n`` trajectories of one prompt, ordered by index 0 .. n-1."""
         ...
 
 
 def check_forks(sampler: object, protocol: str) -> None:
-    """Raises ValueError for a sampler, or a class of them, that forks where the protocol named writes a new prompt for
-    every turn."""
+    """Refuse a forking sampler for a protocol with per-turn prompts. Raises ValueError.
+
+    Args:
+        sampler: a sampler or its class.
+        protocol: name of the protocol.
+    """
     if getattr(sampler, "forks", True):
         name = getattr(sampler, "__name__", type(sampler).__name__)
         raise ValueError(
-            f"{name} forks trajectories at what they have read (or does not say forks = False), but "
-            f"{protocol} writes a new prompt for every turn; take one conversation (window: null, history: sampled), "
-            "or leave the sampler out"
+            f"{name} forks trajectories (or does not set forks = False), but {protocol} writes a new prompt for every "
+            "turn; take one conversation (window: null, history: sampled), or leave the sampler out"
         )
 
 
 class IndependentSampler:
-    """``n`` trajectories from the prompt, each on its own (GRPO, PPO)."""
+    """Samples ``n`` independent trajectories from the prompt (GRPO, PPO)."""
 
     forks = False
 
@@ -126,17 +133,17 @@ class IndependentSampler:
 
 
 async def run_independent(group: GroupRunner, indices: Iterable[int]) -> list[Trajectory]:
-    """These members of a group, from the prompt."""
+    """Run members of a group from the prompt, all at once."""
     async with asyncio.TaskGroup() as tasks:  # one that fails cancels the others
         running = [tasks.create_task(group.run(index)) for index in indices]
     return [task.result() for task in running]
 
 
 def top_entropy(top: Mapping[int, float]) -> float:
-    """Entropy in nats of one position, from {token id: log-prob} of its most likely tokens.
+    """Return the entropy in nats at one position, from {token id: log-prob} of its most likely tokens.
 
-    The tokens that are not listed count as one outcome with the probability that is left, so that the value is a
-    lower bound of the entropy over the whole vocabulary, and exact where nothing is left.
+    All other tokens count as one outcome with the remaining probability. The value is a lower bound of the entropy over
+    the whole vocabulary, and exact if no probability remains.
 
     >>> round(top_entropy({7: math.log(0.5), 9: math.log(0.25)}), 4)
     1.0397
@@ -149,7 +156,7 @@ def top_entropy(top: Mapping[int, float]) -> float:
 
 
 def first_tokens_entropy(tops: Sequence[Mapping[int, float]] | None, first: int) -> float | None:
-    """Mean ``top_entropy`` over the first ``first`` positions; None without any."""
+    """Return the mean ``top_entropy`` over the first ``first`` positions, or None without positions."""
     if not tops or first < 1:
         return None
     taken = [top_entropy(top) for top in tops[:first]]
@@ -157,14 +164,14 @@ def first_tokens_entropy(tops: Sequence[Mapping[int, float]] | None, first: int)
 
 
 def released_entropy(generation: Generation, first: int, vocabulary: int) -> float:
-    """What ARPO's released code calls entropy (vllm_rollout_with_tools.py, 172-177 and 283-305).
+    """Compute the entropy of ARPO's released code (vllm_rollout_with_tools.py, 172-177 and 283-305).
 
     The sum over the first ``first`` positions of -p ln p over the most likely tokens and the sampled one, not
-    renormalised, divided by the logarithm of the vocabulary's size. Not within [0, 1]: 20 uniform positions over ten
-    tokens give 3.86 for 151,665 tokens. 0 for an empty generation.
+    renormalised, divided by the logarithm of the vocabulary's size. The value can exceed 1: 20 uniform positions over
+    ten tokens give 3.86 for 151,665 tokens. 0 for an empty generation.
 
     Raises:
-        ValueError: the engine was not asked for top log-probs.
+        ValueError: the generation has no top log-probs.
     """
     if generation.top_logprobs is None:
         raise ValueError("the engine returned no top log-probs; entropy needs them (SamplingParams.top_logprobs)")

@@ -1,5 +1,8 @@
-"""ARPO's entropy-based branching (arXiv 2507.19849) and AEPO's changes to it: a part of a group starts from the
-prompt, the others fork from running trajectories where a tool result has raised the policy's entropy."""
+"""ARPO's entropy-based branching (arXiv 2507.19849) and AEPO's changes to it (arXiv 2510.14545).
+
+A part of a group starts from the prompt. The others fork from running trajectories where a tool result has raised the
+policy's entropy. `BranchingSampler` and `AEPOSampler` compute probabilities; the trees below decide and start forks.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +30,35 @@ Variant = Literal["fixed", "lock_step"]
 
 
 class BranchingSampler:
-    """``initial_rollouts`` trajectories from the prompt; the other members of the group fork from running ones.
+    """Starts ``initial_rollouts`` trajectories from the prompt, and forks the others from running trajectories (ARPO).
 
     A trajectory forks with probability ``clip(branch_probability + entropy_weight * dH, 0, 1)``, where dH is the
-    entropy after a tool result less that of the trajectory's beginning. Members that no fork has claimed start from
-    the prompt. Exactly n trajectories per prompt in every case; with ``initial_rollouts`` = n they are those of
+    entropy after a tool result minus the entropy at the trajectory's start. Members that no fork has claimed start from
+    the prompt. Every prompt gets exactly n trajectories. With ``initial_rollouts`` = n the sampler equals
     ``IndependentSampler``.
 
-    ``fixed``: entropy is that of the first ``first_tokens`` tokens after the result, against those of the trajectory's
-    own first turn, which a fork takes over with all it inherits. A fork shares its source's tokens up to and including
-    the result; the source keeps the tokens that were looked at. Nothing waits: a trajectory decides when its tool
-    returns, and missing members start, all at once, as soon as no running trajectory of the prompt can fork any more.
-    Decisions and seeds depend on the group's seed, the source and the turn alone. What depends on the order of
-    arrival: the numbering of the forks, and, if more forks are wanted than the group has room for, who gets them; and
-    then what is sampled besides, as a turn that is looked at takes two requests and any other one.
+    ``fixed``: dH compares the first ``first_tokens`` tokens after the result with those of the trajectory's first turn
+    (which a fork inherits). A fork shares its source's tokens up to and including the result; the source keeps the
+    probed tokens. No trajectory waits for another: each one decides when its tool returns. The missing members start
+    together as soon as no running trajectory of the prompt can fork any more.
+    Decisions and seeds depend only on the group's seed, the source and the turn. The order of arrival decides how forks
+    are numbered, and which forks are made if the group has too little room for all. It may then also change sampled
+    tokens, because a probed turn takes two requests and any other turn takes one.
 
-    ``lock_step``: entropy, formula and rounds of the released code, within one prompt's group, with a seeded random
-    generator; deterministic. It is the nearest to the released sampler, and not the same: see
-    ``LockStepTree`` for what is not followed.
+    ``lock_step``: entropy, formula and rounds of the released code, within one prompt's group and with a seeded random
+    generator. It is deterministic, and the variant closest to the released sampler; ``LockStepTree`` lists the
+    differences.
 
-    The entropy is scaled as in the released code, ``first_tokens`` times the mean over the tokens divided by ln V, so
-    that the published weight fits; it is not confined to [0, 1].
+    The entropy is scaled as in the released code, so that the published weight fits: ``first_tokens`` times the mean
+    over the tokens, divided by ln V. It may exceed 1.
 
     Args:
-        initial_rollouts: trajectories that start from the prompt at once (N); all n where n is smaller.
+        initial_rollouts: trajectories that start from the prompt at once (N); at most n.
         beam_size: a trajectory forks at most ``beam_size - 1`` times at one result (Z + 1).
-        branch_probability: probability of a fork where the entropy has not changed (tau).
-        entropy_weight: what a change of entropy by 1 adds to it (w). 0: forks at random.
-        first_tokens: tokens over which entropy is taken (k).
-        top_logprobs: likeliest tokens that the engine is asked for at each of them.
+        branch_probability: probability of a fork if the entropy has not changed (tau).
+        entropy_weight: added to the probability for a change of entropy by 1 (w). 0: forks at random.
+        first_tokens: number of tokens that the entropy covers (k).
+        top_logprobs: most likely tokens that the engine returns at each of them.
         variant: ``fixed`` or ``lock_step``.
     """
 
@@ -81,59 +84,64 @@ class BranchingSampler:
     async def sample_tree(
         self, group: GroupRunner, n: int, roots: int, done: Sequence[Trajectory] = ()
     ) -> list[Trajectory]:
-        """A group of ``n`` of which ``roots`` start from the prompt at once; the first of these may be ``done``."""
+        """Sample a group of ``n``. ``roots`` of them start at once, of which the first may be ``done`` already."""
         if roots >= n or self.beam_size == 1:
             return [*done, *await run_independent(group, range(len(done), n))]
         tree = LockStepTree if self.variant == "lock_step" else FreeTree
         return await tree(self, group, n).sample(roots, done)
 
     def probability(self, change: float, streak: int = 0) -> float:
-        """Of a fork where the entropy has risen by ``change``. ``streak``: forks before it in a row (``AEPOSampler``).
+        """Return the probability of a fork after a ``change`` of entropy.
 
-        The released code forks where clip(U - w dH, 0, 1) <= tau with a uniform U, which has this probability.
+        The released code forks if clip(U - w dH, 0, 1) <= tau with a uniform U, which has this probability.
+
+        Args:
+            streak: number of forks in a row before this one (used by ``AEPOSampler``).
         """
         return min(max(self.branch_probability + self.entropy_weight * change, 0.0), 1.0)
 
     def entropy(self, generation: Generation, vocabulary: int) -> float:
-        """How uncertain the policy was at the beginning of ``generation``, in the scale of the released code."""
+        """Return the entropy of the first tokens of ``generation``, in the scale of the released code."""
         if self.variant == "lock_step":
             return released_entropy(generation, self.first_tokens, vocabulary)
         return self.scale(vocabulary) * (first_tokens_entropy(generation.top_logprobs, self.first_tokens) or 0.0)
 
     def scale(self, vocabulary: int) -> float:
-        """From a mean over tokens in nats (``Turn.entropy``) to the scale of the released code."""
+        """Return the factor from a mean over tokens in nats (``Turn.entropy``) to the scale of the released code."""
         return self.first_tokens / math.log(vocabulary)
 
 
 class AEPOSampler(BranchingSampler):
-    """AEPO's changes to ``BranchingSampler`` (arXiv 2510.14545): how many trajectories start from the prompt follows
-    from a probe, and forks in a row become less likely, so that they do not all fall on a few trajectories.
+    """Adds AEPO's pre-monitoring and its penalty on consecutive forks to ``BranchingSampler`` (arXiv 2510.14545).
 
-    Pre-monitoring: with H_root the entropy of the probe's first turn, H_tool the mean of its turns after tool results
-    (H_root where there are none), and s = sigmoid(monitor_weight * (H_root - H_tool)), m of the n trajectories start
-    from the prompt and the others fork.
+    A probe decides how many trajectories start from the prompt. Forks in a row become less likely, so that they spread
+    over the trajectories.
 
-    ``fixed``: m = n s, rounded, from 1 to n; the probe is the first of the m, and may fork at its results once m is
+    Pre-monitoring: H_root is the entropy of the probe's first turn, H_tool the mean over its turns after tool results
+    (H_root without such turns), and s = sigmoid(monitor_weight * (H_root - H_tool)). Of the n trajectories m start from
+    the prompt, and the others fork.
+
+    ``fixed``: m = n s, rounded, from 1 to n. The probe is the first of the m, and may fork at its results once m is
     known. A fork's probability is ARPO's times max(0, 1 - consecutive_penalty * l), where l counts the forks at the
-    results just before on the trajectory's own path, its source's included.
+    preceding results on the trajectory's own path, including its source's.
 
-    ``lock_step``: m = int(n s) + 1, from 1 to n; the probe is sampled besides the n and thrown away, and its H_root
-    is that of its first turn (the released code draws 50 tokens anew). A trajectory forks where
+    ``lock_step``: m = int(n s) + 1, from 1 to n. The probe is sampled in addition to the n and discarded; H_root is the
+    entropy of its first turn (the released code samples another 50 tokens). A trajectory forks if
     clip((U + w dH) f, 0, 1) >= tau with a uniform U, that is with probability 1 - tau / f + w dH, where
-    f = max(0, 1 - consecutive_penalty * l) and l counts the earlier rounds that added forks or new roots; a round
-    that adds none leaves it. The released scripts switch pre-monitoring off.
+    f = max(0, 1 - consecutive_penalty * l) and l counts the earlier rounds that added forks or new roots. A round
+    that adds none does not change l. The released scripts switch pre-monitoring off.
 
-    No metric holds the forks decided on at the finished probe (``fixed``), nor the probe's own calls and tokens
+    Metrics do not include the forks at the finished probe (``fixed``) and the probe's own calls and tokens
     (``lock_step``).
 
     Args:
-        initial_rollouts: as in ``BranchingSampler``, whose other arguments it takes too; without pre-monitoring only.
-        pre_monitoring: choose the number of trajectories from the prompt by a probe.
+        initial_rollouts: as in ``BranchingSampler``; used only without pre-monitoring. Other arguments are the same.
+        pre_monitoring: let a probe choose the number of trajectories from the prompt.
         monitor_weight: beta of the sigmoid.
-        consecutive_penalty: gamma, what each fork in a row takes off.
+        consecutive_penalty: gamma, the factor that each fork in a row subtracts.
 
     Raises:
-        ValueError: a number is impossible.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -170,7 +178,7 @@ class AEPOSampler(BranchingSampler):
         return await self.sample_tree(group, n, self.roots(n, after_prompt, after_results), [probe])
 
     def roots(self, n: int, after_prompt: Sequence[float], after_results: Sequence[float]) -> int:
-        """m: how many of ``n`` trajectories start from the prompt, by the probe's entropies."""
+        """Return m, the number of trajectories that start from the prompt, from the probe's entropies."""
         difference = 0.0
         if after_prompt and after_results:
             difference = after_prompt[0] - sum(after_results) / len(after_results)
@@ -190,7 +198,7 @@ class AEPOSampler(BranchingSampler):
 
 
 class Tree:
-    """One prompt's group, its members numbered in the order in which they are started. Single use."""
+    """The group of one prompt. Members are numbered in the order of their start. Use it once."""
 
     def __init__(self, rule: BranchingSampler, group: GroupRunner, n: int) -> None:
         self.rule, self.group, self.n = rule, group, n
@@ -203,7 +211,7 @@ class Tree:
         raise NotImplementedError
 
     def ended(self, index: int) -> None:
-        """Member ``index`` ends."""
+        """Take note that member ``index`` has ended."""
         raise NotImplementedError
 
     @property
@@ -211,7 +219,7 @@ class Tree:
         return self.n - len(self._members)
 
     async def sample(self, roots: int, done: Sequence[Trajectory] = ()) -> list[Trajectory]:
-        """All ``n`` trajectories, of which ``roots`` start at once; the first of these may be ``done`` already."""
+        """Return all ``n`` trajectories. ``roots`` start at once, of which the first may be ``done`` already."""
         self._members.extend(done)
         self._roots = len(done)
         async with asyncio.TaskGroup() as self._tasks:  # one that fails cancels the others
@@ -223,7 +231,7 @@ class Tree:
         return [member for member in self._members if member is not None]
 
     def consider_ended(self, member: Trajectory) -> None:
-        """A member that had ended before the tree began may fork as well."""
+        """Let a member fork that ended before the tree began."""
 
     def start_root(self) -> None:
         self._start(self._roots)
@@ -244,26 +252,26 @@ class Tree:
 
 
 class FreeTree(Tree):
-    """The variant ``fixed``: every trajectory decides when its own tool returns; nothing waits.
+    """The variant ``fixed``: every trajectory decides when its own tool returns, without waiting.
 
-    A turn's first tokens are a request of their own only where a decision hangs on their entropy: not in the first
-    turn, whose entropy is wanted later, nor where the group is full or the trajectory cannot fork, nor where the draw
-    is above, or below, every probability that an entropy could give.
+    A turn's first tokens take a separate request only if a decision depends on their entropy. They do not in the first
+    turn, whose entropy is used later, in a full group, for a trajectory that cannot fork, and if the random draw is
+    above or below every probability that an entropy could give.
     """
 
     def __init__(self, rule: BranchingSampler, group: GroupRunner, n: int) -> None:
         super().__init__(rule, group, n)
-        self._streaks: dict[int | str, int] = {}  # forks in a row at the latest results of a lineage
-        self._decided: dict[int, int] = {}  # by member whose draw alone has decided: the streak before
+        self._streaks: dict[int | str, int] = {}  # by key: forks in a row at its latest results
+        self._decided: dict[int, int] = {}  # members whose draw alone decided -> the streak before
 
     def make_hooks(self) -> Hooks:
-        return Hooks(self.rule.first_tokens, self.rule.top_logprobs, self._look, self._see)
+        return Hooks(self.rule.first_tokens, self.rule.top_logprobs, self._probe, self._see)
 
-    def _look(self, state: RunningView) -> EntropyProbe:
+    def _probe(self, state: RunningView) -> EntropyProbe:
         turn, at, key = len(state.turns), len(state.response_ids), state.key
-        look = EntropyProbe.NONE
+        probe = EntropyProbe.NONE
         if self.room and not turn:
-            look = EntropyProbe.WITH_TURN
+            probe = EntropyProbe.WITH_TURN
         elif self._may_fork(state, turn, at):
             streak, highest = self._streaks.get(key, 0), math.log(self.group.vocabulary)
             bounds = [self._probability(state, entropy, streak) for entropy in (0.0, highest)]
@@ -271,10 +279,10 @@ class FreeTree(Tree):
                 return EntropyProbe.BEFORE_THE_REST
             self._fork(state, turn, at, key, bounds[0])
             self._decided[state.index] = streak
-            look = EntropyProbe.WITH_TURN  # so that the probability is recorded
+            probe = EntropyProbe.WITH_TURN  # to record the probability
         if state.last_turn:
             self.ended(state.index)
-        return look
+        return probe
 
     async def _see(self, state: RunningView, first: Generation) -> None:
         if state.entropy is None:
@@ -293,21 +301,21 @@ class FreeTree(Tree):
                 self._consider(member, number, turn.start, member.index, turn.entropy)
 
     def ended(self, index: int) -> None:
-        """Member ``index`` can fork no more. If no other can, the missing members start from the prompt."""
+        """Note that member ``index`` cannot fork any more. If no member can, start the missing ones from the prompt."""
         self._active.discard(index)
         if not self._active:
             while self.room:
                 self.start_root()
 
     def _may_fork(self, source: TrajectoryPrefix, turn: int, at: int) -> bool:
-        """Whether a decision is taken where turn ``turn`` of ``source`` begins, at response offset ``at``."""
+        """Whether a fork is considered at the start of turn ``turn`` of ``source``, at response offset ``at``."""
         followed_result = any(call.turn == turn - 1 and call.executed for call in source.calls)
         forked_here = source.fork is not None and source.fork.at == at
         compared = turn > 0 and source.turns[0].entropy is not None
         return self.room > 0 and followed_result and not forked_here and compared
 
     def _consider(self, source: TrajectoryPrefix, turn: int, at: int, key: int | str, entropy: float) -> float | None:
-        """Fork ``source`` where its turn ``turn`` begins, or not. Returns the probability; None: no decision."""
+        """Decide whether to fork ``source`` at the start of ``turn``. Returns the probability (None: not considered)."""
         if not self._may_fork(source, turn, at):
             return None
         probability = self._probability(source, entropy, self._streaks.get(key, 0))
@@ -337,17 +345,17 @@ class LockStepTree(Tree):
     """The variant ``lock_step``: rounds of one turn each, within one prompt's group, in the order of the released
     vllm_rollout_with_tools.py (docs/papers/arpo.md 1.4).
 
-    Not followed: the released code takes its rounds over the whole batch of a worker, and keeps the first entropies in
-    a store by row of that batch which is never cleared. From the second batch on a trajectory is compared with another
-    prompt's, of another step: measured side by side, forks had probability 0.13 on average there, and 0.50 here. AEPO's
-    penalty counts the rounds that added trajectories; a round in which only other prompts of the batch get some starts
-    the count again there. A sampler sees one group, so that none of this can be had here.
+    Two differences follow from the fact that a sampler sees one group. The released code takes its rounds over the
+    whole batch of a worker, and stores the first entropies by row of that batch without ever clearing them. From the
+    second batch on it compares a trajectory with one of another prompt and iteration: measured side by side, forks had
+    probability 0.13 on average there, and 0.50 here. AEPO's penalty counts the rounds that added trajectories; the
+    released code resets the count in a round that adds some only to other prompts.
     """
 
     def __init__(self, rule: BranchingSampler, group: GroupRunner, n: int) -> None:
         super().__init__(rule, group, n)
         self._draw = random.Random(derive_seed(group.seed, "fork"))
-        self._first: dict[int, float] = {}  # entropy of each member's own first segment
+        self._first: dict[int, float] = {}  # entropy of each member's first turn
         self._latest: dict[int, float] = {}
         self._waiting: dict[int, tuple[RunningView, asyncio.Future[None]]] = {}
         self._streak = 0  # rounds that added trajectories
@@ -370,19 +378,19 @@ class LockStepTree(Tree):
         self._end_round()
 
     def _end_round(self) -> None:
-        """When the last trajectory of the round has arrived: forks, in order of index; else one new root; go on."""
+        """Once all active trajectories wait, fork them in order of index, or start one new root. Then release them."""
         if len(self._waiting) < len(self._active):
             return
         before = self.room
         arrived = sorted(self._waiting.items())
         self._waiting = {}
         for index, (state, released) in arrived:
-            if self.room and state.turns[-1].action.kind is ActionKind.CALL:  # else the model was corrected
+            if self.room and state.turns[-1].action.kind is ActionKind.CALL:  # not invalid
                 self._consider(state, self._latest[index] - self._first[index])
             released.set_result(None)
         if not arrived and self.room:
             self.start_root()
-        self._streak += self.room < before  # the released code resets it only where another prompt's group has grown
+        self._streak += self.room < before  # the released code resets it only if another group has grown
 
     def _consider(self, state: RunningView, change: float) -> None:
         probability = self.rule.probability(change, self._streak)

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 from rollout.samplers.base import GroupRunner
 
-if TYPE_CHECKING:  # no configuration gives a trajectory
+if TYPE_CHECKING:  # a configuration cannot contain a trajectory
     from rollout.trajectory import Trajectory
 
 
 class ContinuationSampler:
-    """Every group continues one prefix, ``n`` times.
+    """Continues one prefix per group, ``n`` times.
 
     Args:
-        prefixes: by the id of the task: a finished trajectory, and the response offset at which to go on, the
-            beginning of one of its turns.
+        prefixes: task id -> a finished trajectory and the response offset to continue from, at the start of a turn.
     """
 
     forks = True

@@ -154,7 +154,7 @@ def test_files_that_are_not_there_or_not_trajectories(model_dir, question_file, 
 
     with pytest.raises(DatasetError, match="no such file"):
         load(tmp_path / "nothing.parquet")
-    with pytest.raises(ValueError, match="holds no saved trajectories"):
+    with pytest.raises(ValueError, match="is not a trajectory file"):
         load(question_file("questions", ["right"]))
 
 

@@ -99,7 +99,7 @@ def test_odd_characters_of_a_chat_template_reach_the_model_as_they_are(tmp_path,
         ),
         ("{{ messages[9].content }}", "cannot write the messages: list object has no element 9$"),
         ("{{ ", "cannot write the messages: unexpected"),
-        ("{{ '' }}", "^task t: its prompt has no token; expected a chat template that writes the messages$"),
+        ("{{ '' }}", "^task t: its prompt is empty; expected a chat template that writes the messages$"),
     ],
 )
 def test_a_chat_template_that_writes_no_prompt_is_an_error_of_one_line(tmp_path, protocol, written, message):

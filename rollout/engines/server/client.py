@@ -19,41 +19,41 @@ from rollout.engines.server.wire import GENERATION, TokenRequest
 from rollout.services.http_client import LoopSession
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
-HEALTH_S = 10.0  # a server that is alive says so in this time, also while it generates
+HEALTH_S = 10.0  # a live server answers in this time, even while it generates
 _EXCERPT = 500
 
 
 @dataclass(frozen=True, slots=True)
 class ServerWeightState:
-    """The weights that the servers must hold."""
+    """The weights that all servers must hold."""
 
     tag: str  # of the push that brought them
     version: int
-    paths: tuple[str, ...] = ()  # the push's files, while the sender keeps them
+    paths: tuple[str, ...] = ()  # the files of the push, while the sender keeps them
 
     @classmethod
     def new(cls, version: int, paths: Sequence[str] = ()) -> ServerWeightState:
-        """A push of its own, with a tag that no other has."""
+        """The state after a new push, with a unique tag."""
         return cls(uuid.uuid4().hex, version, tuple(paths))
 
 
 class OtherWeights(InfrastructureError):
-    """The server does not hold the weights that were asked for."""
+    """The server holds other weights than the request names."""
 
 
 class ServerClient:
-    """Requests to one server.
+    """Sends requests to one server.
 
-    All methods raise InfrastructureError where no server answers or its engine has died, OtherWeights where it holds
-    others than those asked for, PermanentFailure where another would fail as well, and ValueError, with what it said,
-    where it refuses.
+    All methods raise InfrastructureError if the server does not answer or its engine has died, OtherWeights if it holds
+    other weights than the request names, PermanentFailure if another server would fail as well, and ValueError, with
+    the server's message, if it refuses the request.
     """
 
     def __init__(self, url: str, sessions: LoopSession, timeout_s: float) -> None:
         self.url, self._sessions, self._timeout_s = url.rstrip("/"), sessions, timeout_s
         self.in_flight = 0  # requests for tokens
-        self.lost: str | None = None  # why no request is sent to it; None: it serves
-        self.checked: str | None = None  # the instance (a server's process) whose model has been checked
+        self.lost: str | None = None  # why it gets no requests (None: it serves)
+        self.checked: str | None = None  # the instance (process of the server) whose model was checked
         self.dtype: str | None = None  # of that model
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Engine client of shared servers (``make engine``): load balancing, failover, weight updates on all of them."""
+"""Client of shared engine servers (``make engine``): load balancing, failover, and weight updates of all servers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class ServerEngine:
-    """Generates on servers that all serve one model; implements `base.Engine`.
+    """Generates on several servers of one model. Implements `base.Engine`.
 
-    A request goes to the server that has sampled the beginning of its ids, else to the one with the fewest requests in
-    flight. A server that cannot be reached, whose engine has died or that holds other weights than the last push
-    brought is *lost*: its requests go to the others, and it is looked at again and again until it is back with the
-    right weights, which it loads from the sender's files. The same seeds give the same tokens on every server, so
-    nothing of this shows in the trajectories.
+    A request goes to the server that sampled the beginning of its ids, or to the one with the fewest requests in
+    flight. A server is *lost* if it cannot be reached, its engine has died, or it holds other weights than the last
+    push. Its requests go to other servers. It is checked repeatedly, and loads the weights from the sender's files. The
+    same seeds give the same tokens on every server, so a failover does not change trajectories.
 
-    Several ranks may share the servers: the first one sends the weights, see ``rollout.engines.weights.push``.
+    Several ranks may share the servers. The first rank sends the weights, see ``rollout.engines.weights.push``.
     """
 
     shared = True
@@ -54,12 +53,12 @@ class ServerEngine:
         Args:
             urls: such as ``["http://127.0.0.1:8100"]``.
             model: Hugging Face folder or name; the servers must serve a model of its shapes.
-            max_length: given plus new tokens of a request, at most; not more than the servers take.
-            transport: of weights. "shared_memory": files that servers on this host read. "nccl": vLLM's own transfer
-                from GPU to GPU, also between machines (servers with ``weight_transfer: nccl``).
-            retry_s: seconds for which a request waits while no server serves, before it fails as infrastructure.
+            max_length: given plus new tokens of a request, at most; not above the servers' max_length.
+            transport: of weights. "shared_memory": files that servers on this host read. "nccl": vLLM's transfer, from
+                GPU to GPU, also between machines (servers with ``weight_transfer: nccl``).
+            retry_s: seconds that a request waits while no server serves, before it fails by infrastructure.
             timeout_s: seconds for one request, and for loading weights.
-            bucket_mb: MiB of weights that are broadcast together; a larger tensor goes alone. NCCL only.
+            bucket_mb: MiB of weights per broadcast; a larger tensor goes alone. NCCL only.
         """
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls) or len(set(urls)) < len(urls):
             raise ValueError(f'urls: expected different addresses such as "http://host:8100"; found {urls}')
@@ -73,7 +72,7 @@ class ServerEngine:
         self._sessions = LoopSession("ServerEngine")
         self._servers = [ServerClient(url, self._sessions, timeout_s) for url in urls]
         self._shapes: tuple[dict[str, tuple[int, ...]], set[str]] | None = None
-        self._files = WeightFiles([])  # of the last push: kept for servers that have to be started anew
+        self._files = WeightFiles([])  # of the last push: kept for servers that restart
         self._pool: ServerPool | None = None
         self.nccl = NCCLSender(bucket_mb << 20) if transport == "nccl" else None
 
@@ -85,16 +84,16 @@ class ServerEngine:
 
     @property
     def held(self) -> ServerWeightState:
-        """The weights that generations come from."""
+        """The weights that all servers must hold."""
         return self.pool.held
 
     # ------------------------------------------------------------------ the engine's interface
     async def start(self) -> None:
-        """Check every server, without retries: at start-up the user is present.
+        """Check every server, without retries, because the user is present at the start.
 
         Raises:
             FileNotFoundError: the model's folder is missing or empty.
-            ValueError: a server serves another model, or shorter requests, or does not see this host's shared memory.
+            ValueError: a server serves another model, takes shorter requests, or cannot read this host's shared memory.
             InfrastructureError: a server does not answer.
         """
         if self._pool is not None:
@@ -109,7 +108,7 @@ class ServerEngine:
             if self.nccl is None and (blind := await _blind_servers(self._servers)):
                 raise ValueError(
                     f"{', '.join(map(str, blind))} cannot read this host's {SHARED_MEMORY} (another machine or "
-                    "container), so weights cannot reach it: take transport: nccl, or start it on this host"
+                    "container), so weights cannot reach it; take transport: nccl, or start it on this host"
                 )
         except BaseException:
             await self._sessions.close()
@@ -117,13 +116,13 @@ class ServerEngine:
         self._pool = pool
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """See `base.Engine.generate`.
+        """Continue ``token_ids`` on one of the servers, see `base.Engine.generate`.
 
         Raises:
-            ValueError: the request is malformed or too long, or nothing has been pushed to servers that hold what
-                another run pushed.
+            ValueError: the request is malformed or too long, or the servers hold the weights of another run and this
+                run has pushed none.
             PermanentFailure: the model's logits are not finite.
-            InfrastructureError: no server has served for ``retry_s`` seconds, with each one's reason.
+            InfrastructureError: no server served for ``retry_s`` seconds; the message has each server's reason.
         """
         (ids, sampling), pool = check_request(token_ids, sampling, self.max_length), self.pool
         until: float | None = None
@@ -147,12 +146,13 @@ class ServerEngine:
             return generation
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
-        """See `base.Engine.load_files`; the files become this engine's, which removes them. Returns when every server
-        that can be reached holds the weights; the others get them when they are back. Between `begin_push` and
-        `end_push`.
+        """Load weights on all servers, see `base.Engine.load_files`. The engine takes over the files and removes them.
+
+        Call it between `begin_push` and `end_push`. Returns when every reachable server holds the weights; the others
+        load them when they are back.
 
         Raises:
-            ValueError: a server refused; nothing is given out from weights other than complete pushes'.
+            ValueError: a server refused. Generations come only from weights of complete pushes.
             InfrastructureError: no server took them.
         """
         held = ServerWeightState.new(version, files.paths)
@@ -166,7 +166,7 @@ class ServerEngine:
         await self.adopt(held, took)
 
     async def probe(self, token_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Generation]:
-        """Each serving server's generation for one request, by its address. Raises as `generate`."""
+        """Send one request to each serving server. Returns the generations by address. Raises as `generate`."""
         serving = self.pool.serving
         if not serving:
             raise InfrastructureError(self.pool.nobody())
@@ -174,7 +174,7 @@ class ServerEngine:
         return {server.url: answer for server, answer in zip(serving, answers, strict=True)}
 
     async def close(self) -> None:
-        """Let go of the servers, which go on running. Idempotent."""
+        """Disconnect from the servers, which keep running. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
@@ -185,13 +185,14 @@ class ServerEngine:
 
     # ------------------------------------------------------------------ pushes, also of another rank
     async def begin_push(self) -> None:
-        """Until `end_push` the first rank is sending. What new weights have sampled is given out when all servers have
-        them, and sampled anew if the push fails."""
+        """Begin a push, during which the first rank sends weights.
+
+        `generate` returns tokens of the new weights only after the push, and samples them again if the push fails."""
         self.pool.begin_push()
-        self._forget_files()  # first: two models' worth may not fit
+        self._forget_files()  # first, because two copies of the model may not fit
 
     def send(self, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
-        """See `weights.push.SharedEngine.send`: by NCCL, or by files that the servers read, in the servers' type."""
+        """Send weights by NCCL, or by files in the servers' type. See `weights.push.SharedEngine.send`."""
         dtypes = {server.dtype for server in self._servers}
         tensors = in_type(tensors, dtypes.pop() if len(dtypes) == 1 else None)
         if self.nccl is not None:
@@ -203,13 +204,13 @@ class ServerEngine:
             submit(self.load_files(files, version, between_steps)).result()
 
     async def adopt(self, held: ServerWeightState, took: Sequence[ServerClient] | None = None) -> None:
-        """From now on generations come from these weights, on the servers that ``took`` them (None: any)."""
+        """Require these weights from now on, of the servers that ``took`` them (None: of all)."""
         if took is not None:
             for server in self._servers:
                 if server in took:
                     server.lost = None
                 else:
-                    self.pool.lose(server, server.lost or "it was lost while weights were pushed")
+                    self.pool.lose(server, server.lost or "it was lost during a push")
         self.pool.adopt(held)
 
     async def end_push(self) -> None:
@@ -221,16 +222,16 @@ class ServerEngine:
 
 
 async def _each(servers: Sequence[ServerClient], body: dict[str, Any]) -> list[ServerClient]:
-    """Let all load at once; those that did not answer are marked lost and left out.
+    """Let all servers load at once. Returns those that did; servers that did not answer are marked lost.
 
-    Raises ValueError with the first refusal, InfrastructureError if nobody is left.
+    Raises ValueError with the first refusal, InfrastructureError if no server is left.
     """
     outcomes = await asyncio.gather(*(s.post("/weights/load", body) for s in servers), return_exceptions=True)
     left: list[ServerClient] = []
     for server, outcome in zip(servers, outcomes, strict=True):
         if isinstance(outcome, InfrastructureError):
             server.lost = str(outcome)
-            logger.warning("engine server %s is lost while weights are pushed (%s)", server, outcome)
+            logger.warning("engine server %s is lost during a push (%s)", server, outcome)
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
@@ -242,7 +243,7 @@ async def _each(servers: Sequence[ServerClient], body: dict[str, Any]) -> list[S
 
 
 async def _blind_servers(servers: Sequence[ServerClient]) -> list[ServerClient]:
-    """Those that do not see a file written to this host's shared memory."""
+    """Return the servers that cannot read a file in this host's shared memory."""
     if not SHARED_MEMORY.is_dir():
         return list(servers)
     token = new_file(SHARED_MEMORY)

@@ -1,4 +1,4 @@
-"""The engine servers that a trainer uses: which of them serve, which are lost, and how lost ones come back."""
+"""The engine servers of a trainer: which of them serve, which are lost, and how lost servers recover."""
 
 from __future__ import annotations
 
@@ -19,69 +19,71 @@ from rollout.trajectory import InfrastructureError, runs_of
 
 logger = logging.getLogger(__name__)
 
-LONGEST_PAUSE_S = 10.0  # between looks at a server that is lost
+LONGEST_PAUSE_S = 10.0  # longest pause between two checks of a lost server
 WARN_EVERY_S = 60.0
 Shapes = dict[str, tuple[int, ...]]
 _MASK = (1 << 64) - 1
 
 
 class ServerPool:
-    """Servers that all serve one model, and ``held``, the weights that they must hold. Belongs to one event loop.
+    """Servers of one model, and ``held``, the weights that they must hold. Belongs to one event loop.
 
-    A server is *lost* when it cannot be reached, its engine has died, or it holds other weights. It is looked at again
-    and again, and serves again when it has the right weights: those that it still holds, or from the sender's files,
-    or from another server's.
+    A server is *lost* if it cannot be reached, its engine has died, or it holds other weights. The pool checks a lost
+    server repeatedly. The server serves again once it holds the right weights, or has loaded them from the sender's
+    files.
     """
 
     def __init__(
         self, servers: Sequence[ServerClient], model: str, max_length: int, expected: Shapes, tied: set[str]
     ) -> None:
-        """``expected``: names and shapes of the model's weights, ``tied`` the names that a server need not have."""
+        """``expected``: names and shapes of the model's weights. ``tied``: names that a server may lack."""
         self.servers, self.held = list(servers), ServerWeightState(START, 0)
         self._model, self._max_length, self._expected, self._tied = model, max_length, expected, tied
         self._affinity = PrefixAffinity()
         self._searches: dict[ServerClient, asyncio.Task[None]] = {}
-        self._foreign = ""  # what to do where servers hold what another run pushed
+        self._foreign = ""  # message if a server holds the weights of another run
         self._told = float("-inf")
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()  # no push is in progress
         self._settled.set()
-        self._whole = {self.held.version}  # versions that all servers have had, or the folder's
+        self._whole = {self.held.version}  # versions of complete pushes, and of the folder
 
     # ------------------------------------------------------------------ pushes
     def begin_push(self) -> None:
-        """A push is in progress until `end_push`. Requests go on asking for the old weights; those that a server with
-        new ones turns away wait for the end."""
+        """Begin a push, which lasts until `end_push`.
+
+        Requests still ask for the old weights. If a server already has the new ones, its requests wait for the end."""
         self._settled.clear()
-        self.held = replace(self.held, paths=())  # the sender removes its files before it writes new ones
+        self.held = replace(self.held, paths=())  # the sender removes its old files before it writes new ones
 
     def end_push(self) -> None:
         self._settled.set()
         self._wake()
 
     async def moved_on(self, held: ServerWeightState) -> bool:
-        """Whether the servers must hold other weights than ``held`` by now, or after the push in progress."""
+        """Whether the servers must now hold other weights than ``held``. Waits for the end of a push in progress."""
         await self._settled.wait()
         return self.held.tag != held.tag
 
     async def accept(self, generation: Generation, asked: ServerWeightState) -> None:
-        """Check that only complete pushes have sampled it; waits for the end of a push in progress. ``asked``: what the
-        servers had to hold when it was asked for. Raises OtherWeights."""
+        """Check that only weights of complete pushes sampled a generation. Waits for the end of a push in progress.
+
+        ``asked``: the weights that the request named. Raises OtherWeights."""
         count = len(generation.token_ids)
         versions = {version for version, _ in runs_of(generation.policy_version, generation.version_runs, count)}
         if not versions <= self._whole:
             await self._settled.wait()
         if not versions <= self._whole:
-            raise OtherWeights(f"it answered from a push that not all have taken, of versions {sorted(versions)}")
+            raise OtherWeights(f"it answered from an incomplete push, with versions {sorted(versions)}")
         if generation.policy_version < asked.version and asked.tag == self.held.tag:
             raise OtherWeights(f"it answered from version {generation.policy_version}, not {asked.version}")
 
     def adopt(self, held: ServerWeightState) -> None:
-        """From now on these are the weights that the servers must hold."""
+        """Require these weights of all servers from now on."""
         self.held = held
         self._whole.add(held.version)
         self._affinity.clear()
-        for server, task in self._searches.items():  # what they were looking for has changed
+        for server, task in self._searches.items():  # they wait for the old weights
             task.cancel()
             if server.lost is not None:
                 self._searches[server] = asyncio.ensure_future(self._search(server))
@@ -98,19 +100,18 @@ class ServerPool:
         return [server for server in self.servers if server.lost is None]
 
     def sampled(self, ids: Sequence[int], version: int, server: ServerClient) -> None:
-        """``server``, which has ended ``ids`` with the weights of ``version``, holds the whole of them in its prefix
-        cache, unless a push has emptied it since."""
+        """Remember that ``server`` has all of ``ids`` in its prefix cache, unless a push has emptied it since."""
         if version == self.held.version:
             self._affinity.remember(ids, server)
 
     def choose(self, ids: Sequence[int]) -> ServerClient | None:
-        """The server that has sampled the beginning of ``ids``, else the least busy one; None: nobody serves."""
+        """Return the server that sampled the beginning of ``ids``, or the least busy one (None: no server serves)."""
         serving = self.serving
         owner = self._affinity.find(ids) if len(serving) > 1 else None
         return owner if owner in serving else min(serving, key=lambda s: s.in_flight, default=None)
 
     async def wait(self, until: float) -> None:
-        """Until something has changed. Raises InfrastructureError at ``until``, ValueError where waiting is in vain."""
+        """Wait until a server's state changes. Raises InfrastructureError at ``until``, ValueError if none will."""
         if self._foreign and self.held.tag == START:
             raise ValueError(self._foreign)
         left = until - time.monotonic()
@@ -123,12 +124,13 @@ class ServerPool:
             await asyncio.wait_for(self._changed.wait(), left)
 
     def nobody(self) -> str:
+        """Return a message that no server serves, with each server's reason."""
         return "no engine server serves: " + "; ".join(f"{s.url}: {s.lost or 'ready'}" for s in self.servers)
 
     def lose(self, server: ServerClient, why: str) -> None:
-        """Send it nothing more, and look for it until it is back."""
+        """Send no more requests to a server, and check it until it is back."""
         if server.lost is None:
-            logger.warning("engine server %s is lost (%s); its requests go to the others, or wait", server, why)
+            logger.warning("engine server %s is lost (%s); its requests go to other servers, or wait", server, why)
         server.lost = why
         if server not in self._searches or self._searches[server].done():
             self._searches[server] = asyncio.ensure_future(self._search(server))
@@ -151,30 +153,30 @@ class ServerPool:
             await asyncio.sleep(pause)
 
     async def _recover(self, server: ServerClient) -> None:
-        """Returns if the server serves what it should; raises what is in the way."""
+        """Bring a server back. Returns if it holds the right weights, else raises the reason."""
         health, held = await self.check(server), self.held
         if health["weights"] == held.tag and not health["refusal"]:
             return
         if held.tag == START:
             self._foreign = (
-                f"{server} holds what another run pushed (version {health['version']}), and nothing has been pushed by "
-                "this one; start the server anew, or push (callbacks.training.weight_sync.WeightSync)"
+                f"{server} holds the weights of another run (version {health['version']}), and this run has pushed "
+                "none; restart the server, or push (callbacks.training.weight_sync.WeightSync)"
             )
             raise ValueError(self._foreign)
         if health["version"] > held.version:
             found = health["version"]
-            raise InfrastructureError(f"it holds version {found}: of a push not heard of yet here, or of another run")
+            raise InfrastructureError(f"it holds version {found}, of a push that is unknown here, or of another run")
         order = {"tag": held.tag, "version": held.version, "replaces": health["weights"]}
-        order["between_steps"] = True  # what it is still sampling was asked for before the push that it has missed
+        order["between_steps"] = True  # its requests in flight are older than the push that it missed
         if held.paths:
             await server.post("/weights/load", {**order, "paths": list(held.paths)})
             return
         holds = health["refusal"] or f"it holds version {health['version']}"
-        raise InfrastructureError(f"{holds}; the files of version {held.version} are gone: it gets the next push")
+        raise InfrastructureError(f"{holds}; the files of version {held.version} are removed; it gets the next push")
 
     # ------------------------------------------------------------------ what they serve
     async def reachable(self) -> list[ServerClient]:
-        """Those that answer, of whatever weights. Raises InfrastructureError if there is none."""
+        """Return the servers that answer, with any weights. Raises InfrastructureError if none does."""
         answers = await asyncio.gather(*map(self.check, self.servers), return_exceptions=True)
         for server, answer in zip(self.servers, answers, strict=True):
             if isinstance(answer, (InfrastructureError, ValueError)):
@@ -187,16 +189,16 @@ class ServerPool:
         return reachable
 
     async def check(self, server: ServerClient) -> dict[str, Any]:
-        """The server's health, once it is known to serve the model that is expected."""
+        """Return a server's health, after checking once that it serves the expected model."""
         health = await server.health()
         if "instance" not in health:
-            raise ValueError(f"{server} is no engine server: its /health tells no instance; start one by `make engine`")
+            raise ValueError(f"{server} is not an engine server (no instance in /health); start one with `make engine`")
         if health.get("instance") == server.checked:
             return health
         if health["max_length"] < self._max_length:
             raise ValueError(
-                f"{server} takes {health['max_length']} tokens, {self._max_length} are wanted; start it with that "
-                "max_length, or lower this engine's"
+                f"{server} takes {health['max_length']} tokens, not {self._max_length}; start it with that max_length, "
+                "or  lower this engine's"
             )
         answer = await server.shapes()
         found = {name: tuple(shape) for name, shape in answer["weights"].items()}
@@ -214,20 +216,20 @@ class ServerPool:
         return health
 
     def _wake(self) -> None:
-        """Let those who wait look again."""
+        """Let all waiting requests check again."""
         event, self._changed = self._changed, asyncio.Event()
         event.set()
 
 
 class PrefixAffinity:
-    """Finds the server that has sampled the beginning of a sequence: for a trajectory's next turn, a fork of it, the
-    rest of a turn. Prompts alone are not remembered, or a group's samples would all go to one server.
+    """Finds the server that sampled the beginning of a sequence, so that its prefix cache serves the next turn.
 
-    A lookup hashes the given ids once (about 1 ms for 6,000).
+    Prompts alone are not remembered, because a group's samples would then all go to one server. A lookup hashes the
+    given ids once (about 1 ms for 6,000).
     """
 
     def __init__(self, most: int = 100_000) -> None:
-        """``most``: sequences remembered; the longest unused is forgotten first."""
+        """``most``: number of sequences to remember. The least recently used is forgotten first."""
         self._most = most
         self._owners: OrderedDict[int, Any] = OrderedDict()
 
@@ -239,7 +241,7 @@ class PrefixAffinity:
             self._owners.popitem(last=False)
 
     def find(self, token_ids: Sequence[int]) -> Any | None:
-        """Server of the longest remembered prefix of ``token_ids``; None if there is none."""
+        """Return the server of the longest remembered prefix of ``token_ids``, or None."""
         for key in reversed(_prefix_hashes(token_ids)):
             if key in self._owners:
                 return self._owners[key]
@@ -250,5 +252,5 @@ class PrefixAffinity:
 
 
 def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
-    """One 64-bit hash per prefix, the shortest first."""
+    """Return one 64-bit hash per prefix, the shortest first."""
     return list(accumulate(token_ids, lambda h, t: ((h ^ t) * 0x9E3779B97F4A7C15 + 1) & _MASK, initial=1))[1:]

@@ -6,13 +6,19 @@
 | ``GET /weights`` | names and shapes of the model's weights |
 | ``POST /generate`` | continue token ids (``wire.py``); the request is dropped when the client hangs up |
 | ``POST /weights/sees``, ``load`` | weights in files that server and trainer both see |
-| ``POST /transfer/METHOD`` | vLLM's own weight transfer (NCCL), with the engine drained or at a standstill |
+| ``POST /transfer/METHOD`` | vLLM's own weight transfer (NCCL), with the engine drained or paused |
 
-Bodies are JSON, of the types in ``wire.py``. Each error is one line, ``{"error": ...}``. Status 400, 404, 405, 413: the
-request is wrong; 401: the server wants a secret (``common.secret``), as it must where other machines reach it; 408:
-the body did not come; 409: the server does not hold the weights that are asked for; 422: weights were refused, and
-those that it holds go on serving; 500: the model's logits are not finite, or the request has ended the engine twice;
-503: the engine has died, and the server with it if that was once too often.
+Bodies are JSON, of the types in ``wire.py``. Each error is one line, ``{"error": ...}``, with a status:
+
+| status | meaning |
+|---|---|
+| 400, 404, 405, 413 | the request is wrong |
+| 401 | the secret is missing or wrong (``common.secret``); a server that other machines reach needs one |
+| 408 | the body did not arrive in time |
+| 409 | the server holds other weights than the request names |
+| 422 | the weights were refused; the old ones still serve |
+| 500 | the model's logits are not finite, or the request has ended the engine twice |
+| 503 | the engine has died; if that was once too often, the server ends |
 
 Exit codes: 0 stopped by SIGTERM or Ctrl-C; 1 the engine has died; 2 wrong arguments or model; 3 port in use.
 """
@@ -46,11 +52,11 @@ from rollout.engines.server.weights import ServerWeights, WeightsMoved
 from rollout.engines.server.wire import LOAD, REQUEST, SEES, TRANSFER, TransferRequest
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
-BODY_BYTES, TOKEN_BYTES = 1 << 20, 24  # a body has at most so many, and for each token of the longest request
-BODY_S = 60.0  # for a body to come
-IDLE_S = 75.0  # a connection without a request, or with half of one's head, is closed
-STOP_S = 1.0  # that requests may take to end at the server's end
-SENDER_S = 600.0  # after which the sender of a transfer that does not go on is taken for gone
+BODY_BYTES, TOKEN_BYTES = 1 << 20, 24  # largest body: a fixed part, and a part per token of the longest request
+BODY_S = 60.0  # for a body to arrive
+IDLE_S = 75.0  # a connection without a complete request header is closed
+STOP_S = 1.0  # that requests may take to finish when the server ends
+SENDER_S = 600.0  # of silence, after which the sender of a transfer counts as gone
 PATHS = "GET /health, GET /weights, POST /generate, POST /weights/sees, POST /weights/load or POST /transfer/METHOD"
 METHODS = (
     "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
@@ -66,14 +72,14 @@ class EngineServer:
         self.weights = ServerWeights(engine)
         self.failed = asyncio.Event()
         self._running = 0
-        self._quiet = asyncio.Event()  # nothing is being generated
+        self._quiet = asyncio.Event()  # no request is being generated
         self._quiet.set()
-        self._open = asyncio.Event()  # not while it is being drained
+        self._open = asyncio.Event()  # cleared while the engine is drained
         self._open.set()
-        self._awaited: asyncio.TimerHandle | None = None  # the next call of the transfer that has begun
+        self._awaited: asyncio.TimerHandle | None = None  # timer for the next call of a transfer
 
     async def start(self, listener: socket.socket) -> web.AppRunner:
-        """Answer the requests that come to ``listener``, until the runner's ``cleanup``."""
+        """Answer requests on ``listener``, until the runner's ``cleanup``."""
         return await listen(self.app(), listener, "error", PATHS, IDLE_S, STOP_S)
 
     def app(self) -> web.Application:
@@ -121,7 +127,7 @@ class EngineServer:
         await self._open.wait()
         if self.weights.refusal or asked.weights != self.weights.tag:
             found = self.weights.refusal or f"weights {self.weights.tag}, version {self.weights.version}"
-            return self._other_weights(f"asked for weights {asked.weights}; the server holds: {found}")
+            return self._other_weights(f"the request names weights {asked.weights}; the server holds: {found}")
         self._running += 1
         self._quiet.clear()
         try:
@@ -218,7 +224,7 @@ def _refuse(status: int, error: str, **more: Any) -> web.Response:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Also when the client hangs up: the engine would go on loading, and the tag would be wrong."""
+    """Await work even if the client hangs up, because the engine goes on loading and the tag must match."""
     await asyncio.shield(asyncio.ensure_future(work))
 
 
@@ -229,12 +235,12 @@ def make_engine(description: str) -> EngineProcess:
     module, _, name = config["class_path"].rpartition(".")
     engine = getattr(importlib.import_module(module), name)(**config.get("init_args", {}))
     if not isinstance(engine, EngineProcess):
-        raise ValueError(f"{config['class_path']} cannot be served; expected VLLMEngine")
+        raise ValueError(f"{config['class_path']} cannot be served; expected an EngineProcess such as VLLMEngine")
     return engine
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; ``port`` 0 takes a free one."""
+    """Return a listening socket. ``port`` 0 takes a free one."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
@@ -243,7 +249,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(engine: EngineProcess, listener: socket.socket, host: str, secret: str | None) -> int:
-    """Until SIGTERM, SIGINT or the engine's death. Returns the exit code."""
+    """Serve until SIGTERM, SIGINT or the engine's death. Returns the exit code."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -263,10 +269,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rollout.engines.server.server", description="Serve an engine over HTTP."
     )
-    parser.add_argument("--engine", required=True, help="class_path and init_args as JSON")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines, with a secret")
+    parser.add_argument("--engine", required=True, help="class_path and init_args of the engine, as JSON")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves other machines, and needs a secret")
     add_secret_option(parser)
-    parser.add_argument("--port", type=int, default=8100, help="0 takes a free port")
+    parser.add_argument("--port", type=int, default=8100, help="port to listen on; 0 takes a free one")
     return parser
 
 
@@ -281,7 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"engine server: {error}", file=sys.stderr, flush=True)
         code = 3 if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else 2
     remove_run_folder()
-    os._exit(code)  # threads of the engine's pipe need not be waited for
+    os._exit(code)  # without waiting for the threads of the engine's pipe
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Weights of one engine server: how updates arrive, and which push it holds."""
+"""Weights of one engine server: loads updates, and tracks which push the engine holds."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from rollout.engines.weights.files import PREFIX, WeightFiles
 if TYPE_CHECKING:
     from rollout.engines.process import EngineProcess
 
-START = "start"  # tag of the weights that the engine has loaded from its folder
-SEEN_BYTES = 4096  # of a file that a trainer writes to be found, at most
+START = "start"  # tag of the weights in the engine's folder
+SEEN_BYTES = 4096  # largest test file of a trainer
 
 
 class WeightsMoved(Exception):
-    """Other weights have come since the sender looked."""
+    """The server received other weights since the sender checked."""
 
 
 class ServerWeights:
-    """``tag`` names the push that the engine holds, ``version`` its policy version; ``refusal`` says why nothing may be
-    sampled until a whole push has come: a transfer straight into the engine has not come to its end, or the engine was
-    started anew and does not hold the push any more."""
+    """The push that an engine holds: its ``tag`` and policy ``version``.
+
+    ``refusal`` says why the engine may not sample until all weights are pushed: a transfer has not finished, or the
+    engine restarted and lost the push."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self._engine, self._id = engine, uuid.uuid4().hex
-        self.lock = asyncio.Lock()  # of what changes the engine's weights
+        self.lock = asyncio.Lock()  # guards changes of the engine's weights
         self.tag, self.version = START, 0
         self._unfit: str | None = None
-        self._files: tuple[object, ...] = ()  # that brought them
-        self._sending: str | None = None  # tag of the transfer that has begun
+        self._files: tuple[object, ...] = ()  # that contained the weights
+        self._sending: str | None = None  # tag of the transfer in progress
 
     @property
     def instance(self) -> str:
-        """Another one for each process of the engine."""
+        """An id that changes with each process of the engine."""
         return f"{self._id}-{self._engine.pid}"
 
     @property
@@ -45,14 +46,14 @@ class ServerWeights:
 
     @property
     def sending(self) -> bool:
-        """Whether a transfer has begun, and not come to its end."""
+        """Whether a transfer is in progress."""
         return self._sending is not None
 
     def state(self) -> dict[str, Any]:
         return {"weights": self.tag, "version": self.version, "instance": self.instance, "refusal": self.refusal}
 
     def sees(self, path: str) -> str | None:
-        """SHA-256 of a file that a trainer on this host has written to be found; None: it is not there."""
+        """Return the SHA-256 of a trainer's test file, or None if this host does not see the file."""
         if not _is_ours(path) or Path(path).stat().st_size > SEEN_BYTES:
             return None
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -60,19 +61,20 @@ class ServerWeights:
     async def load(
         self, paths: list[str], tag: str, version: int, replaces: str | None = None, between_steps: bool = False
     ) -> None:
-        """Load the trainer's files. Requests in flight finish first, or, ``between_steps``, go on with the new weights.
+        """Load the trainer's files. Requests in flight finish first; with ``between_steps`` they continue with the new
+        weights.
 
         Args:
             replaces: load only if the server still holds this push.
 
         Raises:
-            ValueError: they do not fit, are not what was sent, are not finite, or the tag is held with others; nothing
-                has changed.
+            ValueError: they do not fit, differ from their checksums, are not finite, or the tag is held with other
+                files. The weights are unchanged.
             WeightsMoved: see ``replaces``.
         """
         for path in paths:
             if not _is_ours(path):
-                raise ValueError(f"{path[:200]} is no file of weights on this host")
+                raise ValueError(f"{path[:200]} is not a weight file on this host; expected a trainer's file")
         async with self.lock:
             files = (version, *(_identity(path) for path in paths))
             if self.holds(tag):
@@ -88,20 +90,18 @@ class ServerWeights:
         return self.tag == tag and self.refusal is None
 
     def held(self, tag: str | None) -> ValueError:
-        return ValueError(
-            f"push {tag} is held already, as version {self.version}; other weights need a tag of their own"
-        )
+        return ValueError(f"push {tag} is held already, as version {self.version}; give other weights another tag")
 
     def expect(self, method: str, tag: str | None) -> None:
-        """Before a call of a transfer straight into the engine. From its start on nothing may be sampled, until whole
-        weights have come. Raises ValueError if the tag is held already, or none or another transfer has begun."""
+        """Prepare for one call of a transfer. After its start the engine may not sample until all weights have arrived.
+        Raises ValueError if the tag is held already, or if this transfer is not in progress."""
         if method == "start_weight_update":
             if self.holds(tag):
                 raise self.held(tag)
             self.tag, self._sending = "", tag
-            self._unfit = "a transfer of weights has not come to its end; push again"
+            self._unfit = "a weight transfer has not finished; push again"
         elif method in ("update_weights", "finish_weight_update") and tag not in (None, self._sending):
-            raise ValueError(f"{method}: tag is {tag}; expected that of the transfer which has begun, {self._sending}")
+            raise ValueError(f"{method}: tag is {tag}; expected {self._sending}, of the transfer in progress")
         elif method in ("update_weights", "finish_weight_update") and not self.sending:
             raise ValueError(f"{method}: expected start_weight_update before it")
 
@@ -110,7 +110,7 @@ class ServerWeights:
         self._unfit = self._sending = None
 
     def give_up(self) -> None:
-        """The transfer that has begun will not end, and the engine was started anew for it."""
+        """Forget a transfer that will not finish. The engine has been restarted."""
         if self._unfit is not None:
             self.fit(START, 0)
 

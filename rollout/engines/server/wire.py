@@ -1,4 +1,4 @@
-"""Requests and generations as JSON. Floats survive the way exactly: JSON writes Python's shortest exact form."""
+"""Requests and generations as JSON. Floats arrive exactly, because JSON uses Python's shortest exact form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenRequest:
 
     token_ids: Annotated[list[Annotated[StrictInt, Ge(0)]], Len(1), FailFast()]
     sampling: SamplingParams
-    weights: Tag  #  of the push that the server must hold
+    weights: Tag  # of the push that the server must hold
 
 
 @_strict
@@ -48,7 +48,7 @@ class LoadRequest:
 @_strict
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """Body of ``POST /transfer/METHOD``. ``tag``: of the push, at its start and its finish; ``version``: at its
+    """Body of ``POST /transfer/METHOD``. ``tag``: of the push, with its start and finish; ``version``: with its
     finish."""
 
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -21,28 +21,30 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "compact-agents-weights-"  # then the writer's process id
+PREFIX = "compact-agents-weights-"  # followed by the writer's process id
 CHECKSUMS = "checksums"  # in a file's metadata: {name: checksum} as JSON
-CHECKSUM_CHUNK = 1 << 20  # elements whose 64-bit copies exist at once
+CHECKSUM_CHUNK = 1 << 20  # elements that are converted to 64 bits at once
 _MASK = (1 << 64) - 1
 
 
 class WeightFiles:
-    """Safetensors files holding one complete set of weights under Hugging Face names.
+    """Safetensors files with one complete set of weights under Hugging Face names.
 
-    Written shard by shard, so that the writer never holds more than one shard beside its own weights, and each tensor
-    is copied before the next one is asked for (a ZeRO-3 gather may free it then).
+    They are written shard by shard, so that the writer needs memory for one shard beside its own weights. Each tensor
+    is copied before the next one is requested, because a ZeRO-3 gather may then free it.
     """
 
     def __init__(self, paths: Collection[str], verified: bool = True) -> None:
-        """``verified``: an engine that loads them compares checksums, where the files tell any."""
+        """``verified``: an engine that loads the files compares checksums, if the files have any."""
         self.paths, self.verified = list(paths), verified
         self._written: list[str] = []
 
     @classmethod
     def write(cls, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False) -> WeightFiles:
-        """Copy ``tensors`` into new files. The caller deletes them with `remove`. With ``checksum`` the files say what
-        the given tensors were, for `verify`.
+        """Copy ``tensors`` into new files. The caller deletes them with `remove`.
+
+        Args:
+            checksum: store the tensors' checksums in the files, for `verify`.
 
         Raises:
             ValueError: a name comes twice.
@@ -56,8 +58,9 @@ class WeightFiles:
     def copying(
         self, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """``tensors``, each of which is copied into new files before the next one is asked for. The files are whole
-        when this has ended; whatever ends it before removes them. Raises as `write`; the next tensor comes then."""
+        """Yield ``tensors``, and copy each into new files before the next one is requested.
+
+        The files are complete when the iteration ends. An error, or an early end, removes them. Raises as `write`."""
         shard = _Shard(checksum)
         names: set[str] = set()
         try:
@@ -80,8 +83,8 @@ class WeightFiles:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        # Containers often have a /dev/shm of 64 MB: fall back to the disk where it is too small, or where another rank
-        # of this host takes what is left while this one writes.
+        # Containers often have a /dev/shm of 64 MB. Use the disk if it is too small, or if another rank of this host
+        # takes the remaining space meanwhile.
         disk = Path(tempfile.gettempdir())
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > shard.size + (16 << 20)
         if not roomy:
@@ -101,12 +104,12 @@ class WeightFiles:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete what was written here; files that came from elsewhere stay."""
+        """Delete the files that this object wrote. Other files stay."""
         for path in self._written:
             Path(path).unlink(missing_ok=True)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, from the files' headers alone."""
+        """Return name -> shape, from the files' headers."""
         found = {}
         for path in self.paths:
             with _open(path) as file:
@@ -114,7 +117,7 @@ class WeightFiles:
         return found
 
     def validate(self, expected: dict[str, tuple[int, ...]], optional: Collection[str] = ()) -> None:
-        """Raises ValueError unless names and shapes are exactly ``expected`` (``optional`` names may be missing)."""
+        """Check that names and shapes equal ``expected`` (``optional`` names may be missing). Raises ValueError."""
         found = self.shapes()
         missing = sorted(expected.keys() - found.keys() - set(optional))
         unknown = sorted(found.keys() - expected.keys())
@@ -127,13 +130,12 @@ class WeightFiles:
         ]
         if problems:
             raise ValueError(
-                f"the weights do not fit the engine's model: {', '.join(problems)}. Nothing was changed. Push every "
-                "parameter under its Hugging Face name, from a model of the configuration the engine was started with."
+                f"the weights do not fit the engine's model: {', '.join(problems)}. The engine keeps its weights; push "
+                "every parameter under its Hugging Face name, from a model of the configuration the engine was started with."
             )
 
     def verify(self, checksums: bool = True) -> None:
-        """Raises ValueError with the first tensor that is not finite, or not what was sent by the checksums that the
-        files tell, if they tell any."""
+        """Check that all tensors are finite and, with ``checksums``, equal the sent ones. Raises ValueError."""
         for path in self.paths:
             with _open(path) as file:
                 sent = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}")) if checksums else {}
@@ -142,14 +144,14 @@ class WeightFiles:
                     found = tensor_checksum(tensor) if sent else None
                     if found != sent.get(name):
                         raise ValueError(
-                            f"the weights changed on their way: {name} has the checksum {found}, the trainer sent "
-                            f"{sent.get(name, 'none')}. Nothing was changed; push again, and if this comes back, "
+                            f"the weights changed in transfer: {name} has the checksum {found}, the trainer sent "
+                            f"{sent.get(name, 'none')}. The engine keeps its weights; push again, and if this recurs, "
                             "suspect the memory or the network between trainer and engine."
                         )
                     require_finite(name, tensor)
 
     def tensors(self, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors but those named in ``skip``, one at a time."""
+        """Yield all tensors except those in ``skip``, one at a time."""
         for path in self.paths:
             with _open(path) as file:
                 for name in file.keys():
@@ -158,7 +160,7 @@ class WeightFiles:
 
 
 def in_type(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str | None) -> Iterable[tuple[str, torch.Tensor]]:
-    """In the engine's type, where it tells one: half the bytes of float32 for an engine in bfloat16."""
+    """Convert tensors to the engine's type, if it has one. bfloat16 halves the bytes of float32."""
     import torch
 
     if dtype is None:
@@ -167,7 +169,7 @@ def in_type(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str | None) -> I
 
 
 class _Shard:
-    """Copies of some tensors in host memory, and what their file is to say of them."""
+    """Copies of some tensors in host memory, and the metadata of their file."""
 
     def __init__(self, checksum: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -178,7 +180,7 @@ class _Shard:
         self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self.size += self.tensors[name].nbytes
         if self._checksums is not None:
-            self._checksums[name] = tensor_checksum(tensor)  # of the trainer's own, not of the copy
+            self._checksums[name] = tensor_checksum(tensor)  # of the trainer's tensor, not of the copy
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -187,29 +189,29 @@ class _Shard:
 
 @contextmanager
 def _open(path: str) -> Iterator[Any]:
-    """Raises ValueError where the file is gone, or is no whole safetensors file."""
+    """Open a safetensors file. Raises ValueError if it is missing or incomplete."""
     from safetensors import SafetensorError, safe_open
 
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path} cannot be read as weights ({error}): it is torn, or was removed. Nothing was changed; push again."
+            f"{path} cannot be read as weights ({error}): it is incomplete or was removed; push again"
         ) from error
     with file as opened:
         yield opened
 
 
 def require_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError where a tensor holds nan or infinity. One sum tells, unless it is itself too large a number."""
+    """Check that a tensor has no nan or infinity. Raises ValueError. One sum decides, unless it overflows."""
     import torch
 
     if tensor.is_floating_point() and not torch.isfinite(tensor.sum()):
         count = int((~torch.isfinite(tensor)).sum())
         if count:
             raise ValueError(
-                f"the weights are not finite: {count} of {tensor.numel()} numbers of {name}. They were not taken: "
-                "training has diverged, or they were damaged on their way."
+                f"the weights are not finite: {count} of {tensor.numel()} numbers of {name}. The engine refuses them: "
+                "training has diverged, or they were damaged in transfer; continue from an earlier checkpoint"
             )
 
 
@@ -218,8 +220,8 @@ def _warn_of_little_room(instead: Path) -> None:
     sizes = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     found = f"has {sizes.free / 2**20:.0f} of {sizes.total / 2**20:.0f} MiB free" if sizes else "does not exist"
     logger.warning(
-        "%s %s: weights go to the engine by way of %s, which is slower; in Docker take --shm-size=8g (or as much as "
-        "the model in the engine's type) or --ipc=host",
+        "%s %s: weights go to the engine through %s, which is slower; in Docker take --ipc=host or --shm-size=8g (at "
+        "least the model's size in the engine's type)",
         SHARED_MEMORY,
         found,
         instead,
@@ -227,12 +229,11 @@ def _warn_of_little_room(instead: Path) -> None:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
-    """Type, shape and two 64-bit sums of a tensor's elements, read as integers: plain, and weighed by position. Cheap
-    enough to be taken at every weight update, on the device where the tensor lies.
+    """Compute a tensor's checksum: its type, its shape and two 64-bit sums of its elements read as integers.
 
-    Of another type it is another checksum, also where the values are the same: it is of what crosses. The first sum
-    changes with every single element, the second also when elements change position. Sums wrap around, so neither the
-    chunks nor the order of addition matter, and CPU and GPU agree.
+    It is cheap enough for every weight update, and computed on the tensor's device. The first sum changes with every
+    single element, the second, weighted by position, also when elements swap places. Sums wrap around, so chunks and
+    order of addition do not matter, and CPU and GPU agree. Equal values of another type have another checksum.
     """
     import torch
 
@@ -250,7 +251,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
 
 
 def names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Hugging Face's names and shapes of the model's weights, and the names that are tied to others. No memory used."""
+    """Return the names and shapes of a model's weights, and the tied names. Allocates no weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -261,7 +262,7 @@ def names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
 
 
 def shared_memory_id() -> tuple[object, ...]:
-    """Equal for two processes that see each other's weight files: on one host, and not in containers of their own."""
+    """Return an id that is equal for two processes that see each other's weight files (same host, same container)."""
     folders = [folder.stat() for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
     boot_id = Path("/proc/sys/kernel/random/boot_id")  # some sandboxes have none
     boot = boot_id.read_text().strip() if boot_id.exists() else platform.node()
@@ -269,7 +270,7 @@ def shared_memory_id() -> tuple[object, ...]:
 
 
 def new_file(folder: Path) -> Path:
-    """An empty file of this process; what killed processes left in ``folder`` is removed."""
+    """Create an empty file of this process. Removes files that killed processes left in ``folder``."""
     remove_leftovers(folder)
     handle, path = tempfile.mkstemp(".safetensors", f"{PREFIX}{os.getpid()}-", folder)
     os.close(handle)
@@ -277,7 +278,7 @@ def new_file(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete files whose writer was killed before it could (shared memory outlives processes)."""
+    """Delete the files of killed writers, because shared memory outlives processes."""
     for path in folder.glob(f"{PREFIX}*.safetensors"):
         writer = path.name.removeprefix(PREFIX).split("-")[0]
         if not Path("/proc", writer).exists():

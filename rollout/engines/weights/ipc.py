@@ -1,8 +1,8 @@
-"""Weight update of an engine of one's own through one buffer that both processes see: on the GPU by a CUDA IPC handle,
-on CPU as a file in shared memory.
+"""Weight update of a rank's own engine through a buffer that both processes share.
 
-The buffer holds some tensors at a time, in the engine's type, and the engine has copied them before the next ones are
-written: no second copy of the model exists. The engine's side is `ipc_receiver.py`. On a GPU not run yet.
+On a GPU the buffer is shared by a CUDA IPC handle, on CPU it is a file in shared memory. It contains some tensors at a
+time, in the engine's type, and the engine copies them before the next ones are written, so that no second copy of the
+model exists. `ipc_receiver.py` is the engine's side. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollout.engines.process import EngineProcess
     from rollout.engines.weights.files import WeightFiles
 
-BUCKET_BYTES = 256 << 20  # of the buffer; a larger tensor makes it larger
+BUCKET_BYTES = 256 << 20  # size of the buffer; a larger tensor enlarges it
 ALIGNMENT = 256
 
 Tensors = Iterable[tuple[str, "torch.Tensor"]]
@@ -30,32 +30,32 @@ Submit = Callable[[Coroutine[Any, Any, Any]], Future[Any]]
 
 
 def memory_of(device: torch.device) -> str:
-    """Equal for two processes whose tensors lie in the same memory, whatever CUDA_VISIBLE_DEVICES calls the device."""
+    """Return an id of a device's memory, equal in all processes, whatever CUDA_VISIBLE_DEVICES is."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
 class IPCSender:
-    """One push: `connect`, `send`, `finish`, and in any case `close`: so long the buffer lives."""
+    """Makes one push: call `connect`, `send`, `finish`, and always `close`, which frees the buffer."""
 
     def __init__(self, engine: EngineProcess, submit: Submit) -> None:
         self._engine, self._submit = engine, submit
         self._buffer: torch.Tensor | None = None
 
     def connect(self, device: torch.device) -> None:
-        """Let the engine open a buffer on ``device``. Nothing is changed.
+        """Let the engine open a buffer on ``device``, without changing its weights.
 
         Raises:
-            ValueError: it lies in other memory than the engine's model, or the engine cannot open it.
-            OSError, RuntimeError: there is no room for it.
+            ValueError: the engine's model is in other memory, or the engine cannot open the buffer.
+            OSError, RuntimeError: there is no room for the buffer.
         """
         import torch
 
         info = self._engine.info
         ours, theirs = memory_of(device), info.get("ipc_memory")
         if ours != theirs:
-            raise ValueError(f"the trainer's weights lie in {ours}, the engine's in {theirs or 'memory of its own'}")
+            raise ValueError(f"the trainer's weights are in {ours}, the engine's in {theirs or 'other memory'}")
         self._dtype = getattr(torch, info["dtype"])
         sizes = [math.prod(shape) * self._dtype.itemsize + ALIGNMENT for shape in info["weights"].values()]
         with _shared(max(*sizes, min(BUCKET_BYTES, sum(sizes))), device) as (buffer, handle):
@@ -68,12 +68,12 @@ class IPCSender:
             self._buffer = buffer
 
     def send(self, tensors: Tensors, checksum: bool, between_steps: bool) -> None:
-        """Called in the trainer's thread. From the first bucket to `finish` the engine samples nothing.
+        """Send all tensors, from the trainer's thread. The engine samples nothing from the first bucket to `finish`.
 
         Raises:
-            ValueError: a name or a shape does not fit: nothing was changed if the first bucket shows it, else, as with
-                any error in the middle, the engine samples nothing until a whole push has come.
-            UpdateInterrupted: the engine was started anew meanwhile.
+            ValueError: a name or a shape does not fit. In the first bucket this changes nothing. Later the engine, as
+                after any other error, samples nothing until all weights are pushed again.
+            UpdateInterrupted: the engine was restarted meanwhile.
         """
         started = False
         missing = self._engine.info["weights"].keys() - set(self._engine.info["tied"])
@@ -86,11 +86,11 @@ class IPCSender:
             raise self._misfit(f"{len(missing)} missing ({', '.join(sorted(missing)[:3])})")
 
     def finish(self, version: int, **keep: WeightFiles) -> None:
-        """Now the engine samples from what was sent. Raises UpdateInterrupted as `send`."""
+        """Let the engine sample from the new weights. Raises UpdateInterrupted as `send`."""
         self._ask("finish_weight_update", {}, version=version, **keep)
 
     def close(self) -> None:
-        """Let go of the buffer. Memory that the engine still maps is kept by torch until it has let go, too."""
+        """Release the buffer. torch keeps memory that the engine still maps until the engine releases it."""
         on_gpu = self._buffer is not None and self._buffer.is_cuda
         self._buffer = None
         if on_gpu:
@@ -105,8 +105,7 @@ class IPCSender:
         return self._buffer
 
     def _buckets(self, tensors: Tensors, missing: set[str], checksum: bool) -> Iterator[dict[str, Any]]:
-        """Fill the buffer, again and again; what is told of each filling, while it lies there. Names that have come
-        leave ``missing``."""
+        """Fill the buffer repeatedly, and yield a description each time. Removes sent names from ``missing``."""
         shapes, tied = self._engine.info["weights"], set(self._engine.info["tied"])
         names: set[str] = set()
         bucket, end = _empty(), 0
@@ -117,7 +116,7 @@ class IPCSender:
                 )
                 raise self._misfit(f"{name}: {found}")
             names.add(name)
-            if name in tied:  # comes under another name
+            if name in tied:  # sent under another name
                 continue
             missing.discard(name)
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
@@ -132,7 +131,7 @@ class IPCSender:
             bucket["dtype_names"].append(str(dtype).removeprefix("torch."))
             bucket["shapes"].append(list(tensor.shape))
             bucket["offsets"].append(end)
-            if checksum:  # of what was given, not of what lies in the buffer
+            if checksum:  # of the given tensor, not of the buffer
                 bucket["checksums"].append(tensor_checksum(tensor.to(dtype)))
             end += -(-size // ALIGNMENT) * ALIGNMENT
         if bucket["names"]:
@@ -142,11 +141,11 @@ class IPCSender:
     def _misfit(self, found: str) -> ValueError:
         return ValueError(
             f"the weights do not fit the engine's model: {found}. Push every parameter under its Hugging Face name, "
-            "from a model of the configuration the engine was started with."
+            "from a model of the engine's configuration."
         )
 
     def _synchronize(self) -> None:
-        """The copies have been made: the other process knows nothing of this one's streams."""
+        """Wait for the copies, because the other process cannot wait for this one's streams."""
         if self._whole.is_cuda:
             import torch
 
@@ -158,7 +157,7 @@ class IPCSender:
 
 @contextmanager
 def _shared(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, Any]]:
-    """A buffer of bytes, and what another process opens it by inside the block."""
+    """Create a buffer of bytes, and the handle by which another process opens it inside the block."""
     import torch
 
     if device.type == "cuda":
@@ -170,9 +169,9 @@ def _shared(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, Any
     path = new_file(SHARED_MEMORY)
     try:
         with path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # else the first write to a full /dev/shm would end the process
+            os.posix_fallocate(file.fileno(), 0, size)  # otherwise a write to a full /dev/shm would kill the process
         yield torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8), str(path)
-    finally:  # both have mapped it
+    finally:  # both processes have mapped it
         path.unlink()
 
 
@@ -181,6 +180,6 @@ def _empty() -> dict[str, Any]:
 
 
 def view(buffer: torch.Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """The part of a buffer of bytes that begins at ``start``, as a tensor."""
+    """Return a part of a byte buffer, from ``start``, as a tensor."""
     shape = list(shape)
     return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

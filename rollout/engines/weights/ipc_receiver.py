@@ -1,7 +1,7 @@
 """The engine's side of `ipc.py`: a backend of vLLM 0.32's weight transfer (vllm/distributed/weight_transfer/base.py).
 
-As vLLM's own `ipc` in its packed form (ipc_engine.py), and: the buffer is opened before the model is touched, a tensor
-may be larger than a bucket, checksums are compared, and shared memory serves where there is no GPU.
+It differs from vLLM's own packed `ipc` (ipc_engine.py): it opens the buffer before it changes the model, takes tensors
+larger than a bucket, compares checksums, and uses shared memory without a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Update(WeightTransferUpdateInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
     offsets: list[int]
-    checksums: list[str]  # none: they are not compared
+    checksums: list[str]  # empty: they are not compared
 
 
 class BufferTransfer(WeightTransferEngine[Init, Update]):
@@ -45,7 +45,7 @@ class BufferTransfer(WeightTransferEngine[Init, Update]):
     _buffer: torch.Tensor | None = None
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Open the buffer of one push. Its handle is exported once, so it is opened and closed once: torch counts."""
+        """Open the buffer of one push, once, because torch counts how often an exported handle is opened."""
         self.shutdown()
         if isinstance(init_info.handle, str):
             self._buffer = torch.from_file(init_info.handle, shared=True, size=init_info.size, dtype=torch.uint8)
@@ -53,29 +53,29 @@ class BufferTransfer(WeightTransferEngine[Init, Update]):
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         arguments = list(init_info.handle)
-        arguments[6] = self.device.index  # the device, which the two processes may number differently
+        arguments[6] = self.device.index  # the device index may differ between the two processes
         self._buffer = rebuild_cuda_tensor(*arguments)
 
     def start_weight_update(self) -> None:
         if self._buffer is None:
             raise RuntimeError(
-                "a weight update starts without a buffer; expected init_weight_transfer_engine before it"
+                "a weight update started without a buffer; expected init_weight_transfer_engine before it"
             )
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Update) -> None:
         if self._buffer is None:
-            raise RuntimeError("weights without a buffer; expected init_weight_transfer_engine before them")
+            raise RuntimeError("weights arrived without a buffer; expected init_weight_transfer_engine before them")
         weights: list[tuple[str, torch.Tensor]] = []
         places = zip(update_info.names, update_info.dtype_names, update_info.shapes, update_info.offsets, strict=True)
         for name, dtype, shape, offset in places:
-            # Copies: vLLM keeps tensors until a layer is whole, and the next bucket comes into the same place.
+            # Copy, because vLLM keeps tensors until a layer is complete, and the next bucket overwrites the buffer.
             weights.append((name, view(self._buffer, offset, getattr(torch, dtype), shape).clone()))
         for (name, tensor), sent in zip(weights, update_info.checksums, strict=False):
             if (found := tensor_checksum(tensor)) != sent:
                 raise ValueError(
-                    f"the weights changed on their way: {name} has the checksum {found}, the trainer sent {sent}. Push "
-                    "again, and if this comes back, suspect the memory."
+                    f"the weights changed in transfer: {name} has the checksum {found}, the trainer sent {sent}. Push "
+                    "again, and if this recurs, suspect the memory."
                 )
         for name, tensor in weights:
             require_finite(name, tensor)
@@ -91,7 +91,7 @@ class BufferTransfer(WeightTransferEngine[Init, Update]):
 
 
 def register() -> str:
-    """Make it known to vLLM, and tell its name."""
+    """Register the backend with vLLM, and return its name."""
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, BufferTransfer)
     return NAME

@@ -1,9 +1,9 @@
-"""Weight update from the trainer's GPU to those of vLLM servers by NCCL, through vLLM 0.32's own weight transfer.
+"""Weight update from the trainer's GPU to vLLM servers by NCCL, through vLLM 0.32's weight transfer.
 
-Not run yet: no machine with several GPUs was at hand. Written against vllm/distributed/weight_transfer (nccl_engine.py,
-nccl_common.py) and vllm/v1/worker/gpu_worker.py. Each server's workers join a process group in which the sender is rank
-0; an update is any number of `update_weights` between `start_weight_update` and `finish_weight_update`, each of which
-announces tensors and receives them by broadcast.
+Not run yet, because it needs several GPUs. Written for vllm/distributed/weight_transfer (nccl_engine.py,
+nccl_common.py) and vllm/v1/worker/gpu_worker.py. The sender is rank 0 of a process group with the workers of all
+servers. An update is `start_weight_update`, any number of `update_weights`, and `finish_weight_update`. Each
+`update_weights` announces tensors, which then arrive by broadcast.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Members = tuple[tuple[str, str], ...]  # address and instance of each server
 
 
 class NCCLSender:
-    """Sends weights bucket by bucket; one bucket of copies lies on the sender's GPU. Servers must run VLLMEngine with
-    ``weight_transfer: nccl``.
+    """Sends weights in buckets, and keeps copies of one bucket on the sender's GPU.
 
-    A server that dies between the announcement and the broadcast leaves the sender waiting in NCCL, as any collective
-    does: the process group's watchdog ends the run. The group is made anew when the servers are others than before.
+    Servers must run VLLMEngine with ``weight_transfer: nccl``. If a server dies between announcement and broadcast, the
+    sender waits in NCCL, as in any collective, until the process group's watchdog ends the run. If the servers change,
+    the sender creates a new group.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -47,15 +47,17 @@ class NCCLSender:
         checksum: bool,
         between_steps: bool,
     ) -> ServerWeightState:
-        """Called in the trainer's thread, which gathers and broadcasts; ``submit`` runs requests in the event loop.
+        """Send all weights, and return the state that the servers then hold.
+
+        Called in the trainer's thread, which gathers and broadcasts; ``submit`` runs requests in the event loop.
 
         Raises:
-            ValueError: a checksum is asked for, the weights lie on no GPU, or a server cannot receive or refuses.
+            ValueError: ``checksum`` is set, the weights are not on a GPU, or a server cannot receive or refuses.
             InfrastructureError: a server does not answer.
         """
         if checksum:
             raise ValueError(
-                "checksum: true compares what crosses in shared memory; with transport: nccl take probe: true with a "
+                "checksum: true works only with transport: shared_memory; with transport: nccl take probe: true with a "
                 "probe_tolerance"
             )
         held, started = ServerWeightState.new(version), False
@@ -83,9 +85,9 @@ class NCCLSender:
         self._group, self._members = None, ()
 
     async def _join(self, servers: Sequence[ServerClient], device: torch.device) -> None:
-        """One process group of this rank and all workers of all servers, unless it is there already."""
+        """Create the process group of this rank and all workers of all servers, unless it exists."""
         if device.type != "cuda":
-            raise ValueError("transport: nccl sends weights that lie on a GPU; for these take transport: shared_memory")
+            raise ValueError(f"transport: nccl needs weights on a GPU; found {device.type}: take shared_memory")
         said = await asyncio.gather(*(server.health() for server in servers))
         members = tuple((server.url, health["instance"]) for server, health in zip(servers, said, strict=True))
         if members == self._members:
@@ -110,7 +112,7 @@ class NCCLSender:
             )
             for i, server in enumerate(servers)
         ]
-        joined = asyncio.ensure_future(asyncio.gather(*inits))  # both sides meet in the rendezvous
+        joined = asyncio.ensure_future(asyncio.gather(*inits))  # both sides meet at the rendezvous
         self._group = await asyncio.to_thread(_join_as_sender, address, port, 1 + sum(workers), device)
         await joined
         self._members = members
@@ -137,7 +139,7 @@ async def _all(servers: Sequence[ServerClient], method: str, body: dict[str, Any
 
 
 def _device_buckets(tensors: Tensors, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Contiguous copies where the tensors lie: a gathered one may be gone once the next is asked for."""
+    """Yield contiguous copies on the tensors' device, because a gathered tensor may be freed with the next one."""
     import torch
 
     bucket, held = [], 0
@@ -152,7 +154,7 @@ def _device_buckets(tensors: Tensors, size: int) -> Iterator[list[tuple[str, tor
 
 
 def _own_address(url: str) -> str:
-    """This host's address as seen on the way to a server. Nothing is sent."""
+    """Return this host's address on the route to a server, without sending anything."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))

@@ -1,10 +1,10 @@
-"""Weight update of a rollout engine from the trainer's thread, the same for one rank and for many.
+"""Weight update of a rollout engine from the trainer's thread, with one rank or several.
 
-Every rank gathers all tensors (a collective under ZeRO-3), in its own thread. Who writes them where:
+Every rank gathers all tensors (a collective under ZeRO-3), in its own thread. The way to the engine differs:
 
-- engines of their own: each rank fills a buffer that its engine shares (`ipc.py`), or the first rank of each host
-  writes files, which the engines of all its ranks read;
-- engine servers shared by all ranks: the first rank writes files that the servers read, or broadcasts by NCCL.
+- A rank's own engine: each rank fills a buffer that its engine shares (`ipc.py`), or the first rank of each host
+  writes files, which the engines of all its ranks read.
+- Engine servers shared by all ranks: the first rank writes files that the servers read, or broadcasts by NCCL.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ logger = logging.getLogger(__name__)
 
 
 class SharedEngine(Engine, Protocol):
-    """An engine that says ``shared = True``: what several ranks sample from, and the first one sends the weights to."""
+    """An engine that several ranks sample from (``shared = True``). The first rank sends the weights."""
 
     shared: bool
 
     @property
     def held(self) -> Any:
-        """Names the weights that generations come from; it is sent to the other ranks."""
+        """Identifies the weights of the engine. The first rank sends it to the other ranks."""
         ...
 
     async def begin_push(self) -> None:
-        """On every rank, before the first one sends."""
+        """Prepare for a push. Called on every rank, before the first rank sends."""
         ...
 
     def send(self, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
-        """Replace the weights; called in the trainer's thread, on the first rank. Raises as `Engine.load_files`."""
+        """Replace the weights. Called in the trainer's thread, on the first rank. Raises as `Engine.load_files`."""
         ...
 
     async def adopt(self, held: Any) -> None:
-        """On the other ranks: from now on generations come from these weights."""
+        """Require these weights from now on. Called on the other ranks."""
         ...
 
     async def end_push(self) -> None: ...
@@ -65,11 +65,11 @@ def is_shared(engine: Engine) -> TypeGuard[SharedEngine]:
 def push(
     engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool = False, between_steps: bool = False
 ) -> None:
-    """Replace the engine's weights; ``tensors`` is consumed in this thread, to its end, whatever fails meanwhile.
-    A collective: all ranks return, or raise, when they know the outcome on every rank.
+    """Replace the engine's weights. A collective: each rank returns or raises once it knows the outcome on all ranks.
 
     Args:
         submit: runs a coroutine in the engine's event loop.
+        tensors: consumed in this thread, and to the end even after a failure.
         checksum, between_steps: see ``RolloutSystem.load_weights`` and `base.Engine.load_files`.
     """
     if is_shared(engine):
@@ -81,11 +81,10 @@ def push(
 def _push_to_own_engines(
     engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool
 ) -> None:
-    """Through a buffer that trainer and engine share where every rank can, else by files, which lie in a host's memory
-    once, however many ranks and engines the host has. Both in the engine's type.
+    """Push through a buffer if every rank can, otherwise by files. Both have the engine's type.
 
-    Engines that start a dead child anew keep the files until the next push has come to its end; by way of a buffer they
-    are written beside it, and hold the whole push for an engine that dies in it.
+    A host needs memory for one set of files, for any number of ranks and engines. Engines that restart keep the files
+    until the next push has ended. With a buffer the files are written beside it, for an engine that dies in the push.
     """
     tensors, sender, obstacle = _connect(engine, submit, tensors)
     hosts, obstacles = zip(*gather_objects((shared_memory_id(), obstacle)), strict=True)
@@ -98,8 +97,8 @@ def _push_to_own_engines(
         )
     writer = hosts.index(hosts[rank()])
     keeper: Any = engine if getattr(engine, "keeps_weights", False) else None
-    if keeper is not None and not between_steps:  # nothing is in flight, on any rank, that the old weights might be
-        keeper.forget()  # needed for again; memory need not hold both
+    if keeper is not None and not between_steps:  # no request in flight, on any rank, may need the
+        keeper.forget()  # old weights again, so both copies need not fit
     before: WeightFiles | None = keeper.kept if keeper is not None else None
     tensors = in_type(tensors, _info(engine).get("dtype"))
     if sender is not None:
@@ -130,15 +129,15 @@ def _push_to_own_engines(
 
 
 class _Buffer:
-    """The way through a buffer, beside which ``copies`` are written for an engine that dies. An engine that is started
-    anew on the way (``mended``: that is foreseen) has to load the copies."""
+    """Pushes through a buffer, and writes ``copies`` beside it. An engine that restarts during the push loads them
+    (``mended``: the engine can restart)."""
 
     def __init__(self, sender: IPCSender, copies: WeightFiles | None, mended: bool) -> None:
         self._sender, self._copies, self._mended = sender, copies, mended
         self._interrupted = False
 
     def send(self, tensors: Tensors, checksum: bool, between_steps: bool) -> WeightFiles | None:
-        """The copies, if this rank writes them."""
+        """Send the tensors. Returns the copies, if this rank writes them."""
         passing = iter(tensors) if self._copies is None else _copying(tensors, self._copies)
         try:
             self._sender.send(passing, checksum, between_steps)
@@ -146,12 +145,12 @@ class _Buffer:
             if not self._mended:
                 raise
             self._interrupted = True
-        for _ in passing:  # what the sender has left: the copies are to be whole
+        for _ in passing:  # copy the tensors that the sender has left
             pass
         return self._copies
 
     def finish(self, version: int, copies: WeightFiles) -> bool:
-        """False: the engine has to load the copies."""
+        """Finish the push. Returns False if the engine must load the copies."""
         if not self._interrupted:
             try:
                 self._sender.finish(version, **({"keep": copies} if self._mended and copies.paths else {}))
@@ -160,7 +159,7 @@ class _Buffer:
                 if not self._mended:
                     raise
         if not copies.paths:
-            raise UpdateInterrupted(f"{INTERRUPTED}, as there was no room for a copy of the weights")
+            raise UpdateInterrupted(f"{INTERRUPTED}; there was no room for a copy of them")
         return False
 
     def close(self) -> None:
@@ -168,19 +167,20 @@ class _Buffer:
 
 
 def _copying(tensors: Tensors, copies: WeightFiles) -> Iterator[tuple[str, torch.Tensor]]:
-    """``tensors``, which pass also where there is no room for copies."""
+    """Yield ``tensors`` and copy them. Without room for copies, only yield them."""
     source = iter(tensors)
     try:
         yield from copies.copying(source, checksum=True)
     except OSError as error:
         copies.paths.clear()
-        logger.warning("no copy of the weights is kept, which an engine that dies would need: %s", error)
+        logger.warning("no copy of the weights is kept for an engine that restarts: %s", error)
         yield from source
 
 
 def _connect(engine: Any, submit: Submit, tensors: Tensors) -> tuple[Tensors, IPCSender | None, str | None]:
-    """The tensors, of which all ranks gather the first to see where it lies; what sends them by IPC; or why nothing
-    does."""
+    """Return the tensors, and the IPC sender or the reason that there is none.
+
+    All ranks gather the first tensor to find its device."""
     if getattr(engine, "transport", "files") == "files":
         return tensors, None, "transport: files"
     tensors = iter(tensors)
@@ -190,7 +190,7 @@ def _connect(engine: Any, submit: Submit, tensors: Tensors) -> tuple[Tensors, IP
     sender, obstacle = IPCSender(engine, submit), None
     try:
         sender.connect(first[0][1].device)
-    except (ValueError, OSError, RuntimeError) as error:  # the engine may be dead, too
+    except (ValueError, OSError, RuntimeError) as error:  # also if the engine is dead
         sender, obstacle = None, str(error) or type(error).__name__
         if _info(engine).get("ipc_memory") is not None:
             _warn_of_files(obstacle)
@@ -199,42 +199,44 @@ def _connect(engine: Any, submit: Submit, tensors: Tensors) -> tuple[Tensors, IP
 
 @functools.cache  # once
 def _warn_of_files(obstacle: str) -> None:
-    logger.warning("weights go to the engine by files, as they cannot go by IPC: %s", obstacle)
+    logger.warning("weights go to the engine by files, because IPC cannot be used: %s", obstacle)
 
 
 def _info(engine: Any) -> Mapping[str, Any]:
     try:
         return getattr(engine, "info", {})
-    except InfrastructureError:  # it has not been started: whoever asks it for something is told
+    except InfrastructureError:  # not started: a later request reports that
         return {}
 
 
 def _push_to_servers(
     engine: SharedEngine, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool
 ) -> None:
-    """The first rank sends; the others learn from it which weights the servers hold."""
+    """Let the first rank send, and tell the other ranks which weights the servers hold."""
 
     def send(given: Tensors) -> None:
         engine.send(submit, given, version, checksum, between_steps)
 
     submit(engine.begin_push()).result()
     try:
-        gather_objects(None)  # a barrier: no rank takes a server with new weights for a wrong one
+        gather_objects(None)  # a barrier: no rank treats a server with new weights as wrong
         _, problem = _consume(tensors, send, rank() == 0)
         outcome: Any = gather_objects(_picklable(problem) if problem else engine.held)[0]
         if isinstance(outcome, Exception):
             _raise_first([outcome], problem)
         elif rank() > 0:
             submit(engine.adopt(outcome)).result()
-    finally:  # also if gathering fails: else this rank's requests would wait for a push that is over
+    finally:  # also if gathering fails: otherwise this rank's requests wait forever
         submit(engine.end_push()).result()
 
 
 def _consume(
     tensors: Tensors, write: Callable[[Tensors], Result], writes: bool
 ) -> tuple[Result | None, Exception | None]:
-    """Result and error of ``write(tensors)``, called if this rank ``writes``; the tensors it leaves are gathered too,
-    as other ranks wait for that. Raises only what gathering raises, which is raised on all ranks."""
+    """Call ``write(tensors)`` if this rank ``writes``. Returns its result and its error.
+
+    The remaining tensors are gathered too, because other ranks wait for that. Raises only errors of gathering, which
+    all ranks raise."""
     failed: list[BaseException] = []
 
     def gathering() -> Iterator[tuple[str, torch.Tensor]]:
@@ -259,7 +261,7 @@ def _consume(
 
 
 class _WithoutClose:
-    """Iterator without ``close``: closing a generator that delegates to it does not close what it iterates over."""
+    """An iterator without ``close``: closing a generator that delegates to it does not close the source."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._source = iter(tensors)
@@ -272,8 +274,8 @@ class _WithoutClose:
 
 
 def _raise_first(problems: list[Exception | None], cause: Exception | None) -> None:
-    """Raise the lowest rank's problem; where there are several ranks the error names the failing one. ``cause``: this
-    rank's own error."""
+    """Raise the problem of the lowest rank. With several ranks the error names the failing one. ``cause``: this rank's
+    own error."""
     for number, problem in enumerate(problems):
         if problem is not None:
             error = type(problem)(f"rank {number}: {problem}") if len(problems) > 1 else problem
@@ -283,7 +285,7 @@ def _raise_first(problems: list[Exception | None], cause: Exception | None) -> N
 
 
 def _picklable(error: Exception) -> Exception:
-    """An error that can be sent to the other ranks, which wait for the outcome whatever failed (a full disk)."""
+    """Convert an error to a type that the other ranks can receive."""
     if type(error) in (ValueError, InfrastructureError, EngineGone, UpdateInterrupted):
         return error
     return InfrastructureError(f"weights could not be pushed: {type(error).__name__}: {error}")

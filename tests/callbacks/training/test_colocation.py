@@ -134,7 +134,7 @@ def test_combinations_without_an_idle_engine_are_refused(model_dir, tmp_path):
 
     with pytest.raises(ValueError, match=r"in_flight_updates is true: .*; take sleep_mode: false"):
         system(engine(), model_dir, sleep_mode=True, in_flight_updates=True)
-    with pytest.raises(ValueError, match="ServerEngine serves several ranks: expected an engine of the rank's own"):
+    with pytest.raises(ValueError, match="ServerEngine serves several ranks: expected an engine that one rank owns"):
         system(ServerEngine(["http://127.0.0.1:1"], str(model_dir), 256), model_dir, sleep_mode=True)
     with pytest.raises(ValueError, match=r"data.max_off_policy_iterations is 1: the engine generates"):
         RolloutDataModule(system(engine(), model_dir, sleep_mode=True), ["questions"], 2, max_off_policy_iterations=1)

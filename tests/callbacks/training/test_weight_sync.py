@@ -138,7 +138,7 @@ def test_weights_that_change_on_their_way_are_refused(trainer_for, model_dir, ro
 
     monkeypatch.setattr(WeightFiles, "_write_shard", damage)
     module, data = make_learner(model_dir, rollouts=rollouts)
-    with pytest.raises(ValueError, match=r"changed on their way: model\.\S+ has the checksum float32\[.*Nothing was"):
+    with pytest.raises(ValueError, match=r"changed in transfer: model\.\S+ has the checksum float32\[.*keeps its"):
         trainer_for([WeightSync(checksum=True)], max_epochs=1).fit(module, datamodule=data)
 
 

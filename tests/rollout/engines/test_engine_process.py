@@ -137,8 +137,8 @@ def test_malformed_requests_never_reach_the_child():
         ([1] * 100_000, ONE, "100000 given . 1 new tokens exceed"),
         ([1], SamplingParams(10**9), "1 given . 1000000000 new tokens exceed"),
         ([1] * 45, SamplingParams(max_new_tokens=6), "45 given . 6 new tokens exceed the engine's max_length 50"),
-        ([1, 100], ONE, r"\[1, 100\], the model knows 100"),
-        ([1, -1], ONE, r"\[-1, 1\]"),
+        ([1, 100], ONE, "from 1 to 100; expected 0 to 99"),
+        ([1, -1], ONE, "from -1 to 1"),
         *(([1], SamplingParams(1, temperature=value), "sampling.temperature: ") for value in UNFIT_NUMBERS),
         (
             [1],

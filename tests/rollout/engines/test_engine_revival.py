@@ -82,7 +82,7 @@ def test_what_a_dead_or_hung_child_was_sampling_is_sampled_again(tmp_path, stops
             assert log.read_text().split()[:5] == ["start", "load", "step", "start", "load"]
 
     run(main())
-    why = "no sign of life for 20 s .option heartbeat_timeout_s." if stops else "killed by SIGKILL"
+    why = "no heartbeat for 20 s .option heartbeat_timeout_s." if stops else "killed by SIGKILL"
     (died,) = [record.message for record in caplog.records if "the engine died" in record.message]
     assert re.search(f"{why}.* restarted .1 of 3 within an hour. with the weights of version 3", died)
 
@@ -392,7 +392,7 @@ def test_one_that_dies_asleep_is_started_when_it_is_woken(tmp_path):
 def test_a_request_that_the_backend_does_not_take_fails_alone():
     async def main():
         async with started(echo()) as engine:
-            with pytest.raises(ValueError, match="the engine does not take this request: sixteen"):
+            with pytest.raises(ValueError, match="the engine refuses this request: sixteen"):
                 await engine.generate([16], ONE)
             assert (await engine.generate([1], ONE)).token_ids == (1,)
 

@@ -64,7 +64,7 @@ async def hang_up_while_draining_then_do_not_finish():
 
         assert (await client.post("/transfer/start_weight_update", json={"tag": "next"})).status == 200
         refused = await generate("start")
-        assert refused.status == 409 and "has not come to its end" in (await refused.json())["error"]
+        assert refused.status == 409 and "has not finished" in (await refused.json())["error"]
         server.weights.fit("whole", 1)  # as when a push by files follows, from a trainer that has been started anew
         assert (await generate("whole")).status == 200
 

@@ -143,7 +143,7 @@ def test_files_in_the_engines_type_where_memory_is_not_shared(buffers, caplog):
     told = [record.message for record in caplog.records]
     assert len(told) == 2 and "invalid resource handle" in told[0] and "lie in cpu, the engine's in GPU-1" in told[1]
     with pytest.raises(
-        ValueError, match="ipc cannot be used: the trainer.s weights lie in cpu, .* take transport: auto"
+        ValueError, match="ipc cannot be used: the trainer.s weights are in cpu, .* take transport: auto"
     ):
         asyncio.run(push_weights(Strict(shapes(given), memory=None), given.items(), 3))
 

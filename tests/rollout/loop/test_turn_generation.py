@@ -111,7 +111,7 @@ def test_a_sampler_chooses_how_to_look_at_each_turn(protocol):
 
     plain = run(make_loop(protocol, search_then_answer))
     loop = make_loop(protocol, search_then_answer)
-    looked = run(loop, Hooks(4, 10, look=lambda state: looks.pop(0), on_first_tokens=on_first_tokens))
+    looked = run(loop, Hooks(4, 10, probe=lambda state: looks.pop(0), on_first_tokens=on_first_tokens))
     assert content(looked) == content(plain)
     assert seen == [(0, 0, plain.response_ids[: plain.turns[0].end])]
     assert [turn.entropy is None for turn in looked.turns] == [False, True]

@@ -193,7 +193,7 @@ def test_forks_are_those_of_a_sampler_that_always_looks(world, monkeypatch, samp
 
     rule = sampler(3, branch_probability=0.25, entropy_weight=weight)
     spared, _, some = groups_of(world, rule, mixed, 12, 12, nats=nats)
-    monkeypatch.setattr(FreeTree, "_look", lambda self, state: EntropyProbe.BEFORE_THE_REST)
+    monkeypatch.setattr(FreeTree, "_probe", lambda self, state: EntropyProbe.BEFORE_THE_REST)
     always_looking, _, all_turns = groups_of(world, rule, mixed, 12, 12, nats=nats)
     roomy = [i for i, group in enumerate(always_looking) if sum(t.fork is not None for t in group) < 9]
     assert sum(any(t.fork for t in always_looking[i]) for i in roomy) >= 4
