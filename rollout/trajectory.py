@@ -234,7 +234,7 @@ class Turn:
     # Mean entropy (nats) of the distributions its first tokens were drawn from, one number per turn; None where the
     # engine was not asked for top log-probs. See rollout.samplers.base.
     entropy: float | None = None
-    # Probability of a fork at the turn's start (rollout.samplers.branching) (None: no fork was considered).
+    # Probability of a fork at the turn's start, or None (rollout.samplers.branching).
     branch_probability: float | None = None
     # The turn's own prompt, with per-turn prompts; see the module docstring.
     prompt_ids: tuple[int, ...] | None = None

@@ -315,7 +315,7 @@ class FreeTree(Tree):
         return self.room > 0 and followed_result and not forked_here and compared
 
     def _consider(self, source: TrajectoryPrefix, turn: int, at: int, key: int | str, entropy: float) -> float | None:
-        """Decide whether to fork ``source`` at the start of ``turn``. Returns the probability (None: not considered)."""
+        """Fork ``source`` at the start of ``turn`` by chance. Returns the probability, or None if it cannot fork."""
         if not self._may_fork(source, turn, at):
             return None
         probability = self._probability(source, entropy, self._streaks.get(key, 0))

@@ -131,7 +131,7 @@ class WeightFiles:
         if problems:
             raise ValueError(
                 f"the weights do not fit the engine's model: {', '.join(problems)}. The engine keeps its weights; push "
-                "every parameter under its Hugging Face name, from a model of the configuration the engine was started with."
+                "every parameter under its Hugging Face name, from a model of the engine's configuration"
             )
 
     def verify(self, checksums: bool = True) -> None:
