@@ -189,7 +189,7 @@ def test_a_copy_that_has_changed_is_refused_by_its_checksum(tmp_path):
                 file.seek(-1, 2)
                 file.write(bytes([last ^ 1]))
             os.kill(engine.pid, signal.SIGKILL)
-            with pytest.raises(WeightsLost, match="refused the weights that were kept: the weights changed on their"):
+            with pytest.raises(WeightsLost, match="refused the kept weights: the weights changed in"):
                 await ask(engine)
             await push(engine, 1, 3)
             assert sampled(await ask(engine)) == expected(1, 3)
