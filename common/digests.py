@@ -1,4 +1,4 @@
-"""SHA-256 of files, written beside them and compared before they are read again. Imports without torch.
+"""Writes SHA-256 digests beside files, and checks the files before they are read again. Does not import torch.
 
 ``digests.sha256`` in a folder lists files under it, ``<name>.sha256`` a single file; ``sha256sum -c`` reads both::
 
@@ -6,9 +6,9 @@
     <64 digits> *checkpoint/mp_rank_00_model_states.pt
     <64 digits> *latest
 
-The first line protects the list: it counts the files, names the checkpoint that they belong to, and has the digest of
-all other characters. Lists of earlier versions have no such line; they are read, but a line that they lack does not
-show. A path without a list is not checked: models and data from elsewhere have none.
+The first line protects the list: it has the number of files, the name of their checkpoint, and the digest of all other
+characters. Lists of earlier versions have no such line, so a line missing from them is not noticed. A path without a
+list is not checked, because downloaded models and data have no list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIST = "digests.sha256"
 
 
 class DigestError(ValueError):
-    """A file or list was altered, cut off or renamed, or is gone. ``found`` is the message without the cure."""
+    """A file or list was altered, cut off, renamed or removed. ``found``: the message without the advice."""
 
     def __init__(self, found: str, cure: str) -> None:
         super().__init__(f"{found}. {cure}")
@@ -34,17 +34,17 @@ class DigestError(ValueError):
 
 
 def list_path(path: Path) -> Path:
-    """The path of the list for a file or folder."""
+    """Return the path of the list of a file or folder."""
     return path / LIST if path.is_dir() else path.with_name(f"{path.name}.sha256")
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file itself, or all files under a folder but the list, sorted."""
+    """Return a file itself, or all files under a folder except the list, sorted."""
     return sorted(p for p in path.rglob("*") if p.is_file() and p.name != LIST) if path.is_dir() else [path]
 
 
 def sha256(path: Path, *, sync: bool = False) -> str:
-    """Hash a file of any size. ``sync``: first wait until the file is on the disk."""
+    """Hash a file of any size. ``sync``: wait first until the file is on disk."""
     with path.open("rb") as file:
         if sync:
             os.fsync(file.fileno())
@@ -52,11 +52,11 @@ def sha256(path: Path, *, sync: bool = False) -> str:
 
 
 def write_list(path: Path, digests: Mapping[str, str], of: str = "") -> None:
-    """Write the list for ``path``.
+    """Write the list of ``path``.
 
     Args:
         digests: by file name, relative to the list's folder.
-        of: the name that ``path`` must keep; empty: any.
+        of: the name that ``path`` must keep (empty: any name).
 
     Raises:
         DiskFullError: the earlier list is intact.
@@ -79,11 +79,12 @@ def write_digests(path: Path, files: Iterable[Path] | None = None) -> None:
 
 
 def check_digests(path: Path) -> None:
-    """Compare a file, or the files in a folder, with its own list, or with its part of the list of a folder around it.
-    Each file is read once. Returns at once where there is no list.
+    """Compare a file, or the files in a folder, with their list, or with the list of a parent folder.
+
+    Reads each file once. Returns at once without a list.
 
     Raises:
-        DigestError: names the first file that differs, or a damaged list, or one of another path.
+        DigestError: a file differs, the list is damaged, or the list belongs to another path.
     """
     path = path.resolve()
     places = (list_path(path), *(parent / LIST for parent in path.parents))
@@ -93,18 +94,18 @@ def check_digests(path: Path) -> None:
     subject = listed.parent if listed.name == LIST else path
     if (of or subject.name) != subject.name or (subject.is_file() and subject.name not in digests):
         raise DigestError(
-            f"{listed} is the list of {of or ', '.join(digests)}: {subject.name} was renamed or exchanged",
-            "Give it its own name, or remove the list if you trust the files",
+            f"{listed} is the list of {of or ', '.join(digests)}: {subject.name} was renamed or replaced",
+            "Restore the name, or remove the list if you trust the files",
         )
     expected = {listed.parent / name: digest for name, digest in digests.items()}
     wanted = [file for file in expected if file.is_relative_to(path)]
-    with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter: shards are read side by side
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL, so shards are read in parallel
         for file, digest in zip(wanted, pool.map(_found, wanted), strict=True):
             if digest != expected[file]:
                 what = f"has SHA-256 {digest[:12]}..., expected {expected[file][:12]}...: it was altered or cut off"
                 raise DigestError(
                     f"{file} {what if digest else 'is missing'}",
-                    f"Bring it back from a copy, or make it again; if the change was meant, remove {listed}",
+                    f"Restore it from a copy, or make it again; if the change was intended, remove {listed}",
                 )
 
 
@@ -118,16 +119,16 @@ def _found(file: Path) -> str:
 def _read(path: Path) -> tuple[dict[str, str], str]:
     try:
         content = path.read_bytes()
-    except OSError:  # a folder, a link to nowhere
+    except OSError:  # a folder, or a broken link
         content = b""
     if (read := parse_list(content)) is None:
-        found = f"{path} is no whole list of SHA-256 digests: it was altered or cut off"
+        found = f"{path} is not a complete list of SHA-256 digests: it was altered or cut off"
         raise DigestError(found, f"Make {path.parent} again, or remove the list if you trust the files")
     return read
 
 
 def parse_list(content: bytes) -> tuple[dict[str, str], str] | None:
-    """The digests by name, and the name that their path must keep (empty: any); None for a damaged list."""
+    """Return digests by file name, and the name that their path must keep (empty: any). Returns None if damaged."""
     text = os.fsdecode(content)
     if head := re.match(r"# \d+ files(?: of (.+))?, SHA-256 of this list: \w+\n", text):
         digests, of = {line[66:]: line[:64] for line in text[head.end() :].split("\n")[:-1]}, head[1] or ""

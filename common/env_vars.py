@@ -1,10 +1,10 @@
-"""Environment variables of an engine's process: threads, no rank, the GPU of the trainer's rank."""
+"""Environment variables of an engine's process: its threads, and the GPU of the trainer's rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# What says to a library that it is one rank of the trainer's process group; the engine is no part of it.
+# These mark a rank of the trainer's process group, to which the engine does not belong.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
@@ -13,19 +13,19 @@ TORCHRUN_PREFIX = "TORCHELASTIC_"
 
 
 def child_environment(environment: Mapping[str, str], threads: int, *, several_devices: bool = False) -> dict[str, str]:
-    """The engine's environment: its threads, no rank, and of the GPUs only that of the trainer's rank.
+    """Return the engine's environment: its threads, no rank variables, and only the GPU of the trainer's rank.
 
-    Without the last, the engines of all ranks would load on the first GPU. An engine over ``several_devices`` sees what
-    the trainer sees.
+    Otherwise the engines of all ranks would load on the first GPU. An engine over ``several_devices`` gets all GPUs of
+    the trainer.
 
     Raises:
-        ValueError: each of several ranks here would start an engine over several devices, all on the same ones.
+        ValueError: several ranks of this host would each start an engine over the same devices.
     """
     ranks = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("WORLD_SIZE") or 1)
     if several_devices and ranks > 1:
         raise ValueError(
             f"tensor_parallel_size is above 1, and each of {ranks} ranks would start such an engine on the same first "
-            "GPUs; serve it on GPUs of its own (make engine) and give the ranks a ServerEngine, or take "
+            "GPUs; serve it on other GPUs (make engine) and give the ranks a ServerEngine, or take "
             "tensor_parallel_size: 1 (docs/scaling/engines.md)"
         )
     child = {

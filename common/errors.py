@@ -9,7 +9,7 @@ def one_line(message: object) -> str:
 
 
 class FileError(ValueError):
-    """A file cannot be used as it is. In one line, whatever stands in the file and is shown."""
+    """A file cannot be used. The message is always one line, also if it quotes the file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))

@@ -1,4 +1,4 @@
-"""Atomic file writes and file locks: a kill at any moment leaves the old or the new content, never half of one."""
+"""Atomic file writes and file locks. A kill at any moment leaves the old or the new content, never a part."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-WRITERS_SAY = ("PytorchStreamWriter", "unexpected pos", "iostream error", "No space left")  # torch's, mostly
-UNREADABLE = (  # what torch.load makes of damaged bytes
+WRITERS_SAY = ("PytorchStreamWriter", "unexpected pos", "iostream error", "No space left")  # mostly in torch's messages
+UNREADABLE = (  # errors of torch.load for damaged files
     OSError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, UnicodeError, pickle.UnpicklingError,
 )  # fmt: skip
-REPLACED = ".replaced"  # what ``set_aside`` adds to a name
+REPLACED = ".replaced"  # suffix of ``set_aside``
 
 
 class DiskFullError(OSError):
-    """There was no room for a file. Whatever the file was to replace is untouched."""
+    """The disk is full. The file that was to be replaced is intact."""
 
 
 def is_no_room(error: BaseException) -> bool:
-    """True for the errors a full disk, a full quota or a file size limit cause. Those of torch and safetensors have no
-    errno."""
+    """Whether a full disk, a full quota or a file size limit caused the error.
+
+    Errors of torch and safetensors have no errno, so their messages are searched."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in NO_ROOM
     told = str(error)
@@ -45,9 +46,9 @@ def no_room_message(path: Path, intact: str) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` to write to, renamed onto it when the block ends well, else removed.
+    """Yield a temporary path beside ``path``. It replaces ``path`` if the block succeeds, and is removed otherwise.
 
-    Raises DiskFullError, and leaves the old file, when there is no room.
+    Raises DiskFullError if the disk is full; the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -65,14 +66,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Raises as ``replacing``."""
+    """Write a file in one step. Raises as ``replacing``."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time among all that name this lock file, which stays; its holder's death frees it."""
+    """Hold a lock file, one process at a time. The kernel releases the lock if its holder dies. The file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -80,8 +81,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def obey_umask(folder: Path) -> None:
-    """Give every file under ``folder`` the mode that the umask leaves: safetensors writes 0600, copies keep the mode of
-    their source. Hard links, which may be someone else's files, stay as they are."""
+    """Give every file under ``folder`` the mode that the umask allows.
+
+    safetensors writes mode 0600, and copies keep the mode of their source. Hard links are not changed, because they may
+    be other people's files."""
     probe = folder / f".{os.getpid()}.mode"
     probe.touch()  # os.umask would change the umask of all threads for an instant
     given = probe.stat().st_mode & 0o666
@@ -95,7 +98,7 @@ def obey_umask(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a whole folder; nothing happens when it is not there."""
+    """Delete a file, a link or a folder, if it exists."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     elif path.is_dir():
@@ -103,8 +106,10 @@ def remove(path: Path) -> None:
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Replace folder ``target`` by folder ``new``. Folders cannot be swapped in one step everywhere, so for an
-    instant the old one is called ``.<name>.old``; ``recover_folder`` undoes a kill in that instant."""
+    """Replace folder ``target`` by folder ``new``.
+
+    Not every system can swap folders in one step, so the old one is briefly called ``.<name>.old``. After a kill at
+    that moment ``recover_folder`` restores it."""
     old = target.with_name(f".{target.name}.old")
     remove(old)
     if target.exists():
@@ -114,7 +119,7 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def recover_folder(target: Path) -> None:
-    """Finish or undo a ``replace_folder`` that was killed half-way."""
+    """Finish or undo a ``replace_folder`` that was killed."""
     old = target.with_name(f".{target.name}.old")
     if old.exists():
         if target.exists():
@@ -124,7 +129,7 @@ def recover_folder(target: Path) -> None:
 
 
 def set_aside(path: Path, suffix: str) -> Path:
-    """Rename ``path`` to the first free name among ``<name><suffix>``, ``<name><suffix>2``, ...; returns that name."""
+    """Rename ``path`` to the first free name of ``<name><suffix>``, ``<name><suffix>2``, ... Returns the new path."""
     names = (path.with_name(f"{path.name}{suffix}{number}") for number in itertools.chain([""], itertools.count(2)))
     aside = next(name for name in names if not os.path.lexists(name))
     os.rename(path, aside)
@@ -132,8 +137,9 @@ def set_aside(path: Path, suffix: str) -> Path:
 
 
 def link_atomically(link: Path, target_name: str) -> None:
-    """Make the symbolic link ``link`` point at ``target_name`` in the same folder, in one step. A real file or folder
-    of the link's name is renamed to ``<name>.replaced``."""
+    """Point the symbolic link ``link`` at ``target_name`` in the same folder, in one step.
+
+    Renames a real file or folder of the link's name to ``<name>.replaced``."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}.link")
     remove(temporary)
     temporary.symlink_to(target_name)

@@ -1,4 +1,4 @@
-"""HTTP of search servers and engine servers: listening, reading bodies, and errors as one line of JSON."""
+"""HTTP basics of search servers and engine servers: listen, read bodies, and report errors as one line of JSON."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from common.errors import one_line
 
-BACKLOG = 2048  # connections that wait to be accepted
+BACKLOG = 2048  # connections waiting to be accepted
 
 
 async def listen(
     app: web.Application, listener: socket.socket, key: str, paths: str, idle_s: float, stop_s: float
 ) -> web.AppRunner:
-    """Answer the requests that come to ``listener``, until the runner's ``cleanup``. A handler is cancelled when its
-    client hangs up.
+    """Answer requests on ``listener``, until the runner's ``cleanup``. Cancels a handler when its client hangs up.
 
     Args:
-        key: of an error's line in its JSON.
-        paths: requests that the server takes, in words, for its errors.
-        idle_s: seconds until a connection is closed that is not used, or sends a request's headers slowly.
-        stop_s: seconds that requests may take to end at ``cleanup``.
+        key: key of an error message in its JSON.
+        paths: description of the accepted requests, for error messages.
+        idle_s: seconds after which an unused connection, or one with slow request headers, is closed.
+        stop_s: seconds that requests may take to finish at ``cleanup``.
     """
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=stop_s)
     listening: list[asyncio.Server] = []
@@ -49,15 +48,15 @@ async def read_body(request: web.Request, within_s: float) -> bytes:
     """Read the whole body, decompressed.
 
     Raises:
-        HTTPRequestTimeout: it did not come ``within_s`` seconds.
-        HTTPRequestEntityTooLarge: it is larger than the application takes.
-        HTTPBadRequest: its bytes do not fit its headers.
+        HTTPRequestTimeout: the body did not arrive ``within_s`` seconds.
+        HTTPRequestEntityTooLarge: the body exceeds the application's limit.
+        HTTPBadRequest: the body does not match its headers.
     """
     try:
         async with asyncio.timeout(within_s):
             return await request.read()
     except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"the body did not come within {within_s:g} s") from None
+        raise web.HTTPRequestTimeout(text=f"the body did not arrive within {within_s:g} s") from None
     except web.RequestPayloadError as error:
         raise web.HTTPBadRequest(text=_unreadable(str(error))) from None
 
@@ -71,7 +70,7 @@ def _unreadable(why: str) -> str:
 
 
 class _Handler(web.RequestHandler):
-    """Answers the requests of one connection. Every error is one line of JSON, also for bytes that are not HTTP."""
+    """Answers the requests of one connection. Every error is one line of JSON, even for bytes that are not HTTP."""
 
     __slots__ = ("_key", "_paths")
 
@@ -80,14 +79,14 @@ class _Handler(web.RequestHandler):
         self._key, self._paths = key, paths
 
     def log_exception(self, *arguments: Any, **options: Any) -> None:
-        """Log faults of the server; a client that sends nonsense is told, and costs no traceback."""
+        """Log faults of the server. Malformed requests are answered and not logged."""
         if not isinstance(options.get("exc_info"), (HttpProcessingError, web.RequestPayloadError)):
             super().log_exception(*arguments, **options)
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        super().handle_error(request, status, exc, message)  # logs, and raises where an answer has begun
+        super().handle_error(request, status, exc, message)  # logs, and raises if an answer has begun
         fault = "too slow" if exc is None else type(exc).__name__
         said = _unreadable(message or "") if status < 500 else f"the server failed ({fault}); see its log"
         answer = web.Response(status=status, text=said)
@@ -107,6 +106,6 @@ class _Handler(web.RequestHandler):
             said = f"{request.method} {request.path[:100]}: {said}; expected {self._paths}"
         kept = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         answer = web.json_response({self._key: said}, status=error.status, headers=kept)
-        if error.keep_alive is False or error.status in (408, 413):  # the rest of the body is not waited for
+        if error.keep_alive is False or error.status in (408, 413):  # do not wait for the rest of the body
             answer.force_close()
         return answer

@@ -1,4 +1,4 @@
-"""Writes ``make`` commands that a shell, make and the shell of make's recipe read back unchanged."""
+"""Quotes ``make`` commands so that the shell, make and the recipe's shell see the values unchanged."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 COMMAND_VARIABLE = "COMPACT_AGENTS_COMMAND"  # in a stage's process: the command that made it
 CONTINUE_VARIABLE = "COMPACT_AGENTS_CONTINUE"  # in a stage's process: the command that continues it
 IN_QUOTES = ("CKPT", "INDEX", "TO", "LIKE", "ALGORITHM", "HARDWARE", "SBATCH")  # in the Makefile: "$(CKPT)"
-EXPORTED = ("Q",)  # read from the environment: no shell of make's reads them
+EXPORTED = ("Q",)  # read from the environment, not by make's shell
 
 
 def make_command(target: str, variables: Mapping[str, object], arguments: Sequence[str] = ()) -> str:
-    """A command to type. Values may hold quotes, blanks and dollar signs.
+    """Return a command to type. Values may contain quotes, blanks and dollar signs.
 
     Args:
-        target: of the Makefile.
-        variables: of make, in their order.
+        target: a target of the Makefile.
+        variables: make variables, in order.
         arguments: the words of ``ARGS``.
 
     >>> make_command("ask", {"EXP": "x", "SEED": 3}, ["--model.lr", "1"])
@@ -31,7 +31,7 @@ def make_command(target: str, variables: Mapping[str, object], arguments: Sequen
 
 
 def same_run(target: str, *names: str) -> str:
-    """A command with the variables of the command that started this process (``COMMAND_VARIABLE``), for another target.
+    """Return a command for another target with the variables of this process's command (``COMMAND_VARIABLE``).
 
     Args:
         names: the variables to keep besides EXP and ARGS.
@@ -43,7 +43,7 @@ def same_run(target: str, *names: str) -> str:
 
 
 def continue_command() -> str:
-    """The command that continues this process's run (``CONTINUE_VARIABLE``). In words where no launcher named one."""
+    """Return the command that continues this run (``CONTINUE_VARIABLE``), or words if no launcher has set it."""
     return os.environ.get(CONTINUE_VARIABLE, "the same command again")
 
 
@@ -61,7 +61,7 @@ def _word(name: str, value: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """For the user's shell: in double quotes where they suffice, which are easier to read than nested single ones."""
+    """Quote a word for the user's shell, with double quotes if possible: nested single quotes are hard to read."""
     name, _, value = word.partition("=")
     if shlex.quote(value) == value:
         return word
@@ -69,5 +69,5 @@ def _quoted(word: str) -> str:
 
 
 def _escaped(value: str) -> str:
-    """For a place between double quotes."""
+    """Escape a value for use between double quotes."""
     return re.sub(r'([\\"$`])', r"\\\1", value)

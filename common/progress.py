@@ -1,7 +1,7 @@
-"""How far the work of a stage is, told in marked lines among its output.
+"""Reports the progress of a stage, as marked lines in its output.
 
-The process that has started the stage takes them out and shows them (``experiments.launch.screen``): it alone knows the
-terminal, the log and the other stages.
+The process that started the stage removes these lines and shows them (``experiments.launch.screen``): only that
+process knows the terminal, the log and the other stages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ EVERY_S = 0.5
 @dataclass(frozen=True, slots=True)
 class Progress:
     phase: str  # "train", "validate", "test", "generate", ...
-    done: float  # share of the phase, in [0, 1]; NaN: nobody knows
+    done: float  # share of the phase, in [0, 1], or NaN if unknown
     seconds: float  # since the phase began, in this process
-    eta_s: float  # of the phase, if it goes on as fast as so far; NaN: not known yet
-    figures: tuple[str, ...] = ()  # "reward 0.312", the most telling first
+    eta_s: float  # of the phase at the current speed, or NaN if unknown
+    figures: tuple[str, ...] = ()  # "reward 0.312", the most important first
 
     @classmethod
     def parse(cls, line: bytes) -> Progress:
@@ -32,14 +32,14 @@ class Progress:
 
 
 class ProgressReports:
-    """Writes to stderr at most every ``EVERY_S`` seconds, and always when a phase begins or is done."""
+    """Writes progress to stderr at most every ``EVERY_S`` seconds, and at the start and end of each phase."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, tuple[float, float]] = {}  # phase -> when, and the share that was done then
+        self._begun: dict[str, tuple[float, float]] = {}  # phase -> time of its start, share done at that time
         self._last = -math.inf
 
     def begin(self, phase: str, done: float = 0.0) -> None:
-        """A validation may begin within a training, which goes on afterwards."""
+        """Begin a phase. A validation may begin within training, which continues afterwards."""
         self._begun[phase] = (time.monotonic(), done)
         self._write(Progress(phase, done, 0.0, math.nan))
 
@@ -54,4 +54,4 @@ class ProgressReports:
 
     def _write(self, progress: Progress) -> None:
         self._last = time.monotonic()
-        os.write(2, MARK + json.dumps(asdict(progress)).encode() + b"\n")  # in one piece: others write there, too
+        os.write(2, MARK + json.dumps(asdict(progress)).encode() + b"\n")  # one call: others write there, too

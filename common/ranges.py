@@ -14,7 +14,7 @@ from typing_extensions import TypeAliasType  # in typing since Python 3.12
 
 
 def _no_bool(value: Any) -> Any:
-    """``true`` is 1 to pydantic; in a configuration it is a mistake."""
+    """Refuse a boolean: pydantic reads ``true`` as 1, but in a configuration it is a mistake."""
     if isinstance(value, bool):
         raise PydanticCustomError("number", "Input should be a number")
     return value
@@ -32,7 +32,7 @@ def _top_k(value: int) -> int:
     return value
 
 
-# Aliases with names: of a bare Annotated in a module with postponed annotations jsonargparse sees the plain type alone.
+# Named aliases: with postponed annotations jsonargparse sees only the plain type of a bare Annotated.
 _NUMBER = BeforeValidator(_no_bool)
 _FINITE = AllowInfNan(False)
 
@@ -49,11 +49,11 @@ PositiveShare = TypeAliasType("PositiveShare", Annotated[float, Gt(0), Le(1), _N
 BelowOne = TypeAliasType("BelowOne", Annotated[float, Ge(0), Lt(1), _NUMBER])  # [0, 1)
 OpenUnitInterval = TypeAliasType("OpenUnitInterval", Annotated[float, Gt(0), Lt(1), _NUMBER])  # (0, 1)
 
-# Of sampling. vLLM takes temperatures up to 2; float32 holds logits times a penalty in these bounds.
+# Sampling options. vLLM takes temperatures up to 2; logits times a penalty in these bounds fit into float32.
 Temperature = TypeAliasType(
     "Temperature", Annotated[float, Ge(0), Le(2), _FINITE, AfterValidator(_temperature), _NUMBER]
 )
 Penalty = TypeAliasType("Penalty", Annotated[float, Ge(1e-6), Le(1e6), _FINITE, _NUMBER])
 TopK = TypeAliasType("TopK", Annotated[int, Ge(-1), Le(2**31 - 1), AfterValidator(_top_k), _NUMBER])  # -1: all tokens
-MAX_TOP_LOGPROBS = 64  # vLLM is started for so many
+MAX_TOP_LOGPROBS = 64  # vLLM's limit at its start
 TopLogprobs = TypeAliasType("TopLogprobs", Annotated[int, Ge(1), Le(MAX_TOP_LOGPROBS), _NUMBER])

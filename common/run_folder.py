@@ -1,7 +1,7 @@
-"""The temporary folder of a run: one for a command and all processes that it starts.
+"""The temporary folder of a run, shared by a command and all processes that it starts.
 
-The process that makes the folder holds a lock in it and removes it at its end. The lock ends with its process, also by
-``kill -9``: the next start removes every such folder without a lock.
+The process that creates the folder holds a lock in it, and removes the folder at its end. The lock ends with the
+process, even by ``kill -9``. The next start removes all such folders without a lock.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import threading
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-PREFIX = "ca-"  # short: the names of sockets in it have at most 107 bytes
+PREFIX = "ca-"  # short, because a socket's path has at most 107 bytes
 OWNER = ".compact-agents-run"  # the locked file; a folder without it is not ours
-AFTER_MULTIPROCESSING = -200  # its folder in ours is removed with -100, and it complains where ours went first
-_outside: dict[str, str | None] = {}  # variables as they were before `use_run_folder`
+AFTER_MULTIPROCESSING = -200  # it removes its folder inside ours with -100, and must do so first
+_outside: dict[str, str | None] = {}  # variables before `use_run_folder`
 _making = threading.Lock()
-_made: dict[int, tuple[Path, int]] = {}  # by process, since a fork owns nothing: folder, descriptor of the lock
+_made: dict[int, tuple[Path, int]] = {}  # process id (a fork owns no folder) -> folder, descriptor of the lock
 
 
 def run_folder() -> Path:
-    """Return the run's temporary folder. The first process of a run makes it, and removes it at its end. Where the
-    temporary folder is full, or on a file system without locks, that folder itself is returned."""
+    """Return the run's temporary folder. The first process of a run creates it, and removes it at its end.
+
+    Returns the system's temporary folder if that is full, or has no file locks."""
     parent = Path(tempfile.gettempdir())
-    if (parent / OWNER).exists():  # a process above has made it
+    if (parent / OWNER).exists():  # a parent process has created it
         return parent
     with _making:
         if os.getpid() not in _made:
@@ -67,7 +68,7 @@ def _make(parent: Path) -> tuple[Path, int]:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         try:
             lock = _lock(folder, os.O_CREAT)
-        except (BlockingIOError, FileNotFoundError):  # another start took it for an orphan before it was locked
+        except (BlockingIOError, FileNotFoundError):  # another start removed it before it was locked
             continue
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
@@ -79,7 +80,7 @@ def _make(parent: Path) -> tuple[Path, int]:
 def remove_orphans(parent: Path) -> None:
     """Remove the run folders in ``parent`` whose processes are gone."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # not ours, owned by a living process, or just removed by another start
+        with contextlib.suppress(OSError):  # not ours, in use, or removed by another start
             lock = _lock(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)

@@ -1,8 +1,8 @@
-"""The shared secret of servers that other machines reach, search servers and engine servers alike.
+"""The shared secret of search servers and engine servers that other machines reach.
 
-It stands in the environment variable ``COMPACT_AGENTS_SECRET``, of servers and of clients, or for a server in a file
-(``--secret-file``): never in arguments, which every user of a machine can read. Clients send it as
-``Authorization: Bearer SECRET``. A server that has one demands it, on whatever address it listens.
+Servers and clients read it from the environment variable ``COMPACT_AGENTS_SECRET``, a server also from a file
+(``--secret-file``). It is never an argument, because every user of a machine can read arguments. Clients send it as
+``Authorization: Bearer SECRET``. A server with a secret requires it at every address.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SECRET_VARIABLE = "COMPACT_AGENTS_SECRET"
 
 
 def authorization() -> dict[str, str]:
-    """The header that a client sends; none where the environment holds no secret. Raises ValueError for one that no
-    header can hold."""
+    """Return the header with the secret, or {} if the environment has no secret. Raises ValueError for a secret that a
+    header cannot contain."""
     secret = _given()
     return {"Authorization": f"Bearer {secret}"} if secret else {}
 
@@ -33,37 +33,37 @@ def add_secret_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--secret-file", type=Path,
         help=f"file with the secret that clients must send (default: {SECRET_VARIABLE} of the environment); one of the "
-        "two is required where --host is reached from other machines",
+        "two is required if other machines can reach --host",
     )  # fmt: skip
 
 
 def server_secret(listener: socket.socket, file: Path | None) -> str | None:
-    """What clients must send to the server on ``listener``; None: nothing.
+    """Return the secret that clients of the server on ``listener`` must send, or None.
 
     Raises:
-        ValueError: other machines reach it and there is no secret, or what is given is none.
+        ValueError: other machines can reach the server and it has no secret, or the secret is malformed.
         OSError: the file cannot be read.
     """
     secret = read_secret(file) if file is not None else _given()
     address = listener.getsockname()[0]
     if secret is None and not is_local(address):
         raise ValueError(
-            f"{address} is reached from other machines, so a secret is needed: set {SECRET_VARIABLE} in the "
+            f"other machines can reach {address}, so the server needs a secret: set {SECRET_VARIABLE} in the "
             "environment of server and clients (openssl rand -hex 32), or give --secret-file"
         )
     return secret
 
 
 def read_secret(file: Path) -> str:
-    """Raises ValueError for a file without a secret."""
+    """Read a secret from a file. Raises ValueError if it has none."""
     secret = _checked(file.read_text(errors="replace"), str(file))
     if secret is None:
-        raise ValueError(f"{file} holds no secret, it is empty: write one into it (openssl rand -hex 32), or remove it")
+        raise ValueError(f"the secret file {file} is empty; write a secret into it (openssl rand -hex 32)")
     return secret
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches what listens on ``host``. A name other than localhost may mean anything."""
+    """Whether only this machine can reach ``host``. False for names other than localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -71,8 +71,8 @@ def is_local(host: str) -> bool:
 
 
 def demand_secret(secret: str | None, key: str) -> Middleware:
-    """Middleware that answers 401, with a line under ``key``, to whoever does not send the secret."""
-    from aiohttp import web  # here, since who only asks for the variable should not wait for it
+    """Return a middleware that answers requests without the secret with 401 and a message under ``key``."""
+    from aiohttp import web  # a slow import, which clients do not need
 
     expected = f"Bearer {secret}".encode()
 
@@ -82,7 +82,7 @@ def demand_secret(secret: str | None, key: str) -> Middleware:
         if secret is None or hmac.compare_digest((sent or "").encode("utf-8", "surrogateescape"), expected):
             return await handler(request)
         found = "none was sent" if sent is None else "another was sent"
-        line = f"this server wants its secret, {found}: set {SECRET_VARIABLE} of the client to the server's"
+        line = f"this server requires its secret, {found}: set {SECRET_VARIABLE} of the client to the server's"
         return web.json_response({key: line}, status=401, headers={"WWW-Authenticate": "Bearer"})
 
     return demand
@@ -95,5 +95,5 @@ def _given() -> str | None:
 def _checked(text: str, where: str) -> str | None:
     secret = text.strip()
     if not (secret.isascii() and secret.isprintable()) or " " in secret:
-        raise ValueError(f"{where} holds no secret: expected one word of ASCII characters (openssl rand -hex 32)")
+        raise ValueError(f"{where} is not a secret: expected one word of ASCII characters (openssl rand -hex 32)")
     return secret or None

@@ -1,4 +1,4 @@
-"""Seeds derived from names, the same in every process and on every machine."""
+"""Derives seeds from names, equal in every process and on every machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**62) from the parts (``hash()`` differs between processes).
+    """Return a seed in [0, 2**62) for the parts. (``hash()`` differs between processes.)
 
     >>> derive_seed(0, "q1", 3, 0) == derive_seed(0, "q1", 3, 0) != derive_seed(0, "q1", 30, 0)
     True

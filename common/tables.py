@@ -1,7 +1,7 @@
 """Reads files of rows: JSON lines, a JSON list, CSV, TSV or parquet, compressed by gzip or not.
 
-The first bytes of a file decide how it is read, where its name says otherwise: a CSV file that is called ``.jsonl`` is
-read as CSV. Rows keep their numbers, so that a message can name them.
+The first bytes of a file decide its format, even if its name differs: a CSV file named ``.jsonl`` is read as CSV.
+Rows keep their numbers for messages.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from common.text import HalfPair, refuse_halves, strict_json
 
 Form = Literal["jsonl", "json", "csv", "parquet"]
 
-ENDINGS = (".tsv", ".csv", ".jsonl", ".json", ".parquet")  # of texts also with .gz
+ENDINGS = (".tsv", ".csv", ".jsonl", ".json", ".parquet")  # of text files also with .gz
 DELIMITERS = ",\t;"
-HEAD = 65536  # bytes that the form is told by
+HEAD = 65536  # bytes that decide the format
 CHUNK = 100_000  # rows of parquet in memory at once
 
-csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # Python's own limit is 131,072 characters, less than many a page
+csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # Python's limit is 131,072 characters, less than many pages
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A line that holds no row. ``reason``: of JSON what its parser says."""
+    """A line without a row. ``reason``: for JSON the parser's message."""
 
     reason: str
-    found: bytes = b""  # the beginning of a line that is not JSON
+    found: bytes = b""  # the start of a line that is not JSON
 
 
-Rows = Iterator[tuple[int, Any]]  # a row's number from 1, and the row: what JSON holds there, or Unreadable
+Rows = Iterator[tuple[int, Any]]  # a row's number from 1, and the row: a JSON value, or Unreadable
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``unit``: what ``rows`` are counted in, lines of a text (of CSV, the first line of a row) or rows."""
+    """An opened file. ``unit``: how ``rows`` are numbered, by lines of text (CSV: a row's first line) or by rows."""
 
     unit: Literal["line", "row"]
     form: Form
@@ -57,16 +57,16 @@ def open_table(
     columns: Callable[[list[str]], list[str]] | None = None,
     parse: Callable[[bytes], Any] = strict_json,
 ) -> Table:
-    """Open a file of rows. Blank lines are passed over.
+    """Open a file of rows. Skips blank lines.
 
     Args:
-        endings: of the names that are taken.
-        columns: of a parquet file, chooses the columns to read from all names; null for all.
-        parse: reads a line of JSON; raises ValueError.
+        endings: accepted endings of file names.
+        columns: chooses the columns to read from all column names of a parquet file (None: all).
+        parse: parses a line of JSON; raises ValueError.
 
     Raises:
-        FileError: here or while rows are read: another ending, an archive, a file that is not what its first bytes
-            say, or text that is not UTF-8. The message names the file.
+        FileError: now or while rows are read: another ending, an archive, a file that does not match its first bytes,
+            or text that is not UTF-8. The message names the file.
     """
     if not path.name.removesuffix(".gz").endswith(tuple(endings)):
         raise FileError(f"{path} ends in '{path.suffix}'; expected {', '.join(endings[:-1])} or {endings[-1]}")
@@ -79,13 +79,13 @@ def open_table(
 
 
 def _form(path: Path) -> tuple[Form, str]:
-    """The form of a file, and the delimiter of a CSV file."""
+    """Return the format of a file, and the delimiter of a CSV file."""
     with _opened(path) as file:
         try:
             head = file.read(HEAD)
-        except (EOFError, OSError, zlib.error):  # torn gzip: the rows before the tear are read, then it is told
+        except (EOFError, OSError, zlib.error):  # truncated gzip: its rows are read first, then the error is raised
             head = b""
-    if head[257:262] == b"ustar":  # as Search-R1's wiki-18.jsonl.gz is, against its name
+    if head[257:262] == b"ustar":  # such as Search-R1's wiki-18.jsonl.gz, despite its name
         unpack = f"tar -xO{'z' if _zipped(path) else ''}f {path.name} > corpus.jsonl"
         raise FileError(f"{path}: a tar archive; unpack the file in it: {unpack}")
     named = Path(path.name.removesuffix(".gz")).suffix
@@ -107,7 +107,7 @@ def _form(path: Path) -> tuple[Form, str]:
 
 
 def _whole(line: bytes) -> bool:
-    """Whether the line is JSON by itself."""
+    """Whether the line alone is JSON."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -127,7 +127,7 @@ def _opened(path: Path) -> io.BufferedReader:
 
 
 def _guarded(path: Path, rows: Rows) -> Rows:
-    """The rows; what the file's compression or encoding raises between them becomes a FileError."""
+    """Yield the rows. Errors of compression or encoding become a FileError."""
     number = 0
     try:
         for number, row in rows:
@@ -140,8 +140,8 @@ def _guarded(path: Path, rows: Rows) -> Rows:
         raise FileError(f"{path} cannot be read as CSV after line {number} ({error}); write it again") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise FileError(
-            f"{path}: no gzip, or torn, after line {number} ({error}); fetch it anew, or drop .gz from its name if it "
-            "is plain"
+            f"{path}: not gzip, or truncated, after line {number} ({error}); download it again, or drop .gz from its "
+            "name if it is plain text"
         ) from error
 
 
@@ -166,7 +166,7 @@ def _reason(error: Exception) -> str:
 
 
 def _csv(path: Path, delimiter: str) -> Rows:
-    # Not polars, which does not tell the line of a row: a quoted field may hold line breaks.
+    # Not polars, which does not report a row's line: a quoted field may contain line breaks.
     with _opened(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         header = next(reader, [])
@@ -185,11 +185,11 @@ def _json_list(path: Path) -> Rows:
             text = file.read().decode("utf-8-sig")
             rows = json.loads(text)
     except UnicodeDecodeError as error:
-        raise FileError(f"{path} is not UTF-8 text ({error}); write or fetch it again") from error
+        raise FileError(f"{path} is not UTF-8 text ({error}); write or download it again") from error
     except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
-        raise FileError(f"{path} cannot be read as JSON ({error}); write or fetch it again") from error
+        raise FileError(f"{path} cannot be read as JSON ({error}); write or download it again") from error
     if not isinstance(rows, list):
-        raise FileError(f"{path} holds a JSON {type(rows).__name__}, expected a list of objects")
+        raise FileError(f"{path} is a JSON {type(rows).__name__}; expected a list of objects")
     escaped = "\\u" in text
     for number, row in enumerate(rows, start=1):
         try:
@@ -208,14 +208,14 @@ def _parquet(path: Path, columns: Callable[[list[str]], list[str]] | None) -> Ro
         names = frame.collect_schema().names()
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise FileError(
-            f"{path} cannot be read as parquet: not a parquet file ({error}); write or fetch it again"
+            f"{path} cannot be read as parquet: not a parquet file ({error}); write or download it again"
         ) from error
     chosen = frame.select(names if columns is None else columns(names))
     for start in range(0, sys.maxsize, CHUNK):
         try:
             rows = chosen.slice(start, CHUNK).collect()
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-            raise FileError(f"{path} is damaged after row {start} ({error}); write or fetch it again") from error
+            raise FileError(f"{path} is damaged after row {start} ({error}); write or download it again") from error
         if not len(rows):
             return
         yield from enumerate(rows.iter_rows(named=True), start=start + 1)

@@ -1,4 +1,7 @@
-"""Halves of surrogate pairs, which JSON can write (``"\\ud83d"``) and neither UTF-8 nor a tokenizer takes."""
+"""Text utilities: lone surrogates, plain JSON, and tags read in linear time.
+
+JSON can write lone surrogates (``"\\ud83d"``), but UTF-8 and tokenizers refuse them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def whole(value: Value) -> Value:
-    """Replace each half of a surrogate pair by U+FFFD in a text, and in the texts of lists, tuples, dicts and data
-    classes; two halves of one pair become their character.
+    """Replace each lone surrogate by U+FFFD in a text, and in the texts of lists, tuples, dicts and data classes.
+    Two halves of one pair become their character.
 
     >>> whole({"a": ["\\ud83d!", "\\ud83d\\ude00"]}) == {"a": ["\\ufffd!", "\\U0001f600"]}
     True
@@ -34,10 +37,10 @@ def whole(value: Value) -> Value:
 
 
 def plain_json(facts: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return facts as plain JSON: tuples and arrays become lists, numbers of numpy and torch become Python's; texts as
-    of ``whole``.
+    """Convert facts to plain JSON.
 
-    Raises TypeError or ValueError that names ``what`` for anything that JSON does not have, NaN and infinity included.
+    Tuples and arrays become lists, numbers of numpy and torch become Python's, and texts pass through ``whole``. Raises
+    TypeError or ValueError, with the name ``what``, for values that JSON lacks, such as NaN and infinity.
     """
     if not isinstance(facts, dict):
         raise TypeError(f"{what} is {type(facts).__name__}; expected a dict")
@@ -61,13 +64,13 @@ def _plain(value: Any, what: str) -> Any:
 
 
 class HalfPair(ValueError):
-    """A text holds half of a surrogate pair; the message quotes it, as the name of a fault."""
+    """A text contains a lone surrogate, which the message quotes."""
 
 
 def strict_json(text: str | bytes) -> Any:
-    """``json.loads``. Raises HalfPair for half of a surrogate pair."""
+    """Parse JSON. Raises HalfPair for a lone surrogate."""
     if isinstance(text, bytes):
-        text = text.decode()  # json itself lets halves pass here
+        text = text.decode()  # json itself accepts lone surrogates in bytes
     value = json.loads(text)
     if "\\u" in text:
         refuse_halves(value)
@@ -75,7 +78,7 @@ def strict_json(text: str | bytes) -> Any:
 
 
 def refuse_halves(value: Any) -> None:
-    """Raises HalfPair if a text in ``value``, plain JSON, holds half of a surrogate pair."""
+    """Raise HalfPair if a text in ``value``, plain JSON, contains a lone surrogate."""
     if found := _HALF.search(json.dumps(value, ensure_ascii=False)):
         raise HalfPair(f"half of a surrogate pair, {ascii(found[0])[1:-1]}; expected whole characters")
 
@@ -83,7 +86,7 @@ def refuse_halves(value: Any) -> None:
 def between(text: str, opening: str, closing: str) -> list[str]:
     """Return the texts from each ``opening`` to the next ``closing``, in order.
 
-    Equals ``re.findall(f"{opening}(.*?){closing}", text, re.DOTALL)``, which takes quadratic time where tags are
+    Equals ``re.findall(f"{opening}(.*?){closing}", text, re.DOTALL)``, which takes quadratic time if tags are
     opened and never closed.
 
     >>> between("<a>1</a> <a> <a>2</a> <a>3", "<a>", "</a>")
@@ -98,7 +101,7 @@ def between(text: str, opening: str, closing: str) -> list[str]:
 
 
 def last_between(text: str, opening: str, closing: str) -> str | None:
-    """Return the text from the last ``opening`` that is closed to the next ``closing``; None without one.
+    """Return the text from the last closed ``opening`` to the next ``closing``, or None.
 
     >>> last_between("<a>1</a> <a> <a>2</a> 3</a> <a>4", "<a>", "</a>")
     '2'

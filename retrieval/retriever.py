@@ -1,4 +1,4 @@
-"""Retriever: opens index folders and answers queries with passages."""
+"""Opens index folders and answers queries with passages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from retrieval.types import Document, Hit, IndexFolderError, Progress, Searcher
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What may differ between two servers over the same index. None means the default in brackets."""
+    """Search options, which may differ between servers of one index. None: the default in brackets."""
 
     threads: PositiveInt = 1  # for Lucene, torch and Faiss
     k1: NonNegativeFloat | None = None  # BM25 (0.9)
     b: UnitInterval | None = None  # BM25 (0.4)
     java_heap: str | None = None  # BM25: memory of the JVM (1g)
-    encoder: str | None = None  # dense: where the encoder lies now (where it lay when the index was built)
-    device: str | None = None  # dense: where the encoder runs (auto: a GPU if there is one)
-    gpu: bool | None = None  # dense_flat: vectors and encoder on the GPUs (the vectors in memory, on the CPU)
+    encoder: str | None = None  # dense: folder of the encoder (the folder at build time)
+    device: str | None = None  # dense: device of the encoder (auto: a GPU if available)
+    gpu: bool | None = None  # dense_flat: vectors and encoder on the GPUs (vectors in host memory)
     ef_search: PositiveInt | None = None  # dense_hnsw: width of the search (the index's own)
-    probes: PositiveInt | None = None  # dense_ivfpq: lists that a search looks into (the index's own)
+    probes: PositiveInt | None = None  # dense_ivfpq: lists per search (the index's own)
 
     def check(self, indexes: list[IndexMetadata]) -> None:
-        """ValueError when a setting would have no effect on these indexes."""
+        """Refuse settings that have no effect on these indexes. Raises ValueError."""
         kinds = {metadata.kind for metadata in indexes}
         kinds |= {"dense"} if kinds - {"bm25"} else set()
         names_of = {
@@ -38,18 +38,18 @@ class SearchSettings:
         for kind, names in names_of.items():
             given = [name for name in names if getattr(self, name) is not None]
             if given and kind not in kinds:
-                raise ValueError(f"{', '.join(given)}: for {kind} indexes only, and there is none; leave it out")
+                raise ValueError(f"{', '.join(given)}: only for {kind} indexes, and none is given; leave it out")
         if self.gpu and not (self.device or "cuda").startswith("cuda"):
             raise ValueError(f"gpu puts the encoder on a GPU too; found device {self.device!r}: leave one of them out")
 
     def for_bm25(self) -> dict[str, Any]:
-        """Arguments of ``BM25Searcher`` that are not left to their defaults."""
+        """Return the arguments of ``BM25Searcher`` that differ from its defaults."""
         values = {"k1": self.k1, "b": self.b, "heap": self.java_heap}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def check_indexes(indexes: list[str], corpus: str | None = None) -> list[IndexMetadata]:
-    """Describe the folders; IndexFolderError unless all are whole and of one corpus (the given one, if any)."""
+    """Return the folders' metadata. Raises IndexFolderError unless all are complete, and of one corpus (``corpus``)."""
     described = [check_index(folder, corpus) for folder in indexes]
     for folder, metadata in zip(indexes, described, strict=True):
         if (metadata.corpus_sha256, how_read(metadata)) != (described[0].corpus_sha256, how_read(described[0])):
@@ -61,7 +61,7 @@ def check_indexes(indexes: list[str], corpus: str | None = None) -> list[IndexMe
 
 
 class _Fused:
-    """Asks every searcher for ``depth`` rows of the one corpus and fuses them."""
+    """Fuses the ``depth`` best rows of several searchers of one corpus."""
 
     def __init__(self, searchers: list[Searcher], depth: int = 100) -> None:
         self.searchers, self.depth = searchers, depth
@@ -77,15 +77,15 @@ class _Fused:
 
 
 class Retriever:
-    """The ``SearchBackend`` over an index folder, or over several of one corpus, whose rankings are fused.
+    """A ``SearchBackend`` of one index folder, or of several of one corpus, with fused rankings.
 
     Args:
         index: folder, or folders.
-        corpus: if given, the file that they must have been built from.
-        progress: is told how far the opening is.
+        corpus: the file that they must have been built from, if given.
+        progress: receives reports while the index is opened.
 
-    Raises IndexFolderError when a folder is missing, broken or of another corpus, ValueError for settings that would
-    have no effect.
+    Raises IndexFolderError if a folder is missing, damaged or of another corpus, ValueError for settings without
+    effect.
     """
 
     def __init__(
@@ -129,7 +129,6 @@ def _open(folder: Path, metadata: IndexMetadata, settings: SearchSettings, progr
         )  # fmt: skip
     if len(searcher) != metadata.passages:
         raise IndexFolderError(
-            f"index {folder} holds {len(searcher)} of the {metadata.passages} passages that its metadata names; "
-            "build it anew"
+            f"index {folder} has {len(searcher)} of the {metadata.passages} passages of its metadata; build it again"
         )
     return searcher

@@ -1,15 +1,16 @@
-"""``python -m retrieval.server --index DIR``: searches over HTTP, a drop-in for Search-R1's retrieval servers.
+"""Search server: ``python -m retrieval.server --index DIR``. A drop-in for Search-R1's retrieval servers.
 
 ``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers ``{"result": [...]}``
 with one list per query, in order, best first: items ``{"document": D, "score": s}``, or plain ``D`` without scores.
-D = ``{id, title, text, contents}`` holds all that the documents of Search-R1's BM25 and dense servers hold.  ``topk``
-absent, null or 0 means the server's default.  ``GET /health`` describes the indexes and counts the work done.
+D = ``{id, title, text, contents}`` has all fields of Search-R1's BM25 and dense servers.  ``topk`` absent, null or 0
+means the server's default.  ``GET /health`` describes the indexes and counts the work done.
 
-Each error is one line, ``{"detail": ...}``; a request that is wrong or too large gets status 4xx. The work for a client
-that hangs up is dropped. Where other machines reach the server clients send a secret (``common.secret``).
+Each error is one line, ``{"detail": ...}``; a wrong or too large request gets status 4xx. Work for a client that hangs
+up is dropped. If other machines can reach the server, clients must send a secret (``common.secret``).
 
-It listens at once. Until the retriever is loaded both answer 503 with ``{"status": "loading", "detail": "..."}``, which
-says how far it is; ``--announce``, the last line of ``--ready-fd`` and "retriever ready at" come when it is.
+The server listens at once. While the retriever is loading, both requests are answered 503 with ``{"status": "loading",
+"detail": "..."}``, which reports the progress. ``--announce``, the last line of ``--ready-fd`` and "retriever ready at"
+follow when it is loaded.
 
 Exit codes: 0 stopped by SIGTERM, Ctrl-C or the end of its parent; 2 wrong arguments, index or corpus; 3 port in use.
 """
@@ -51,18 +52,18 @@ from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
 
 EXIT_WRONG_INPUT = 2
 EXIT_PORT_IN_USE = 3
-PROGRESS_S = 1.0  # seconds between two looks at how far the loading is
+PROGRESS_S = 1.0  # seconds between two checks of the loading progress
 STOP_S = 5.0  # seconds that requests may take to end after SIGTERM
 
-# Of one request, at most. Search-R1's trainer asks for the queries of a whole batch at once, some thousands.
+# Limits of one request. Search-R1's trainer sends the queries of a whole batch at once, some thousands.
 REQUEST_BYTES = 16 << 20
 QUERIES = 10_000
 TOPK = 1_000
 DOCUMENTS = 100_000  # in the answer: queries times topk
 
-IDLE_S = 75.0  # seconds until a connection is closed that is not used, or sends a request's headers slowly
+IDLE_S = 75.0  # seconds until an unused connection, or one with slow request headers, is closed
 BODY_S = 30.0  # seconds for the body of a request
-READ_S = 60.0  # seconds until a client is given up that does not take its answer
+READ_S = 60.0  # seconds until a client that does not take its answer is dropped
 
 
 class RetrieveRequest(BaseModel):
@@ -74,7 +75,7 @@ class RetrieveRequest(BaseModel):
 
 
 class Refused(Exception):
-    """A request that is not answered: status, and why in one line."""
+    """A request is refused, with a status and the reason in one line."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(status, why)
@@ -85,8 +86,8 @@ class RetrievalServer:
     """The HTTP routes over a retriever that may still be loading.
 
     Args:
-        topk: passages per query where the request does not say.
-        secret: clients must send it; by default every client is served.
+        topk: passages per query, if the request does not say.
+        secret: clients must send it. By default every client is served.
     """
 
     def __init__(self, owner: OwnerThread, topk: int, secret: str | None = None) -> None:
@@ -94,14 +95,14 @@ class RetrievalServer:
         self._batcher = Batcher(owner)
 
     async def start(self, listener: socket.socket) -> web.AppRunner:
-        """Answer the requests that come to ``listener``, until the runner's ``cleanup``."""
+        """Answer requests on ``listener``, until the runner's ``cleanup``."""
         app = web.Application(client_max_size=REQUEST_BYTES, middlewares=[demand_secret(self._secret, "detail")])
         app.router.add_post("/retrieve{slash:/?}", self._retrieve)
         app.router.add_get("/health{slash:/?}", self._health)
         return await listen(app, listener, "detail", "POST /retrieve or GET /health", IDLE_S, STOP_S)
 
     async def _retrieve(self, http: web.Request) -> web.Response:
-        """Cancelled when the client hangs up."""
+        """Answer ``POST /retrieve``. Cancelled when the client hangs up."""
         try:
             request = await _read(http)
             k = request.topk or self._topk
@@ -140,11 +141,11 @@ async def _read(http: web.Request) -> RetrieveRequest:
     except ValidationError as error:
         raise Refused(422, first_problem(error, "the body")) from None
     except (ValueError, RecursionError) as error:
-        raise Refused(422, f"the body is no JSON: {one_line(error)}") from None
+        raise Refused(422, f"the body is not JSON: {one_line(error)}") from None
 
 
 def _render(answer: Answer, with_scores: bool) -> list[dict]:
-    """A superset of what Search-R1's servers send."""
+    """Return the answer's JSON, a superset of the answers of Search-R1's servers."""
     documents = [{"id": d.id, "title": d.title, "text": d.text, "contents": d.contents} for d in answer]
     if not with_scores:
         return documents
@@ -152,7 +153,7 @@ def _render(answer: Answer, with_scores: bool) -> list[dict]:
 
 
 def _well_formed(text: str) -> str:
-    """Half a surrogate pair is legal in JSON but not in UTF-8, which Lucene and tokenizers want."""
+    """Replace lone surrogates, which are legal in JSON but not in UTF-8, as Lucene and tokenizers need."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -161,14 +162,14 @@ def _json(content: object, status: int = 200) -> web.Response:
 
 
 class _Progress:
-    """Tells how far the loading is, and the server's address when it is loaded."""
+    """Reports the loading progress, and the server's address once it is loaded."""
 
     def __init__(self, owner: OwnerThread, report: dict, ready_fd: int | None, announce: Path | None) -> None:
         self._owner, self._report, self._announce = owner, report, announce
         self._pipe = None if ready_fd is None else os.fdopen(ready_fd, "wb", buffering=0)
 
     async def follow(self) -> None:
-        """Until the retriever is loaded. Ends the process if it cannot be."""
+        """Report progress until the retriever is loaded. Ends the process if the loading fails."""
         loaded, said = asyncio.wrap_future(self._owner.ready), None
         try:
             while not (await asyncio.wait([loaded], timeout=PROGRESS_S))[0]:
@@ -199,8 +200,9 @@ class _Progress:
 async def serve(
     server: RetrievalServer, owner: OwnerThread, listener: socket.socket, progress: _Progress, url: str
 ) -> None:
-    """Until SIGTERM or Ctrl-C. A second one, or one while the retriever is loading, ends the process at once: a
-    graceful end would wait for it."""
+    """Serve until SIGTERM or Ctrl-C.
+
+    A second signal, or one during loading, ends the process at once: a graceful end would wait for the load."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
     def stop(*_: object) -> None:
@@ -219,18 +221,19 @@ async def serve(
 
 
 def announced_url(report: dict) -> str:
-    """Where other machines find the server: one that listens on all interfaces goes by this machine's name."""
+    """Return the server's URL for other machines. On all interfaces it has this machine's name."""
     anywhere = report["url"].startswith(("http://0.0.0.0:", "http://[::]:"))
     return f"http://{socket.gethostname()}:{report['port']}" if anywhere else report["url"]
 
 
 def bind(host: str, port: int, inherited: int | None = None) -> socket.socket:
-    """A listening socket: that of the descriptor ``inherited``, or a new one; ``port`` 0 takes a free one. Ends the
-    process with code 3 when the port is in use."""
+    """Return a listening socket, from the descriptor ``inherited`` or a new one. ``port`` 0 takes a free one.
+
+    Ends the process with code 3 if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, fileno=inherited)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it; without it headers and body, sent apart, cost 40 ms of delayed acknowledgement.
+    # Accepted connections inherit it. Without it separate headers and body cost 40 ms of delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_S * 1000))
     try:
@@ -239,28 +242,28 @@ def bind(host: str, port: int, inherited: int | None = None) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            _stop(f"port {port} on {host} is in use; stop what runs there, or choose another with --port", 3)
+            _stop(f"port {port} on {host} is in use; stop its process, or choose another port with --port", 3)
         _stop(f"cannot listen on {host}, port {port}: {error.strerror}", EXIT_WRONG_INPUT)
     return listener
 
 
 def _stop(message: str, code: int) -> NoReturn:
     print(f"retriever: {message}", file=sys.stderr, flush=True)
-    # Not sys.exit: a half-started JVM or an index that is still loading would be waited for.
+    # Not sys.exit, which would wait for a starting JVM or a loading index.
     os._exit(code)
 
 
 def _leave_with_parent(parent: int, interval: float = 0.5) -> None:
-    """End this process when ``parent`` is gone, even by kill -9.
+    """End this process when ``parent`` ends, even by kill -9.
 
-    A prctl death signal would come at the end of the *thread* that started us, and a pipe can be kept open by the
-    parent's other children; the parent's id tells exactly.
+    A prctl death signal would arrive at the end of the *thread* that started this process, and other children of the
+    parent can keep a pipe open. The parent's id is exact.
     """
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(interval)
-        _stop("the process that started me is gone", 0)
+        _stop("the parent process has ended", 0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
@@ -268,25 +271,25 @@ def _leave_with_parent(parent: int, interval: float = 0.5) -> None:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m retrieval.server", description="Serve passages over HTTP.")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--index", nargs="+", help="index folder; several are fused (hybrid)")
-    source.add_argument("--backend", help="YAML file with class_path and init_args of what is searched instead")
+    source.add_argument("--index", nargs="+", help="index folder, or several to fuse (hybrid)")
+    source.add_argument("--backend", help="YAML file with class_path and init_args of another backend")
     parser.add_argument("--corpus", help="fail unless the index was built from this file")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines, with a secret")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves other machines, and needs a secret")
     add_secret_option(parser)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
-    parser.add_argument("--listen-fd", type=int, help="serve on this socket of our parent instead")
-    parser.add_argument("--topk", type=int, default=3, help="passages per query when the request does not say")
+    parser.add_argument("--listen-fd", type=int, help="serve on this socket of the parent instead")
+    parser.add_argument("--topk", type=int, default=3, help="passages per query, if the request does not say")
     parser.add_argument("--threads", type=int, default=1, help="threads for Lucene, torch and Faiss")
     parser.add_argument("--k1", type=float, help="BM25's k1 (0.9)")
     parser.add_argument("--b", type=float, help="BM25's b (0.4)")
     parser.add_argument("--java-heap", help="memory of the JVM (1g)")
-    parser.add_argument("--encoder", help="folder of the encoder, if it moved since the index was built")
-    parser.add_argument("--device", help="where the encoder runs (auto)")
+    parser.add_argument("--encoder", help="folder of the encoder, if it has moved since the build")
+    parser.add_argument("--device", help="device of the encoder (auto)")
     parser.add_argument("--ef-search", type=int, help="width of an HNSW search (the index's own)")
-    parser.add_argument("--probes", type=int, help="lists that an IVF search looks into (the index's own)")
+    parser.add_argument("--probes", type=int, help="lists per IVF search (the index's own)")
     parser.add_argument("--gpu", action="store_true", default=None, help="exact vectors on all GPUs, as 16-bit floats")
     parser.add_argument("--announce", type=Path, help="write the server's URL into this file when it is ready")
-    parser.add_argument("--parent", type=int, help="end when the process with this id, our parent, ends")
+    parser.add_argument("--parent", type=int, help="end when the parent process with this id ends")
     parser.add_argument(
         "--ready-fd", type=int, help='write one JSON line (url, port, pid) here when ready; before it "loading" lines'
     )
@@ -303,7 +306,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_backend(path: str) -> Callable[[], SearchBackend]:
-    """What makes the backend that a YAML file describes. Raises ValueError when it describes none."""
+    """Return a function that creates the backend of a YAML file. Raises ValueError for an invalid file."""
     compare_by_calls()
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--backend", type=SearchBackend, required=True)
@@ -311,14 +314,14 @@ def read_backend(path: str) -> Callable[[], SearchBackend]:
         parsed = parser.parse_object({"backend": yaml.safe_load(Path(path).read_text())})
     except OSError:
         raise
-    except Exception as error:  # PyYAML's for !!int abc is a ValueError, for !!bool abc a KeyError
+    except Exception as error:  # PyYAML raises ValueError for !!int abc, KeyError for !!bool abc
         reason = explain(one_line(error))
-        raise ValueError(f"{path}: no backend ({reason}); see docs/new_retriever.md") from error
+        raise ValueError(f"{path}: not a backend ({reason}); see docs/new_retriever.md") from error
     return lambda: parser.instantiate_classes(parsed)["backend"]
 
 
 def load(options: argparse.Namespace, settings: SearchSettings, progress: Progress) -> SearchBackend:
-    """What ``main`` serves. ``progress``: see ``OwnerThread``."""
+    """Open the backend that ``main`` serves. ``progress``: see ``OwnerThread``."""
     if options.backend is not None:
         progress(f"opening {options.backend}")
         return options.make_backend()
@@ -330,7 +333,7 @@ def _require_none_given(options: argparse.Namespace) -> None:
     names = ("corpus", "k1", "b", "java_heap", "encoder", "device", "ef_search", "probes", "gpu")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     if given:
-        raise ValueError(f"{', '.join(given)}: of --index; with --backend they stand in {options.backend}")
+        raise ValueError(f"{', '.join(given)}: belong to --index; with --backend write them into {options.backend}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A search server as a child process. A server that dies is replaced, at the same address."""
+"""A search server as a child process. A server that dies is replaced at the same address."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ import orjson
 from common.restarts import Restarts, RestartsUsedUp
 from retrieval.types import RetrieverStartError
 
-LOG_LINES = 15  # of its end, in the message of a failed start
-PAUSE_S = 2.0  # before another start when one has failed
+LOG_LINES = 15  # lines of the log's end in the message of a failed start
+PAUSE_S = 2.0  # between a failed start and the next one
 
 _ROOT = Path(__file__).resolve().parent.parent
 logger = logging.getLogger(__name__)
 
 
 class ServerProcess:
-    """``python -m retrieval.server`` on a socket of this process, which lives on between two servers: whoever asks
-    meanwhile waits in it, and none is refused.
+    """Runs ``python -m retrieval.server`` on a socket of this process. Between two servers requests wait in the socket.
 
     Args:
-        command: of the server, without where it listens, whom it tells that it is ready, and with whom it ends.
+        command: of the server, without its socket, its pipe for progress and its parent's id.
         log: file for its output.
-        start_timeout: seconds without a sign of life until it is ready.
-        restarts: when they are used up the socket is closed, and ``failure`` says why.
+        start_timeout: seconds without a progress report until it is ready.
+        restarts: after the last one the socket is closed, and ``failure`` has the reason.
     """
 
     def __init__(self, command: list[str], log: Path, start_timeout: float, restarts: Restarts) -> None:
@@ -41,19 +40,19 @@ class ServerProcess:
         self.log = log
         self._start_timeout, self._restarts = start_timeout, restarts
         self._command = [*command, "--parent", str(os.getpid())]
-        # Also of later servers: a trainer sets variables of its own meanwhile.
+        # Also for later servers, because a trainer sets variables meanwhile.
         self._environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._child: subprocess.Popen | None = None
         self._ended = threading.Event()
-        self._lock = threading.RLock()  # so that `end` finds each child; a garbage collection may call it anywhere
+        self._lock = threading.RLock()  # reentrant: garbage collection may call `end` anywhere
 
     @property
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
 
     def start(self) -> str:
-        """Its URL, once it is loaded. Raises RetrieverStartError with the end of its log; it is not tried again."""
+        """Start the server. Returns its URL once it is loaded. Raises RetrieverStartError with the log's end."""
         try:
             child, pipe = self._spawn()
             report = self._until_ready(child, pipe)
@@ -64,7 +63,7 @@ class ServerProcess:
         return report["url"]
 
     def end(self) -> None:
-        """End it and wait for its end, from any thread. Idempotent."""
+        """End the server and wait for its end, from any thread. Idempotent."""
         with self._lock:
             self._ended.set()
             self._listener.close()
@@ -72,7 +71,7 @@ class ServerProcess:
             _terminate(self._child)
 
     def _spawn(self) -> tuple[subprocess.Popen, int]:
-        """The child, and the descriptor that its reports are read from."""
+        """Start a child. Returns it, and the descriptor of its progress reports."""
         read, write = os.pipe()
         try:
             with self._lock, self.log.open("ab") as log:
@@ -94,17 +93,17 @@ class ServerProcess:
     def _until_ready(self, child: subprocess.Popen, pipe: int) -> dict[str, Any]:
         report: dict[str, Any] = {"loading": None}
         said = ""
-        with open(pipe, "rb", buffering=0) as lines:  # a buffer would hide from select() what has come
+        with open(pipe, "rb", buffering=0) as lines:  # a buffer would hide received lines from select()
             while "loading" in report:
                 if not select.select([lines], [], [], self._start_timeout)[0]:
                     _terminate(child)
-                    late = f"the retriever gave no sign of life for {self._start_timeout} s while starting{said}"
+                    late = f"the retriever reported no progress for {self._start_timeout} s while starting{said}"
                     raise RetrieverStartError(f"{late}; {self._log_tail()}")
                 line = lines.readline()
                 if not line:
                     raise RetrieverStartError(f"the retriever {how_ended(child)} while starting; {self._log_tail()}")
                 report = orjson.loads(line)
-                said = f" (its last one: {report.get('loading')})"
+                said = f" (last report: {report.get('loading')})"
         return report
 
     def _keep(self, child: subprocess.Popen | None) -> None:
@@ -126,13 +125,13 @@ class ServerProcess:
         return child
 
     def _log_tail(self, lines: int = LOG_LINES, between: str = "\n") -> str:
-        """Quote the log, because a temporary one is removed when the run ends."""
+        """Return the end of the log, because a temporary log is removed with the run."""
         text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
         return between.join([f"the end of its log ({self.log}):", *text.splitlines()[-lines:]])
 
 
 def how_ended(child: subprocess.Popen) -> str:
-    """In words, once it has."""
+    """Wait for a child's end. Returns how it ended, in words."""
     code = child.wait()
     if code >= 0:
         return f"ended with code {code}"

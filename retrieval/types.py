@@ -1,4 +1,4 @@
-"""Documents, hits, what a search server answers from, and the errors of retrieval."""
+"""Types of retrieval: documents, hits, search backends and errors."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import NamedTuple, Protocol
 
 from common.errors import FileError
 
-Progress = Callable[[str], None]  # says how far a load is, see ``retrieval.batching.OwnerThread``
+Progress = Callable[[str], None]  # reports how far a load is, see ``retrieval.batching.OwnerThread``
 LOADING = "loading"  # status of a server, in the JSON of its answer 503, until it can search
 
 
 class RetrievalFailure(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of this package's errors."""
 
 
 class RetrievalError(RetrievalFailure, RuntimeError):
-    """A search could not be answered: server down, slow, or answering nonsense. Never the query's fault."""
+    """A search failed: the server is down, slow, or sends invalid answers. Never the query's fault."""
 
 
 class RetrieverStartError(RetrievalFailure, RuntimeError):
-    """A retriever process did not come up. The message holds the end of its log."""
+    """A retriever process failed to start. The message has the end of its log."""
 
 
 class CorpusError(RetrievalFailure, FileError):
-    """A corpus file cannot be used as it is. The message names the file and the line."""
+    """A corpus file cannot be used. The message names the file and the line."""
 
 
 class IndexFolderError(RetrievalFailure, ValueError):
@@ -36,14 +36,14 @@ class IndexFolderError(RetrievalFailure, ValueError):
 class Document:
     """One retrieved passage.
 
-    ``score`` is comparable only within one answer of one index: BM25 weight, inner product, or fused rank weight.
+    ``score`` is a BM25 weight, an inner product or a fused rank weight. Compare it only within one answer of one index.
     """
 
-    id: str  # the corpus' own id
+    id: str  # id in the corpus
     title: str  # without the quotes of the corpus file
     text: str
     score: float
-    heading: str = field(default="", compare=False)  # the title as the corpus file has it; "": not known
+    heading: str = field(default="", compare=False)  # the title line of the corpus file; "": unknown
 
     @property
     def contents(self) -> str:
@@ -53,42 +53,41 @@ class Document:
 
 
 class Hit(NamedTuple):
-    """A searcher's answer before the passage is looked up."""
+    """A row and its score, before the passage is read."""
 
     row: int  # position of the passage in the corpus, from 0
     score: float
 
 
 class SearchBackend(Protocol):
-    """What a search server answers from: index folders (``retrieval.retriever.Retriever``), another engine, several
-    fused (``retrieval.hybrid.Hybrid``), one ranked again (``retrieval.rerank.Reranked``).
+    """Answers the searches of a server.
 
-    Every method, the constructor too, is called from one and the same thread. ``metadata``, if there is one, is shown
-    by ``GET /health``.
+    Examples: index folders (``retrieval.retriever.Retriever``), another search engine, several fused backends
+    (``retrieval.hybrid.Hybrid``), a reranked backend (``retrieval.rerank.Reranked``). One thread calls the constructor
+    and every method. ``GET /health`` shows the attribute ``metadata``, if it exists.
     """
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """For each query at most ``k`` documents, best first; none when nothing matches. A document has the same
-        ``id`` in every answer."""
+        """Return at most ``k`` documents per query, best first. A document has the same ``id`` in every answer."""
         ...
 
     def close(self) -> None: ...
 
 
 class Searcher(Protocol):
-    """An opened index. Every method is called from one and the same thread."""
+    """An opened index. One thread calls every method."""
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """For each query at most ``k`` hits, best first; none when nothing matches."""
+        """Return at most ``k`` hits per query, best first."""
         ...
 
     def close(self) -> None: ...
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """``'"Title"\\ntext'`` -> ``('Title', 'text')``, as Search-R1's retrieval_server.py does it.
+    """``'"Title"\\ntext'`` -> ``('Title', 'text')``, as Search-R1's retrieval_server.py does.
 
-    Everything after the first line break belongs to the text, further line breaks included.
+    The text is everything after the first line break.
     """
     title, _, text = contents.partition("\n")
     return title.strip('"'), text

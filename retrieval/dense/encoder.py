@@ -1,4 +1,4 @@
-"""Texts to vectors with a Hugging Face encoder: prefix, pooling over the real tokens, unit length."""
+"""Encodes texts to unit vectors with a Hugging Face encoder: prefix, pooling over tokens, normalisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def devices_of(device: str) -> list[str]:
-    """Where encoders run: of ``auto`` every GPU, or the processor where there is none."""
+    """Return the devices of encoders; ``auto`` is every GPU, or the CPU without a GPU."""
     import torch
 
     if device != "auto":
@@ -23,7 +23,7 @@ def devices_of(device: str) -> list[str]:
 
 
 def dimension_of(config: EncoderConfig) -> int:
-    """Numbers of a vector, without loading the model. Raises IndexFolderError."""
+    """Return the dimension of the vectors, without loading the model. Raises IndexFolderError."""
     from transformers import AutoConfig
 
     try:
@@ -40,11 +40,11 @@ def _unloadable(config: EncoderConfig, error: Exception) -> IndexFolderError:
 
 
 class TextEncoder:
-    """A text encoder as e5 and the MiniLM family use theirs.
+    """A text encoder in the way of e5 and MiniLM.
 
     Source for e5: Search-R1's search/index_builder.py and retrieval_server.py (mean over the attention mask, then L2).
 
-    Raises IndexFolderError when the model cannot be loaded.
+    Raises IndexFolderError if the model cannot be loaded.
     """
 
     def __init__(self, config: EncoderConfig, *, threads: int = 1, device: str = "auto") -> None:
@@ -54,7 +54,7 @@ class TextEncoder:
         torch.set_num_threads(threads)
         device = devices_of(device)[0]
         self.config, self.device = config, device
-        # float16 as in Search-R1 on a GPU; CPUs want float32
+        # float16 on a GPU, as in Search-R1; float32 on CPU
         dtype = torch.float16 if device.startswith("cuda") else torch.float32
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(config.model)
@@ -64,18 +64,18 @@ class TextEncoder:
         self.dimension: int = self._model.config.hidden_size
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
-        """Unit vectors [len(texts), dimension], float32."""
+        """Return unit vectors [len(texts), dimension], float32."""
         return self._encode([self.config.query_prefix + text for text in texts])
 
     def encode_passages(self, texts: list[str]) -> np.ndarray:
-        """Unit vectors [len(texts), dimension], float32."""
+        """Return unit vectors [len(texts), dimension], float32."""
         return self._encode([self.config.passage_prefix + text for text in texts])
 
     def _encode(self, texts: list[str]) -> np.ndarray:
         import torch
 
         vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
-        # texts of like length share a batch, so that little is spent on padding
+        # texts of similar length share a batch, to save padding
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         with torch.inference_mode():
             for start in range(0, len(order), self.config.batch_size):
@@ -91,7 +91,7 @@ class TextEncoder:
 
 
 def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    """One vector per text: the mean over the tokens whose mask is 1, or the first token's.
+    """Pool states to one vector per text: the mean over the tokens, or the first token.
 
     Args:
         states: [B, T, H] last hidden states.

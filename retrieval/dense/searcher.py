@@ -1,4 +1,4 @@
-"""Dense retrieval: unit vectors in a Faiss index, exact or compressed; the score is their cosine."""
+"""Dense retrieval over a Faiss index of unit vectors, and its recall. The score is the cosine."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _LISTS_WIDTH = 512
 _READ_AT_ONCE = 1 << 26  # bytes, whole pages
 _POPULATE_READ = 22  # MADV_POPULATE_READ: into memory and into the page tables
 _SAID_EVERY_S = 5.0
-# faiss-cpu ships 128000, which keeps batches of queries away from BLAS: four times slower at 64 queries
+# With faiss-cpu's 128000 batches of queries do not use BLAS: four times slower at 64 queries.
 _BLAS_THRESHOLD = 20
 
 
 def require_gpus() -> None:
-    """Raises IndexFolderError unless this Faiss can search on GPUs and sees one."""
+    """Check that Faiss can search on GPUs and sees one. Raises IndexFolderError."""
     if not hasattr(faiss, "StandardGpuResources"):
         raise IndexFolderError(
-            f"the vectors should lie on GPUs, but faiss {faiss.__version__} was built without GPU support; install a "
+            f"gpu is true, but faiss {faiss.__version__} was built without GPU support; install a "
             "build with it (pip uninstall faiss-cpu; pip install faiss-gpu-cu12), or leave gpu out to search on the CPU"
         )
     if faiss.get_num_gpus() == 0:
-        raise IndexFolderError("the vectors should lie on GPUs, but Faiss sees none; leave gpu out for the CPU")
+        raise IndexFolderError("gpu is true, but Faiss sees no GPU; leave gpu out to search on the CPU")
 
 
 def _to_gpus(index: faiss.Index) -> faiss.Index:
-    """Shared out over all GPUs as 16-bit floats (Search-R1's retrieval_server.py): half the bytes, exact search."""
+    """Distribute an exact index over all GPUs as 16-bit floats, as Search-R1's retrieval_server.py does."""
     options = faiss.GpuMultipleClonerOptions()
     options.useFloat16 = options.shard = True
     try:
@@ -50,13 +50,13 @@ def _to_gpus(index: faiss.Index) -> faiss.Index:
     except RuntimeError as error:
         needed = index.ntotal * index.d * 2 / 1e9
         raise IndexFolderError(
-            f"the vectors could not be moved to {faiss.get_num_gpus()} GPUs ({error}); they need {needed:.1f} GB there "
-            "in all: take more GPUs, or leave gpu out to search on the CPU"
+            f"the vectors could not be moved to {faiss.get_num_gpus()} GPUs ({error}); they need {needed:.1f} GB in "
+            "all: take more GPUs, or leave gpu out to search on the CPU"
         ) from error
 
 
 class DenseSearcher:
-    """Encodes the queries of a batch together and searches a Faiss index. One thread only."""
+    """Encodes queries in a batch and searches a Faiss index. Use it from one thread."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class DenseSearcher:
         """
         Args:
             ef_search: width of an HNSW search.
-            probes: lists that an IVF search looks into.
-            progress: is told how far the reading of the file is.
-            exact: vectors by which so many ``candidates`` of a query are ranked again.
+            probes: lists per IVF search.
+            progress: receives reports while the file is read.
+            exact: vectors that rerank the ``candidates`` of a query.
 
-        Raises IndexFolderError when index or encoder cannot be opened, or do not fit each other, when the machine has
-        too little memory for the vectors, or, with ``gpu``, when they cannot be moved to the GPUs.
+        Raises IndexFolderError if index or encoder cannot be opened or do not fit each other, if the machine has too
+        little memory for the vectors, or, with ``gpu``, if they cannot be moved to the GPUs.
         """
         if gpu:
             require_gpus()
@@ -91,13 +91,13 @@ class DenseSearcher:
             kind = kind_of(self._index)
             if kind is None:
                 raise IndexFolderError(
-                    f"{path}: {type(faiss.downcast_index(self._index)).__name__} is no kind of index here"
+                    f"{path}: {type(faiss.downcast_index(self._index)).__name__} is an unknown kind of index"
                 )
             require_memory(kind, path.stat().st_size, self._index.ntotal, self._index.d)
         self._encoder = TextEncoder(encoder, threads=threads, device=device)
         if self._encoder.dimension != self._index.d:
             raise IndexFolderError(
-                f"encoder {encoder.model} gives vectors of {self._encoder.dimension} numbers, {path} holds vectors of "
+                f"encoder {encoder.model} has dimension {self._encoder.dimension}, {path} has "
                 f"{self._index.d}; give the encoder that the index was built with"
             )
         if gpu:
@@ -109,33 +109,33 @@ class DenseSearcher:
             lists: Any = faiss.extract_index_ivf(self._index)
             lists.nprobe = probes
             nearest = faiss.downcast_index(lists.quantizer)
-            if isinstance(nearest, faiss.IndexHNSW):  # Faiss' width of 16 misses some of the nearest lists
+            if isinstance(nearest, faiss.IndexHNSW):  # Faiss's width of 16 misses some of the nearest lists
                 cast(faiss.IndexHNSWFlat, nearest).hnsw.efSearch = max(_LISTS_WIDTH, 2 * probes)
 
     def __len__(self) -> int:
         return self._index.ntotal
 
     def encode(self, queries: list[str]) -> np.ndarray:
-        """Unit vectors [Q, dimension]."""
+        """Return unit vectors [Q, dimension]."""
         return self._encoder.encode_queries(queries)
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """See ``Searcher``. Every query has hits, however remote."""
+        """Search, see ``Searcher``. Every query has hits, however distant."""
         return self.search_vectors(self.encode(queries), k)
 
     def search_vectors(self, vectors: np.ndarray, k: int) -> list[list[Hit]]:
-        """The same for unit vectors [Q, dimension]."""
-        if self._ef_search is not None:  # a search narrower than k would return fewer, worse hits
+        """Search with unit vectors [Q, dimension]."""
+        if self._ef_search is not None:  # a width below k would return fewer and worse hits
             cast(faiss.IndexHNSWFlat, self._index).hnsw.efSearch = max(self._ef_search, k)
         scores, rows = self.nearest(vectors, k)
-        # Faiss fills up with row -1 what it did not find
+        # Faiss fills missing hits with row -1
         return [
             [Hit(int(row), float(score)) for row, score in zip(*pair, strict=True) if row >= 0]
             for pair in zip(rows, scores, strict=True)
         ]
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cosines and rows [Q, k], best first; -1 where the index found none."""
+        """Return cosines and rows [Q, k], best first; row -1 is a missing hit."""
         if self._exact is None:
             return self._index.search(vectors, k)
         _, rows = self._index.search(vectors, max(k, self._candidates))
@@ -149,12 +149,13 @@ class DenseSearcher:
 
 
 def read_ahead(path: Path, progress: Progress) -> None:
-    """Read what is mapped of a file from its beginning to its end, so that the first searches find it in memory: the
-    mapping's own reads come in no order, at a tenth of the speed."""
+    """Read the mapped parts of a file from start to end, so that the first searches find them in memory.
+
+    Page faults would read them in random order, at a tenth of the speed."""
     libc, size, said = ctypes.CDLL(None), path.stat().st_size, time.monotonic()
     with path.open("rb", buffering=0) as file:
         for start, end, offset in _mappings(path):
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_NORMAL)  # Faiss says random
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_NORMAL)  # Faiss sets random
             for at in range(start, end, _READ_AT_ONCE):
                 part = min(_READ_AT_ONCE, end - at)
                 if libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(part), _POPULATE_READ):  # Linux before 5.14
@@ -166,7 +167,7 @@ def read_ahead(path: Path, progress: Progress) -> None:
 
 
 def _mappings(path: Path) -> list[tuple[int, int, int]]:
-    """Where this process has mapped a file: address, end, offset in the file."""
+    """Return the mappings of a file in this process: start, end, offset in the file."""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     own = [line for line in lines if len(line) == 6 and line[5] == str(path.resolve())]
     ends = [[int(end, 16) for end in line[0].split("-")] for line in own]
@@ -186,11 +187,12 @@ def open_dense(
     gpu: bool = False,
     progress: Progress | None = None,
 ) -> DenseSearcher:
-    """
+    """Open the dense part of an index folder.
+
     Args:
-        settings: of the index's metadata.
-        encoder: where it lies now; None: where it lay when the index was built.
-        ef_search, probes: None: the index's own.
+        settings: from the index's metadata.
+        encoder: folder of the encoder; by default the folder at build time.
+        ef_search, probes: by default the index's own.
 
     Raises IndexFolderError, see ``DenseSearcher``.
     """
@@ -201,7 +203,7 @@ def open_dense(
         options["ef_search"] = ef_search or settings.get("hnsw", {}).get("ef_search")
     if kind == "dense_ivfpq":
         own = settings["ivfpq"]
-        exact = folder / "vectors"  # an adopted file has none
+        exact = folder / "vectors"  # missing for an existing Faiss file
         options |= {"probes": probes or own["probes"], "candidates": own["candidates"]}
         options["exact"] = VectorShards(exact) if exact.is_dir() else None
     return DenseSearcher(
@@ -216,7 +218,9 @@ QUERIES, WORDS, BEST = 200, 12, 3
 def sampled_recall(
     folder: Path, vectors: Path, kind: IndexKind, settings: dict[str, Any], threads: int, device: str
 ) -> float:
-    """recall@3 of the index in ``folder``, at its own settings, against the exact search of ``vectors``."""
+    """Measure recall@3 of the index in ``folder``, at its own settings, against exact search in ``vectors``.
+
+    The queries are the first words of passages."""
     store, shards = PassageStore(folder), VectorShards(vectors)
     rows = np.unique(np.linspace(0, len(store) - 1, min(QUERIES, len(store))).astype(int))
     texts = [" ".join(store[int(row)].contents.partition("\n")[2].split()[:WORDS]) for row in rows]
@@ -230,7 +234,7 @@ def sampled_recall(
 
 
 def recall(found: np.ndarray, queries: np.ndarray, shards: VectorShards) -> float:
-    """Share of the exact best k among the rows ``found`` [Q, k]; ``queries`` [Q, dimension]."""
+    """Return the share of the exact best k that the rows ``found`` [Q, k] contain; ``queries``: [Q, dimension]."""
     k = found.shape[1]
     scores, rows, start = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64), 0
     for vectors in shards:

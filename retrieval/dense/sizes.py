@@ -1,4 +1,4 @@
-"""What an index of a kind takes of memory and disk, known before it is built, and what this machine has."""
+"""Estimates the memory, disk and search time of an index before it is built, and reads this machine's free memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from retrieval.index_config import HNSWConfig, IndexKind, IVFPQConfig
 from retrieval.types import IndexFolderError
 
 DENSE: tuple[IndexKind, ...] = ("dense_flat", "dense_hnsw", "dense_fp16", "dense_sq8", "dense_ivfpq")
-GRAPH_FROM = 4096  # lists; of so many the nearest are found by a graph
+GRAPH_FROM = 4096  # number of lists from which a graph finds the nearest ones
 GRAPH_LINKS = 32
-_TRAIN_PER_LIST = 50  # vectors; Faiss asks for 39
-_ID = 8  # bytes
-_NANOSECONDS: dict[str, float] = {  # of a thread, for a query and a vector of 768 numbers (docs/results/benchmarks.md)
+_TRAIN_PER_LIST = 50  # vectors; Faiss wants 39
+_ID = 8  # bytes of an id
+_NANOSECONDS: dict[str, float] = {  # one thread, one query, one vector of dimension 768 (docs/results/benchmarks.md)
     "dense_flat": 22, "dense_fp16": 71, "dense_sq8": 82, "dense_hnsw": 220, "dense_ivfpq": 770,
 }  # fmt: skip
-_VISITED = 64  # vectors of a graph that are compared for each one of ef_search
-_USABLE = 0.95  # of the free memory: the encoder and the server want some, too
+_VISITED = 64  # vectors that an HNSW search compares per unit of ef_search
+_USABLE = 0.95  # share of the free memory; encoder and server need the rest
 
 
 def lists_of(config: IVFPQConfig, passages: int) -> int:
-    """The given number, or a power of two near 4 sqrt(passages) that leaves each list some vectors to train on."""
+    """Return the configured number of lists, or a power of two near 4 sqrt(passages) with enough training vectors."""
     if config.lists is not None:
         return config.lists
     wanted = max(1.0, min(4 * math.sqrt(passages), passages / _TRAIN_PER_LIST))
@@ -39,7 +39,7 @@ def training_vectors(config: IVFPQConfig, passages: int) -> int:
 def index_bytes(
     kind: IndexKind, passages: int, dimension: int, hnsw: HNSWConfig | None = None, ivfpq: IVFPQConfig | None = None
 ) -> int:
-    """Bytes of the file ``faiss.index``, which a server holds in memory."""
+    """Return the bytes of ``faiss.index``, which a server keeps in memory."""
     numbers = passages * dimension
     if kind == "dense_hnsw":
         return 4 * numbers + passages * _links((hnsw or HNSWConfig()).m)
@@ -47,19 +47,19 @@ def index_bytes(
         config = ivfpq or IVFPQConfig()
         lists = lists_of(config, passages)
         graph = _links(GRAPH_LINKS) if lists >= GRAPH_FROM else 0
-        codes = 4 * dimension * (256 + dimension)  # what each byte of a code stands for, and the rotation
+        codes = 4 * dimension * (256 + dimension)  # code books and rotation
         return passages * (code_bytes_of(config, dimension) + _ID) + lists * (4 * dimension + graph) + codes
     return {"dense_flat": 4, "dense_fp16": 2, "dense_sq8": 1}[kind] * numbers
 
 
 def _links(m: int) -> int:
-    """Bytes a vector of an HNSW graph: 2 m neighbours below, m on each level above, where one of m goes on; 12 of
-    bookkeeping."""
+    """Return the bytes per vector of an HNSW graph: 2 m neighbours on the lowest level, m on each level above (one
+    vector of m reaches the next level), and 12 of bookkeeping."""
     return 4 * (2 * m + round(m / (m - 1))) + 12
 
 
 def kept_bytes(kind: IndexKind, passages: int, dimension: int) -> int:
-    """Bytes beside ``faiss.index``, on the disk alone: the 16-bit vectors by which candidates are ranked again."""
+    """Return the bytes on disk beside ``faiss.index``: the 16-bit vectors that rerank candidates."""
     return 2 * passages * dimension if kind == "dense_ivfpq" else 0
 
 
@@ -72,7 +72,7 @@ def search_seconds(
     hnsw: HNSWConfig | None = None,
     ivfpq: IVFPQConfig | None = None,
 ) -> float:
-    """Of one call, in proportion to what ``benchmarks.retrieval`` measured: an estimate."""
+    """Estimate the seconds of one call, in proportion to the measurements of ``benchmarks.retrieval``."""
     if kind == "dense_hnsw":
         vectors = min(passages, _VISITED * (hnsw or HNSWConfig()).ef_search)
     elif kind == "dense_ivfpq":
@@ -85,14 +85,13 @@ def search_seconds(
 
 
 def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int) -> None:
-    """Raises IndexFolderError where an index of ``needed`` bytes is larger than what the machine has free, naming the
-    kinds that fit."""
+    """Check that an index of ``needed`` bytes fits into free memory. Raises IndexFolderError with the kinds that fit."""
     room = _USABLE * available_memory()
     if needed <= room:
         return
     sizes = {other: index_bytes(other, passages, dimension) for other in DENSE if other != kind}
     fitting = [f"{other} ({size / 1e9:.1f} GB)" for other, size in sizes.items() if size <= room]
-    advice = f"kinds that fit: {', '.join(fitting)}" if fitting else "no kind of this corpus would fit"
+    advice = f"kinds that fit: {', '.join(fitting)}" if fitting else "no kind fits this corpus"
     raise IndexFolderError(
         f"a {kind} index of {passages:,} passages takes {needed / 1e9:.1f} GB of memory, and this machine has "
         f"{room / 1e9:.1f} GB for it: every search would read from the disk; {advice}"
@@ -100,8 +99,8 @@ def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int) 
 
 
 def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be used without swapping: the kernel's estimate, within the limits of our control groups
-    (containers, Slurm)."""
+    """Return the bytes usable without swapping: the kernel's estimate, within the limits of control groups (containers,
+    Slurm)."""
     lines = (proc / "meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     own = next((line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
@@ -111,9 +110,9 @@ def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cg
             limit = (group / "memory.max").read_text().strip()
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             used = int((group / "memory.current").read_text())
-        except OSError:  # a group without limits, or another version of them
+        except OSError:  # a group without limits, or of version 1
             continue
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # is given back when asked for
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # reclaimed on demand
         if limit != "max":
             free = min(free, int(limit) - used + cached)
     return max(free, 0)

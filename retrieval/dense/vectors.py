@@ -1,10 +1,10 @@
-"""Passages' vectors on disk: unit vectors as 16-bit floats, in files of 100,000 rows that are written one by one.
+"""Vectors of passages on disk: unit vectors as 16-bit floats, in files of 100,000 rows.
 
     vectors/
-        vectors.json        of what: corpus (sha256) and how it was read, encoder, passages, dimension, rows of a file
-        shard-00000.npy     [rows, dimension] float16, row by row the passages of the corpus
+        vectors.json        corpus (sha256) and how it was read, encoder, passages, dimension, rows per file
+        shard-00000.npy     [rows, dimension] float16, in the order of the corpus
 
-A killed encoding goes on behind its last whole file.
+After a kill the encoding continues behind the last complete file.
 """
 
 from __future__ import annotations
@@ -31,41 +31,39 @@ from retrieval.dense.encoder import TextEncoder, devices_of
 from retrieval.index_config import EncoderConfig
 from retrieval.types import IndexFolderError
 
-ROWS = 100_000  # of a file: 150 MB at 768 numbers
+ROWS = 100_000  # per file: 150 MB at dimension 768
 DESCRIPTION = "vectors.json"
-_ENCODE_AT_ONCE = 4096  # passages; bounds the memory for texts
+_ENCODE_AT_ONCE = 4096  # passages at once, which limits the memory for texts
 
 
 class VectorShards:
-    """A whole folder of vectors, opened. Raises IndexFolderError when it is none, or not whole."""
+    """A complete folder of vectors, opened. Raises IndexFolderError otherwise."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.described = read_description(self.folder / DESCRIPTION, "corpus", "passages", "rows")
         if "dimension" not in self.described:  # written last
-            raise IndexFolderError(f"{folder}: not all vectors are there; let the build that writes them end")
+            raise IndexFolderError(f"{folder}: vectors are missing; wait for the build that writes them")
         self.dimension: int = self.described["dimension"]
         files = shard_files(self.folder, self.described["passages"], self.described["rows"])
         try:
             self._parts = [np.load(path, mmap_mode="r") for path, _ in files]
         except (OSError, ValueError) as error:
-            raise IndexFolderError(
-                f"{folder}: not all vectors are there ({error}); run the same command again"
-            ) from error
+            raise IndexFolderError(f"{folder}: vectors are missing ({error}); run the same command again") from error
         shapes = [(len(rows), self.dimension) for _, rows in files]
         if [part.shape for part in self._parts] != shapes:
-            raise IndexFolderError(f"{folder}: the files hold other rows than {DESCRIPTION} says; build it anew")
+            raise IndexFolderError(f"{folder}: the files have other rows than {DESCRIPTION}; build it again")
 
     def __len__(self) -> int:
         return self.described["passages"]
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """[rows, dimension] float32, file by file."""
+        """Yield [rows, dimension] float32, file by file."""
         for part in self._parts:
             yield np.asarray(part, dtype=np.float32)
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """[len(numbers), dimension] float32."""
+        """Return the rows with these numbers, [len(numbers), dimension] float32."""
         files, within = np.divmod(numbers, self.described["rows"])
         found = np.empty((len(numbers), self.dimension), dtype=np.float32)
         places = [(self._parts[file], np.flatnonzero(files == file)) for file in np.unique(files)]
@@ -77,7 +75,7 @@ class VectorShards:
 
 
 def _prefetch(part: np.memmap, rows: np.ndarray) -> None:
-    """Let the disk read these rows side by side: a page that is missed is waited for before the next is asked for."""
+    """Let the disk read these rows in parallel. Without it page faults are served one after the other."""
     size, mapped = part.strides[0], cast("mmap.mmap", part.base)
     for begin in (part.offset + rows * size).tolist():
         page = begin - begin % mmap.PAGESIZE
@@ -85,7 +83,7 @@ def _prefetch(part: np.memmap, rows: np.ndarray) -> None:
 
 
 def shard_files(folder: Path, passages: int, rows: int) -> list[tuple[Path, range]]:
-    """Each file and the passages whose vectors it holds."""
+    """Return each file, and the range of its passages."""
     starts = range(0, passages, rows)
     return [(folder / f"shard-{i:05d}.npy", range(s, min(s + rows, passages))) for i, s in enumerate(starts)]
 
@@ -101,13 +99,13 @@ def encode_corpus(
     rows: int = ROWS,
     devices: Sequence[str] | None = None,
 ) -> VectorShards:
-    """Encode what is not there yet, a process for each GPU where there are several; memory of one file each.
+    """Encode the missing vectors, with one process per GPU, and memory for one file each.
 
     Args:
         store: folder of the ``PassageStore``.
-        corpus: which one (its sha256), and how it was read; vectors of another one or encoder are removed first.
-        rows: of a file: what a kill loses at most, for each process.
-        devices: one for each process; by default all GPUs where ``device`` is auto, else that one.
+        corpus: its sha256, and how it was read. Vectors of another corpus or encoder are removed first.
+        rows: rows per file, which a kill loses at most, for each process.
+        devices: one per process. By default ``device``, or all GPUs if that is auto.
     """
     chosen = list(devices) if devices else devices_of(device)
     with _writing(folder, len(PassageStore(store)), rows, corpus, encoder) as (missing, progress):
@@ -116,7 +114,7 @@ def encode_corpus(
             for path, part in missing:
                 progress.add(_encode(encode, PassageStore(store), path, part))
         elif missing:
-            # A process keeps its encoder; which device is its own it learns from a queue.
+            # A process keeps its encoder, and gets its device from a queue.
             context = get_context("spawn")
             waiting = context.Queue()
             for name in chosen:
@@ -128,8 +126,8 @@ def encode_corpus(
                         progress.add(done.result())
             except BrokenProcessPool as error:
                 raise IndexFolderError(
-                    f"an encoder on {', '.join(chosen)} has died (out of memory?); make encoder.batch_size smaller and "
-                    "run the same command again, it goes on behind the vectors that are written"
+                    f"an encoder on {', '.join(chosen)} has died (out of memory?); lower encoder.batch_size and run "
+                    "the same command again, which continues after the written vectors"
                 ) from error
     return VectorShards(folder)
 
@@ -137,7 +135,7 @@ def encode_corpus(
 def copy_vectors(
     index: faiss.Index, folder: Path, corpus: str, encoder: EncoderConfig, rows: int = ROWS
 ) -> VectorShards:
-    """The vectors of an exact index, as ``encode_corpus`` would leave them."""
+    """Copy the vectors of an exact index to files, in the format of ``encode_corpus``."""
     with _writing(folder, index.ntotal, rows, corpus, encoder) as (missing, progress):
         for path, part in missing:
             progress.add(_save(path, index.reconstruct_n(part.start, len(part)).astype(np.float16)))
@@ -148,9 +146,10 @@ def copy_vectors(
 def _writing(
     folder: Path, passages: int, rows: int, corpus: str, encoder: EncoderConfig
 ) -> Iterator[tuple[list[tuple[Path, range]], _Progress]]:
-    """The files that are still to be written, and who is told of each. Files of the same passages and encoder stay,
-    others are removed. When the block ends, all must be there."""
-    settings = {k: v for k, v in asdict(encoder).items() if k != "batch_size"}  # which changes speed alone
+    """Yield the missing files and a progress report. At the end of the block all files must exist.
+
+    Keeps files of the same passages and encoder, and removes others."""
+    settings = {k: v for k, v in asdict(encoder).items() if k != "batch_size"}  # changes only speed
     wanted = {"format": 1, "corpus": corpus, "encoder": settings, "passages": passages, "rows": rows}
     described = folder / DESCRIPTION
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +160,7 @@ def _writing(
     if {key: found.get(key) for key in wanted} != wanted:
         if found:
             changed = next(key for key in wanted if found.get(key) != wanted[key])
-            print(f"{folder}: vectors of another {changed} are removed", file=sys.stderr, flush=True)
+            print(f"{folder}: removing vectors of another {changed}", file=sys.stderr, flush=True)
         shutil.rmtree(folder)
         folder.mkdir()
         write_description(described, wanted)
@@ -169,7 +168,7 @@ def _writing(
     missing = [(path, part) for path, part in files if not path.is_file()]
     kept = passages - sum(len(part) for _, part in missing)
     if kept and missing:
-        print(f"vectors: {kept:,} of {passages:,} are there already", file=sys.stderr, flush=True)
+        print(f"vectors: {kept:,} of {passages:,} exist already", file=sys.stderr, flush=True)
     yield missing, _Progress(passages, kept)
     write_description(described, {**wanted, "dimension": int(np.load(files[0][0], mmap_mode="r").shape[1])})
 
@@ -183,7 +182,7 @@ def _encode(encode: TextEncoder, store: PassageStore, path: Path, passages: rang
 
 
 def _save(path: Path, vectors: np.ndarray) -> int:
-    """Write a file that is whole or not there. Returns how many vectors it holds."""
+    """Write a file in one step. Returns its number of vectors."""
     temporary = path.with_suffix(".part")
     try:
         with temporary.open("wb") as file:
@@ -196,7 +195,7 @@ def _save(path: Path, vectors: np.ndarray) -> int:
     return len(vectors)
 
 
-_worker: tuple[TextEncoder, PassageStore] | None = None  # of a process of its own
+_worker: tuple[TextEncoder, PassageStore] | None = None  # of a worker process
 
 
 def _start_worker(store: Path, encoder: EncoderConfig, threads: int, waiting: Any) -> None:
@@ -210,7 +209,7 @@ def _work(path: Path, passages: range) -> int:
 
 
 class _Progress:
-    """A line for each file: how much is done, and how long the rest will take."""
+    """Prints one line per file: the share done, and the time left."""
 
     def __init__(self, passages: int, kept: int) -> None:
         self._passages, self._done, self._new = passages, kept, 0

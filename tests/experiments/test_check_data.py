@@ -109,7 +109,7 @@ def test_a_template_whose_calls_are_not_read_back_is_told_in_one_line(words, tmp
 def test_the_form_of_a_corpus_and_its_malformed_rows_are_told(words, tmp_path, capsys):
     (tmp_path / "c.jsonl").write_text('{"_id": "a", "text": "x"}\n{oops\n')
     words = [word for word in words if "corpus_columns" not in word]
-    told = f"{tmp_path}/c.jsonl: 1 passages, 1 malformed line, read as {{_id, text}}; the id stands"
+    told = f"{tmp_path}/c.jsonl: 1 passages, 1 malformed line, read as {{_id, text}}; the id replaces"
     assert main(words) == 2
     said = capsys.readouterr()
     assert told in said.out and "c.jsonl, line 2: not JSON" in said.err

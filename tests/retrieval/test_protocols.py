@@ -130,7 +130,7 @@ def test_a_tool_that_does_not_fit_is_refused_with_the_difference(write, right, w
     assert right in PLAIN
     write(first_line + PLAIN.replace(right, wrong, 1))
     with pytest.raises(
-        ExperimentError, match=r"^experiment 'mine': .*my_parts\.MyTool is no Tool: " + difference
+        ExperimentError, match=r"^experiment 'mine': .*my_parts\.MyTool does not fit Tool: " + difference
     ) as error:
         built("RunTool", tools={"search": "my_parts.MyTool"})
     assert "\n" not in str(error.value)
@@ -142,24 +142,32 @@ def test_a_tool_that_does_not_fit_is_refused_with_the_difference(write, right, w
         (
             "score(self, trajectory, weight",
             "score(self, answer, weight",
-            r"MyReward is no RewardFunction: score\(answer, ",
+            r"MyReward does not fit RewardFunction: score\(answer, ",
         ),
         (
             "def score(",
             "def points(",
-            r"rollouts.reward': my_parts.MyReward is no RewardFunction: it has no method score; .*no AsyncReward: .* s",
+            r"rollouts.reward': my_parts.MyReward does not fit RewardFunction: it has no method score; .*fit AsyncReward: .* s",
         ),
-        ("def score(", "async def score(", "MyReward is no RewardFunction: score must not be 'async def'"),
-        ("group: Any, n: int", "n: int, group: Any", r"MySampler is no Sampler: sample\(n, group\) .*'n' is passed as"),
-        ("group: Any, n: int", "group", r"MySampler is no Sampler: sample\(group\) .*\(group, n\): too many"),
-        ("token_ids, sampling)", "token_ids)", r"MyEngine is no Engine: generate\(token_ids\) does not take"),
-        ("parse(self, text, mode=None)", "parse(self, text)", r"MyProtocol is no ChatProtocol: parse\(text\) does not"),
+        ("def score(", "async def score(", "MyReward does not fit RewardFunction: score must not be 'async def'"),
+        (
+            "group: Any, n: int",
+            "n: int, group: Any",
+            r"MySampler does not fit Sampler: sample\(n, group\) .*'n' is passed as",
+        ),
+        ("group: Any, n: int", "group", r"MySampler does not fit Sampler: sample\(group\) .*\(group, n\): too many"),
+        ("token_ids, sampling)", "token_ids)", r"MyEngine does not fit Engine: generate\(token_ids\) does not take"),
+        (
+            "parse(self, text, mode=None)",
+            "parse(self, text)",
+            r"MyProtocol does not fit ChatProtocol: parse\(text\) does not",
+        ),
         (
             "*, tools_enabled=True",
             "*, enabled=True",
-            r"MyWorld is no EnvironmentFactory: __call__\(task, \*, enabled=True",
+            r"MyWorld does not fit EnvironmentFactory: __call__\(task, \*, enabled=True",
         ),
-        ("def __call__(", "def make(", "MyWorld is no EnvironmentFactory: it has no method __call__"),
+        ("def __call__(", "def make(", "MyWorld does not fit EnvironmentFactory: it has no method __call__"),
     ],
 )
 def test_other_parts_that_do_not_fit(write, right, wrong, difference):

@@ -171,6 +171,6 @@ def test_a_file_that_describes_no_backend_is_refused_in_one_line(tmp_path, text)
     command = [sys.executable, "-m", "retrieval.server", "--port", "0", "--backend", str(tmp_path / "s.yaml")]
     wrong = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode == serving.EXIT_WRONG_INPUT
-    assert "no backend" in wrong.stderr and "docs/new_retriever.md" in wrong.stderr and wrong.stderr.count("\n") == 1
+    assert "not a backend" in wrong.stderr and "docs/new_retriever.md" in wrong.stderr and wrong.stderr.count("\n") == 1
     wrong = subprocess.run([*command, "--k1", "1.2"], cwd=ROOT, capture_output=True, text=True)
-    assert "--k1: of --index; with --backend they stand in" in wrong.stderr
+    assert "--k1: belong to --index; with --backend write them into" in wrong.stderr

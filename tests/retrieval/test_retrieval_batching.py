@@ -137,7 +137,7 @@ def test_a_retriever_that_answers_too_little_fails_and_keeps_nobody_waiting():
         await Batcher(owner).search(["a", "b"], 1)
 
     owner = OwnerThread(lambda _: Short())
-    with pytest.raises(ValueError, match="gave 0 answers to 2 queries"):
+    with pytest.raises(ValueError, match="returned 0 answers to 2 queries"):
         asyncio.run(asyncio.wait_for(ask(owner), 600))
     owner.close()
 

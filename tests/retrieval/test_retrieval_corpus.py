@@ -115,18 +115,18 @@ FORMS = {
     "MS MARCO": (
         [{"id": "3", "contents": "x"}, {"id": "4", "contents": "y"}],
         [("3", '"3"\nx'), ("4", '"4"\ny')],
-        "{id, contents}; the id stands where there is no title",
+        "{id, contents}; the id replaces a missing title",
     ),
     "BEIR": (
         [{"_id": "d3", "title": "", "text": "x", "metadata": {}}, {"_id": "d4", "title": "A", "text": "y\nz"}],
         [("d3", '"d3"\nx'), ("d4", '"A"\ny\nz')],
-        "{_id, title, text}; the id stands where there is no title",
+        "{_id, title, text}; the id replaces a missing title",
     ),
-    "docid": ([{"docid": 8, "text": "x"}], [("8", '"8"\nx')], "{docid, text}; the id stands where there is no title"),
+    "docid": ([{"docid": 8, "text": "x"}], [("8", '"8"\nx')], "{docid, text}; the id replaces a missing title"),
     "no ids": (
         [{"text": "x"}, {"text": "y"}],
         [("0", '"0"\nx'), ("1", '"1"\ny')],
-        "{text}; the id stands where there is no title; ids are the passages' numbers from 0",
+        "{text}; the id replaces a missing title; ids are the passages' numbers from 0",
     ),
 }
 
@@ -184,7 +184,9 @@ def test_a_gzip_file_that_is_torn_or_plain_is_named(tmp_path):
     spoilt[len(whole) // 2] ^= 255
     (tmp_path / "spoilt.jsonl.gz").write_bytes(spoilt)
     for path in tmp_path.iterdir():
-        with pytest.raises(CorpusError, match=r"no gzip, or torn, after line \d+ \(.*\); fetch it anew") as caught:
+        with pytest.raises(
+            CorpusError, match=r"not gzip, or truncated, after line \d+ \(.*\); download it again"
+        ) as caught:
             list(read_corpus(path))
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -196,7 +198,7 @@ def test_malformed_rows_are_left_out_and_told(tmp_path, capsys):
     store = PassageStore(tmp_path / "store")
     assert (summary.passages, summary.skipped, [store[row].id for row in range(3)]) == (3, 4, ["0", "1", "2"])
     told = capsys.readouterr().err.splitlines()
-    assert told[1] == f"{tmp_path}/c.jsonl: 4 malformed rows left out; the first:"
+    assert told[1] == f"{tmp_path}/c.jsonl: 4 malformed rows skipped; the first:"
     assert [line.split(": ")[0].rpartition(", ")[2] for line in told[2:]] == ["line 1", "line 3", "line 5"]
     (tmp_path / "bad.jsonl").write_text('[]\n{"id": 9}\n')
     with pytest.raises(CorpusError, match="bad.jsonl: all 2 rows are malformed: .*line 1: found list"):
@@ -244,7 +246,9 @@ def test_all_faults_of_a_corpus_are_told_with_their_lines(tmp_path):
 def test_a_mapping_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "c.jsonl").write_text(GOOD)
     pl.DataFrame({"body": ["x"]}).write_parquet(tmp_path / "c.parquet")
-    with pytest.raises(CorpusError, match="columns.txt is no column of a corpus; expected id, title, text, contents"):
+    with pytest.raises(
+        CorpusError, match="columns.txt is not a column of a corpus; expected id, title, text, contents"
+    ):
         list(read_corpus(tmp_path / "c.jsonl", {"txt": "x"}))
     with pytest.raises(CorpusError, match=r"line 1: no 'text', but id, contnts; say --paths"):
         (tmp_path / "d.jsonl").write_text('{"id": "1", "contnts": "x"}')

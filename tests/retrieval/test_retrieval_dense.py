@@ -309,14 +309,14 @@ def test_a_killed_encoding_loses_one_file_at_most_and_goes_on(facts, config, tmp
     kept = {path.name: path.stat().st_mtime_ns for path in vectors.glob("*.npy")}
     assert 3 <= len(kept) < 6
     done = subprocess.run([*command, "0", "cpu,cpu"], env=environment, capture_output=True, text=True, check=True)
-    assert f"vectors: {8 * len(kept)} of 48 are there already" in done.stderr
+    assert f"vectors: {8 * len(kept)} of 48 exist already" in done.stderr
     assert "vectors: 48 of 48 (100.0%), 0 min left" in done.stderr
     assert all((vectors / name).stat().st_mtime_ns == at for name, at in kept.items()), "none is made twice"
     whole = encode_corpus(tmp_path / "store", "abc", tmp_path / "other", config)
     resumed = VectorShards(vectors)
     np.testing.assert_allclose(resumed.rows(np.arange(48)), whole.rows(np.arange(48)), atol=HALF)
     again = encode_corpus(tmp_path / "store", "of another corpus", vectors, config, rows=48)
-    assert "vectors of another corpus are removed" in capsys.readouterr().err
+    assert "removing vectors of another corpus" in capsys.readouterr().err
     assert len(list(vectors.glob("*.npy"))) == 1 and len(again) == 48, "vectors of another corpus are not kept"
 
 
@@ -324,7 +324,7 @@ def test_vectors_made_elsewhere_are_taken_over(facts, flat, config, corpus, tmp_
     vectors = flat / "faiss.index"
     adopted = BuildIndex(str(facts), "dense_flat", config, vectors=str(vectors)).run(tmp_path / "a")
     assert (Path(adopted["index"]) / "faiss.index").read_bytes() == vectors.read_bytes()
-    with pytest.raises(IndexFolderError, match="48 vectors of 384 numbers; expected 200 of 384"):
+    with pytest.raises(IndexFolderError, match="48 vectors of dimension 384; expected 200 of 384"):
         BuildIndex(str(corpus.path), "dense_flat", config, vectors=str(vectors)).run(tmp_path / "b")
     with pytest.raises(IndexFolderError, match="Faiss cannot open it"):
         BuildIndex(str(facts), "dense_flat", config, vectors=str(facts)).run(tmp_path / "c")

@@ -302,5 +302,5 @@ def test_an_interrupted_build_says_how_to_go_on(monkeypatch):
         sys, "argv", ["retrieval", "build", "--corpus", "c.jsonl", "--output", "out", "--kind", "dense_sq8"]
     )
     sys.argv += ["--encoder.model", "e5", "--encoder.query_prefix", "query: "]
-    with pytest.raises(SystemExit, match="out/index is as it was. The same command goes on behind the vectors"):
+    with pytest.raises(SystemExit, match="out/index is unchanged. The same command continues after the encoded"):
         build_or_serve()

@@ -114,7 +114,7 @@ def test_a_start_may_take_as_long_as_it_shows_progress(bm25_index, corpus, tmp_p
 def test_a_start_that_says_the_same_for_ever_is_ended(bm25_index, tmp_path, monkeypatch):
     def check(seconds):
         process = held_up(bm25_index, tmp_path / "gate", "hung", monkeypatch, start_timeout=seconds)
-        said = rf"no sign of life for {seconds} s while starting \(its last one: step 0\)"
+        said = rf"no progress for {seconds} s while starting \(last report: step 0\)"
         with pytest.raises(RetrieverStartError, match=said):
             process.start()
         assert not alive(process._server.pid)

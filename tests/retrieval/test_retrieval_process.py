@@ -122,7 +122,7 @@ def test_a_forgotten_process_is_ended(bm25_index):
 
 def test_too_silent_a_start_is_told(bm25_index):
     process = RetrieverProcess(bm25_index, start_timeout=0.05)
-    with pytest.raises(RetrieverStartError, match=r"no sign of life for 0\.05 s"):
+    with pytest.raises(RetrieverStartError, match=r"no progress for 0\.05 s"):
         process.start()
     assert not alive(process._server.pid)
     process.stop()

@@ -46,7 +46,7 @@ def backend(tmp_path) -> Path:
 def test_a_search_server_that_other_machines_reach_does_not_start_without(backend, host):
     done = run("retrieval.server", "--backend", str(backend), "--host", host, "--port", "0")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"{host} is reached from other machines, so a secret is needed: set {SECRET_VARIABLE}" in done.stderr
+    assert f"other machines can reach {host}, so the server needs a secret: set {SECRET_VARIABLE}" in done.stderr
 
 
 def test_an_engine_server_that_other_machines_reach_does_not_start_without():
@@ -56,7 +56,7 @@ def test_an_engine_server_that_other_machines_reach_does_not_start_without():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("", "holds no secret, it is empty"), ("two words", "one word of ASCII"), ("sécret", "one word")]
+    ("text", "said"), [("", "is empty; write a secret"), ("two words", "one word of ASCII"), ("sécret", "one word")]
 )
 def test_a_file_without_a_secret_is_refused(backend, tmp_path, text, said):
     (tmp_path / "secret").write_text(text)

@@ -337,7 +337,7 @@ def test_checkpoints_exchanged_with_their_lists_are_not_continued_from(trainer_f
         b.rename(a)
         (tmp_path / "a").rename(b)
     lines = settle_checkpoints(tmp_path)
-    assert len(lines) == 2 and all("was renamed or exchanged; set aside" in line for line in lines), lines
+    assert len(lines) == 2 and all("was renamed or replaced; set aside" in line for line in lines), lines
     assert find_checkpoint(tmp_path).name == "iteration-00000004.ckpt"
 
 

@@ -145,7 +145,7 @@ def test_wrong_files_and_names(tmp_path):
     with pytest.raises(DatasetError, match="cut.json cannot be read as JSON"):
         load_benchmark("hle", tmp_path / "cut.json")
     (tmp_path / "object.json").write_text("{}")
-    with pytest.raises(DatasetError, match="holds a JSON dict, expected a list"):
+    with pytest.raises(DatasetError, match="is a JSON dict; expected a list"):
         load_benchmark("hle", tmp_path / "object.json")
     (tmp_path / "x.csv").write_text("question,answer\n")
     with pytest.raises(DatasetError, match="ends in '.csv'; expected .jsonl, .json or .parquet"):

@@ -218,7 +218,7 @@ def test_other_files_are_refused(tmp_path):
         ("q.txt", "x", "expected .tsv, .csv, .jsonl, .json or .parquet"),
         ("q.csv", "question\n", "no rows"),
         ("q.csv", "question\n\xff", "in UTF-8"),
-        ("q.json", "{}", "holds a JSON dict"),
+        ("q.json", "{}", "is a JSON dict"),
     ):
         (tmp_path / name).write_bytes(text.encode("latin-1"))
         with pytest.raises(DatasetError, match=message):

@@ -150,7 +150,7 @@ def test_large_slow_and_idle(tmp_path, monkeypatch, caplog):
             assert status == 413 and "Maximum request body size" in answer["error"]
             monkeypatch.setattr(module, "BODY_S", 0.3)
             status, answer = await at.ask("/generate", b"", data=never())
-            assert status == 408 and "did not come within 0.3 s" in answer["error"]
+            assert status == 408 and "did not arrive within 0.3 s" in answer["error"]
             monkeypatch.setattr(module, "IDLE_S", 0.3)
             listener = module.bind("127.0.0.1", 0)
             runner = await EngineServer(at.engine).start(listener)

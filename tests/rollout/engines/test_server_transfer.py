@@ -89,7 +89,7 @@ async def ask_with_and_without_the_secret(monkeypatch):
             if sent is not None:
                 monkeypatch.setenv(SECRET_VARIABLE, sent)
             for path in ("/weights/load", "/generate", "/transfer/start_weight_update"):
-                with pytest.raises(InfrastructureError, match="status 401: this server wants its secret"):
+                with pytest.raises(InfrastructureError, match="status 401: this server requires its secret"):
                     await client.post(path, {})
         monkeypatch.setenv(SECRET_VARIABLE, "the-secret")
         engine.answers.set()
