@@ -85,7 +85,7 @@ def search_seconds(
 
 
 def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int) -> None:
-    """Check that an index of ``needed`` bytes fits into free memory. Raises IndexFolderError with the kinds that fit."""
+    """Check that ``needed`` bytes fit into the free memory. Raises IndexFolderError with the kinds that fit."""
     room = _USABLE * available_memory()
     if needed <= room:
         return

@@ -31,7 +31,7 @@ class Child:
     `begin`."""
 
     def __init__(self, first: tuple[Any, ...], environment: Mapping[str, str], parent: int) -> None:
-        """``first``: message that tells the child what to build. ``parent``: id of the process with which it ends."""
+        """``first``: message that tells the child what to build. ``parent``: process whose end ends it, too."""
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rollout.engines.worker", str(theirs.fileno()), str(parent)],
@@ -59,8 +59,8 @@ class Child:
         """Wait until the child has loaded the model. Returns what it reports of the model.
 
         Args:
-            timeout_s: seconds without a heartbeat, after which the child is killed.
-            limit_s: seconds in all, after which the child is killed.
+            timeout_s: the child is killed after so many seconds without a heartbeat.
+            limit_s: the child is killed after so many seconds in all.
 
         Raises:
             ValueError: the options do not fit the model.
@@ -104,7 +104,7 @@ class Child:
             results: called with the results.
             ended: called in the reading thread when the child has ended.
             busy: says whether the child has work, and so must send heartbeats.
-            timeout_s: seconds without a heartbeat, after which a busy child is killed.
+            timeout_s: a busy child is killed after so many seconds without a heartbeat.
         """
         self._reader = threading.Thread(target=self._read, args=(results, ended), daemon=True, name="engine-reader")
         for thread in (

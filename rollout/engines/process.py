@@ -28,7 +28,7 @@ from rollout.trajectory import InfrastructureError, PermanentFailure
 
 logger = logging.getLogger(__name__)
 
-SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in the order in which they wake up; vLLM's tags
+SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in their order of waking; vLLM's tags
 INTERRUPTED = "the engine was restarted in the middle of a weight update; push all weights again"
 
 
@@ -56,7 +56,7 @@ class EngineProcess:
     the engine samples nothing until new weights arrive.
 
     A message that was in flight when two children died is a suspect. A single suspect fails. Of several suspects the
-    next child gets one at a time, and the message at which that child dies fails.
+    next child gets one at a time, and fails the message that kills it.
     """
 
     transport: Literal["auto", "files", "ipc"] = "files"  # how weights reach the child; see `weights.push`
@@ -78,8 +78,8 @@ class EngineProcess:
             max_length: given plus new tokens of a request, at most.
             threads: of the child, on CPU.
             environment: variables of the child beside those of `child_environment`.
-            heartbeat_timeout_s: seconds without a heartbeat, while the child starts or has work, after which it counts
-                as hung. A heartbeat is an answer, or a message sent once a second during the start and between steps.
+            heartbeat_timeout_s: limit for the seconds without a heartbeat, while the child starts or has work; then it
+                counts as hung. A heartbeat is an answer, or a message once a second during the start and between steps.
             restarts: restarts per hour, at most; then requests fail with the reason. An exception before the first
                 answer is not followed by a restart, because the next child would raise it again.
         """
@@ -136,7 +136,7 @@ class EngineProcess:
 
     @property
     def kept(self) -> WeightFiles | None:
-        """The files of the last complete update, from which the next child gets its weights."""
+        """The files of the last complete update, which the next child loads."""
         return self._kept
 
     @property

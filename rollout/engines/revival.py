@@ -68,13 +68,13 @@ class Children:
         self._reviving: threading.Thread | None = None
 
     def start(self, first: tuple[Any, ...], environment: Mapping[str, str]) -> tuple[Child, dict[str, Any]]:
-        """Start the first child. Returns it with what it reports of its model.
+        """Start the first child. Returns it with its report of the model.
 
         Starts another one if the child hangs. A child that dies at its start would mostly die again.
 
         Args:
             first: message that tells each child what to build.
-            environment: of each child, also of later ones: by then Lightning has set variables of its own.
+            environment: of each child, also of later ones: by then Lightning has set more variables.
         """
         self._first, self._environment = first, environment
         self.closing.clear()

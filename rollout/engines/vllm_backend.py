@@ -1,4 +1,8 @@
-"""vLLM backend of the engine process: vLLM's ``LLMEngine``, stepped by hand. Written for vLLM 0.32."""
+"""vLLM backend of the engine process: steps vLLM's ``LLMEngine``. Written for vLLM 0.32.
+
+Replaces vLLM's detokenizer and log-probs processor of each request (vllm/v1/engine/), which decode every token if there
+are stop strings, and create an object for every log-prob, in the thread that also steps.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +24,23 @@ from rollout.engines.weights.files import WeightFiles, names_and_shapes
 from rollout.engines.weights.ipc import memory_of
 from rollout.trajectory import PermanentFailure, Runs, merged, recorded
 
-_SETS = 32  # sets of stop strings whose tokens are kept
-_BETWEEN = "\uffff"  # texts of tokens; no stop string that is searched for here has it
+_SETS = 32  # sets of stop strings whose tokens are cached
+_BETWEEN = "\uffff"  # separates texts of tokens; no stop string contains it
 
 
 class StopStrings:
-    """Finds the token that completes a stop string by decoding only where one can end: a token whose text begins with
-    the end of a stop string, or holds one."""
+    """Finds the token that completes a stop string.
+
+    Decodes only at tokens that can complete one: their text begins with the end of a stop string, or contains one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer: Any = getattr(tokenizer, "_tokenizer", None)  # of the tokenizers library
-        self._sorted: list[tuple[str, int]] | None = None  # (text, id) of every token, once it is needed
+        self._sorted: list[tuple[str, int]] | None = None  # (text, id) of every token, made on demand
         self.ends = lru_cache(_SETS)(self._find_ends)
 
     def can_find(self, stop: tuple[str, ...]) -> bool:
-        """False: vLLM has to decode, as a token's text depends on others at spaces and in the middle of a character."""
+        """Whether these strings can be found. False: vLLM must decode, because at spaces and within characters a token's
+        text depends on its neighbours."""
         return self._tokenizer is not None and all(s and s.isascii() and s == s.strip() for s in stop)
 
     def _find_ends(self, stop: tuple[str, ...]) -> frozenset[int]:
@@ -66,13 +72,13 @@ class SampledTokens:
     def __init__(self, stops: StopStrings, stop: tuple[str, ...]) -> None:
         self.output_token_ids: list[int] = []
         self._stops, self._stop, self._ends = stops, stop, stops.ends(stop)
-        self._window = max(map(len, stop)) + 1  # tokens; each is at least a byte, the first may lose a space
+        self._window = max(map(len, stop)) + 1  # tokens; each is at least one byte, and the first may lose a space
 
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """The stop string that is complete with one of these, which is then the last that is kept."""
+        """Append tokens. Returns the stop string that one of them completes; later tokens are dropped."""
         for token in new_token_ids:
             self.output_token_ids.append(token)
             if token in self._ends:
@@ -87,14 +93,14 @@ class SampledTokens:
 
 
 class SampledLogprobs:
-    """vLLM's ``LogprobsProcessor``, and the log-probs that it gives out."""
+    """vLLM's ``LogprobsProcessor`` without an object per log-prob."""
 
     prompt_logprobs = prompt_token_id_logprobs = None
     cumulative_logprob = 0.0
 
     def __init__(self, k: int) -> None:
         self.values: list[float] = []  # of the sampled tokens
-        self.top: list[dict[int, float]] = []  # the k most likely ones, a sampled one of them first
+        self.top: list[dict[int, float]] = []  # the k most likely tokens; the sampled one, if among them, first
         self._k = k
 
     @property
@@ -102,7 +108,7 @@ class SampledLogprobs:
         return self
 
     def update_from_output(self, output: Any) -> None:
-        ids, logprobs, ranks, _ = output.new_logprobs  # [n, 1 + at least k]: the sampled token's, then the best
+        ids, logprobs, ranks, _ = output.new_logprobs  # [n, 1 + at least k]: the sampled token, then the best ones
         for row in range(len(ranks)):
             self.values.append(float(logprobs[row, 0]))
             if self._k:
@@ -113,8 +119,8 @@ class SampledLogprobs:
                 self.top.append(entry)
 
 
-# On CPU: smallest block its attention takes (only whole blocks are prefix-cached), and a modest cache, because vLLM
-# touches all of it at once and would otherwise take a share of all memory.
+# On CPU: the smallest block of its attention (only complete blocks are cached), and a small cache, because vLLM allocates
+# all of it at once and would otherwise take a share of all memory.
 CPU_BLOCK = 32
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_STEP_TOKENS = 4096
@@ -125,10 +131,10 @@ TRANSFER_METHODS = (
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker(s), called by `collective_rpc`."""
+    """Methods added to vLLM's workers, called by `collective_rpc`."""
 
     model_runner: Any  # of the worker
-    reload_weights: Any  # likewise
+    reload_weights: Any  # of the worker
     weight_transfer_engine: Any
     _weight_update_active: bool
 
@@ -137,14 +143,14 @@ class WorkerExtension:
         self.refresh_tied_head(bool(skip))
 
     def refresh_tied_head(self, tied: bool) -> None:
-        """A tied head keeps a packed copy of the old embedding on CPU."""
+        """Update a tied head, which keeps a packed copy of the old embedding on CPU."""
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if tied and head is not None and next(head.parameters()).device.type == "cpu":
             head.quant_method.process_weights_after_loading(head)
 
     def abandon_weight_update(self) -> None:
-        """End a transfer that has begun and not come to its end. vLLM would count the tensors of the next one together
-        with those that have come already (``LayerReloadingInfo.load_numel``), and take layers for whole too early."""
+        """End an unfinished transfer. Otherwise vLLM would add the tensors of the next transfer to its counts
+        (``LayerReloadingInfo.load_numel``), and treat layers as complete too early."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):  # pyright: ignore[reportAttributeAccessIssue]  # the worker's
@@ -152,13 +158,13 @@ class WorkerExtension:
         self._weight_update_active = False
 
     def clear_cache(self) -> None:
-        """Of all numbers: attention multiplies those of free places by 0, and nan by 0 is nan."""
+        """Set the cache to zero: attention multiplies unused entries by 0, and nan times 0 is nan."""
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
     def report_untruncated_logprobs(self) -> bool:
-        """Log-probs before top-k and top-p, where vLLM's "processed_logprobs" are those after. False: this worker's
-        sampler is built differently, nothing was changed."""
+        """Report log-probs before top-k and top-p; vLLM's "processed_logprobs" are those after. Returns False, with no
+        change, for an unknown sampler."""
         sampler: Any = getattr(self.model_runner, "sampler", None)
         if hasattr(sampler, "topk_topp_sampler"):
             _report_untruncated_v1(sampler.topk_topp_sampler)
@@ -170,27 +176,26 @@ class WorkerExtension:
 
 
 def _report_untruncated_v1(sampler: Any) -> None:
-    """``TopKTopPSampler`` of the first model runner (vllm/v1/sample/ops/topk_topp_sampler.py)."""
+    """Change ``TopKTopPSampler`` of the first model runner (vllm/v1/sample/ops/topk_topp_sampler.py)."""
     truncate_and_sample = sampler.forward
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if k is None and p is None:
             return truncate_and_sample(logits, generators, k, p)
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first: the logits are changed in place
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # before the logits are changed in place
         return truncate_and_sample(logits, generators, k, p)[0], logprobs
 
     sampler.forward = forward
 
 
 def _report_untruncated_v2(sampler: Any) -> None:
-    """``Sampler`` of the second (vllm/v1/worker/gpu/sample/sampler.py): it returns the logits that log-probs are made
-    of."""
+    """Change ``Sampler`` of the second model runner (vllm/v1/worker/gpu/sample/sampler.py), which returns logits."""
     truncate_and_sample = sampler._sample_random
 
     def sample(logits: torch.Tensor, mapping: Any, rows: Any, positions: Any, k: Any, p: Any, fused: bool) -> Any:
         if k is None and p is None:
             return truncate_and_sample(logits, mapping, rows, positions, k, p, fused)
-        untruncated = logits.clone()  # first: they may be changed in place
+        untruncated = logits.clone()  # before they may be changed in place
         return truncate_and_sample(logits, mapping, rows, positions, k, p, fused)[0], untruncated
 
     sampler._sample_random = sample
@@ -198,18 +203,18 @@ def _report_untruncated_v2(sampler: Any) -> None:
 
 def _prepare_cpu(max_length: int) -> dict[str, Any]:
     """Configure vLLM for a machine without a GPU. Returns its arguments."""
-    # Nothing is worth compiling here: a few decorated functions would cost 2 s at the first token.
+    # Do not compile: a few decorated functions would cost 2 s at the first token.
     torch._dynamo.config.disable = True
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # exactness was measured with the first one
-    # A prompt computed in chunks rewinds its generator, and CPU generators cannot be ("CPU Generator does not use
-    # offset" ends the engine): no chunks, so a step must hold the longest prompt.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # exactness was measured with the first model runner
+    # A prompt in chunks rewinds its generator, which CPU generators do not support ("CPU Generator does not use offset"
+    # ends the engine). Without chunks a step must fit the longest prompt.
     step_tokens = max(max_length, CPU_STEP_TOKENS)
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": step_tokens}
     return {"block_size": CPU_BLOCK, "enforce_eager": True, **whole}
 
 
 class VLLMBackend:
-    """The methods `worker.py` calls, by vLLM's ``LLMEngine``: continuous batching, prefix caching, paged attention."""
+    """Implements `worker.Backend` with vLLM's ``LLMEngine``: continuous batching, prefix caching, paged attention."""
 
     def __init__(
         self,
@@ -224,7 +229,9 @@ class VLLMBackend:
         **engine_args: Any,
     ) -> None:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # no Triton on a CPU
-        warnings.filterwarnings("ignore", ".*torch.distributed.reduce_op.*", FutureWarning)  # vLLM walks torch's names
+        warnings.filterwarnings(
+            "ignore", ".*torch.distributed.reduce_op.*", FutureWarning
+        )  # vLLM inspects torch's names
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
@@ -239,7 +246,7 @@ class VLLMBackend:
             from rollout.engines.weights.ipc_receiver import register
 
             weight_transfer = register()
-        if sleeps and not on_cpu:  # refused there, though the calls themselves do nothing but keep their order
+        if sleeps and not on_cpu:  # vLLM refuses the option on CPU, where the calls only keep their order
             engine_args["enable_sleep_mode"] = True
         if weight_transfer is not None:
             engine_args["weight_transfer_config"] = {"backend": weight_transfer}
@@ -249,27 +256,29 @@ class VLLMBackend:
                 max_model_len=max_length,
                 max_logprobs=MAX_TOP_LOGPROBS,
                 logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # not the model folder's own temperature, top-p and EOS ids
+                generation_config="vllm",  # without the model folder's temperature, top-p and EOS ids
                 enable_prefix_caching=prefix_reuse,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
-                # Without seeds of requests: two engines of one seed would give two members of a group the same tokens.
+                # If requests have no seeds, two engines with one seed would sample the same tokens for two group members.
                 seed=0 if on_cpu else secrets.randbits(31),
                 **engine_args,
             )
         )
-        # The first model runner samples row by row where requests have seeds; on CPU it does so anyway.
+        # The first model runner samples row by row if requests have seeds; on CPU it always does.
         seeds_are_free = on_cpu or self._engine.vllm_config.use_v2_model_runner
         self._seeds = seeds_are_free if request_seeds is None else request_seeds
         self._truncates = all(self._engine.collective_rpc("report_untruncated_logprobs"))
         self._expected, self._tied = names_and_shapes(model)
         self._stops = StopStrings(self._engine.get_tokenizer())
-        self._versions: dict[int, Runs] = {}  # request id -> versions of its tokens up to the latest weight update
-        self._finished: list[tuple[int, Generation | Exception]] = []  # by `_finish_step`, not given out yet
-        self._receiving = False  # a transfer has begun and not ended
-        self._infected = False  # the cache may hold numbers that are not finite
-        self._unused = False  # such a cache, of which nothing is needed
+        self._versions: dict[int, Runs] = {}  # request id -> versions of its tokens before the latest weight update
+        self._finished: list[
+            tuple[int, Generation | Exception]
+        ] = []  # results of `_finish_step` that `step` has not returned
+        self._receiving = False  # a transfer is in progress
+        self._infected = False  # the cache may contain numbers that are not finite
+        self._unused = False  # such a cache has no needed entry
         self.version = 0
         vocab_size = self._engine.model_config.get_vocab_size()
         self.info = {
@@ -295,7 +304,7 @@ class VLLMBackend:
 
         if self._infected and not self._engine.has_unfinished_requests():
             self._finish_step()
-            self._begin_anew()
+            self._recompute()
         ours = not sampling.stop or self._stops.can_find(sampling.stop)
         params = VLLMSamplingParams(
             max_tokens=sampling.max_new_tokens,
@@ -305,7 +314,7 @@ class VLLMBackend:
             repetition_penalty=sampling.repetition_penalty,
             stop=[] if ours else list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # the caller names the EOS ids it wants in stop_token_ids
+            ignore_eos=True,  # stop_token_ids has the caller's EOS ids
             seed=sampling.seed if self._seeds else None,
             logprobs=sampling.top_logprobs,
             detokenize=not ours,
@@ -329,27 +338,29 @@ class VLLMBackend:
         return finished or self._step()
 
     def _step(self) -> list[tuple[int, Generation | Exception]]:
-        if self._unused:  # here, since at a weight update the cache may be asleep
+        if self._unused:  # not at the weight update, when the cache may be asleep
             self._engine.collective_rpc("clear_cache")
             self._infected = self._unused = False
         return [(int(output.request_id), self._generation(output)) for output in self._engine.step() if output.finished]
 
     def check(self, files: WeightFiles) -> None:
-        """Raises ValueError if they do not fit: a reload that fails half-way leaves vLLM's model unusable."""
+        """Check that files fit the model, because a failed reload makes it unusable. Raises ValueError."""
         files.validate(self._expected, optional=self._tied)
 
     def load(self, files: WeightFiles) -> None:
-        """Replace all weights, drop every prefix."""
+        """Replace all weights, and drop the prefix cache."""
         self._finish_step()
         self._abandon_transfer()
         self._engine.collective_rpc("load_files", args=(files.paths, sorted(self._tied)))
-        self._begin_anew()
+        self._recompute()
 
     def transfer(self, method: str, arguments: dict[str, Any]) -> None:
-        """One call of vLLM's weight transfer (vllm/v1/worker/gpu_worker.py). Between start and finish the weights are
-        no model's, and `step` must not be called."""
+        """Make one call of vLLM's weight transfer (vllm/v1/worker/gpu_worker.py). Between start and finish the model is
+        incomplete, and `step` must not be called."""
         if method not in TRANSFER_METHODS:
-            raise ValueError(f"{method} is no step of a weight transfer; expected one of {', '.join(TRANSFER_METHODS)}")
+            raise ValueError(
+                f"{method} is not a call of a weight transfer; expected one of {', '.join(TRANSFER_METHODS)}"
+            )
         if method in ("init_weight_transfer_engine", "start_weight_update"):
             self._abandon_transfer()
         if method == "start_weight_update":
@@ -359,7 +370,7 @@ class VLLMBackend:
         if method == "finish_weight_update":
             self._receiving = False
             self._engine.collective_rpc("refresh_tied_head", args=(bool(self._tied),))
-            self._begin_anew()
+            self._recompute()
 
     def _abandon_transfer(self) -> None:
         if self._receiving:
@@ -367,12 +378,13 @@ class VLLMBackend:
             self._receiving = False
 
     def _finish_step(self) -> None:
-        """With asynchronous scheduling (CUDA) a step is in flight between two calls of `step`. Its tokens are taken in,
-        as what the old weights have sampled, before these change: it reads them, and vLLM would drop its tokens."""
+        """Finish the step that asynchronous scheduling (CUDA) keeps in flight, before the weights change.
+
+        The step reads the old weights, and vLLM would drop its tokens."""
         from vllm.v1.core.sched.interface import PauseState
 
         core: Any = self._engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]  # in-process
-        before = core.scheduler.pause_state  # paused by `sleep` until the cache is awake, too
+        before = core.scheduler.pause_state  # `sleep` pauses it until the cache is awake
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         try:
             while core.batch_queue:
@@ -380,11 +392,11 @@ class VLLMBackend:
         finally:
             core.scheduler.set_pause_state(before)
 
-    def _begin_anew(self) -> None:
-        """The weights have changed: requests in flight are preempted, keep their tokens, and are computed anew with the
-        new weights when they go on (``Scheduler.reset_prefix_cache`` of vLLM 0.32)."""
+    def _recompute(self) -> None:
+        """Let requests in flight continue with new weights: they keep their tokens, and their keys and values are
+        recomputed (``Scheduler.reset_prefix_cache`` of vLLM 0.32)."""
         for state in self._engine.output_processor.request_states.values():
-            assert state.detokenizer is not None  # of every request that samples
+            assert state.detokenizer is not None  # every sampling request has one
             request_id, sampled = int(state.external_req_id), state.detokenizer.num_output_tokens()
             self._versions[request_id] = self._runs(request_id, sampled)
         unfinished = self._engine.has_unfinished_requests()
@@ -393,17 +405,18 @@ class VLLMBackend:
         self._unused = self._infected
 
     def sleep(self) -> None:
-        """Level 1: the cache is dropped, weights go to the host's memory. Level 2 would drop them, too, and with them
-        whatever else of the model no push brings (vllm-project/vllm#29341)."""
-        if self.has_work:  # vLLM would abort it
+        """Sleep at level 1: drop the cache, and move the weights to host memory.
+
+        Level 2 would drop the weights and also tensors that a push does not send (vllm-project/vllm#29341)."""
+        if self.has_work:  # vLLM would abort them
             raise RuntimeError("the engine was told to sleep with requests in flight; expected none")
-        self._finish_step()  # of no request any more; vLLM would wait for it with falling asleep, and nobody steps
-        self._engine.sleep(level=1)  # pauses the scheduler, drops all prefixes
+        self._finish_step()  # vLLM would wait for this step before it sleeps
+        self._engine.sleep(level=1)  # also pauses the scheduler and drops all prefixes
 
     def wake_up(self, part: str) -> None:
         awake = self._engine.wake_up(tags=[part])
-        if part == "kv_cache" and not awake:  # the scheduler stays paused, and requests would wait for ever
-            raise RuntimeError("vLLM is still asleep with its cache awake; expected its weights to be woken first")
+        if part == "kv_cache" and not awake:  # otherwise the scheduler stays paused, and requests wait forever
+            raise RuntimeError("vLLM is still asleep with its cache awake; wake its weights first")
 
     def _runs(self, request_id: int, sampled: int) -> Runs:
         before = self._versions.get(request_id, ())
@@ -424,7 +437,7 @@ class VLLMBackend:
             self._infected = True
             return PermanentFailure(
                 f"the model's logits are not finite (weights of version {self.version}): training has diverged, or the "
-                "weights are damaged"
+                "weights are damaged; continue from an earlier checkpoint"
             )
         return Generation(
             token_ids=ids,

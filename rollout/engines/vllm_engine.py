@@ -60,11 +60,11 @@ class VLLMEngine(EngineProcess):
             request_seeds: sample every request with its own seed, so that a run with the same arithmetic repeats its
                 tokens. None: only if that costs no time, which is on CPU and with vLLM's second model runner. The first
                 model runner samples row by row for it on CUDA.
-            heartbeat_timeout_s: seconds without a heartbeat, while the child process starts or has work, after which it
-                is killed.
+            heartbeat_timeout_s: the child process is killed after so many seconds without a heartbeat, while it starts
+                or has work.
             restarts: how often within an hour a dead child is replaced. The next child gets the weights from a copy in
                 host memory (one per host), and samples the unanswered requests again with the same seeds. A request
-                at which two children died fails. 0: a death ends the run, and no copy is kept.
+                that two children did not survive fails. 0: a death ends the run, and no copy is kept.
 
         Raises:
             ModuleNotFoundError: vLLM is not installed.

@@ -84,7 +84,7 @@ class BranchingSampler:
     async def sample_tree(
         self, group: GroupRunner, n: int, roots: int, done: Sequence[Trajectory] = ()
     ) -> list[Trajectory]:
-        """Sample a group of ``n``. ``roots`` of them start at once, of which the first may be ``done`` already."""
+        """Sample a group of ``n``. ``roots`` of them start at once; the first may be ``done`` already."""
         if roots >= n or self.beam_size == 1:
             return [*done, *await run_independent(group, range(len(done), n))]
         tree = LockStepTree if self.variant == "lock_step" else FreeTree
@@ -219,7 +219,7 @@ class Tree:
         return self.n - len(self._members)
 
     async def sample(self, roots: int, done: Sequence[Trajectory] = ()) -> list[Trajectory]:
-        """Return all ``n`` trajectories. ``roots`` start at once, of which the first may be ``done`` already."""
+        """Return all ``n`` trajectories. ``roots`` start at once; the first may be ``done`` already."""
         self._members.extend(done)
         self._roots = len(done)
         async with asyncio.TaskGroup() as self._tasks:  # one that fails cancels the others

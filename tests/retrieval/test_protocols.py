@@ -147,7 +147,7 @@ def test_a_tool_that_does_not_fit_is_refused_with_the_difference(write, right, w
         (
             "def score(",
             "def points(",
-            r"rollouts.reward': my_parts.MyReward does not fit RewardFunction: it has no method score; .*fit AsyncReward: .* s",
+            r"MyReward does not fit RewardFunction: it has no method score; .*fit AsyncReward: .* s",
         ),
         ("def score(", "async def score(", "MyReward does not fit RewardFunction: score must not be 'async def'"),
         (

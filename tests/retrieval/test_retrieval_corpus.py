@@ -184,9 +184,7 @@ def test_a_gzip_file_that_is_torn_or_plain_is_named(tmp_path):
     spoilt[len(whole) // 2] ^= 255
     (tmp_path / "spoilt.jsonl.gz").write_bytes(spoilt)
     for path in tmp_path.iterdir():
-        with pytest.raises(
-            CorpusError, match=r"not gzip, or truncated, after line \d+ \(.*\); download it again"
-        ) as caught:
+        with pytest.raises(CorpusError, match=r"truncated, after line \d+ \(.*\); download it again") as caught:
             list(read_corpus(path))
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -246,9 +244,7 @@ def test_all_faults_of_a_corpus_are_told_with_their_lines(tmp_path):
 def test_a_mapping_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "c.jsonl").write_text(GOOD)
     pl.DataFrame({"body": ["x"]}).write_parquet(tmp_path / "c.parquet")
-    with pytest.raises(
-        CorpusError, match="columns.txt is not a column of a corpus; expected id, title, text, contents"
-    ):
+    with pytest.raises(CorpusError, match="columns.txt is not a column .*; expected id, title, text, contents"):
         list(read_corpus(tmp_path / "c.jsonl", {"txt": "x"}))
     with pytest.raises(CorpusError, match=r"line 1: no 'text', but id, contnts; say --paths"):
         (tmp_path / "d.jsonl").write_text('{"id": "1", "contnts": "x"}')

@@ -104,9 +104,7 @@ def test_a_damaged_list_is_an_error_of_one_line(model, how):
         bit = content.replace(b"config", b"bonfig")
         listed.write_bytes({"empty": b"", "cut": content[:-1], "bit": bit, "line": content[:last]}[how])
     for path in (model, model / "config.json"):
-        with pytest.raises(
-            DigestError, match="sha256 is not a complete list of SHA-256 digests: .*remove the list"
-        ) as found:
+        with pytest.raises(DigestError, match="sha256 is not a complete list of .*: .*remove the list") as found:
             check_digests(path)
         assert "\n" not in str(found.value)
 

@@ -56,7 +56,7 @@ BODY_BYTES, TOKEN_BYTES = 1 << 20, 24  # largest body: a fixed part, and a part 
 BODY_S = 60.0  # for a body to arrive
 IDLE_S = 75.0  # a connection without a complete request header is closed
 STOP_S = 1.0  # that requests may take to finish when the server ends
-SENDER_S = 600.0  # of silence, after which the sender of a transfer counts as gone
+SENDER_S = 600.0  # of silence, then the sender of a transfer counts as gone
 PATHS = "GET /health, GET /weights, POST /generate, POST /weights/sees, POST /weights/load or POST /transfer/METHOD"
 METHODS = (
     "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
@@ -192,7 +192,7 @@ class EngineServer:
                 self.weights.give_up()
                 raise
             except ValueError:
-                if method == "start_weight_update":  # nobody knows what it has begun
+                if method == "start_weight_update":  # its state is unknown
                     self._restart_engine("a weight transfer failed at its start")
                 raise
             finally:

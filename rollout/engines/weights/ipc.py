@@ -48,7 +48,7 @@ class IPCSender:
 
         Raises:
             ValueError: the engine's model is in other memory, or the engine cannot open the buffer.
-            OSError, RuntimeError: there is no room for the buffer.
+            OSError, RuntimeError: the memory for the buffer is full.
         """
         import torch
 
@@ -157,7 +157,7 @@ class IPCSender:
 
 @contextmanager
 def _shared(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Create a buffer of bytes, and the handle by which another process opens it inside the block."""
+    """Create a buffer of bytes, and a handle for another process to open it inside the block."""
     import torch
 
     if device.type == "cuda":

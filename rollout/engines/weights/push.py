@@ -178,7 +178,7 @@ def _copying(tensors: Tensors, copies: WeightFiles) -> Iterator[tuple[str, torch
 
 
 def _connect(engine: Any, submit: Submit, tensors: Tensors) -> tuple[Tensors, IPCSender | None, str | None]:
-    """Return the tensors, and the IPC sender or the reason that there is none.
+    """Return the tensors, and the IPC sender or the obstacle.
 
     All ranks gather the first tensor to find its device."""
     if getattr(engine, "transport", "files") == "files":
