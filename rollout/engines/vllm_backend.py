@@ -39,8 +39,8 @@ class StopStrings:
         self.ends = lru_cache(_SETS)(self._find_ends)
 
     def can_find(self, stop: tuple[str, ...]) -> bool:
-        """Whether these strings can be found. False: vLLM must decode, because at spaces and within characters a token's
-        text depends on its neighbours."""
+        """Whether these strings can be found. Otherwise vLLM must decode, because at spaces and within characters a
+        token's text depends on its neighbours."""
         return self._tokenizer is not None and all(s and s.isascii() and s == s.strip() for s in stop)
 
     def _find_ends(self, stop: tuple[str, ...]) -> frozenset[int]:
@@ -119,8 +119,8 @@ class SampledLogprobs:
                 self.top.append(entry)
 
 
-# On CPU: the smallest block of its attention (only complete blocks are cached), and a small cache, because vLLM allocates
-# all of it at once and would otherwise take a share of all memory.
+# On CPU: the smallest block of its attention (only complete blocks are cached), and a small cache, because vLLM
+# allocates all of it at once and would otherwise take a share of all memory.
 CPU_BLOCK = 32
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_STEP_TOKENS = 4096
@@ -261,7 +261,7 @@ class VLLMBackend:
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
-                # If requests have no seeds, two engines with one seed would sample the same tokens for two group members.
+                # Without seeds of requests, equal seeds of two engines would give two group members the same tokens.
                 seed=0 if on_cpu else secrets.randbits(31),
                 **engine_args,
             )
