@@ -470,7 +470,7 @@ def test_fork_at_an_impossible_place(protocol):
     parent = run(loop)
     inside_observation, end = parent.turns[0].end + 1, len(parent.response_ids)
     for at in (parent.turns[0].end, inside_observation, end, end + 5, -1):
-        with pytest.raises(ValueError, match="beginning of a turn"):
+        with pytest.raises(ValueError, match="start of a turn"):
             run(loop, start=parent, at=at)
 
 
