@@ -14,6 +14,19 @@ from common.errors import one_line
 BACKLOG = 2048  # connections waiting to be accepted
 
 
+def bind(host: str, port: int, inherited: int | None = None) -> socket.socket:
+    """Return a listening socket, from the descriptor ``inherited`` or a new one. ``port`` 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, fileno=inherited)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it. Without it separate headers and body cost 40 ms of delayed acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if inherited is None:
+        listener.bind((host, port))
+    listener.listen(BACKLOG)
+    return listener
+
+
 async def listen(
     app: web.Application, listener: socket.socket, key: str, paths: str, idle_s: float, stop_s: float
 ) -> web.AppRunner:

@@ -40,7 +40,7 @@ from jsonargparse import ArgumentParser
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import one_line
-from common.http_server import BACKLOG, listen, read_body
+from common.http_server import bind, listen, read_body
 from common.ranges import NonNegativeInt
 from common.secret import add_secret_option, demand_secret, server_secret
 from common.validation import first_problem
@@ -226,24 +226,15 @@ def announced_url(report: dict) -> str:
     return f"http://{socket.gethostname()}:{report['port']}" if anywhere else report["url"]
 
 
-def bind(host: str, port: int, inherited: int | None = None) -> socket.socket:
-    """Return a listening socket, from the descriptor ``inherited`` or a new one. ``port`` 0 takes a free one.
-
-    Ends the process with code 3 if the port is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, fileno=inherited)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it. Without it separate headers and body cost 40 ms of delayed acknowledgement.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_S * 1000))
+def listening_socket(host: str, port: int, inherited: int | None) -> socket.socket:
+    """Return a listening socket (see ``bind``). Ends the process with code 3 if the port is in use."""
     try:
-        if inherited is None:
-            listener.bind((host, port))
-        listener.listen(BACKLOG)
+        listener = bind(host, port, inherited)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             _stop(f"port {port} on {host} is in use; stop its process, or choose another port with --port", 3)
         _stop(f"cannot listen on {host}, port {port}: {error.strerror}", EXIT_WRONG_INPUT)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_S * 1000))
     return listener
 
 
@@ -352,7 +343,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             _require_none_given(options)
             options.make_backend = read_backend(options.backend)
-        listener = bind(options.host, options.port, options.listen_fd)
+        listener = listening_socket(options.host, options.port, options.listen_fd)
         secret = server_secret(listener, options.secret_file)
     except (RetrievalFailure, ValueError, OSError) as error:
         _stop(str(error), EXIT_WRONG_INPUT)

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from common.http_server import bind
 from retrieval.batching import OwnerThread
-from retrieval.server import RetrievalServer, bind
+from retrieval.server import RetrievalServer
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from retrieval.batching import OwnerThread
-from retrieval.server import DOCUMENTS, QUERIES, READ_S, TOPK, bind
+from retrieval.server import DOCUMENTS, QUERIES, READ_S, TOPK, listening_socket
 from tests.processes import alive, gone_within, with_patience
 from tests.raw_http import check_unreadable
 from tests.retrieval.serving import serving
@@ -248,14 +248,14 @@ def test_the_server_ends_with_its_owner_even_by_kill_9(bm25_index, server, corpu
 
 def test_accepted_connections_do_not_wait_for_acknowledgements():
     """Small answers would otherwise take 40 ms: asyncio turns Nagle's algorithm off only for sockets of its own."""
-    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with listening_socket("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_the_kernel_gives_up_clients_that_do_not_take_their_answers():
-    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with listening_socket("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * READ_S

@@ -42,7 +42,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from common.errors import one_line
-from common.http_server import BACKLOG, listen, read_body
+from common.http_server import bind, listen, read_body
 from common.run_folder import remove_run_folder
 from common.secret import add_secret_option, demand_secret, server_secret
 from common.validation import first_problem
@@ -237,15 +237,6 @@ def make_engine(description: str) -> EngineProcess:
     if not isinstance(engine, EngineProcess):
         raise ValueError(f"{config['class_path']} cannot be served; expected an EngineProcess such as VLLMEngine")
     return engine
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. ``port`` 0 takes a free one."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(BACKLOG)
-    return listener
 
 
 async def serve(engine: EngineProcess, listener: socket.socket, host: str, secret: str | None) -> int:
