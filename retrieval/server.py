@@ -226,7 +226,7 @@ def announced_url(report: dict) -> str:
     return f"http://{socket.gethostname()}:{report['port']}" if anywhere else report["url"]
 
 
-def listening_socket(host: str, port: int, inherited: int | None) -> socket.socket:
+def listening_socket(host: str, port: int, inherited: int | None = None) -> socket.socket:
     """Return a listening socket (see ``bind``). Ends the process with code 3 if the port is in use."""
     try:
         listener = bind(host, port, inherited)
