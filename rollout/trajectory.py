@@ -243,7 +243,7 @@ class Turn:
 
     @property
     def versions(self) -> Runs:
-        """(policy version, tokens) in order, over all its tokens."""
+        """Pairs of (policy version, number of tokens) in order, over all tokens of the turn."""
         return runs_of(self.policy_version, self.version_runs, self.end - self.start)
 
 

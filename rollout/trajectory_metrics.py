@@ -30,7 +30,7 @@ def is_inherited(trajectory: Trajectory, turn: int) -> bool:
 
 
 def turns_after_tools(trajectory: Trajectory) -> list[int]:
-    """Indices of the turns that follow the result of an executed call."""
+    """Return the indices of the turns that follow the result of an executed call."""
     called = {call.turn for call in trajectory.executed_calls}
     turns = trajectory.turns
     followed = [i for i in called if i + 1 < len(turns)]
