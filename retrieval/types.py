@@ -85,7 +85,7 @@ class Searcher(Protocol):
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """``'"Title"\\ntext'`` -> ``('Title', 'text')``, as Search-R1's retrieval_server.py does.
+    """Split ``'"Title"\\ntext'`` into ``('Title', 'text')``, as Search-R1's retrieval_server.py does.
 
     The text is everything after the first line break.
     """
