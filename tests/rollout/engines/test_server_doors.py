@@ -106,7 +106,7 @@ WRONG = [
     ("/weights/load", LOAD | {"version": 1.5}, 400, "version"),
     ("/weights/load", LOAD | {"tag": ""}, 400, "tag"),
     ("/transfer/start_weight_update", {"tag": "t"}, 400, "takes weights by files"),
-    ("/transfer/sleep", {}, 400, "no step of a weight transfer"),
+    ("/transfer/sleep", {}, 400, "not a call of a weight transfer"),
     ("/transfer/update_weights", {"arguments": []}, 400, "arguments"),
     ("/weights/copy", {}, 404, "Not Found"),
     ("/health", {}, 405, "Not Allowed"),

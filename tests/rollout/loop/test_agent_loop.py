@@ -518,7 +518,7 @@ def test_environment_ends_and_scores_itself(protocol):
     assert trajectory.task.question == "You stand in a corridor."
     assert trajectory.task.metadata == {"first_observation": {"exits": ["forward"]}, "own_question": TASK.question}
     assert "Question: You stand in a corridor.<|im_end|>" in protocol.decode(trajectory.prompt_ids)
-    with pytest.raises(TypeError, match="no resume"):
+    with pytest.raises(TypeError, match="no method resume"):
         run(loop, start=trajectory, at=trajectory.turns[1].start)
 
 
