@@ -1,6 +1,7 @@
-"""Ranges of numbers, as annotations of the constructors that configurations name. The command line's parser refuses
-numbers outside, and nan and infinity everywhere. Calls in Python are not checked.
-Constructors do not repeat these checks.
+"""Ranges of numbers, as annotations of constructors.
+
+The command line's parser refuses numbers outside a range, and nan and infinity everywhere. Constructors do not repeat
+these checks, so calls in Python are not checked.
 """
 
 from __future__ import annotations

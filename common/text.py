@@ -1,4 +1,4 @@
-"""Text utilities: lone surrogates, plain JSON, and tags read in linear time.
+"""Text utilities: lone surrogates and plain JSON.
 
 JSON can write lone surrogates (``"\\ud83d"``), but UTF-8 and tokenizers refuse them.
 """
@@ -81,31 +81,3 @@ def refuse_halves(value: Any) -> None:
     """Raise HalfPair if a text in ``value``, plain JSON, contains a lone surrogate."""
     if found := _HALF.search(json.dumps(value, ensure_ascii=False)):
         raise HalfPair(f"half of a surrogate pair, {ascii(found[0])[1:-1]}; expected whole characters")
-
-
-def between(text: str, opening: str, closing: str) -> list[str]:
-    """Return the texts from each ``opening`` to the next ``closing``, in order.
-
-    Equals ``re.findall(f"{opening}(.*?){closing}", text, re.DOTALL)``, which takes quadratic time if tags are
-    opened and never closed.
-
-    >>> between("<a>1</a> <a> <a>2</a> <a>3", "<a>", "</a>")
-    ['1', ' <a>2']
-    """
-    found: list[str] = []
-    start = text.find(opening)
-    while start >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
-        found.append(text[start + len(opening) : end])
-        start = text.find(opening, end + len(closing))
-    return found
-
-
-def last_between(text: str, opening: str, closing: str) -> str | None:
-    """Return the text from the last closed ``opening`` to the next ``closing``, or None.
-
-    >>> last_between("<a>1</a> <a> <a>2</a> 3</a> <a>4", "<a>", "</a>")
-    '2'
-    """
-    before, closed, _ = text.rpartition(closing)
-    _, opened, content = before.rpartition(opening)
-    return content.partition(closing)[0] if closed and opened else None

@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.text import last_between
 from rollout.protocols.base import PromptMode
 from rollout.protocols.text import DATASET, TextProtocol
 from rollout.tags import boxed, last_between, mended, unwrapped

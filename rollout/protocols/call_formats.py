@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from common.text import between
+from rollout.tags import between
 from rollout.tokenizer import render_chat
 from rollout.trajectory import ToolRequest
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common.ranges import FiniteFloat, PositiveFloat
-from common.text import between
 from rollout.rewards.scoring import exact_match, f1, normalize_answer, sub_exact_match
+from rollout.tags import between
 from rollout.tokenizer import decode, load_tokenizer
 from rollout.trajectory import Reward, Trajectory
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from common.text import between, last_between
 from data_modules.datasets.tool_prompts import _QUOTED_BOX
 from data_modules.datasets.traces import MalformedTrace, cut
 from experiments.worlds.repair.environment import shown_total

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from common.text import between
 from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
+from rollout.tags import between
 from rollout.trajectory import Task
 
 RESULT = " <result>\n", "\n</result>"

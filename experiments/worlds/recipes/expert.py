@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import re
 
-from common.text import between
 from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
 from experiments.worlds.recipes.build import with_recipe
 from experiments.worlds.recipes.environment import recipe_of
 from rollout.protocols.episodes import ACTION
 from rollout.skills.bank import Selection
 from rollout.skills.retrieval import SkillRetriever
+from rollout.tags import between
 from rollout.trajectory import Task
 
 STEP = re.compile(r"step (\d+)")

@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.text import between
 from experiments.worlds.expert_engine import WorldExpert
 from experiments.worlds.shopping import pages
 from experiments.worlds.shopping.goals import Goal, goal_of
 from rollout.protocols.episodes import ACTION
+from rollout.tags import between
 from rollout.trajectory import Task
 
 PAGES = 5  # pages of results that it searches for the product

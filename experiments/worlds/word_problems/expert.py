@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from common.text import between
 from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
+from rollout.tags import between
 from rollout.trajectory import Task
 
 TOOL = "code_interpreter"

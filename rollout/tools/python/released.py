@@ -6,7 +6,7 @@ cut), verl/tools/sandbox_fusion_tools.py (the text for failures).
 
 from __future__ import annotations
 
-from common.text import between
+from rollout.tags import between
 
 NO_OUTPUT = "no stdout here"
 CUT = "...(truncated)..."
