@@ -120,7 +120,8 @@ def hermes_calls(text: str) -> Calls:
 
     def read(start: int) -> tuple[ToolRequest, int]:
         value, end = decode_json(text, start)
-        return request(value), _match(_CLOSING, text, end, f"no {CLOSE} after the JSON object").end()
+        after = _match(_CLOSING, text, end, f"no {CLOSE} after the JSON object").end()  # its message comes first
+        return request(value), after
 
     return _each(text, OPEN, read)
 

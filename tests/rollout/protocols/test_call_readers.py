@@ -8,7 +8,14 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from rollout.protocols.call_formats import MalformedCall, UnclosedThinking, after_thinking, thinking_tags, typed
+from rollout.protocols.call_formats import (
+    MalformedCall,
+    UnclosedThinking,
+    after_thinking,
+    hermes_calls,
+    thinking_tags,
+    typed,
+)
 from rollout.protocols.call_readers import LEFT_OUT, NATIVE, PROBES, call_reader
 from rollout.trajectory import ToolRequest
 from tests.rollout.chat_models import chat_model
@@ -219,3 +226,9 @@ def test_own_formats_need_no_vllm():
     )
     subprocess.run([sys.executable, "-c", script], check=True)
     assert not set(NATIVE) & LEFT_OUT
+
+
+def test_a_number_without_its_closing_tag_is_reported_as_unclosed():
+    """The model reads the message, so that another order of checks would change every later turn."""
+    with pytest.raises(MalformedCall, match="^no </tool_call> after the JSON object$"):
+        hermes_calls('<tool_call>\n08.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
