@@ -107,6 +107,9 @@ class WeightsLost(InfrastructureError):
     """The engine lost the weights of the last push. It samples nothing until all weights are pushed again."""
 
 
+INTERRUPTED = "the engine was restarted in the middle of a weight update; push all weights again"
+
+
 class UpdateInterrupted(InfrastructureError):
     """The engine restarted during a weight update. Push all weights again."""
 

@@ -20,7 +20,15 @@ from typing import Any, Literal
 from common.env_vars import child_environment
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from common.run_folder import run_folder
-from rollout.engines.base import EngineGone, Generation, SamplingParams, UpdateInterrupted, WeightsLost, check_request
+from rollout.engines.base import (
+    INTERRUPTED,
+    EngineGone,
+    Generation,
+    SamplingParams,
+    UpdateInterrupted,
+    WeightsLost,
+    check_request,
+)
 from rollout.engines.child import ROOT, Child, Results
 from rollout.engines.revival import Children
 from rollout.engines.weights.files import WeightFiles
@@ -29,7 +37,6 @@ from rollout.trajectory import InfrastructureError, PermanentFailure
 logger = logging.getLogger(__name__)
 
 SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in their order of waking; vLLM's tags
-INTERRUPTED = "the engine was restarted in the middle of a weight update; push all weights again"
 
 
 @dataclass(slots=True)

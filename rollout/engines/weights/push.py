@@ -17,8 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 from common.ranks import gather_objects, rank
-from rollout.engines.base import Engine, EngineGone, UpdateInterrupted
-from rollout.engines.process import INTERRUPTED
+from rollout.engines.base import INTERRUPTED, Engine, EngineGone, UpdateInterrupted
 from rollout.engines.weights.files import WeightFiles, in_type, shared_memory_id
 from rollout.engines.weights.ipc import IPCSender
 from rollout.trajectory import InfrastructureError

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from rollout.engines.base import SamplingParams
 from rollout.engines.server import engine as server_engine
 from rollout.engines.server.engine import ServerEngine
-from rollout.engines.weights.nccl import NCCLSender
+from rollout.engines.server.nccl import NCCLSender
 from tests.rollout.engines.conftest import LOGPROB_TOLERANCE, random_prompts
 from tests.rollout.engines.engine_servers import Running, running
 from tests.rollout.engines.pushing import push_weights
