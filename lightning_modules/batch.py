@@ -134,14 +134,6 @@ def aligned(values_BT: Tensor, source: TokenBatch, target: TokenBatch) -> Tensor
     return torch.where(target.response_mask != 0, moved, torch.zeros_like(moved))
 
 
-def turn_starts(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-    """Mark the first token of each turn that has any, so that adjacent turns stay separate [B, T] bool."""
-    starts = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
-    for row, t in enumerate(trajectories):
-        starts[row, [len(t.prompt_ids) + turn.start for turn in t.turns if turn.end > turn.start]] = True
-    return starts.to(batch.input_ids.device)
-
-
 def micro_batches(
     lengths: Sequence[int], index: Sequence[int], token_budget: int, packed: bool = False
 ) -> list[list[int]]:

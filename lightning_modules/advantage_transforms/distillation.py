@@ -34,7 +34,7 @@ from lightning_modules.advantage_transforms.base import (
     validate_choice,
 )
 from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts, after_prompts
-from lightning_modules.batch import RowTensors, TokenBatch, turn_starts
+from lightning_modules.batch import RowTensors, TokenBatch
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.policy import DType
 from lightning_modules.models.remote_teacher import RemoteTeacher
@@ -49,6 +49,14 @@ SHOWN_TURNS = 8  # turns with metrics of their own; the last turn has metrics, t
 
 
 # ---------------------------------------------------------------------- values of turns: torch only, no gradient
+def turn_starts(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
+    """Mark the first token of each turn that has any, so that adjacent turns stay separate [B, T] bool."""
+    starts = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
+    for row, t in enumerate(trajectories):
+        starts[row, [len(t.prompt_ids) + turn.start for turn in t.turns if turn.end > turn.start]] = True
+    return starts.to(batch.input_ids.device)
+
+
 def turn_index(mask_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
     """Number each token's turn [B, T] int64: 0 where the mask is 0, else 1..K.
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from common.ranges import NonNegativeFloat, UnitInterval
 from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
-from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index
-from lightning_modules.batch import TokenBatch, turn_starts
+from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index, turn_starts
+from lightning_modules.batch import TokenBatch
 from lightning_modules.maths.turn_advantages import (
     Statistics,
     TurnNorm,

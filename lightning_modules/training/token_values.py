@@ -12,8 +12,9 @@ from lightning_modules.advantage_transforms.distillation import (
     turn_divergences,
     turn_index,
     turn_means,
+    turn_starts,
 )
-from lightning_modules.batch import TokenBatch, turn_starts
+from lightning_modules.batch import TokenBatch
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
