@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through peft: W x becomes W x + alpha / rank * B (A x), and W stays.
 
-The layers are injected into the model, which keeps its class, its output layer and its way to be called, so that no
-algorithm sees a difference. B starts at 0: an untrained adapted model is the base model, bit for bit. It has no
+The layers are injected into the model, which keeps its class, its output layer and its signature, so no algorithm sees
+a difference. B starts at 0: an untrained adapted model is the base model, bit for bit. It has no
 dropout: a ratio of probabilities is meaningless if each has other units dropped.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
-ADAPTER = "default"  # the name peft gives the only adapter: a part of the parameters' names
-BASE = ".base_layer"  # what peft puts into the name of a parameter that it wraps
+ADAPTER = "default"  # peft's name of the only adapter, part of the parameters' names
+BASE = ".base_layer"  # in the name of every parameter that peft wraps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LoRA:
         target: names of the linear modules to adapt, whole or from a dot on (q_proj, mlp.up_proj), or all-linear.
 
     Raises:
-        ValueError: numbers out of range, no target.
+        ValueError: no target.
     """
 
     rank: PositiveInt = 16
@@ -53,10 +53,6 @@ class LoRA:
     target: str | list[str] = ALL_LINEAR
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora.rank is {self.rank}; expected at least 1 (8 to 64 are usual)")
-        if not (self.alpha > 0 and math.isfinite(self.alpha)):
-            raise ValueError(f"lora.alpha is {self.alpha}; expected a positive number (twice the rank is usual)")
         if not self.targets or not all(self.targets):
             raise ValueError(f"lora.target is {self.target!r}; expected {ALL_LINEAR}, or names of linear modules")
 

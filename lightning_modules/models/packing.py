@@ -7,15 +7,14 @@
     position_ids       0  1  2  3  0  1  0  1  2
     cu_seqlens         0           4     6        9
 
-Everything in a body but attention works on each token alone. Attention is told where sequences begin, by the keywords
-that transformers' own varlen kernels take (``FlashAttentionKwargs``), and never forms an N x N mask:
+All parts of a body except attention work on each token separately. Attention gets the sequence boundaries by the
+keywords of transformers' varlen kernels (``FlashAttentionKwargs``), and never forms an N x N mask:
 
 * half precision on CUDA: ``torch.nn.attention.varlen`` (flash attention, part of torch), or the flash-attn package;
-* everything else (CPU, float32): scaled dot-product attention, one call a sequence, the very call of the padded form.
+* everything else (CPU, float32): scaled dot-product attention, one call per sequence, as in the padded form.
 
-A body is packed if it was loaded with one of the names of ``NAMES``, which are attention implementations of
-transformers. The name travels wherever a module hands ``self.attention`` on, so that policy, critic, reference and
-teacher are packed alike.
+A body is packed if it was loaded with one of the attention implementations in ``NAMES``. A module passes
+``self.attention`` to every model it loads, so policy, critic, reference and teacher are all packed.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 NAMES = {"sdpa": "packed", "flash_attention_2": "packed_fa2", "flash_attention_3": "packed_fa3"}
 BUILT_IN = ("sdpa", "eager", "flex_attention")
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-LAYERS = {"full_attention", "sliding_attention"}  # the others carry something from token to token besides attention
-BENDS = ("softcap", "s_aux", "position_bias")  # arguments of attention that the kernels here do not apply
+LAYERS = {"full_attention", "sliding_attention"}  # other layers carry information from token to token besides attention
+BENDS = ("softcap", "s_aux", "position_bias")  # arguments of attention that these kernels ignore
 
 
 def packed_name(attention: str) -> str:

@@ -1,13 +1,13 @@
 """Log-probs, entropies and divergences from hidden states, computed without holding all logits at once.
 
 ``[tokens, 151936]`` float32 logits of 16k tokens are 10 GB, and a softmax with its gradient holds several of them.
-Here the output matrix is applied to a chunk of tokens at a time, and a function turns the chunk's logits into a few
-columns per token. One buffer [chunk, V], in the type of the product, holds the logits and, in the backward pass, their
-gradient in the same place; the function is applied to some rows of it at once. The backward pass makes a chunk's logits
-again instead of keeping them, but for the last chunk's, which the buffer still holds.
+This module applies the output matrix to a chunk of tokens at a time, and a function turns the chunk's logits into a few
+columns per token. One buffer [chunk, V], in the type of the product, holds the logits and then their gradient; the
+function sees some of its rows at a time. The backward pass recomputes a chunk's logits, except those of the last chunk,
+which the buffer still holds.
 
-Liger's fused losses take the gradient in the forward pass, which spares that product. There the loss has to be known;
-here it is whatever an algorithm makes of the log-probs of a whole micro-batch.
+Liger's fused losses compute the gradient in the forward pass, which saves the recomputation. They must know the loss
+then; here an algorithm computes any loss from the log-probs of a whole micro-batch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 LOGITS_CHUNK = 2048  # tokens whose logits exist at once, by default: 1.2 GB in float32 at a vocabulary of 151,936
 FUNCTION_ROWS = 256  # rows per call of a function; a divergence holds some 10 times their logits
-# Elements that statistics are computed of at once, by device: on a processor rows that stay in its cache, elsewhere
-# enough to keep it busy. Two float32 copies of a block exist beside the logits.
+# Elements per block of the statistics, by device: on a CPU rows that fit its cache, elsewhere enough to keep the device
+# busy. Two float32 copies of a block exist beside the logits.
 BLOCK = {"cpu": 2**19}
 LARGE_BLOCK = 2**24
 
@@ -77,8 +77,10 @@ class TokenStatistics:
         return found, shift
 
     def gradient_(self, logits: Tensor, found: Tensor, shift: Tensor, grad: Tensor, targets: Tensor) -> Tensor:
-        """Overwrite logits by their gradient over a factor per row, which is returned [n, 1]: values of about 1 lose
-        nothing in half precision. With p = softmax, entropy H, and gradients a of the log-prob and b of H::
+        """Overwrite logits by their gradient divided by a factor per row; return the factors [n, 1].
+
+        Values of about 1 lose nothing in half precision. With p = softmax, entropy H, and
+        gradients a of the log-prob and b of H::
 
             d/dz = -[p (a + b (log p + H)) - a onehot] / temperature
         """

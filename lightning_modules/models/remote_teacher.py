@@ -22,34 +22,33 @@ from rollout.trajectory import InfrastructureError
 
 logger = logging.getLogger(__name__)
 
-# vLLM says -9999 for -inf; this is a probability of the size of float32's least. One token must not drown a batch.
+# vLLM returns -9999 for -inf. exp(-100) is about float32's smallest probability; one token must not dominate a batch.
 LEAST_LOGPROB = -100.0
-PROBE_TOKENS = 2000  # of the student's vocabulary, evenly spread_turns, from whose text the tokenizers are compared
+PROBE_TOKENS = 2000  # evenly spaced tokens of the student's vocabulary; their text compares the tokenizers
 
 
 class RemoteTeacher:
     """Requests log-probs of sampled tokens from vLLM's OpenAI-compatible ``/completions`` (``prompt_logprobs``).
 
-    The ids go as they were sampled, tool results among them; nothing is tokenised again. A request ends with the
-    last sampled token, and the one token that the server has to generate is thrown away. A trajectory is never cut: the
-    server must take prompt and response in one request (``--max-model-len``, one more than the longest), and splits
-    the computation itself. Log-probs of a prompt are those of temperature 1. The servers must serve the same model.
+    The servers read the sampled ids, tool results included; nothing is tokenised again. A request ends with the last
+    sampled token, and the one token that the server must generate is dropped. Trajectories are never cut: the server
+    must accept prompt and response in one request (``--max-model-len``, one more than the longest), and splits the
+    computation itself. Log-probs of a prompt are those of temperature 1. All servers must serve the same model.
 
     Args:
-        urls: base addresses such as ``["http://127.0.0.1:8001/v1"]``; asked in turn.
+        urls: base addresses such as ``["http://127.0.0.1:8001/v1"]``; requests go round-robin.
         model: name of the teacher on the servers.
-        api_key_variable: name of the environment variable that holds the key; null: no key is sent.
-        max_tokens_per_request: trajectories that go together in a request have at most so many tokens; a longer one
-            goes alone.
+        api_key_variable: name of the environment variable with the key; null: no key is sent.
+        max_tokens_per_request: most tokens of the trajectories in a request; a longer trajectory gets its own request.
         concurrency: requests in flight at once, of each rank.
         timeout_s: seconds for one attempt.
         patience_s: seconds after its first failure during which a request is repeated while no server answers or all
-            are busy (see ``RoundRobinClient.post``), as when a server restarts. Ranks that have their log-probs
-            wait for the others: keep it below the timeout of the process group (Lightning: 1800).
+            are busy (see ``RoundRobinClient.post``), as when a server restarts. Finished ranks wait
+            for the others: keep it below the timeout of the process group (Lightning: 1800).
         backoff_s: seconds before the first retry; the pauses double up to a minute.
 
     Raises:
-        ValueError: an impossible option, or the key is not set.
+        ValueError: the key is not set.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """Resume on another number of ranks, other sub-groups or another strategy than those of the checkpoint.
 
-DeepSpeed's own way (ds_to_universal, then ``load_universal``) is not taken: at stage 3 it gives every parameter group
-the settings of the first (learning rate and weight decay of the critic become the policy's; deepspeed 0.19.8,
-runtime/zero/stage3.py, ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``), it knows Adam's state only, and it
-writes the whole checkpoint to the disk once more.  Here each rank cuts the parts that it will hold out of the files, in
-the shape that DeepSpeed's ordinary loading expects of a rank's own file.
+Each rank cuts its parts out of the files, in the layout that DeepSpeed's ordinary loading expects of a rank's file.
+
+DeepSpeed's own conversion (ds_to_universal, then ``load_universal``) is not used. At stage 3 it gives every parameter
+group the settings of the first: learning rate and weight decay of the critic become the policy's (deepspeed 0.19.8,
+runtime/zero/stage3.py, ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``). It supports Adam's state only, and it
+writes the whole checkpoint to disk again.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _torch_state(
     """Build a torch optimiser's ``state_dict`` whose parameters are this rank's flat tensors."""
     found: dict[int, dict[str, Any]] = {}
     for flat, (fragments, size) in enumerate(flats):
-        # A rank may hold nothing of a small group: then any parameter of that group says what is kept of it.
+        # A rank may hold no part of a small group: then any parameter of that group names the optimiser's values.
         sample = fragments[0].name if fragments else state.names[owners[flat]][0]
         runs = {kind: _flat(state, fragments, kind, size) for kind in state.kinds(sample)}
         if runs or state.scalars[sample]:

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO under Lightning, on CUDA and on CPU ranks (gloo), with workarounds for their known faults.
 
-lightning 2.6.6 with deepspeed 0.19.8; their faults, and where each is mended:
+Faults of lightning 2.6.6 with deepspeed 0.19.8, and the workaround of each:
 
 1. the loss is divided twice by the accumulation count             -> ``backward`` switches DeepSpeed's division off
 2. a second backward in one training_step overwrites the first     -> ``backward`` opens a new micro-step each time
@@ -9,7 +9,7 @@ lightning 2.6.6 with deepspeed 0.19.8; their faults, and where each is mended:
 5. accumulation counters of the two drift apart between epochs     -> automatic accumulation is refused
 6. validate/test with ckpt_path fails at stage 3                   -> ``load_checkpoint`` supplies the missing method
 
-A checkpoint of other ranks, sub-groups, of the other stage or of another strategy is resumed from as well
+Checkpoints of another number of ranks, other sub-groups, the other stage or another strategy can be resumed, too
 (resharding.py).
 """
 
@@ -34,18 +34,18 @@ class ZeRO(DeepSpeedStrategy):
     """Base of ``ZeRO2`` and ``ZeRO3``: one DeepSpeed engine around the LightningModule shards policy, critic and frozen
     teacher together.
 
-    For modules with manual optimisation, which is all of ours.  Gradient clipping is the engine's, joint over all
-    trained parts (the modules set it from their ``max_grad_norm``).
+    It expects manual optimisation, as all modules here have. The engine clips gradients jointly over all trained parts
+    (the modules set it from their ``max_grad_norm``).
 
     Args:
         offload_optimizer: keep the optimiser state in host memory.
         offload_parameters: keep the parameters in host memory (stage 3).
         bucket_elements: elements per communication bucket; DeepSpeed's 2e8 takes 0.8 GB in float32.
         persistence_threshold: parameters smaller than this stay whole on every rank (stage 3).
-        live_parameters: elements of parameters that are gathered at once, at most (stage 3); DeepSpeed's 1e9 keeps a
+        live_parameters: largest number of parameter elements gathered at once (stage 3). DeepSpeed's 1e9 keeps a
             smaller model whole on every rank from forward to backward.
-        sub_group_size: elements of a rank's shard that the optimizer updates at once (stage 3); each takes 8 to 12
-            bytes while it does. The whole shard with lightning's default.
+        sub_group_size: elements of a rank's shard per update of the optimizer (stage 3), which takes 8 to 12 bytes for
+            each. Lightning's default updates the whole shard at once.
         exclude_frozen_parameters: leave frozen models out of checkpoints; they are loaded from their folder again.
 
     Raises:

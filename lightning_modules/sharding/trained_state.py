@@ -1,8 +1,8 @@
 """Read parts of the trained weights and optimiser state by name, from a checkpoint of any strategy.
 
 DeepSpeed writes a file per rank. It holds the parameters of a group one after the other, each cut over the ranks;
-every other strategy writes one file of whole tensors.  Either is read here without a copy (files are mapped into
-memory), so that a rank takes from all of them just the parts that it will hold.
+every other strategy writes one file of whole tensors. This module maps the files into memory, so a rank reads only its
+own parts of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.files import UNREADABLE
 
 WEIGHTS = "weights"  # used beside the optimiser's names (exp_avg, ...)
 SHARDS = "checkpoint"  # the folder in a DeepSpeed checkpoint that holds the ranks' files
-WRAPPER = "_forward_module."  # what some strategies put before a module's names
+WRAPPER = "_forward_module."  # prefix of some strategies to a module's names
 LIGHTNING_ONLY = ("state_dict", "optimizer_states")
 # What DeepSpeed adds to the caller's own entries in a file of model states (its engine's _common_checkpoint_state).
 DEEPSPEED_ONLY = frozenset(

@@ -312,13 +312,8 @@ def test_every_module_takes_it_from_the_command_line(name):
 
 
 def test_mistakes_are_named_before_a_model_is_loaded(model_dir):
-    for options, message in (
-        ({"rank": 0}, "lora.rank is 0"),
-        ({"alpha": -1.0}, "lora.alpha is -1.0"),
-        ({"target": []}, "lora.target is"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LoRA(**options)
+    with pytest.raises(ValueError, match="lora.target is"):
+        LoRA(target=[])
     there = "expected one of: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     for target in (["q_proj", "query"], "lm_head", "proj", "embed_tokens"):
         with pytest.raises(ValueError, match=there):
