@@ -96,11 +96,6 @@ def register(name: str) -> None:
     AttentionInterface.register(name, partial(packed_attention, kernel=kernel))
 
 
-def is_packed(body: Any) -> bool:
-    """Whether a transformers model was loaded for packing."""
-    return body.config._attn_implementation in NAMES.values()
-
-
 def check_body(model: Any, path: str) -> None:
     """Refuse a model in which anything but attention carries information from token to token.
 

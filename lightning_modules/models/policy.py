@@ -171,7 +171,7 @@ def load_causal_lm(
     packing.register(attention)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
     keep_rotary_exact(model)
-    if packing.is_packed(model):
+    if is_packed(model):
         packing.check_body(model, path)
     for name in UNSUPPORTED:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
@@ -213,7 +213,7 @@ class ValueModel(nn.Module):
         packing.register(attention)
         self.body = AutoModel.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
         keep_rotary_exact(self.body)
-        if packing.is_packed(self.body):
+        if is_packed(self.body):
             packing.check_body(self.body, path)
         disable_dropout(self.body)
         self.body.train()
@@ -227,7 +227,7 @@ class ValueModel(nn.Module):
     def forward(self, batch: TokenBatch) -> Tensor:
         """Compute values [B, T] float32. Entry t is read before token t is known; entry 0 is 0. Entries after the end
         of a row are meaningless (packed: 0)."""
-        if packing.is_packed(self.body):
+        if is_packed(self.body):
             hidden, rows, columns = packing.packed_states(self.body, batch)
             values = self._read(hidden)[:, 0]
             read = columns + 1 < batch.lengths[rows]  # nothing is predicted from a row's last token
@@ -241,9 +241,14 @@ class ValueModel(nn.Module):
         return self.head(hidden.to(self.head.weight.dtype)).float()  # with LoRA the body may be in half precision
 
 
+def is_packed(body: Any) -> bool:
+    """Whether a transformers model was loaded for packing."""
+    return body.config._attn_implementation in packing.NAMES.values()
+
+
 def hidden_before(model: PreTrainedModel, batch: TokenBatch, at: tuple[Tensor, Tensor]) -> Tensor:
     """Compute the hidden states [N, H] that predict the tokens at (rows [N], columns [N])."""
-    if packing.is_packed(model):
+    if is_packed(model):
         hidden, _, _ = packing.packed_states(model.base_model, batch)
         starts = batch.lengths.cumsum(0) - batch.lengths
         return hidden[starts[at[0]] + at[1] - 1]

@@ -12,7 +12,7 @@ from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.batch import collate, micro_batches
 from lightning_modules.models import packing
-from lightning_modules.models.policy import ValueModel, load_causal_lm, named_weights, token_logprobs
+from lightning_modules.models.policy import ValueModel, is_packed, load_causal_lm, named_weights, token_logprobs
 from tests.lightning_modules.helpers import VOCABULARY, fit, make_group, make_trajectories
 
 # sums in another order: about 1e-7 of the terms each; over two layers with weights of 0.2 some tens of times that
@@ -113,10 +113,8 @@ def test_a_training_step_packed_is_a_training_step_padded(algorithm, model_dir, 
     }[algorithm]
     modules = [make(packing=packed) for packed in (True, False)]
     (packed, figures), (padded, expected) = (trained(module, rows) for module in modules)
-    assert packing.is_packed(modules[0].policy) and packing.is_packed(
-        modules[0].teacher if algorithm == "kd" else modules[0].reference
-    )
-    assert not packing.is_packed(modules[1].policy)
+    assert is_packed(modules[0].policy) and is_packed(modules[0].teacher if algorithm == "kd" else modules[0].reference)
+    assert not is_packed(modules[1].policy)
     start = {k: v.clone() for k, v in named_weights(load_causal_lm(model))}
     assert max(float((packed[f"policy.{k}"] - v).abs().max()) for k, v in start.items()) > 1e-3
     # Adam's first steps are the sign of a gradient times lr, which rounding may turn where a gradient is all but 0
