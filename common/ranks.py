@@ -1,9 +1,14 @@
-"""Gathers Python objects over the ranks of ``torch.distributed``. With one process, each function is the identity."""
+"""Collectives over the ranks of ``torch.distributed``. With one process, each function is the identity."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _GLOO: dict[str, Any] = {}  # the gloo group beside the default group ``world``, made at the first gather
 
@@ -40,6 +45,57 @@ def gather_objects(value: Any) -> list[Any]:
 def gather_lists(items: Sequence[Any]) -> list[Any]:
     """Return the concatenation of every rank's sequence, in rank order, on every rank. A collective."""
     return [item for part in gather_objects(list(items)) for item in part]
+
+
+def gather_values(values: Tensor) -> Tensor:
+    """Gather [n] of this rank to [N] of all ranks, in rank order; n may differ between ranks. A collective."""
+    if world_size() == 1:
+        return values
+    return values.new_tensor(gather_lists(values.tolist()))
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum element-wise over ranks; the argument does not change. A collective."""
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return values
+    values = values.detach().clone()
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+def max_over_ranks(value: int, device: torch.device | str) -> int:
+    """Return the largest of the ranks' integers. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor[0])
+
+
+@contextmanager
+def stop_together() -> Iterator[None]:
+    """Raise an error of any rank on all ranks at the end of the block, so that no rank waits in the next collective.
+
+    The block must not contain collectives. Every rank must enter it.
+
+    Raises:
+        RuntimeError: the messages of all ranks, the same on every rank; the error itself on one process.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        if world_size() == 1:
+            raise
+        error = caught
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]:
+        raise RuntimeError("; ".join(failed)) from error
 
 
 def _host_group() -> Any:

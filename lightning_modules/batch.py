@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor
 
-from lightning_modules import ranks
+from common import ranks
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

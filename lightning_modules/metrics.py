@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from lightning_modules import ranks
+from common import ranks
 
 Merge = Callable[[Iterable[float]], float]
 

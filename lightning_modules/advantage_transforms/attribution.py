@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from common import ranks
 from common.ranges import FiniteFloat
-from lightning_modules import ranks
 from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, per_turn_prompts
 from lightning_modules.maths.advantages import Member, shared_token_advantages, whiten
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from common import ranks
 from common.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, UnitInterval
-from lightning_modules import ranks
 from lightning_modules.advantage_transforms.base import (
     AdvantageTransform,
     Algorithm,

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from common import ranks
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
-from lightning_modules import ranks
 from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, validate_choice
 from lightning_modules.advantage_transforms.skill_teacher import SkillInputs, SkillTeacher, TeacherWeights
 from lightning_modules.batch import RowTensors

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
+from common import ranks
 from common.ranges import NonNegativeFloat, UnitInterval
-from lightning_modules import ranks
 from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
 from lightning_modules.advantage_transforms.teacher_prompts import after_prompts, check_lengths
 from lightning_modules.advantage_transforms.turns import turn_numbers

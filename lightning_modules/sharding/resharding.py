@@ -20,8 +20,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
+from common import ranks
 from common.files import replacing
-from lightning_modules import ranks
 from lightning_modules.sharding.trained_state import (
     SHARDS,
     WEIGHTS,

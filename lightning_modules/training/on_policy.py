@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from common import ranks
 from common.ranges import (
     AtLeastOne,
     BelowOne,
@@ -28,7 +29,6 @@ from common.ranges import (
     PositiveInt,
     UnitInterval,
 )
-from lightning_modules import ranks
 from lightning_modules.advantage_transforms.base import MicroBatch, RolloutBatch
 from lightning_modules.batch import (
     LogprobBatch,

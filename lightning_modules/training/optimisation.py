@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from common import ranks
 from common.make_command import continue_command
-from lightning_modules import ranks
 from lightning_modules.metrics import StepMetrics
 
 if TYPE_CHECKING:

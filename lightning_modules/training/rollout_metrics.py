@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_modules import ranks
+from common import ranks
 from lightning_modules.batch import TokenBatch
 from lightning_modules.maths.correction import Correction, ratios
 from lightning_modules.maths.losses import zero_variance_groups

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from common import ranks
 from common.ranges import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
-from lightning_modules import ranks
 from lightning_modules.batch import TokenBatch, collate, plan
 from lightning_modules.maths.schedules import ScheduleName, make_schedule
 from lightning_modules.metrics import StepMetrics

@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 import torch.distributed as dist
 
-from lightning_modules import ranks
+from common import ranks
 from rollout.trajectory import InfrastructureError
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import lightning as L
 import torch
 
-from lightning_modules import ranks
+from common import ranks
 from lightning_modules.advantage_transforms.skill_teacher import SkillTeacher
 from lightning_modules.algorithms.aepo import AEPO
 from lightning_modules.algorithms.cold_start_kd import ColdStartKD
