@@ -69,19 +69,19 @@ class GRPO(OnPolicyModule):
         clip_low: how far below 1 the ratio may help.
         clip_high: how far above 1 the ratio may help.
         dual_clip: bound on the loss of tokens with negative advantage; null for none.
-        clip_balanced: AEPO's clip: above its range a gradient is kept, see ``losses.clip_balanced_loss``.
-        aggregation: token_mean (every token of the mini-batch alike, as the code of ARPO, SOD and SDAR) or
-            sequence_mean (1/G sum 1/|y|, as their papers write it).
+        clip_balanced: use AEPO's clip, which keeps a gradient above its range, see ``losses.clip_balanced_loss``.
+        aggregation: token_mean (every token of the mini-batch weighs the same, as in the code of ARPO, SOD and SDAR) or
+            sequence_mean (1/G sum 1/|y|, as in their papers).
         advantage: std, centred or leave_one_out (see ``group_advantages``), or global: no groups, the outcome whitened
             over the model's tokens of the whole batch and all ranks (verl's REINFORCE++ at gamma 1).
         singleton_advantage: advantage of the only trajectory of a group, because the others failed: zero, or its reward
             as in verl.
         entropy_coef: weight of the entropy bonus.
         use_grpo: whether rewards enter; false for the transforms' signals only.
-        ratio_denominator: the log-probs that the ratio of the clipped loss divides by: the trainer's, computed before
-            the update, or the sampler's, as recorded in the trajectories.
+        ratio_denominator: pi_old of the clipped loss: trainer (computed before the update) or sampler (recorded in the
+            trajectories).
         advantage_transforms: applied in this order.
-        teacher_dtype: type the parameters of a distillation teacher are kept in.
+        teacher_dtype: type of a distillation teacher's parameters.
     """
 
     applies_correction = True

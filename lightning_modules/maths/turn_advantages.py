@@ -30,7 +30,7 @@ def turn_advantages(
     eps: float = STD_EPS,
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """How much better each turn did than its group [R] (GRPO as verl-agent runs it, docs/papers/sdar.md 1.6)::
+    """Compare each turn with its group [R] (GRPO as verl-agent runs it, docs/papers/sdar.md 1.6)::
 
         score = return - penalty        A = (score - mean) / (std + eps)        on every token of the turn
 
@@ -42,16 +42,16 @@ def turn_advantages(
                                                                     of their mean (score - mean)^2
     ============  ================================================  ==========================================
 
-    By rows a trajectory weighs by its turns: failures that ran to the limit make the mean. By trajectories each weighs
-    1 whatever its length; without penalties that is mean and unbiased std of the returns. The variance holds what
-    turns differ within a trajectory, too: between trajectories alone it can be 0 while one turn was penalised, and
-    that turn would get -penalty / eps. (The released switch for it takes the first row's score of each trajectory.)
+    By rows, a trajectory weighs by its turns, so failures that ran to the limit dominate the mean. By trajectories,
+    each weighs 1 whatever its length; without penalties these are mean and unbiased std of the returns. The variance
+    includes differences within a trajectory: between trajectories it can be 0 while one turn was penalised, and that
+    turn would get -penalty / eps. (The released switch takes the first row's score of each trajectory.)
 
-    A group whose scores are all equal gets exactly 0.
+    A group with equal scores gets exactly 0.
 
     Args:
         returns_R: return of the row's whole episode.
-        penalties_R: what this turn is charged: coefficient times whether its action was invalid.
+        penalties_R: penalty of each turn: coefficient times whether its action was invalid.
         groups: of each row.
         members: index in the group of each row's trajectory.
         statistics: see above.
@@ -83,7 +83,7 @@ def gigpo_advantages(
     eps: float = STD_EPS,
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """GiGPO's advantages [R]: the episode's among those of its task, and the turn's among those from the same state::
+    """Compare each turn's episode with its group, and the turn with others from the same state (GiGPO) [R]::
 
         A = A_episode + turn_weight A_turn                                   eq. 8
         A_episode   return - penalty against its group, return: sum of the trajectory's rewards          eq. 3
@@ -96,11 +96,11 @@ def gigpo_advantages(
 
     Args:
         rewards_R: the environment's reward of each turn.
-        penalties_R: what each turn is charged (see ``turn_advantages``).
+        penalties_R: penalty of each turn, see ``turn_advantages``.
         groups: of each row.
         members: index in the group of each row's trajectory.
         turns: number of each row in its trajectory, from 0; a turn that is not among the rows counts as reward 0.
-        anchors: the state in which the turn was taken: what the environment showed, without history.
+        anchors: state before the turn: the environment's text, without history.
         turn_weight: of A_turn; 0 leaves A_episode.
         gamma: discount per turn.
         norm: see above.
