@@ -51,7 +51,7 @@ def test_a_search_server_that_other_machines_reach_does_not_start_without(backen
 
 def test_an_engine_server_that_other_machines_reach_does_not_start_without():
     done = run("rollout.engines.server.server", "--engine", "{}", "--host", "0.0.0.0", "--port", "0")
-    assert done.returncode == 2 and f"so a secret is needed: set {SECRET_VARIABLE}" in done.stderr
+    assert done.returncode == 2 and f"so the server needs a secret: set {SECRET_VARIABLE}" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
