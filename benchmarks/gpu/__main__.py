@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu [--model qwen3-0.6b] [--only ROW ...] [--cpu] [--markdown]
 
-Random weights in the shape of a published model, so that nothing is downloaded; LightningModules, RolloutSystem, data
-module and Trainer are the project's own. Tier A needs no vLLM, tier B does. A row says PASS with its figure, FAIL with
-figure and cure, or why it is skipped; the exit status is 1 if one failed. What is expected of each row is on
-docs/results/gpu.md.
+Models have random weights in the shape of a published model, so nothing is downloaded. LightningModules, RolloutSystem,
+data module and Trainer are the project's. Tier A needs no vLLM, tier B does. A row prints PASS with its figure, FAIL
+with figure and cure, or the reason for skipping it. The exit status is 1 if a row failed. docs/results/gpu.md lists the
+expected result of each row.
 
-``--cpu`` runs the same rows on small shapes on the processor: it proves that they run, and their figures mean nothing.
+``--cpu`` runs the same rows on small shapes on the processor. This shows that they run; the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def shown(result: Result, markdown: bool) -> str:
 
 
 def check(rows: Sequence[Row], setting: Setting, gpus: int, markdown: bool = False) -> int:
-    """Print the table; returns the exit status."""
+    """Print the table; return the exit status."""
     began, words = time.monotonic(), []
     if markdown:
         print("| tier | row | result | figure |\n|---|---|---|---|")
@@ -86,7 +86,7 @@ def check(rows: Sequence[Row], setting: Setting, gpus: int, markdown: bool = Fal
 
 
 def count_gpus() -> int:
-    """That this process may use, as torch counts them; in a child, so that the parent holds none."""
+    """Count the GPUs that torch can use, in a child process, so that this process opens none."""
     code = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return int(done.stdout) if done.returncode == 0 else 0

@@ -1,4 +1,4 @@
-"""Rows of a table, each measured in a child process, so that one that crashes or hangs costs its own row alone."""
+"""Rows of a table, each measured in a child process, so that a crash or a hang costs only one row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEE_LOG = "read the log that is named below the table"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every row is told.
+    """Settings for every row.
 
     Attributes:
         folder: for models, checkpoints and logs; all rows share it.
@@ -43,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Of one row: whether it is as it should be, the figure, and where it is not, what to do."""
+    """Result of one row: whether it passed, its figure and, if it failed, the cure."""
 
     ok: bool
     figure: str
@@ -55,17 +55,16 @@ class Row:
     """One row of the table.
 
     Attributes:
-        name: as it is printed, and for ``--only``.
+        name: printed name, also for ``--only``.
         measure: a function ``(Setting) -> Finding`` that the child imports: module and name, separated by a colon. A
             module without a dot is one of this package.
         tier: A runs without vLLM.
-        group: neighbours of one group share a process (and what it holds: an engine, a trained model) as long as none
-            of them crashes.
-        of: name of the row whose work it only reads: where that one crashes, this one is not tried.
+        group: adjacent rows of one group share a process and its state (an engine, a trained model) until one crashes.
+        of: name of the row whose work this row reads; if that row crashes, this row is skipped.
         needs: packages without which the row is skipped.
-        gpus: that it needs, without ``--cpu``.
-        not_on_cpu: why it means nothing there.
-        limit_s: seconds after which it has failed.
+        gpus: number of GPUs it needs, without ``--cpu``.
+        not_on_cpu: why the row is skipped with ``--cpu``.
+        limit_s: seconds after which the row has failed.
     """
 
     name: str
@@ -79,10 +78,10 @@ class Row:
     limit_s: float = 240.0
 
     def skipped(self, setting: Setting, gpus: int) -> str | None:
-        """Why it is not measured; None where it is.
+        """Return why the row is skipped, or None if it is measured.
 
         Args:
-            gpus: that torch can use.
+            gpus: number of GPUs that torch can use.
         """
         if setting.cpu and self.not_on_cpu:
             return self.not_on_cpu
@@ -101,7 +100,7 @@ class Result:
 
 
 def results(rows: Sequence[Row], setting: Setting, gpus: int) -> Iterator[Result]:
-    """Of every row, as they come."""
+    """Yield the result of each row as soon as it is known."""
     log = Path(setting.folder) / "log.txt"
     for _, neighbours in groupby(rows, key=lambda row: row.group):
         group = list(neighbours)
@@ -116,7 +115,7 @@ def results(rows: Sequence[Row], setting: Setting, gpus: int) -> Iterator[Result
 
 
 def _findings(rows: Sequence[Row], setting: Setting, log: Path) -> Iterator[Finding]:
-    """One per row. After a crash another child goes on with the rows that are left."""
+    """Yield one result per row. After a crash, another child continues with the remaining rows."""
     left = list(rows)
     while left:
         with log.open("a") as stderr:
@@ -167,7 +166,7 @@ def _start(rows: Sequence[Row], setting: Setting, stderr: IO[str]) -> subprocess
 
 
 def _lines(child: subprocess.Popen[str]) -> queue.SimpleQueue[str]:
-    """Its answers as they come, and an empty one at its end."""
+    """Yield the child's answers as they arrive, and an empty one at its end."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     stdout = child.stdout
     assert stdout is not None
@@ -192,7 +191,7 @@ def _end(child: subprocess.Popen[str], log: Path, began: int) -> str:
 
 
 def _kill(child: subprocess.Popen[str]) -> None:
-    """With whatever it has started (engines)."""
+    """Kill the child and the processes it started (engines)."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -201,9 +200,9 @@ def _kill(child: subprocess.Popen[str]) -> None:
 
 
 def serve() -> None:
-    """The child: measure row after row, and answer with a line of JSON each."""
+    """Run as the child: measure row after row and answer each with a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries must not print into the answers
     words: dict[str, Any] = json.loads(sys.argv[1])
     setting, code = Setting(**words), 0
     try:

@@ -1,6 +1,6 @@
-"""Rows about the machine: driver, products in bfloat16, Triton, shared memory. Torch alone is imported.
+"""Rows about the machine: driver, products in bfloat16, Triton, shared memory. Imports only torch.
 
-The last step of ``make setup`` on a machine with a GPU asks for these rows: it says "ready" where they pass.
+On a machine with a GPU, the last step of ``make setup`` runs these rows and prints "ready" if they pass.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from benchmarks.gpu.frame import Finding, Setting
 
-DRIVERS = {"12": 525, "13": 580}  # by CUDA's major version, the oldest Linux driver (CUDA Toolkit release notes)
-CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
-BF16_ERROR = 0.01  # of a product: bfloat16 rounds to 2^-9, 0.2 %
-PEAK_SHARE = 0.3  # of the data sheet's speed that a plain product reaches at least
+DRIVERS = {"12": 525, "13": 580}  # oldest Linux driver by CUDA's major version (CUDA Toolkit release notes)
+CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
+BF16_ERROR = 0.01  # error of a product: bfloat16 rounds to 2^-9, 0.2 %
+PEAK_SHARE = 0.3  # least share of the data sheet's speed that a plain product reaches
 GB = 1e9
 
 
@@ -47,7 +47,7 @@ def driver(setting: Setting) -> Finding:
 
 
 def driver_version() -> str:
-    """As nvidia-smi tells it, else the kernel module; "not found"."""
+    """Return the driver version from nvidia-smi, else from the kernel module; "not found" without one."""
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -59,7 +59,7 @@ def driver_version() -> str:
 
 
 def shared_memory(setting: Setting) -> Finding:
-    """Weights go through it, in the engine's type, where they do not go from GPU to GPU."""
+    """Check the shared memory, through which weights go in the engine's type if they do not go from GPU to GPU."""
     from benchmarks.gpu.shapes import shape_of
     from experiments.registry.shapes import Dimensions
 
@@ -74,7 +74,7 @@ def shared_memory(setting: Setting) -> Finding:
 
 
 def bf16_product(setting: Setting) -> Finding:
-    """The first rows against float64, and how fast a large product is."""
+    """Check the first rows against float64, and time a large product."""
     import torch
 
     device, n = ("cpu", 256) if setting.cpu else ("cuda", 8192)
@@ -104,7 +104,7 @@ def bf16_product(setting: Setting) -> Finding:
 
 
 def triton_compile(setting: Setting) -> Finding:
-    """torch.compile of a row-wise function, which is Triton there: needs a C compiler and Python.h."""
+    """Check torch.compile of a row-wise function: on CUDA this is Triton, which needs a C compiler and Python.h."""
     import torch
 
     torch.manual_seed(0)

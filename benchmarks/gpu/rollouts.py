@@ -43,17 +43,17 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task
 
-GAP = 0.05  # nats between the engine's log-probs and the trainer's of the same weights
-TOLD_APART = 3  # times as far from other weights, or the comparison says nothing
+GAP = 0.05  # nats between log-probs of engine and trainer with the same weights
+TOLD_APART = 3  # least ratio of the distance to other weights; below it the comparison proves nothing
 ENGINE_SHARE = 0.35
-ALONE = 0.7  # its share where the trainer's memory gives way
-ASLEEP = 3 * GB  # of an engine that sleeps, at most: its CUDA context and graphs
+ALONE = 0.7  # the engine's share in the row in which the trainer yields its memory
+ASLEEP = 3 * GB  # most memory of a sleeping engine: its CUDA context and graphs
 PROBED = 8  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of rollouts."""
+    """Sizes of the rollouts."""
 
     prompts: int
     samples: int
@@ -63,7 +63,7 @@ class Sizes:
     max_tokens_per_micro_batch: int
     at_once: int  # sequences
     new_tokens: int  # of each of those
-    lr: float  # large: the weights must move far enough to be told apart
+    lr: float  # large, so that the weights move measurably
 
     @property
     def max_length(self) -> int:
@@ -82,7 +82,7 @@ def own_engine(setting: Setting, share: float = ENGINE_SHARE, **options: Any) ->
 
 
 def make_system(setting: Setting, engine: Engine, **options: Any) -> RolloutSystem:
-    """Every turn is read as a search, so that all trajectories have as many turns."""
+    """Make a system that reads every turn as a search, so that all trajectories have the same number of turns."""
     size = sizes(setting)
     return RolloutSystem(
         engine,
@@ -106,14 +106,15 @@ def system(setting: Setting) -> RolloutSystem:
 
 
 def sequences(setting: Setting) -> Finding:
-    """Tokens per second of many sequences at once, plain, with a seed each, with stop strings (which are decoded)."""
+    """Measure tokens per second of many sequences at once: plain, with one seed each, and with stop strings (which are
+    decoded)."""
     rollouts, size = system(setting), sizes(setting)
     prompts = [list(range(100 + i % 100, 164 + i % 100)) for i in range(size.at_once)]
     plain = SamplingParams(size.new_tokens)
     kinds = {"plain": plain, "seeds": plain, "stop strings": replace(plain, stop=("</search>", "</answer>"))}
     rates = {}
     for name, sampling in kinds.items():
-        for new_tokens in (4, size.new_tokens):  # the first to warm up
+        for new_tokens in (4, size.new_tokens):  # the first warms up
             asked = [
                 replace(sampling, max_new_tokens=new_tokens, seed=i if name == "seeds" else None)
                 for i in range(size.at_once)
@@ -133,8 +134,7 @@ async def _all(engine: Engine, prompts: Sequence[list[int]], asked: Sequence[Sam
 
 
 def between_steps(setting: Setting) -> Finding:
-    """Pushes of two models in turn while trajectories are sampled: each token's log-prob is that of the model of its
-    version."""
+    """Push two models in turn during sampling: each token's log-prob must be that of its version's model."""
     rollouts, size = system(setting), sizes(setting)
     device, dtype = ("cpu", "float32") if setting.cpu else ("cuda", "bfloat16")
     models = [load_causal_lm(model_folder(setting), dtype).to(device) for _ in range(2)]
@@ -174,7 +174,7 @@ def between_steps(setting: Setting) -> Finding:
 
 
 def _scored(model: Any, batch: Any, budget: int) -> list[list[float]]:
-    """[B, T], row by row in micro-batches of the budget."""
+    """Return log-probs [B, T], computed row by row in micro-batches."""
     from lightning_modules.batch import score
 
     return score(batch, lambda micro: token_logprobs(model, micro).logprobs, budget).tolist()
@@ -182,11 +182,13 @@ def _scored(model: Any, batch: Any, budget: int) -> list[list[float]]:
 
 # ---------------------------------------------------------------------- iterations beside the engine
 class Watch(L.Callback):
-    """First of the callbacks: how far the engine's weights are from the module's before each push, and what it holds
-    while the trainer trains.
+    """Measures before each push how far the engine's weights are from the module's, and the engine's memory while
+    training.
+
+    Must be the first callback.
 
     Args:
-        stale: whether to look: it wakes an engine that sleeps.
+        stale: whether to measure the distance, which wakes a sleeping engine.
     """
 
     def __init__(self, stale: bool) -> None:
@@ -210,7 +212,7 @@ class Watch(L.Callback):
 
 
 class Logged(L.Callback):
-    """Last of the callbacks."""
+    """Collects the logged metrics. Must be the last callback."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -224,7 +226,7 @@ class Logged(L.Callback):
 
 
 def others() -> float:
-    """Bytes of the GPU that are not this process's tensors: the engine, and both CUDA contexts."""
+    """Return the bytes of the GPU that are not this process's tensors: the engine and both CUDA contexts."""
     if not torch.cuda.is_available():
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -236,7 +238,7 @@ class Run:
     metrics: list[dict[str, float]]  # of each iteration
     stale: list[float]  # nats between the engine's old weights and the trainer's new ones
     moved: float  # largest change of a weight
-    first_step: int | None  # global_step that it began with
+    first_step: int | None  # global_step at the start
     last_step: int
     training: float  # bytes of the GPU that are not the trainer's, while it trains
     generating: float  # the same after a push
@@ -245,7 +247,7 @@ class Run:
     total: float = math.nan
 
     def median(self, name: str) -> float:
-        """Over the iterations but the first, which compiles."""
+        """Return the median over the iterations without the first, which compiles."""
         return statistics.median(m.get(name, 0.0) for m in self.metrics[1:] or self.metrics)
 
 
@@ -258,13 +260,13 @@ def train(
     keep: bool = False,
     resume: bool = False,
 ) -> Run:
-    """GRPO with rollouts to ``global_step == steps``.
+    """Train GRPO with rollouts until ``global_step == steps``.
 
     Args:
-        keep: a checkpoint at the end, in the folder ``run``.
-        resume: go on from that one.
+        keep: write a checkpoint at the end, in the folder ``run``.
+        resume: continue from that checkpoint.
     """
-    gc.collect()  # of a training before this one
+    gc.collect()  # from an earlier training
     torch.cuda.empty_cache()
     size, folder = sizes(setting), Path(setting.folder) / "run"
     folder.mkdir(exist_ok=True)
@@ -326,7 +328,7 @@ def run_ahead(setting: Setting) -> Run:
 
 
 def timed(found: Run, setting: Setting) -> str:
-    """What an iteration takes, and where its time goes."""
+    """Measure the seconds of an iteration and of its parts."""
     size, training, waiting = sizes(setting), found.median("time/train"), found.median("time/rollout")
     whole = training + waiting + found.median("time/sync") + found.median("time/checkpoint")
     return (
@@ -366,7 +368,7 @@ def pushed_by_files(setting: Setting) -> Finding:
 
 
 def synchronised(found: Run, cure: str) -> Finding:
-    """Whether the engine holds weights that have moved, by the log-probs of what it continues."""
+    """Check by log-probs of a continuation that the engine has the moved weights."""
     gap, stale = max(m["weight_sync/probe_gap"] for m in found.metrics), min(found.stale)
     figure = f"{found.median('time/sync'):.2f} s; {gap:.1e} nats after the push, {stale:.1e} before it"
     ok = gap < GAP and stale > TOLD_APART * gap
@@ -374,7 +376,7 @@ def synchronised(found: Run, cure: str) -> Finding:
 
 
 def asleep(setting: Setting) -> Finding:
-    """The iterations once more with ``sleep_mode: true``: an engine that would not fit beside the trainer's states."""
+    """Repeat the iterations with ``sleep_mode: true`` and an engine that would not fit beside the trainer's states."""
     found = train(setting, own_engine(setting, ALONE), steps_of(setting), sleep_mode=True)
     gap = max(m["weight_sync/probe_gap"] for m in found.metrics)
     figure = f"{timed(found, setting)}; {gap:.1e} nats after a push"
@@ -385,7 +387,7 @@ def asleep(setting: Setting) -> Finding:
 
 
 def resumed(setting: Setting) -> Finding:
-    """Goes on from the checkpoint of the iterations above, in a process and an engine of its own."""
+    """Continue from the checkpoint of the iterations above, in a new process with a new engine."""
     checkpoint, done = find_checkpoint(Path(setting.folder) / "run"), steps_of(setting)
     if checkpoint is None:
         return Finding(False, "there is no checkpoint", "mend 'GRPO iterations', which writes it (--only needs both)")
@@ -397,14 +399,14 @@ def resumed(setting: Setting) -> Finding:
 
 
 def ahead(setting: Setting) -> Finding:
-    """Staleness 1: the next batch is generated while this one trains."""
+    """Generate the next batch while training on this one (one iteration off-policy)."""
     found = run_ahead(setting)
     hidden = found.median("throughput/hidden_generation")
     return Finding(found.last_step == steps_of(setting), f"{timed(found, setting)}; {hidden:.0%} of generation hidden")
 
 
 def pushed_by_nccl(setting: Setting) -> Finding:
-    """The engine is a server on the second GPU."""
+    """Push by NCCL to a server on the second GPU."""
     with served(setting) as url:
         engine = ServerEngine([url], model_folder(setting), sizes(setting).max_length, transport="nccl")
         found = train(setting, engine, steps_of(setting))

@@ -1,4 +1,4 @@
-"""Models, trajectories and questions of the check: random weights in the shape of published models."""
+"""Models, trajectories and questions of the check, with random weights in the shape of published models."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ TINY = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "intermediate_size": 160, "vocab_size": 1024, "tie_word_embeddings": True,
 }  # fmt: skip
-FEW = 4  # layers, where two forms are compared: all that differs between them is in each layer
+FEW = 4  # layers of comparisons between two forms, which differ in every layer alike
 
 
 def shape_of(setting: Setting, layers: int | None = None) -> dict[str, Any]:
-    """The config.json."""
+    """Return the model's config.json as a dictionary."""
     whole = TINY if setting.cpu else MODELS[setting.model]
     return whole if layers is None else whole | {"num_hidden_layers": min(layers, whole["num_hidden_layers"])}
 
 
 def model_folder(setting: Setting, layers: int | None = None) -> str:
-    """Made by the first row that asks for it."""
+    """Return the model's folder; the first row that needs it makes it."""
     folder = Path(setting.folder) / f"model-{layers or 'whole'}"
     if not folder.exists():
         making = folder.with_suffix(".tmp")
@@ -39,7 +39,7 @@ def model_folder(setting: Setting, layers: int | None = None) -> str:
 
 
 def chip_here() -> GPUSpec | None:
-    """The data sheet of this GPU; None if it is not among those known, or there is none."""
+    """Return the data sheet of this GPU, or None for an unknown GPU or without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -49,8 +49,8 @@ def chip_here() -> GPUSpec | None:
 
 
 def trajectories(lengths: Sequence[int], samples: int, vocabulary: int) -> list[Trajectory]:
-    """Of so many tokens: a prompt of a quarter, then turns of 48 tokens and observations of 32. Groups of ``samples``,
-    whose rewards are 0 and 1 in turn."""
+    """Make trajectories of these lengths: a quarter is the prompt, then turns of 48 tokens and observations of 32. They
+    form groups of ``samples`` whose rewards alternate between 0 and 1."""
     draw, made = random.Random(0), []
 
     def ids(n: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def trajectories(lengths: Sequence[int], samples: int, vocabulary: int) -> list[
 
 
 def reward(index: int) -> Reward:
-    """Random weights answer nothing; half of a group is rewarded all the same, so that there is something to learn."""
+    """Reward half of a group, whatever it answered, because random weights answer nothing."""
     return Reward(float(index % 2), {"em": float(index % 2)})
 
 
@@ -95,7 +95,7 @@ class RewardInTurn:
 
 
 def make_questions(path: Path, number: int, words: int) -> None:
-    """Questions of about so many tokens: their contents do not matter to random weights."""
+    """Write questions of about this many tokens; random weights do not depend on their contents."""
     from data_modules.datasets.questions import write_tasks
 
     draw = random.Random(0)

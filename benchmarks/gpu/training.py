@@ -28,13 +28,13 @@ from lightning_modules.models.projection import LOGITS_CHUNK, LMHead, TokenStati
 from rollout.trajectory import Trajectory
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
-GRADIENT_ERROR = {"bf16-mixed": 0.05, "32-true": 1e-3}  # relative; a token that sees a wrong one makes tens of percents
+GRADIENT_ERROR = {"bf16-mixed": 0.05, "32-true": 1e-3}  # relative; attention to a wrong token gives tens of per cent
 LOGPROB_ERROR = {"bf16-mixed": 0.02, "32-true": 1e-4}  # nats, mean
 CHUNKED_ERROR = 1.5  # times the error of log_softmax in the same precision
 MEMORY_ERROR = 0.15  # of the counted peak
 VOCABULARY_SHARE = 0.25  # of a training step, at most
 UTILISATION = 0.1  # of the chip's peak, at least
-ITERATIONS = 4  # of a timed training; the first compiles and is not counted
+ITERATIONS = 4  # iterations of a timed training; the first compiles and is not counted
 
 
 def precision(setting: Setting) -> str:
@@ -51,7 +51,8 @@ def fit(setting: Setting, module: GRPO, batches: Sequence[list[Trajectory]], **o
 
 # ---------------------------------------------------------------------- two forms of one step
 class GradientStep(GRPO):
-    """Plain SGD at learning rate 1: a step is the gradient. AdamW's first step is near its sign, which noise turns."""
+    """Takes a plain SGD step at learning rate 1, so the step is the gradient. AdamW's first step is near the gradient's
+    sign, which noise can flip."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
@@ -59,7 +60,7 @@ class GradientStep(GRPO):
 
 
 class Weights(L.Callback):
-    """Of the policy before the training and after it, in float32, on the host."""
+    """Keeps the policy's weights before and after the training, in float32, on the host."""
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.start = self.of(trainer, module)
@@ -77,14 +78,14 @@ class Weights(L.Callback):
 
 @dataclasses.dataclass
 class Step:
-    """Of one optimiser step: [tokens] log-probs before it, and the gradient by name."""
+    """Result of one optimiser step: log-probs [tokens] before it, and the gradient by name."""
 
     logprobs: torch.Tensor
     gradient: dict[str, torch.Tensor]
 
 
 def one_step(setting: Setting, trainer: dict[str, Any] | None = None, **model: Any) -> Step:
-    """On a model of few layers and rows of several lengths, in two micro-batches or more."""
+    """Take one step on a model with few layers, with rows of several lengths in two micro-batches or more."""
     folder = model_folder(setting, FEW)
     lengths = [20, 60, 33, 51] if setting.cpu else [130, 700, 311, 1000, 64, 257, 512, 900]
     rows = trajectories(lengths, 4, shape_of(setting)["vocab_size"])
@@ -104,7 +105,7 @@ def one_step(setting: Setting, trainer: dict[str, Any] | None = None, **model: A
 
 @cache
 def expected(setting: Setting, lora: LoRA | None = None) -> tuple[Step, tuple[float, float]]:
-    """The padded form in float32, and what bfloat16 alone makes of that form's log-probs and gradient."""
+    """Return the padded form in float32, and the errors of the padded form in bfloat16."""
     exact = one_step(setting, {"precision": "32-true"}, lora=lora)
     return exact, (0.0, 0.0) if setting.cpu else differences(exact, one_step(setting, lora=lora))
 
@@ -112,8 +113,9 @@ def expected(setting: Setting, lora: LoRA | None = None) -> tuple[Step, tuple[fl
 def compared(
     setting: Setting, cure: str, trainer: dict[str, Any] | None = None, lora: LoRA | None = None, **model: Any
 ) -> Finding:
-    """Another form of the step with the padded one in float32."""
-    exact, (plain_gap, plain_error) = expected(setting, lora)  # first: Liger and ZeRO-3 change how models are built
+    """Compare another form of the step with the padded form in float32."""
+    # first, because Liger and ZeRO-3 change how models are built
+    exact, (plain_gap, plain_error) = expected(setting, lora)
     gap, error = differences(exact, one_step(setting, trainer, lora=lora, **model))
     most = LOGPROB_ERROR[precision(setting)], GRADIENT_ERROR[precision(setting)]
     figure = f"log-probs off by {gap:.0e} nats of {most[0]:g} at most, gradient by {error:.1e} of {most[1]:g}"
@@ -123,7 +125,8 @@ def compared(
 
 
 def differences(exact: Step, found: Step) -> tuple[float, float]:
-    """Mean of the log-probs' differences in nats; norm of the gradients' difference over the exact one's."""
+    """Return the mean difference of the log-probs in nats, and the norm of the gradients' difference over the exact
+    norm."""
     squares = [float((found.gradient[k] - g).double().square().sum()) for k, g in exact.gradient.items()]
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in exact.gradient.values()))
     if not norm > 0:
@@ -159,14 +162,15 @@ def sharded(setting: Setting, strategy: str) -> Finding:
 
 # ---------------------------------------------------------------------- the output layer alone
 def log_softmax(head: LMHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probs of the targets and entropies [N, 2], in the plain form that holds all logits."""
+    """Compute log-probs of the targets and entropies [N, 2] in the plain form, which holds all logits."""
     logits = head(hidden)
     logprobs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     return torch.stack([logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)], -1)
 
 
 def chunked(setting: Setting) -> Finding:
-    """Log-probs, entropies and their gradients in chunks, and by log_softmax in the same precision; against float64."""
+    """Compare log-probs, entropies and their gradients, in chunks and by log_softmax in the same precision, with
+    float64."""
     n, size, vocabulary = (64, 32, 1024) if setting.cpu else (1024, 1024, 151_936)
     device = "cpu" if setting.cpu else "cuda"
     torch.manual_seed(0)
@@ -203,7 +207,8 @@ def chunked(setting: Setting) -> Finding:
 
 # ---------------------------------------------------------------------- a training step at full size
 class Measured(L.Callback):
-    """Seconds of the output layer, forward and backward, in the last iteration; the metrics of each."""
+    """Measures the seconds of the output layer, forward and backward, in the last iteration, and keeps the metrics of
+    each."""
 
     def __init__(self, last: int) -> None:
         self.last, self.head_s, self.metrics = last, 0.0, []
@@ -242,13 +247,13 @@ class Measured(L.Callback):
 
 @dataclasses.dataclass
 class Trained:
-    """A training of ``ITERATIONS`` rollout batches: what was logged of each, and what its model moved."""
+    """Result of a training of ``ITERATIONS`` rollout batches: logged metrics, and changes of the model."""
 
     metrics: list[dict[str, float]]
     moved: float  # largest change of a weight
     peak: int | None  # bytes, as torch counts them
     head_s: float
-    counted: Training  # the same for ``make size``
+    counted: Training  # for ``make size``
     longest: int  # tokens of a trajectory
     tokens: int  # of a rollout batch
 
@@ -259,7 +264,7 @@ class Trained:
 
 @cache
 def trained(setting: Setting, liger: bool = False) -> Trained:
-    """Packed, with gradient checkpointing; every micro-batch is full."""
+    """Train packed, with gradient checkpointing and full micro-batches."""
     longest, micro, chunk = (64, 256, 64) if setting.cpu else (2048, 16384, LOGITS_CHUNK)
     config = shape_of(setting)
     rows = trajectories([longest] * (2 * micro // longest), 4, config["vocab_size"])
@@ -298,7 +303,7 @@ def peak(setting: Setting) -> Finding:
     assert run.peak is not None
     chip = chip_here() or GPUSpec("this GPU", torch.cuda.get_device_properties(0).total_memory, 1.0, 1.0)
     parts = sizing.memory(run.counted, chip)
-    counted = sum(parts.values()) - parts["overhead"] - parts.get("engine", 0.0)  # not torch's, or not there
+    counted = sum(parts.values()) - parts["overhead"] - parts.get("engine", 0.0)  # not torch's, or not installed
     off = run.peak / counted - 1
     figure = f"{run.peak / GB:.2f} GB measured, {counted / GB:.2f} counted by make size: {off:+.0%}"
     cure = f"correct experiments/registry/sizing.py; leave {run.peak / counted:.2f} times as much room till then"
@@ -316,7 +321,7 @@ def vocabulary(setting: Setting) -> Finding:
 
 
 def speed(setting: Setting) -> Finding:
-    """With Liger's kernels where they are installed; what gradient checkpointing computes again is not counted."""
+    """Measure the speed, with Liger's kernels if installed. Recomputation by gradient checkpointing is not counted."""
     kernels = not setting.cpu and find_spec("liger_kernel") is not None
     run = trained(setting, liger=True) if kernels else trained(setting)
     rate, chip = run.tokens / run.seconds, chip_here()
