@@ -281,6 +281,8 @@ class EngineProcess:
                 raise WeightsLost(self._lost)
             if kind == "transfer":
                 self.check_transfer(content[0])
+                if self._broken and content[0] not in ("init_weight_transfer_engine", "start_weight_update"):
+                    raise UpdateInterrupted(INTERRUPTED)
             number = next(self._numbers)
             asked = self._asked[number] = _Asked((kind, number, *content), loop, future, files)
             if changes:
@@ -339,18 +341,17 @@ class EngineProcess:
         return self._loading is not None and self._asked[self._loading].message[0] == "load"
 
     def check_transfer(self, method: str) -> None:
-        """Check that the child can take this call of a transfer.
+        """Check that the child has opened the way for a transfer.
 
         Raises:
-            ValueError: no init_weight_transfer_engine came before it.
-            UpdateInterrupted: the child was restarted since the transfer's last call.
+            ValueError: no init_weight_transfer_engine came before ``method``.
+            UpdateInterrupted: the child was restarted since then.
         """
         if method == "init_weight_transfer_engine":
             return
         if self._connected is None and method != "shutdown_weight_transfer_engine":
             raise ValueError(f"{method}: expected init_weight_transfer_engine before it")
-        elsewhere = self._connected is not None and self._connected != self._children.spawned
-        if elsewhere or (self._broken and method != "start_weight_update"):
+        if self._connected not in (None, self._children.spawned):
             raise UpdateInterrupted(INTERRUPTED)
 
     def _note(self, asked: _Asked) -> None:

@@ -141,7 +141,7 @@ def test_files_in_the_engines_type_where_memory_is_not_shared(buffers, caplog):
         assert engine.asked[-1] == "files" and engine.version == 3
         assert torch.equal(engine.got["layer.0"], given["layer.0"].bfloat16())
     told = [record.message for record in caplog.records]
-    assert len(told) == 2 and "invalid resource handle" in told[0] and "lie in cpu, the engine's in GPU-1" in told[1]
+    assert len(told) == 2 and "invalid resource handle" in told[0] and "are in cpu, the engine's in GPU-1" in told[1]
     with pytest.raises(
         ValueError, match="ipc cannot be used: the trainer.s weights are in cpu, .* take transport: auto"
     ):
