@@ -241,9 +241,7 @@ def test_an_address_is_printed_when_it_answers_and_not_before():
 def test_only_models_are_taken_for_models(workshop, tmp_path):
     workshop.task("x")
     context = RunContext(workshop.project, "x", (), None)
-    with pytest.raises(
-        ExperimentError, match="'x' .* not been made yet; it has no other run: run make train EXP=x f"
-    ):
+    with pytest.raises(ExperimentError, match="'x' .* not been made yet; it has no other run: run make train EXP=x f"):
         find_model(context, None)
     with pytest.raises(ExperimentError, match="no checkpoint at /nowhere"):
         find_model(context, "/nowhere")
