@@ -219,7 +219,7 @@ def recall_by_hand(rows, exact):
 def test_the_numbers_of_a_kind():
     assert [lists_of(IVFPQConfig(), n) for n in (48, 6000, 21_015_324)] == [1, 128, 16384]
     assert factory_of("dense_ivfpq", 21_015_324, 768, None, None) == "RR768,IVF16384_HNSW32,PQ192x8"
-    with pytest.raises(IndexFolderError, match="code_bytes is 95, which does not divide the 383 numbers") as error:
+    with pytest.raises(IndexFolderError, match="code_bytes is 95, which does not divide the dimension 383") as error:
         factory_of("dense_ivfpq", 300, 383, None, None)
     assert "take one of 1, 383" in str(error.value)
     with pytest.raises(IndexFolderError, match="needs 256 passages, found 255; take dense_flat"):
@@ -358,7 +358,7 @@ def test_a_compressed_index_keeps_its_vectors_says_its_recall_and_serves_as_vect
     assert sum(hits[0].title == title for hits, title in zip(found, QUESTIONS.values(), strict=True)) >= 2
     sq8 = BuildIndex(str(facts), "dense_sq8", config, vectors=str(folder / "vectors")).run(tmp_path / "sq8")
     assert sq8["recall"] >= 0.9 and read_metadata(sq8["index"]).recall == sq8["recall"]
-    with pytest.raises(ValueError, match="probes: for dense_ivfpq indexes only"):
+    with pytest.raises(ValueError, match="probes: only for dense_ivfpq indexes"):
         SearchSettings(probes=4).check([read_metadata(sq8["index"])])
 
 
@@ -369,7 +369,7 @@ def test_an_encoder_that_does_not_fit_is_refused(flat, config, model_dir, tmp_pa
 
     with pytest.raises(IndexFolderError, match="cannot be loaded"):
         DenseSearcher(flat / "faiss.index", replace(config, model=str(tmp_path)))
-    with pytest.raises(IndexFolderError, match=r"vectors of 32 numbers, .* holds vectors of 384"):
+    with pytest.raises(IndexFolderError, match=r"has dimension 32, .* has 384"):
         DenseSearcher(flat / "faiss.index", replace(config, model=str(model_dir)))
 
 

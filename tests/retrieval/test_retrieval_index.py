@@ -102,7 +102,7 @@ def test_passages_of_another_corpus_or_of_other_columns_are_refused(corpus, bm25
     (tmp_path / "other.jsonl").write_text('{"id": "0", "text": "x"}\n')
     with pytest.raises(IndexFolderError, match="was built from another corpus than .*other.jsonl"):
         BuildIndex(str(tmp_path / "other.jsonl"), passages_of=bm25_index).run(tmp_path)
-    with pytest.raises(IndexFolderError, match="read with the defaults, this index says {'skip_malformed': True}"):
+    with pytest.raises(IndexFolderError, match="read with the defaults, this index has {'skip_malformed': True}"):
         BuildIndex(str(corpus.path), passages_of=bm25_index, skip_malformed=True).run(tmp_path)
     assert not (tmp_path / "index").exists()
 
@@ -243,11 +243,11 @@ def test_options_that_do_not_go_together_are_refused(options, what):
 
 
 def test_search_settings_without_effect_are_refused(bm25_index):
-    with pytest.raises(ValueError, match="device: for dense indexes only"):
+    with pytest.raises(ValueError, match="device: only for dense indexes"):
         SearchSettings(device="cpu").check([read_metadata(bm25_index)])
     bm25 = read_metadata(bm25_index)
     for kind in ("bm25", "dense_hnsw"):
-        with pytest.raises(ValueError, match="gpu: for dense_flat indexes only"):
+        with pytest.raises(ValueError, match="gpu: only for dense_flat indexes"):
             SearchSettings(gpu=True).check([dataclasses.replace(bm25, kind=kind)])
     flat = dataclasses.replace(bm25, kind="dense_flat")
     with pytest.raises(ValueError, match="found device 'cpu'"):
