@@ -167,9 +167,9 @@ def _misfit_of_object(value: Any, hint: Any, path: str, load: Import) -> str | N
         return None
     if _typehints.is_protocol(hint):
         reason = protocols.mismatch(target, hint, _typehints.get_protocol_members(hint))
-        return reason and f"'{path}': {class_path} is no {hint.__name__}: {reason}"
+        return reason and f"'{path}': {class_path} does not fit {hint.__name__}: {reason}"
     if not issubclass(target, hint):
-        return f"'{path}': {class_path} is no {hint.__name__}; expected {describe(hint)}"
+        return f"'{path}': {class_path} does not fit {hint.__name__}; expected {describe(hint)}"
     return None
 
 

@@ -33,7 +33,7 @@ def test_logging_and_bookkeeping_are_no_part_of_a_loss():
     file = "lightning_modules/algorithms/grpo.py"
     lines = (ROOT / file).read_text().splitlines()
     logged = next(i for i, text in enumerate(lines, 1) if text.strip().startswith("self.metrics.mean("))
-    used = next(i for i, text in enumerate(lines, 1) if "= group_advantages(" in text)
+    used = next(i for i, text in enumerate(lines, 1) if "= losses.group_advantages(" in text)
     assert not value_is_used(file, logged)
     assert value_is_used(file, used)
     assert calculates(file, "GRPO.loss")

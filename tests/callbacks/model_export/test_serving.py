@@ -88,4 +88,4 @@ def test_an_export_without_a_protocol_or_with_one_that_cannot_be_made(tmp_path, 
     assert flags_of({"data": {}}, tmp_path, "a") == [] and capsys.readouterr().out == ""
     folder = chat_model(tmp_path, "qwen2_5")
     assert flags_of(config(folder, tools=["nothing.json"]), tmp_path, "a") == []
-    assert "no flags for its tool calls, since its protocol cannot be made: " in capsys.readouterr().out
+    assert "no flags for tool calls, because the protocol cannot be loaded: " in capsys.readouterr().out

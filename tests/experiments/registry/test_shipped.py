@@ -328,7 +328,7 @@ def test_paths_given_on_the_command_line_reach_every_stage():
         (["--model=lightning_modules.algorithms.ppo.POP"], "POP"),
         (["--data.iterations=5"], "val_check_interval is 40, but the run has only 5 iterations"),
         (["--trainer.accumulate_grad_batches=4"], "accumulate_grad_batches is 4.*max_tokens_per_micro_batch"),
-        (["--model.lr=null"], "'model.lr' is null, which it cannot be"),
+        (["--model.lr=null"], "'model.lr' is null; expected a value"),
         (["--trainer.gradient_clip_val=1"], "gradient_clip_val is 1.*model.max_grad_norm"),
         (["--model.num_mini_batches=0"], "num_mini_batches' is 0; expected a whole number of at least 1"),
         (["--model.teacher=models/no/such"], "teacher: no model folder 'models/no/such'; give a Hugging Face folder"),

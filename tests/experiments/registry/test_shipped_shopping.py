@@ -68,7 +68,7 @@ def test_the_careless_half_keeps_its_failures_and_the_careful_half_has_skills(gr
         graph.stage(name).config["task"]["init_args"]
         for name in ("expert_shopping_tiny", "expert_shopping_skilled_tiny")
     )
-    slips = [task["rollouts"]["init_args"]["engine"]["init_args"]["slip"] for task in (careless, careful)]
+    slips = [task["rollouts"]["init_args"]["engine"]["init_args"]["error_rate"] for task in (careless, careful)]
     assert slips == [0.4, 0.0] and [careless["keep"], careful["keep"]] == ["all", "correct"]
     assert "skills" not in careless["rollouts"]["init_args"]
     assert careful["rollouts"]["init_args"]["skills"]["init_args"]["bank"] == "shopping_tiny"

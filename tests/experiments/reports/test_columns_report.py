@@ -162,7 +162,7 @@ def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):
     seeds = table_of(text, "## Every seed")
     assert [s["EM"][:5] for s in seeds] == ["0.750", "0.700", "0.500", "0.450"]
     assert [s["pass@2"][:7] for s in seeds] == ["0.750 [", "0.750 [", "0.500 [", "0.500 ["], "right by the reward"
-    assert "forked, of trajectories" in text
+    assert "forked: the share of trajectories" in text
     differences = [cells(line) for line in text.splitlines() if line.startswith("| ARPO - GRPO")]
     assert [d[1] for d in differences] == ["0", "1", "all"] and all(d[2].startswith("+0.250 [") for d in differences)
     assert all(d[-1] == "20" for d in differences)

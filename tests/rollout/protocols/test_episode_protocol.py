@@ -271,7 +271,7 @@ def test_prompts_of_their_own_go_with_samplers_that_say_that_they_do_not_fork(pr
             return await run_independent(group, range(n))
 
     engine, sampler = TextEngine(protocol, act), Mine()
-    with pytest.raises(ValueError, match="Mine forks trajectories .* \\(or does not say forks = False\\)"):
+    with pytest.raises(ValueError, match="Mine forks trajectories \\(or does not set forks = False\\)"):
         RolloutSystem(engine, protocol, House, sampler=sampler)
     with pytest.raises(ValueError, match="BranchingSampler forks"):
         RolloutSystem(engine, protocol, House, sampler=BranchingSampler(2))

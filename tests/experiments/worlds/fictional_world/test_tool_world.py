@@ -128,7 +128,7 @@ def test_wrong_settings():
         BuildToolWorld(entities=5)
 
 
-@pytest.mark.parametrize(("slip", "max_turns"), [(0.0, 3), (0.9, 8)])
+@pytest.mark.parametrize(("error_rate", "max_turns"), [(0.0, 3), (0.9, 8)])
 def test_the_expert_solves_everything(folder, world, error_rate, max_turns):
     tokenizer, files = str(folder / "tokenizer"), [str(folder / "demonstrations.parquet")]
     tools = {"search": SearchTool(ExactPassages(world.passages), topk=2), "python": Calculator()}

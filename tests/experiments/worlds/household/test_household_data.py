@@ -68,7 +68,7 @@ def test_words_of_the_games_are_single_tokens(world):
         assert len(tokenizer(text, add_special_tokens=False).input_ids) == 1, text
 
 
-@pytest.mark.parametrize("slip", [0.0, 0.3])
+@pytest.mark.parametrize("error_rate", [0.0, 0.3])
 def test_the_expert_wins_and_carelessness_costs_steps(world, error_rate):
     tasks = load_tasks(world / "demonstrations.parquet", answers=False)
     rollouts = system(world, error_rate)

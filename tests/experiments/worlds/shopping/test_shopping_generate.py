@@ -144,5 +144,5 @@ def test_a_careless_expert_slips_as_often_as_it_should_and_always_at_the_same_ta
 
 
 def test_wrong_experts_are_told():
-    with pytest.raises(ValueError, match="slip is 1"):
+    with pytest.raises(ValueError, match="error_rate is 1"):
         ShoppingExpert(error_rate=1)
