@@ -107,7 +107,7 @@ def seen_while(work):
 
     def look():
         while not (
-            "waiter.acquire()" in (stack := main_thread().stack) and "_base.py" in stack
+            "waiter.acquire()" in (stack := main_thread().stack) and "futures/_base.py" in stack
         ):  # in the future's result
             time.sleep(0.01)
         found.extend([main_thread(), main_thread()])
