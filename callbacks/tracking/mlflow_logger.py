@@ -54,22 +54,33 @@ class Uploader:
         self._jobs: deque[Callable[[MLflowRun], Any]] = deque()
         self._asked: SimpleQueue[threading.Event | None] = SimpleQueue()
         self._retry_at, self._warned = 0.0, False
-        threading.Thread(target=self._work, name="mlflow", daemon=True).start()
+        self._lock, self._working = threading.Lock(), False
 
     def put(self, job: Callable[[MLflowRun], Any]) -> None:
         self._jobs.append(job)
-        self._asked.put(None)
+        self._ask(None)
 
     def flush(self) -> None:
         """Wait until all jobs are done, or an attempt has failed, or ``PATIENCE_S`` is over."""
         done = threading.Event()
-        self._asked.put(done)
+        self._ask(done)
         if not done.wait(PATIENCE_S):
             self._warn(TimeoutError(f"no answer within {PATIENCE_S} s"))
 
+    def _ask(self, done: threading.Event | None) -> None:
+        with self._lock:
+            self._asked.put(done)
+            if not self._working:  # a thread ends when nothing is left to do
+                self._working = True
+                threading.Thread(target=self._work, name="mlflow", daemon=True).start()
+
     def _work(self) -> None:
         while True:
-            flushed = self._asked.get()
+            with self._lock:
+                if self._asked.empty():
+                    self._working = False
+                    return
+                flushed = self._asked.get()
             if flushed is not None or time.monotonic() >= self._retry_at:
                 try:
                     self._run_jobs()
