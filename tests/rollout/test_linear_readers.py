@@ -1,6 +1,7 @@
 """Readers of model output, tools' results and web pages: linear in the text, and equal to the plain patterns."""
 
 import ast
+import contextlib
 import itertools
 import random
 import re
@@ -101,12 +102,12 @@ def parsers(tmp_path_factory):
 
 def check(read, *tags: str) -> None:
     for text in hostile(*tags):
-        began = time.thread_time()
-        try:
-            read(text)
-        except (MalformedTrace, ValueError):
-            pass
-        took = time.thread_time() - began
+        for _ in range(3):  # a busy machine may slow one attempt down, a pattern that goes back slows them all
+            began = time.thread_time()
+            with contextlib.suppress(MalformedTrace, ValueError):
+                read(text)
+            if (took := time.thread_time() - began) < BOUND_S:
+                break
         assert took < BOUND_S, f"{took:.2f} s of CPU for {text[:40]!r} ... {text[-20:]!r}"
 
 
