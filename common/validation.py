@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from reprlib import repr as short_repr
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ def validated(kind: TypeAdapter[T], data: Any, what: str = "the whole") -> T:
 def fault_of(error: ValidationError, what: str) -> str:
     """Describe the first fault, such as "game.receptacles[0].number is '1': Input should be a valid integer"."""
     fault = error.errors(include_url=False)[0]
-    where = what + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"])
+    where = what + _path(fault["loc"])
     found = "" if fault["type"] == "missing" else f" is {fault['input']!r:.100}"
     return f"{where}{found}: {fault['msg']}"
 
@@ -52,7 +53,11 @@ def first_problem(error: ValidationError, whole: str = "") -> str:
     "a[1]: Input should be a valid integer, unable to parse string as an integer; found 'b'"
     """
     problem = error.errors(include_url=False)[0]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"] if part is not None)
     reason = problem.get("ctx", {}).get("error", problem["msg"])
-    place = f"{where.lstrip('.') or whole}: ".removeprefix(": ")
+    place = f"{_path(problem['loc']).lstrip('.') or whole}: ".removeprefix(": ")
     return f"{place}{reason}; found {short_repr(problem['input'])}"
+
+
+def _path(parts: Iterable[str | int | None]) -> str:
+    """Write the place of a fault in the data, such as ".receptacles[0].number"."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part is not None)

@@ -19,8 +19,8 @@ from experiments.registry.compose import resolve
 from experiments.registry.keys import constructors
 from experiments.registry.listing import load
 from experiments.registry.project import Project
+from experiments.stages.classes import import_class
 from experiments.stages.context import RunContext
-from experiments.stages.validate import import_class
 
 WIDTH = 120
 ORDER = ("seed_everything", "task", "model", "data", "trainer")
