@@ -1,4 +1,4 @@
-"""``make size``: whether an experiment fits on given GPUs, what to change, and how long it takes; loads nothing."""
+"""``make size``: whether an experiment fits on given GPUs, and how long it takes; loads nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.commands.command import builds_index, command, make_graph, numbers, option
+from experiments.commands.command import command, make_graph, numbers, option
 from experiments.registry import sizing
 from experiments.registry.errors import ExperimentError, nearest
 from experiments.registry.shapes import GB, GPU_SPECS, Dimensions, GPUSpec, Precision, known_model
@@ -19,31 +19,9 @@ from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
 
 NAMES = {"self_teacher": "self-teacher", "average": "moving average"}  # of a module's attributes, in the table
-STRATEGY = "--trainer.strategy.class_path lightning_modules.sharding.strategies.ZeRO3"
-OFFLOAD = "--trainer.strategy.init_args.offload"
-SHARDED: dict[str, Any] = {"strategy": "zero3"}
-REMEDIES: tuple[tuple[str, dict[str, Any]], ...] = (  # for a trainer that is too large, the cheapest first
-    ("", {}),
-    (STRATEGY, SHARDED),
-    (f"{STRATEGY} {OFFLOAD}_optimizer true", SHARDED | {"offload_optimizer": True}),
-    (
-        f"{STRATEGY} {OFFLOAD}_optimizer true {OFFLOAD}_parameters true",
-        SHARDED | {"offload_optimizer": True, "offload_parameters": True},
-    ),
-)
-MICRO_BATCH = 4096  # tokens; smaller micro-batches do not fill a GPU
-MORE = 1.25  # times as many sequences at once are worth another setting
-FAR = 0.2  # a share of memory that is too large by this much is worth another setting
 GPUS = "1,8,16"
-RANK = 16  # of the adapters that are advised where sharding does not help
+TOO_MUCH = "TOO MUCH"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-# Search indexes
-CORPORA = {"wiki-18.jsonl": (21_015_324, 14_393_573_105)}  # passages, bytes; before the file is there
-ENCODERS = {"e5-small-v2": 384, "e5-base-v2": 768, "e5-large-v2": 1024, "bge-base-en-v1.5": 768, "bge-m3": 1024}
-QUERIES = 64
-ROW = 45  # bytes that the index adds to a passage: its row, its offset, keys
-LUCENE = 0.16  # of the text: 2.3 GB of wiki-18, as released
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,13 +30,11 @@ class Sized:
 
     Attributes:
         run: the work to do, or None if no trajectories are sampled.
-        low_rank: the same with adapters of rank ``RANK`` on a bfloat16 base.
         in_flight: trajectories that rollouts and engine take at once.
     """
 
     training: Training
     run: Run | None
-    low_rank: Training
     in_flight: int
 
     @property
@@ -73,12 +49,12 @@ class Sized:
 
 @command(
     "size",
-    "whether an experiment fits on given GPUs, what to change, and estimated hours; loads nothing",
+    "whether an experiment fits on given GPUs, and estimated hours; loads nothing",
     option("--gpus", default=GPUS, help="numbers of GPUs, comma-separated"),
     option("--gpu", default="h100", help=", ".join(GPU_SPECS)),
 )
 def size(args: argparse.Namespace, context: RunContext) -> None:
-    """Print memory by component, speeds and hours, a column per number of GPUs, and the options that make it fit.
+    """Print memory by component, speeds and hours, a column per number of GPUs.
 
     Raises:
         ExperimentError: an experiment that trains nothing, an unknown GPU or model.
@@ -89,9 +65,6 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
         )
     counts = numbers("--gpus", args.gpus, GPUS, least=1)
     stage = make_graph(context).target()
-    if builds_index(stage):
-        print_index(stage, context.project.root)
-        return
     if stage.kind != "fit":
         raise ExperimentError(f"'{stage.name}' is of kind {stage.kind}: it trains nothing; name one that trains")
     chip, module = GPU_SPECS[args.gpu], module_of(stage)
@@ -102,13 +75,14 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
     models += [("adapters", first.trained)] if first.adapters else []
     words = ", ".join(f"{name} {billions(count)}" for name, count in models)
     print(f"{stage.name} on {chip.name}: {words}; {first.strategy}, {first.precision}\n")
-    print_table(table(columns, chip))
-    for line in advice(columns, chip):
-        print(f"\n{line}")
+    rows = table(columns, chip)
+    print_table(rows)
     print(
         "\nGB per GPU, computed and not measured. The roofline is the GPU's peak. Hours assume that a run reaches\n"
         f"{sizing.EFFICIENCY:g} of it, and trajectories of half the longest length; tools and evaluation come on top."
     )
+    if any(TOO_MUCH in cell for row in rows for cell in row):
+        print(f"\n{TOO_MUCH}: docs/scaling.md lists what to change, in order; ARGS adds an option to this count.")
 
 
 def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
@@ -137,9 +111,8 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
         sleep_mode=bool(rollouts.get("sleep_mode")),
         max_length=int(engine.get("max_length") or 4096),
     )
-    change = {"adapters": Adapters(RANK), "frozen": frozen_models(module, stage, root, True), "precision": "bfloat16"}
     in_flight = min(int(rollouts.get("concurrency", 256)), int(engine.get("max_num_seqs", 256)))
-    return Sized(training, run_of(data, rollouts, model, training), dataclasses.replace(training, **change), in_flight)
+    return Sized(training, run_of(data, rollouts, model, training), in_flight)
 
 
 def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | None:
@@ -241,7 +214,7 @@ def table(columns: Sequence[Sized], chip: GPUSpec) -> list[list[str]]:
         rows.append(["training, engine asleep", *(f"{sum(part.values()) / GB:.1f}" for part in parts)])
         rows.append(["sampling, optimizer away", *(f"{sum(part.values()) / GB:.1f}" for part in sampling)])
     peaks = [sizing.peak(t, chip) for t in trainings]
-    cells = (f"{size / GB:.1f}" + ("" if size <= chip.memory else " TOO MUCH") for size in peaks)
+    cells = (f"{size / GB:.1f}" + ("" if size <= chip.memory else f" {TOO_MUCH}") for size in peaks)
     rows.append([f"all of {chip.memory / GB:.0f}", *cells])
     rows.append(["training tok/s, roofline", *(rounded(sizing.training_speed(t, chip)) for t in trainings)])
     if trainings[0].engine_share and columns[0].run is not None:
@@ -253,151 +226,6 @@ def table(columns: Sequence[Sized], chip: GPUSpec) -> list[list[str]]:
         cells = (f"{time:.2g}" if time < 10 else rounded(time) for time in times)
         rows.append([f"hours, at {sizing.EFFICIENCY:g} of it", *cells])
     return rows
-
-
-def advice(columns: Sequence[Sized], chip: GPUSpec) -> list[str]:
-    """The options to add for each column that does not fit, or whose engine has too little or too much memory."""
-    lines = [(column.training.gpus, settings(column, chip)) for column in columns]
-    return [f"{gpus} GPU{'s' if gpus > 1 else ''}: {line}" for gpus, line in lines if line]
-
-
-def settings(sized: Sized, chip: GPUSpec) -> str | None:
-    """The cheapest options that help, or None where none is needed."""
-    now = sized.training
-    if fits(now, chip):
-        return engine_settings(sized, chip) if now.engine_share and sized.run else None
-    plain = next(filter(None, (fitted(sized, words, change, chip) for words, change in REMEDIES)), None)
-    if plain is not None and OFFLOAD not in plain:
-        return f"fits with {plain}"
-    text = f"fits with {plain}" if plain else "no sharding or offloading makes it fit"
-    base = "" if sized.low_rank.sharded else " --model.dtype bfloat16"
-    low_rank = {field.name: getattr(sized.low_rank, field.name) for field in dataclasses.fields(Training)}
-    words = f"--model.lora.rank {RANK}{base} --model.lr 1e-5"
-    if now.adapters is None and (lora := fitted(sized, words, low_rank, chip)):
-        text += f"; or, which is another training, with LoRA: {lora}"
-    return text
-
-
-def fits(t: Training, chip: GPUSpec) -> bool:
-    """Whether trainer and engine fit; vLLM needs space for one trajectory."""
-    return sizing.peak(t, chip) <= chip.memory and (not t.engine_share or sizing.cache_tokens(t, chip) >= t.max_length)
-
-
-def fitted(sized: Sized, words: str, change: dict[str, Any], chip: GPUSpec) -> str | None:
-    """Return ``words``, the options for ``change``, with those for smaller micro-batches and the engine that make it
-    fit, or None."""
-    trainer = dataclasses.replace(sized.training, **change)
-    smaller = min(trainer.max_tokens_per_micro_batch, max(MICRO_BATCH, trainer.max_length))
-    for tokens in dict.fromkeys((trainer.max_tokens_per_micro_batch, smaller)):
-        found = best_engine(sized, dataclasses.replace(trainer, max_tokens_per_micro_batch=tokens), chip)
-        if found is not None:
-            more = (
-                f"--model.max_tokens_per_micro_batch {tokens}" if tokens != trainer.max_tokens_per_micro_batch else ""
-            )
-            return " ".join(filter(None, (words, more, *engine_words(sized.training, found))))
-    return None
-
-
-def engine_settings(sized: Sized, chip: GPUSpec) -> str | None:
-    """Options for an engine that could hold more of its trajectories, or that has more memory than it can use."""
-    now, sequences = sized.training, sized.sequences(chip)
-    found = best_engine(sized, now, chip) or now
-    more = dataclasses.replace(sized, training=found).sequences(chip)
-    words = " ".join(engine_words(now, found))
-    if more > MORE * sequences:
-        return f"{sequences} sequences at once where {sized.wanted} are wanted; {more} with {words}"
-    if not now.sleep_mode and more == sequences and found.engine_share < now.engine_share - FAR:
-        return f"the engine's {now.engine_share:g} of the memory is more than it can use: {words}"
-    return None
-
-
-def best_engine(sized: Sized, trainer: Training, chip: GPUSpec) -> Training | None:
-    """Choose the engine's sleep mode and share so that it holds most trajectories; return None if nothing fits."""
-    if not trainer.engine_share:
-        return trainer if fits(trainer, chip) else None
-    ways = [dataclasses.replace(trainer, sleep_mode=way) for way in dict.fromkeys((trainer.sleep_mode, True))]
-    ways = [dataclasses.replace(t, engine_share=best_share(sized, t, chip)) for t in ways]
-    fitting = [dataclasses.replace(sized, training=t) for t in ways if fits(t, chip)]
-    best = max(fitting, key=lambda way: way.sequences(chip), default=None)
-    return best and best.training
-
-
-def best_share(sized: Sized, training: Training, chip: GPUSpec) -> float:
-    """Share of the GPU's memory that the longest trajectories need, up to what the trainer leaves."""
-    room = max(0.01, sizing.largest_share(training, chip))
-    if sized.run is None:
-        return min(training.engine_share, room)
-    longest = sizing.engine_memory(training, sized.wanted * training.max_length)
-    return min(room, math.ceil(100 * longest / chip.memory) / 100)
-
-
-def engine_words(before: Training, after: Training) -> list[str]:
-    share = f"--data.rollouts.engine.gpu_memory_utilization {after.engine_share:g}"
-    return [
-        *(
-            [f"--data.rollouts.sleep_mode {str(after.sleep_mode).lower()}"]
-            if after.sleep_mode != before.sleep_mode
-            else []
-        ),
-        *([share] if after.engine_share != before.engine_share else []),
-    ]
-
-
-def print_index(stage: Stage, root: Path) -> None:
-    """Print memory, disk and speed of every kind of search index; the stage's own is marked.
-
-    Raises:
-        ExperimentError: an unknown corpus or encoder.
-    """
-    from retrieval.dense import sizes
-    from retrieval.index_config import HNSWConfig, IVFPQConfig
-
-    arguments: dict[str, Any] = stage.config["task"]["init_args"]
-    passages, size = corpus_size(root / arguments["corpus"], stage.name)
-    threads, encoder = int(arguments.get("threads", 1)), arguments.get("encoder")
-    text = (size + ROW * passages) / GB
-    rows = [["", "memory, GB", "disk, GB", f"s for {QUERIES} queries, {threads} threads"]]
-    rows.append(["bm25", str(arguments.get("java_heap", "1g")), gigabytes(text + LUCENE * size / GB), "-"])
-    if encoder is not None:
-        dimension = encoder_dimension(root / encoder["model"], stage.name)
-        graphs = HNSWConfig(**(arguments.get("hnsw") or {})), IVFPQConfig(**(arguments.get("ivfpq") or {}))
-        for kind in sizes.DENSE:
-            memory = sizes.index_bytes(kind, passages, dimension, *graphs) / GB
-            disk = text + memory + sizes.kept_bytes(kind, passages, dimension) / GB
-            seconds = sizes.search_seconds(kind, passages, dimension, QUERIES, threads, *graphs)
-            rows.append([kind, gigabytes(memory), gigabytes(disk), f"{seconds:.2g}"])
-    print(f"{stage.name}: {passages:,} passages, {size / GB:.1f} GB of text (* is its kind)\n")
-    own = arguments.get("kind", "bm25")
-    print_table([[f"{name} *" if name == own else name, *cells] for name, *cells in rows])
-    print(
-        "\nMemory of the server; disk of the index with its texts. Seconds are scaled from docs/results/benchmarks.md\n"
-        "and leave out encoding the queries. IVF-PQ and HNSW are approximate: `recall` in the index's metadata.json."
-    )
-
-
-def corpus_size(path: Path, name: str) -> tuple[int, int]:
-    """(passages, bytes) of a corpus; a file's passages are estimated from its first lines."""
-    if path.is_file() and path.suffix == ".jsonl":
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            lines = [len(line) for _, line in zip(range(1000), file, strict=False)]
-        return round(size * len(lines) / max(sum(lines), 1)), size
-    if path.name in CORPORA:
-        return CORPORA[path.name]
-    raise ExperimentError(f"'{name}': unknown corpus {path.name}; expected a .jsonl file at {path}; download it")
-
-
-def encoder_dimension(folder: Path, name: str) -> int:
-    file = folder / "config.json"
-    if file.is_file():
-        return int(json.loads(file.read_text())["hidden_size"])
-    if folder.name in ENCODERS:
-        return ENCODERS[folder.name]
-    raise ExperimentError(f"'{name}': unknown encoder {folder.name}; expected its folder at {folder}; download it")
-
-
-def gigabytes(size: float) -> str:
-    return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
 
 
 def billions(parameters: int) -> str:

@@ -229,18 +229,8 @@ def training_speed(t: Training, chip: GPUSpec) -> float:
 
 def cache_tokens(t: Training, chip: GPUSpec) -> int:
     """Tokens per GPU whose keys and values fit beside the engine's bfloat16 weights."""
-    return max(0, int((t.engine_share * chip.memory - engine_memory(t, 0)) // t.policy.kv_bytes()))
-
-
-def engine_memory(t: Training, tokens: float) -> float:
-    """Bytes of an engine's bfloat16 weights and a cache of ``tokens``."""
-    return 2 * t.policy.parameters + ENGINE_WORK + tokens * t.policy.kv_bytes()
-
-
-def largest_share(t: Training, chip: GPUSpec) -> float:
-    """Share of the GPU's memory that the trainer leaves to the engine: in hundredths, 0.9 at most."""
-    others = sampling_memory(t, chip) or memory(t, chip)
-    return min(0.9, math.floor(100 * (1 - sum(others.values()) / chip.memory + t.engine_share) + 1e-6) / 100)
+    free = t.engine_share * chip.memory - 2 * t.policy.parameters - ENGINE_WORK
+    return max(0, int(free // t.policy.kv_bytes()))
 
 
 def generation_speed(t: Training, chip: GPUSpec, sequences: int) -> float:

@@ -1,4 +1,4 @@
-"""Estimates the memory, disk and search time of an index before it is built, and reads this machine's free memory."""
+"""Estimates the memory of an index before it is built, and reads this machine's free memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ GRAPH_FROM = 4096  # number of lists from which a graph finds the nearest ones
 GRAPH_LINKS = 32
 _TRAIN_PER_LIST = 50  # vectors; Faiss wants 39
 _ID = 8  # bytes of an id
-_NANOSECONDS: dict[str, float] = {  # one thread, one query, one vector of dimension 768 (docs/results/benchmarks.md)
-    "dense_flat": 22, "dense_fp16": 71, "dense_sq8": 82, "dense_hnsw": 220, "dense_ivfpq": 770,
-}  # fmt: skip
-_VISITED = 64  # vectors that an HNSW search compares per unit of ef_search
 _USABLE = 0.95  # share of the free memory; encoder and server need the rest
 
 
@@ -56,32 +52,6 @@ def _links(m: int) -> int:
     """Return the bytes per vector of an HNSW graph: 2 m neighbours on the lowest level, m on each level above (one
     vector of m reaches the next level), and 12 of bookkeeping."""
     return 4 * (2 * m + round(m / (m - 1))) + 12
-
-
-def kept_bytes(kind: IndexKind, passages: int, dimension: int) -> int:
-    """Return the bytes on disk beside ``faiss.index``: the 16-bit vectors that rerank candidates."""
-    return 2 * passages * dimension if kind == "dense_ivfpq" else 0
-
-
-def search_seconds(
-    kind: IndexKind,
-    passages: int,
-    dimension: int,
-    queries: int,
-    threads: int,
-    hnsw: HNSWConfig | None = None,
-    ivfpq: IVFPQConfig | None = None,
-) -> float:
-    """Estimate the seconds of one call, in proportion to the measurements of ``benchmarks.retrieval``."""
-    if kind == "dense_hnsw":
-        vectors = min(passages, _VISITED * (hnsw or HNSWConfig()).ef_search)
-    elif kind == "dense_ivfpq":
-        config = ivfpq or IVFPQConfig()
-        lists = lists_of(config, passages)
-        vectors = min(1.0, config.probes / lists) * passages
-    else:
-        vectors = passages
-    return queries * vectors * _NANOSECONDS[kind] * dimension / 768 * 1e-9 / threads
 
 
 def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int) -> None:
