@@ -18,17 +18,6 @@ SHAPES = {
             for ms in (0, 50, 200)
         ],
     ),
-    "retrieval": (
-        "--passages 3000 --kinds dense_flat dense_ivfpq --threads 1 --documents 300 --asked 200",
-        [
-            *(
-                rf"{kind}, 3,000 x 768, 1 threads: {N} GB, {N} s to build, recall@3 {N}; {N} ms for one query, "
-                rf"{N} ms for 64; first answer {N} s after opening, {N} x reading the file \({N} s\); {N} GB resident"
-                for kind in ("dense_flat", "dense_ivfpq")
-            ),
-            rf"BM25 over 300 passages, 64 clients: {N} queries/s, Search-R1's form {N}, ratio {N} \({N} to {N}\)",
-        ],
-    ),
     "tool_calls": (
         "--prompts 1 --samples 4 --latencies 0ms --turn-tokens 4 --iterations 1 --repeats 1 --trl nowhere",
         [
