@@ -66,7 +66,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file in one step. Raises as ``replacing``."""
+    """Write a file atomically. Raises as ``replacing``."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -108,7 +108,7 @@ def remove(path: Path) -> None:
 def replace_folder(new: Path, target: Path) -> None:
     """Replace folder ``target`` by folder ``new``.
 
-    Not every system can swap folders in one step, so the old one is briefly called ``.<name>.old``. After a kill at
+    Not every system can swap folders atomically, so the old one is briefly called ``.<name>.old``. After a kill at
     that moment ``recover_folder`` restores it."""
     old = target.with_name(f".{target.name}.old")
     remove(old)
@@ -137,7 +137,7 @@ def set_aside(path: Path, suffix: str) -> Path:
 
 
 def link_atomically(link: Path, target_name: str) -> None:
-    """Point the symbolic link ``link`` at ``target_name`` in the same folder, in one step.
+    """Point the symbolic link ``link`` at ``target_name`` in the same folder, atomically.
 
     Renames a real file or folder of the link's name to ``<name>.replaced``."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}.link")

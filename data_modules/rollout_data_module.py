@@ -151,13 +151,13 @@ class RolloutDataModule(TrainingData):
             data = fingerprint(ids, self.prompts_per_iteration, self.seed, *self.questions.identity)
             further = () if self.dynamic_sampling is None else (self.dynamic_sampling,)
             sampling = fingerprint(self.group_size, self.train_sampling, *further)
-            self._loader = TrainLoader(self.iterations or self.steps_per_pass, self._roll_out, data, sampling)
+            self._loader = TrainLoader(self.iterations or self.iterations_per_pass, self._roll_out, data, sampling)
         super().setup(stage)
         if stage == "fit":
             self.start_rollouts()
 
     @property
-    def steps_per_pass(self) -> int:
+    def iterations_per_pass(self) -> int:
         """Iterations per pass over the questions."""
         return len(self._questions) // self.prompts_per_iteration
 
@@ -185,22 +185,22 @@ class RolloutDataModule(TrainingData):
     # ------------------------------------------------------------------------------------------------------------
 
     def _indices(self, iteration: int) -> list[int]:
-        number, step = divmod(iteration, self.steps_per_pass)
+        number, place = divmod(iteration, self.iterations_per_pass)
         if self._order[0] != number:
             seed = derive_seed(self.seed, "order", number)
             self._order = (number, permutation(len(self._questions), seed))
-        return self._order[1][step * self.prompts_per_iteration : (step + 1) * self.prompts_per_iteration]
+        return self._order[1][place * self.prompts_per_iteration : (place + 1) * self.prompts_per_iteration]
 
     def _check_sizes(self) -> None:
         files, needed = ", ".join(self.train_files), self.prompts_per_iteration * (1 + (self.dynamic_sampling or 0))
         if len(self._questions) < self.prompts_per_iteration:
             raise DatasetError(
-                f"{files}: {len(self._questions)} questions, but one step takes "
+                f"{files}: {len(self._questions)} questions, but one iteration takes "
                 f"prompts_per_iteration = {self.prompts_per_iteration} different ones; lower it or give more questions"
             )
         if len(self._questions) < needed:
             raise DatasetError(
-                f"{files}: {len(self._questions)} questions, but one step with dynamic_sampling = "
+                f"{files}: {len(self._questions)} questions, but one iteration with dynamic_sampling = "
                 f"{self.dynamic_sampling} may take {needed} different ones; lower it or prompts_per_iteration"
             )
         if self.prompts_per_iteration % self.world_size:

@@ -40,7 +40,7 @@ class RowTensors:
         """Select rows, and the first ``length`` columns of [B, T] tensors.
 
         An empty ``index`` selects a stand-in: one row of zeros with one column. It runs through every model and adds
-        nothing to masked sums, so collectives stay in step with ranks that have more micro-batches.
+        nothing to masked sums, so collectives match those of ranks that have more micro-batches.
         """
         return dataclasses.replace(
             cast("Any", self), **{name: _taken(value, index, length) for name, value in _fields(self)}
@@ -219,7 +219,7 @@ def plan(
     """Split the rows ``index`` into micro-batches: (rows, length of the longest) each.
 
     Every rank gets as many micro-batches as the rank that needs most, with empty ones last, so that collectives inside
-    models stay in step. Every rank must call.
+    models stay equal. Every rank must call.
     """
     lengths = batch.lengths.tolist()
     groups = micro_batches(lengths, index, token_budget, packed)

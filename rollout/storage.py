@@ -60,7 +60,7 @@ class TrajectoryFileError(FileError):
 
 
 def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> None:
-    """Write a parquet file in one step: a reader never sees half a file. Replaces an existing file.
+    """Write a parquet file atomically: a reader never sees half a file. Replaces an existing file.
 
     Leaves out a program's tests (``metadata["tests"]``, up to megabytes), because the question file has them.
 

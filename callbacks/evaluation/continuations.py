@@ -12,7 +12,7 @@ import lightning as L
 
 from callbacks.evaluation.evaluation import add_metrics
 from callbacks.evaluation.statistics import Interval, bootstrap_interval
-from callbacks.evaluation.step_rows import verdicts_of, wrong_before
+from callbacks.evaluation.turn_scores import verdicts_of, wrong_before
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.trainer import data_module
@@ -85,9 +85,9 @@ class Continuations(EvaluationHooks):
             if not outcomes:
                 continue
             metrics[PREFIX + kind] = bootstrap_interval([right for _, right in outcomes])
-            for step in sorted({turn + 1 for turn, _ in outcomes}):
-                part = [right for turn, right in outcomes if turn + 1 == step]
-                metrics[f"{PREFIX}{kind}/{step}"] = bootstrap_interval(part)
+            for turn in sorted({at for at, _ in outcomes}):
+                part = [right for at, right in outcomes if at == turn]
+                metrics[f"{PREFIX}{kind}/{turn + 1}"] = bootstrap_interval(part)
         add_metrics(trainer, pl_module, split, metrics, PREFIX)
 
 

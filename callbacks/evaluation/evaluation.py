@@ -14,8 +14,8 @@ import lightning as L
 from callbacks.evaluation.collector import RowCollector
 from callbacks.evaluation.judging import JudgeProtocol, judge_rows
 from callbacks.evaluation.statistics import Interval
-from callbacks.evaluation.step_rows import STEPS_PREFIX
 from callbacks.evaluation.summary import summarize
+from callbacks.evaluation.turn_scores import TURNS_PREFIX
 from callbacks.evaluation_rows import AGENT, EvaluationRow, save_rows
 from callbacks.tracking.run_info import run_info
 from callbacks.trainer import stage_dir
@@ -24,7 +24,7 @@ from common.ranges import PositiveInt
 from rollout.trajectory import Task, Trajectory
 
 ARCAP_PREFIX = "arcap/"
-OTHERS = (ARCAP_PREFIX, STEPS_PREFIX, "continues/", "forks/", "with_skills")  # metrics that other callbacks write
+OTHERS = (ARCAP_PREFIX, TURNS_PREFIX, "continues/", "forks/", "with_skills")  # metrics that other callbacks write
 
 
 class AnswersProtocol(Protocol):

@@ -96,7 +96,7 @@ def write_tasks(path: str | Path, tasks: Iterable[Task], render: Callable[[Task]
     """Write tasks in the schema of the module docstring, so that ``load_tasks`` reads them back.
 
     Args:
-        path: target; replaced in one step.
+        path: target; replaced atomically.
         render: text of the ``prompt`` column's user turn for tasks without a prompt. Default: ``Question: <question>``.
 
     Raises:

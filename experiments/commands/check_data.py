@@ -81,8 +81,8 @@ def check_parts(parts: Sequence[PartOfData], stage: Stage) -> list[str]:
     arguments, counts = data_arguments(stage.config), {part.part: len(part.tasks) for part in parts}
     print("  " + ", ".join(f"{part} {count}" for part, count in counts.items()))
     faults = check_prompts([(part.part, task) for part in parts for task in part.tasks], stage)
-    if (step := arguments.get("prompts_per_iteration") or 0) > counts.get("train", step):
-        faults.append(f"{counts['train']} questions to train on, but prompts_per_iteration is {step}; lower it")
+    if (size := arguments.get("prompts_per_iteration") or 0) > counts.get("train", size):
+        faults.append(f"{counts['train']} questions to train on, but prompts_per_iteration is {size}; lower it")
     return faults
 
 

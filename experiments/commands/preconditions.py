@@ -87,7 +87,7 @@ def require_gates(
 
 def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
     """Test the target's initial model in separate stages, which run once, and compute the gates."""
-    from callbacks.evaluation.step_rows import TRAJECTORIES_FILE, by_trajectory, load_steps
+    from callbacks.evaluation.turn_scores import TRAJECTORIES_FILE, by_trajectory, load_scores
     from experiments.reports.preconditions import distillation_gates, fork_gates, skill_gates
     from experiments.reports.results import read_evaluation
 
@@ -106,13 +106,13 @@ def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
 
     if teacher is not None:
         scored = {"teacher": teacher, "max_trajectories": questions * size}
-        start = tested("start", policy, watched(config, "step_divergence.StepDivergence", scored))
+        start = tested("start", policy, watched(config, "turn_divergence.TurnDivergence", scored))
         continued = {"trajectories": str(start / TRAJECTORIES_FILE)}
         other = copy.deepcopy(config)
         data_arguments(other)["attempts"] = 1
         end = tested("teacher", teacher, watched(other, "continuations.Continuations", continued))
         return distillation_gates(
-            read_evaluation(start)["test"], by_trajectory(load_steps(start) or []), read_evaluation(end)["test"], size
+            read_evaluation(start)["test"], by_trajectory(load_scores(start) or []), read_evaluation(end)["test"], size
         )
     if skills is None:
         start = tested("start", policy, watched(config, "fork_outcomes.ForkOutcomes", {"forks": size}))

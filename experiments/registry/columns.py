@@ -96,7 +96,7 @@ OVER_ATTEMPTS = (
 )  # fmt: skip
 SHORT = {"average": "avg", "average_of_sets": "avg. of sets", "pass": "pass", "maj": "maj"}  # as papers write them
 # Prefixes; the rest of the name depends on the data.
-FAMILIES = ("arcap/", "em/", "f1/", "acc/", "calls/", "reward/", "stop/", "steps/", *OVER_ATTEMPTS)
+FAMILIES = ("arcap/", "em/", "f1/", "acc/", "calls/", "reward/", "stop/", "turns/", *OVER_ATTEMPTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,8 @@ def columns_of(names: Sequence[str] | None) -> dict[str, Column]:
     chosen = DEFAULT if names is None else tuple(names)
     unknown = [name for name in chosen if not is_column(name)]
     if unknown:
+        if str(unknown[0]).startswith("steps/"):  # of an earlier version
+            raise ValueError(f"unknown column {unknown[0]!r}; now '{unknown[0].replace('steps', 'turns', 1)}'")
         raise ValueError(f"unknown column {unknown[0]!r}; expected some of {', '.join(known_columns())}")
     return {name: COLUMNS.get(name) or Column(_title(name), name, name.startswith(OVER_ATTEMPTS)) for name in chosen}
 

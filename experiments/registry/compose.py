@@ -47,6 +47,8 @@ EXPERIMENT_KEYS = {
     "preconditions",  # whether `make train` measures the gates first and stops where one fails
 }
 KINDS = ("fit", "test", "task")
+# Key "steps" of an earlier version -> its name now.
+RENAMED = {"paths": "turn_scores", "trainer.callbacks": "turn_divergence"}
 
 _stage_reference: ContextVar[Callable[[str], str]] = ContextVar("stage_reference")
 
@@ -131,6 +133,9 @@ def check_experiment(config: Config, name: str) -> str:
         raise ExperimentError(f"experiment '{name}': experiment.kind is {kind!r}, expected one of {', '.join(KINDS)}")
     if not isinstance(trainer := config.get("trainer") or {}, dict):
         raise ExperimentError(f"experiment '{name}': trainer is {trainer!r}; expected a mapping of Trainer options")
+    for at, block in (("paths", config.get("paths")), ("trainer.callbacks", trainer.get("callbacks"))):
+        if isinstance(block, dict) and "steps" in block:
+            raise ExperimentError(f"experiment '{name}': unknown key '{at}.steps'; now {RENAMED[at]}")
     wanted = ("task",) if kind == "task" else ("model", "data")
     for section in wanted:
         block = config.get(section)

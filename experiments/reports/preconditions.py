@@ -14,7 +14,7 @@ import numpy as np
 
 from callbacks.evaluation.continuations import CLEAN, DRIFTED, PREFIX
 from callbacks.evaluation.fork_outcomes import PREFIX as FORKS
-from callbacks.evaluation.step_rows import StepRow, wrong_before
+from callbacks.evaluation.turn_scores import TurnScore, wrong_before
 from experiments.reports.markdown import markdown_table
 
 SOME = 0.99  # of groups without success, at most, so that some are rewarded
@@ -62,16 +62,16 @@ def groups_gate(start: Test, size: int, least: float) -> Gate:
     )
 
 
-def distillation_gates(start: Test, steps: Sequence[Sequence[StepRow]], teacher: Test, size: int) -> list[Gate]:
+def distillation_gates(start: Test, turns: Sequence[Sequence[TurnScore]], teacher: Test, size: int) -> list[Gate]:
     """Gates of SOD.
 
     Args:
         start: test of the student.
-        steps: its turns with the teacher's scores (``by_trajectory``).
+        turns: its turns with the teacher's scores (``by_trajectory``).
         teacher: test of the teacher with ``Continuations`` of the student's trajectories.
     """
-    placed = place(steps)
-    first = [rows[0].divergence for rows in steps if rows]
+    placed = place(turns)
+    first = [rows[0].divergence for rows in turns if rows]
     return [
         groups_gate(start, size, 0.8),
         Gate(
@@ -96,7 +96,7 @@ def distillation_gates(start: Test, steps: Sequence[Sequence[StepRow]], teacher:
             "the divergence does not rise after an error: take a teacher that has never seen a recovery",
         ),
         Gate(
-            "first_step", "coefficient of variation of d_1", variation(first), None, 1.0,
+            "first_turn", "coefficient of variation of d_1", variation(first), None, 1.0,
             "the reference of all weights is noise: make first turns longer",
         ),
     ]  # fmt: skip
@@ -146,16 +146,16 @@ def of_enough(test: Test, metric: str) -> float | None:
     return mean(test, metric) if metric in test and test[metric]["n"] >= FEWEST else None
 
 
-def place(steps: Sequence[Sequence[StepRow]]) -> list[tuple[StepRow, bool]]:
+def place(turns: Sequence[Sequence[TurnScore]]) -> list[tuple[TurnScore, bool]]:
     """Pair every turn of every trajectory with whether an earlier turn went wrong."""
     return [
         (row, drifted)
-        for rows in steps
+        for rows in turns
         for row, drifted in zip(rows, wrong_before((row.outcome, row.verdict) for row in rows), strict=True)
     ]
 
 
-def auc_of(placed: Sequence[tuple[StepRow, bool]], *, drifted: bool) -> float | None:
+def auc_of(placed: Sequence[tuple[TurnScore, bool]], *, drifted: bool) -> float | None:
     """AUC of a turn's ``signed`` log-ratio for the environment's verdict, or, without one, for the trajectory's
     success."""
     part = [row for row, after_error in placed if after_error is drifted]
@@ -163,7 +163,7 @@ def auc_of(placed: Sequence[tuple[StepRow, bool]], *, drifted: bool) -> float | 
     return auc([s for s, good in judged if good is True], [s for s, good in judged if good is False])
 
 
-def _is_good(row: StepRow) -> bool | None:
+def _is_good(row: TurnScore) -> bool | None:
     if row.verdict is not None or row.acc is None:
         return row.verdict
     return row.acc >= 1.0
@@ -177,14 +177,14 @@ def auc(good: Sequence[float], bad: Sequence[float]) -> float | None:
     return float(np.mean((above > 0) + 0.5 * (above == 0)))
 
 
-def weight_ratio(placed: Sequence[tuple[StepRow, bool]]) -> float | None:
+def weight_ratio(placed: Sequence[tuple[TurnScore, bool]]) -> float | None:
     clean, after = (weight_of(placed, drifted=drifted) for drifted in (False, True))
     return after / clean if clean and after is not None else None
 
 
-def weight_of(placed: Sequence[tuple[StepRow, bool]], *, drifted: bool) -> float | None:
+def weight_of(placed: Sequence[tuple[TurnScore, bool]], *, drifted: bool) -> float | None:
     """Mean weight over turns, without first turns, whose weight is 1 by definition."""
-    weights = [row.weight for row, after_error in placed if after_error is drifted and row.step > 1]
+    weights = [row.weight for row, after_error in placed if after_error is drifted and row.turn > 1]
     return statistics.fmean(weights) if weights else None
 
 

@@ -16,7 +16,7 @@ from experiments.reports.compare import HISTORY_SCHEMA, history_frame, open_stor
 from experiments.reports.curves import DPI, curves_figure
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
 from experiments.reports.results_page import metric_text, results_page
-from experiments.reports.signal_tables import gates_section, steps_section
+from experiments.reports.signal_tables import gates_section, turns_section
 from experiments.reports.tested_on import differing, tested_on
 
 RESULT_CURVES = (  # drawn besides those of the score, if a run has them
@@ -94,7 +94,7 @@ def write_results(
     methods = list(dict.fromkeys(run.method for run in (mine[0], *runs)))
     history = _write_curves(curves, runs, uri, tuple(metrics), methods)
     objects = results_json(runs, chosen, score or "em")
-    signals = steps_section(runs) + (gates_section(runs, uri) if len(history) else "")
+    signals = turns_section(runs) + (gates_section(runs, uri) if len(history) else "")
     data, page = out_dir / f"{experiment}.json", out_dir / f"{experiment}.md"
     write_atomically(data, json.dumps(objects, indent=2, allow_nan=False) + "\n")
     text = results_page(experiment, mine[0].method, objects, chosen, main, command, notes, history)

@@ -1,4 +1,4 @@
-"""Writes the sections "Steps" and "Gates" of a results page: tables of distillation's signals by turn."""
+"""Writes the sections "Turns" and "Gates" of a results page: tables of distillation's signals by turn."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from callbacks.evaluation.step_kinds import Bounds, Kind, sort_by_kind
-from callbacks.evaluation.step_rows import (
+from callbacks.evaluation.trajectory_kinds import Bounds, Kind, sort_by_kind
+from callbacks.evaluation.turn_scores import (
     SHOWN,
-    SHOWN_STEPS,
-    STEPS_PREFIX,
-    StepRow,
+    SHOWN_TURNS,
+    TURNS_PREFIX,
+    TurnScore,
     by_trajectory,
-    load_steps,
-    step_metrics,
+    load_scores,
+    score_metrics,
 )
 from callbacks.tracking.run_info import RUN_ID_FILE
 from experiments.reports.compare import history_frame, open_store
@@ -31,25 +31,25 @@ PLACES = {  # column title -> end of the metric's name in lightning_modules.math
 }
 TAIL = 10  # iterations averaged at the start and at the end of training
 BOUNDS = Bounds()
-STEPS_WORDS = (
-    "Divergence of teacher and model on the model's own test trajectories, by step (a step is one turn of the "
-    "model; all seeds together). d: mean |log p_student - log p_teacher| over the step's tokens, in nats. w: the "
-    "step's weight in step-wise distillation, 1 at the first step. Teacher entropy: at the same tokens, in nats. "
-    "Means are over the trajectories that have the step. After an error: steps after one whose call failed, timed"
+TURNS_WORDS = (
+    "Divergence of teacher and model on the model's own test trajectories, by turn (a turn is one message of the "
+    "model; all seeds together). d: mean |log p_student - log p_teacher| over the turn's tokens, in nats. w: the "
+    "turn's weight in SOD, 1 at the first turn. Teacher entropy: at the same tokens, in nats. "
+    "Means are over the trajectories that have the turn. After an error: turns after one whose call failed, timed"
     " out, was refused or could not be read.\n"
 )
 DRIFT_WORDS = (
-    "The same steps before an error in their trajectory (clean) and after it (drifted), by the world's verdict on"
-    " a step, or by its outcome if there is no verdict; steps after an error stay drifted, repaired or not. AUC: "
-    "the probability that the teacher's log-ratio to the model, averaged over the step's tokens, is higher at a "
-    "right step than at a wrong one (0.5: no information); a step without a verdict counts as right if its "
-    "trajectory succeeded. w excludes first steps. Each method has its own teacher.\n"
+    "The same turns before an error in their trajectory (clean) and after it (drifted), by the world's verdict on"
+    " a turn, or by its outcome if there is no verdict; turns after an error stay drifted, repaired or not. AUC: "
+    "the probability that the teacher's log-ratio to the model, averaged over the turn's tokens, is higher at a "
+    "right turn than at a wrong one (0.5: no information); a turn without a verdict counts as right if its "
+    "trajectory succeeded. w excludes first turns. Each method has its own teacher.\n"
 )
 KINDS_WORDS = (
-    f"Kinds of trajectories. A weight below {BOUNDS.low:g} is low. *Stable*: at least two steps, no error, no low "
-    "weight. *Erroneous*: after some erroneous step all weights are low, to the end. *Recovering*: an erroneous "
-    f"step, low weights at or after it, then no further error and a last weight of at least {BOUNDS.recovered:g}. "
-    "*Other*: all others, such as single steps.\n"
+    f"Kinds of trajectories. A weight below {BOUNDS.low:g} is low. *Stable*: at least two turns, no error, no low "
+    "weight. *Erroneous*: after some erroneous turn all weights are low, to the end. *Recovering*: an erroneous "
+    f"turn, low weights at or after it, then no further error and a last weight of at least {BOUNDS.recovered:g}. "
+    "*Other*: all others, such as single turns.\n"
 )
 GATES_WORDS = (
     "The self-teacher is the student with skills in its prompt. Gap: mean log p_teacher - log p_student over the "
@@ -60,30 +60,30 @@ GATES_WORDS = (
 )
 
 
-def steps_section(runs: Sequence[Run]) -> str:
+def turns_section(runs: Sequence[Run]) -> str:
     """Return tables of divergence, weight and teacher entropy by turn; "" if no run has recorded them.
 
     Args:
         runs: in the order of the page; all seeds of a method are pooled.
     """
-    of: dict[str, list[list[StepRow]]] = {}
+    of: dict[str, list[list[TurnScore]]] = {}
     for run in runs:
-        if (rows := load_steps(run.folder)) is not None:
+        if (rows := load_scores(run.folder)) is not None:
             of.setdefault(run.method, []).extend(by_trajectory(rows))
     if not of:
         return ""
-    columns = [*map(str, range(1, SHOWN_STEPS + 1)), "after_error"]
-    head = ["method", "", *(f"step {k}" for k in columns[:-1]), "after an error"]
-    by_step: list[list[str]] = []
+    columns = [*map(str, range(1, SHOWN_TURNS + 1)), "after_error"]
+    head = ["method", "", *(f"turn {k}" for k in columns[:-1]), "after an error"]
+    by_turn: list[list[str]] = []
     by_drift: list[list[str]] = []
     by_kind: list[list[str]] = []
     for method, trajectories in of.items():
-        found = step_metrics(trajectories, resamples=1)  # intervals are not shown
+        found = score_metrics(trajectories, resamples=1)  # intervals are not shown
         for name in SHOWN:
-            cells = [found.get(f"{STEPS_PREFIX}{name}/{at}") for at in columns]
-            by_step.append([method, TITLES[name], *(_text(cell and cell.mean) for cell in cells)])
-        counts = [found.get(f"{STEPS_PREFIX}weight/{at}") for at in columns]
-        by_step.append([method, "n", *(str(cell.n if cell else 0) for cell in counts)])
+            cells = [found.get(f"{TURNS_PREFIX}{name}/{at}") for at in columns]
+            by_turn.append([method, TITLES[name], *(_text(cell and cell.mean) for cell in cells)])
+        counts = [found.get(f"{TURNS_PREFIX}weight/{at}") for at in columns]
+        by_turn.append([method, "n", *(str(cell.n if cell else 0) for cell in counts)])
         placed = place(trajectories)
         drifted = sum(after_error for _, after_error in placed)
         weights, aucs = ([f(placed, drifted=at) for at in (False, True)] for f in (weight_of, auc_of))
@@ -96,12 +96,12 @@ def steps_section(runs: Sequence[Run]) -> str:
     ends = ("clean", "drifted")
     return "\n".join(
         [
-            "\n## Steps\n",
-            STEPS_WORDS,
-            markdown_table(head, by_step),
+            "\n## Turns\n",
+            TURNS_WORDS,
+            markdown_table(head, by_turn),
             DRIFT_WORDS,
             markdown_table(
-                ["method", *(f"w, {e}" for e in ends), "ratio", *(f"{x}, {e}" for x in ("AUC", "steps") for e in ends)],
+                ["method", *(f"w, {e}" for e in ends), "ratio", *(f"{x}, {e}" for x in ("AUC", "turns") for e in ends)],
                 by_drift,
             ),
             KINDS_WORDS,

@@ -15,7 +15,7 @@ from experiments.registry.keys import OURS, constructors
 from experiments.registry.project import ROOT
 
 # Class of an earlier version -> its name now.
-RENAMED = {"StepWeights": "DivergenceRatio", "WrongOnly": "IncorrectOnly"}
+RENAMED = {"StepWeights": "DivergenceRatio", "WrongOnly": "IncorrectOnly", "StepDivergence": "TurnDivergence"}
 
 
 def import_class(class_path: str, where: str) -> Any:

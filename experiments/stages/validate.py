@@ -55,6 +55,7 @@ RENAMED = {
     "step_norm": "; now turn_norm",
     "decay_steps": "; now decay_iterations",
 }
+RENAMED_VALUES = {("opd_mode", "stepwise"): "; now divergence_ratio"}  # the same for (argument, value)
 
 
 @startup.no_collection()
@@ -315,7 +316,8 @@ def check_arguments(
                 raise ExperimentError(f"{where}: '{at}' is null; expected a value; give one or leave the option out")
             continue
         if fault := option_types.misfit(value, hint, at, partial(import_class, where=f"{where}, {at}")):
-            raise ExperimentError(f"{where}: {fault}")
+            now = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
+            raise ExperimentError(f"{where}: " + (f"'{at}' is {value!r}{now}" if now else fault))
         if option_types.names_class(value, hint):
             value = {"class_path": value}
         kind = option_types.built_from(value, hint)

@@ -29,10 +29,10 @@ class CarelessPolicy:
             raise ValueError(f"error_rate is a probability below 1, got {error_rate}")
         self.error_rate, self.seed = error_rate, seed
 
-    def slips(self, task: Task, step: int) -> random.Random | None:
+    def slips(self, task: Task, turn: int) -> random.Random | None:
         """Return the random generator of a careless turn, or None for a careful turn. The same arguments give the same
         draws."""
-        rng = random.Random(f"{self.seed}:{task.id}:{step}")
+        rng = random.Random(f"{self.seed}:{task.id}:{turn}")
         return rng if rng.random() < self.error_rate else None
 
 

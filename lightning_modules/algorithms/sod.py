@@ -20,13 +20,13 @@ from lightning_modules.advantage_transforms.distillation import (
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.models.remote_teacher import RemoteTeacher
 
-Mode = Literal["none", "uniform", "stepwise", "gated", "decay_after_error", "mask_after_error"]
+Mode = Literal["none", "uniform", "divergence_ratio", "gated", "decay_after_error", "mask_after_error"]
 
 # The weighting of each mode, and its options; given with another mode they would have no effect.
 MODES: dict[str, tuple[type[TurnWeighting] | None, tuple[str, ...]]] = {
     "none": (None, ()),
     "uniform": (None, ()),
-    "stepwise": (DivergenceRatio, ("delta", "epsilon", "reference_turn", "weight_floor")),
+    "divergence_ratio": (DivergenceRatio, ("delta", "epsilon", "reference_turn", "weight_floor")),
     "gated": (AdvantageGate, ("beta_min", "beta_max", "beta_gamma")),
     "decay_after_error": (DecayAfterError, ("decay",)),
     "mask_after_error": (MaskAfterError, ()),
@@ -43,7 +43,7 @@ class SOD(GRPO):
     ``Distillation`` for the signal and its metrics. For other weights, or several, use ``Distillation`` as an advantage
     transform of ``GRPO``.
 
-    ``opd_mode`` selects w: ``stepwise`` (SOD), ``uniform`` (1: on-policy distillation, OPD), ``gated``
+    ``opd_mode`` selects w: ``divergence_ratio`` (SOD), ``uniform`` (1: on-policy distillation, OPD), ``gated``
     (``AdvantageGate``), ``decay_after_error``, ``mask_after_error``, ``none`` (GRPO; no teacher is loaded, and the same
     with ``opd_coef: 0``).
 
@@ -72,7 +72,7 @@ class SOD(GRPO):
         policy: str,
         teacher: str | None = None,
         teacher_server: RemoteTeacher | None = None,
-        opd_mode: Mode = "stepwise",
+        opd_mode: Mode = "divergence_ratio",
         opd_coef: NonNegativeFloat = 1.0,
         delta: NonNegativeFloat | None = 0.2,
         epsilon: PositiveFloat = 1e-6,

@@ -156,7 +156,7 @@ def paused(optimizer: LightningOptimizer, idle: bool) -> Iterator[None]:
     """Set the learning rate to 0 for a step without loss tokens.
 
     Its gradient is zero, but momentum and weight decay would still move the weights. The step itself still runs, which
-    keeps counters and collectives of all ranks in step.
+    keeps counters and collectives of all ranks equal.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     if idle:

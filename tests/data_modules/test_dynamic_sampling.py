@@ -129,7 +129,7 @@ def test_what_cannot_work_is_refused(make_data):
     with pytest.raises(ValueError, match="a group of one never differ"):
         make_data(group_size=1)
     with pytest.raises(
-        DatasetError, match="24 questions, but one step with dynamic_sampling = 6 may take 28 different"
+        DatasetError, match="24 questions, but one iteration with dynamic_sampling = 6 may take 28 different"
     ):
         make_data(dynamic_sampling=6)
 

@@ -259,7 +259,7 @@ def test_faulty_rows_stop_the_run_or_are_left_out(system, mixed, caplog):
     def questions(**options):
         data = RolloutDataModule(system, [mixed], prompts_per_iteration=1, seed=1, **options)
         data.setup("fit")
-        return sorted(t.id for iteration in range(data.steps_per_pass) for t in data.prompts(iteration))
+        return sorted(t.id for iteration in range(data.iterations_per_pass) for t in data.prompts(iteration))
 
     with pytest.raises(DatasetError, match="3 of 6 rows are not as they should be.*with on_invalid_row: drop"):
         questions()

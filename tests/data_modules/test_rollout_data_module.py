@@ -412,8 +412,8 @@ def test_options_out_of_range(make_data, options, message):
         make_data(**options)
 
 
-def test_too_few_questions_for_one_step(make_data):
-    with pytest.raises(DatasetError, match="10 questions, but one step takes prompts_per_iteration = 11"):
+def test_too_few_questions_for_one_iteration(make_data):
+    with pytest.raises(DatasetError, match="10 questions, but one iteration takes prompts_per_iteration = 11"):
         make_data(prompts_per_iteration=11).setup("fit")
 
 

@@ -44,7 +44,7 @@ def test_a_combination_trains(name, environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "gates"), [("sod_branches", ["first_step"]), ("sdar_branches", ["shuffled_skills"])])
+@pytest.mark.parametrize(("name", "gates"), [("sod_branches", ["first_turn"]), ("sdar_branches", ["shuffled_skills"])])
 def test_preconditions_are_measured_on_what_it_starts_from(name, gates, environment):
     words = ["--questions", "4", "--stages.smoke_teacher.trainer.max_epochs=2"][: 3 if name.startswith("sod") else 2]
     command = [sys.executable, "-m", "experiments", "preconditions", name, *words, *SHORT]

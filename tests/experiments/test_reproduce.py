@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from callbacks.evaluation.evaluation import update_evaluation_file
-from callbacks.evaluation.step_rows import STEPS_FILE, save_steps
 from callbacks.evaluation.summary import summarize
+from callbacks.evaluation.turn_scores import SCORES_FILE, save_scores
 from callbacks.evaluation_rows import row_of, save_rows
 from experiments.commands.command import make_graph
 from experiments.commands.models import evaluation_stage
@@ -21,7 +21,7 @@ from experiments.registry.project import Project
 from experiments.reports.preconditions import Gate
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
-from tests.callbacks.evaluation.step_helpers import CASE_B, make_steps
+from tests.callbacks.evaluation.turn_score_helpers import CASE_B, make_scores
 from tests.callbacks.helpers import make_call, make_trajectory
 
 FIT = """
@@ -193,7 +193,7 @@ def test_steps_that_tests_have_looked_at_get_a_section(done):
     """Of one method only, since the others were tested before there was such a callback."""
     project, context = done
     folder = make_graph(dataclasses.replace(context, seed=0)).target().folder
-    save_steps(folder / STEPS_FILE, make_steps(*CASE_B, name="q0"))
+    save_scores(folder / SCORES_FILE, make_scores(*CASE_B, name="q0"))
     run(context, seeds="0")
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
     assert "| ARPO | w | 1.000 | 0.363 | 0.170 |" in page and "| GRPO | w |" not in page

@@ -112,6 +112,14 @@ def test_a_fault_names_the_innermost_part():
             ["--model=lightning_modules.algorithms.sod.SOD", "--model.reference_step=first"],
             "unknown key '.*reference_step': .*; now reference_turn",
         ),
+        (
+            ["--model=lightning_modules.algorithms.sod.SOD", "--model.opd_mode=stepwise"],
+            "'model.opd_mode' is 'stepwise'; now divergence_ratio",
+        ),
+        (
+            ["--trainer.callbacks.x.class_path=callbacks.evaluation.step_divergence.StepDivergence"],
+            "no module 'callbacks.evaluation.step_div.*'callbacks.evaluation.turn_divergence.TurnDivergence'",
+        ),
         (["--data.eval_sampling=3"], "eval_sampling' is 3; expected"),
         (["--data.eval_sampling={1: 2}"], "unknown key '.*1': Decoding has no such argument; valid: "),
         (

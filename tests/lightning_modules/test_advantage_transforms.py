@@ -43,7 +43,7 @@ def parse(model):
 
 
 def combination(policy, teacher, **options):
-    """SOD's step weights on a teacher that is asked about wrong trajectories only (DGPO), ARPO's hard attribution."""
+    """SOD's turn weights on a teacher that is asked about wrong trajectories only (DGPO), ARPO's hard attribution."""
     weights = [{"class_path": f"{HERE}.distillation.{name}"} for name in ("DivergenceRatio", "IncorrectOnly")]
     distillation = {"teacher": str(teacher), "weights": weights, "coef": 0.5}
     transforms = [
@@ -196,7 +196,7 @@ def test_what_changes_the_outcome_is_refused_without_it(changes):
         grpo.GRPO("p", use_grpo=False, advantage_transforms=[Distillation("t"), changes()])
 
 
-def test_ppo_takes_step_weights_on_its_kl(model_dir, teacher_dir):
+def test_ppo_takes_turn_weights_on_its_kl(model_dir, teacher_dir):
     """r_t = outcome - kl_coef w_k k1: by hand from the models' log-probs."""
     weights = [{"class_path": f"{HERE}.distillation.{name}"} for name in ("DivergenceRatio", "IncorrectOnly")]
     arguments = {"policy": str(model_dir), "reference": str(teacher_dir), "kl_coef": 0.5, "kl_weights": weights}

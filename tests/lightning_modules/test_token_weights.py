@@ -81,7 +81,7 @@ ALGORITHMS = {
     "GRPO": lambda **o: GRPO("p", "r", kl_coef=0.1, entropy_coef=0.01, **o),
     "PPO": lambda **o: PPO("p", "r", kl_in="loss", kl_estimator="k3", kl_coef=0.1, entropy_coef=0.01, **o),
     "DGPO": lambda **o: DGPO("p", "t", kl_coef=0.1, **o),
-    "SOD": lambda **o: SOD("p", "t", opd_mode="stepwise", **o),
+    "SOD": lambda **o: SOD("p", "t", opd_mode="divergence_ratio", **o),
 }
 
 

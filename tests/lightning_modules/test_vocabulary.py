@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from callbacks.evaluation.step_divergence import StepDivergence
+from callbacks.evaluation.turn_divergence import TurnDivergence
 from data_modules.supervised_data_module import SupervisedDataModule
 from experiments.registry.errors import ExperimentError
 from experiments.stages.validate import check_data_options
@@ -92,7 +92,7 @@ def test_a_critic_with_a_folder_of_its_own_needs_the_student_s_rows(model_dir, p
 def test_a_judge_of_a_test_is_checked_before_a_model_loads(model_dir, padded, monkeypatch):
     monkeypatch.setattr("lightning_modules.training.policy_module.load_causal_lm", None)
     with pytest.raises(ValueError, match="has 360 embedding rows"):
-        fit(SFT(str(model_dir)), [make_trajectories(2)], callbacks=[StepDivergence(padded)])
+        fit(SFT(str(model_dir)), [make_trajectories(2)], callbacks=[TurnDivergence(padded)])
 
 
 def test_what_is_made_later_is_checked_before_a_model_loads(model_dir, padded, tmp_path, monkeypatch):

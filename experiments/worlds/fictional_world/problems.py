@@ -24,7 +24,7 @@ TWO_NUMBERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Fact:
     """One fact to look up."""
 
     entity: Entity
@@ -37,35 +37,35 @@ class Problem:
     """The meaning of a question: facts to look up in order, then a formula over them."""
 
     family: str
-    steps: tuple[Step, ...]
+    facts: tuple[Fact, ...]
     code: str  # Python with the numbers filled in; empty if there is nothing to compute
     answers: tuple[str, ...]
     question: str
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.family, tuple((s.entity.id, s.keyword) for s in self.steps), self.code
+        return self.family, tuple((s.entity.id, s.keyword) for s in self.facts), self.code
 
 
 def _noun(entity: Entity) -> str:
     return f"the {entity.mention}" if entity.qualifier else entity.mention
 
 
-def _number(world: World, entity: Entity, rng: random.Random) -> tuple[Step, str]:
+def _number(world: World, entity: Entity, rng: random.Random) -> tuple[Fact, str]:
     quantity = rng.choice(QUANTITIES_OF[entity.kind])
-    step = Step(entity, quantity.keyword, world.told(entity, quantity.keyword))
-    return step, rng.choice(quantity.phrases)
+    fact = Fact(entity, quantity.keyword, world.told(entity, quantity.keyword))
+    return fact, rng.choice(quantity.phrases)
 
 
-def _computed(family: str, steps: tuple[Step, ...], code: str, question: str) -> Problem:
+def _computed(family: str, facts: tuple[Fact, ...], code: str, question: str) -> Problem:
     value = eval(code, {"__builtins__": {}})  # a formula and numbers of this module
-    return Problem(family, steps, code, (str(value),), question)
+    return Problem(family, facts, code, (str(value),), question)
 
 
 def _one(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
     entity = rng.choice(subjects)
-    step, phrase = _number(world, entity, rng)
-    return _with_one_number("one", (step,), phrase.format(x=_noun(entity)), rng)
+    fact, phrase = _number(world, entity, rng)
+    return _with_one_number("one", (fact,), phrase.format(x=_noun(entity)), rng)
 
 
 def _hop(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
@@ -73,14 +73,14 @@ def _hop(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
     subject = rng.choice(subjects)
     relation = rng.choice(RELATIONS_OF[subject.kind])
     found = world.entities[world.facts[subject.id, relation.keyword]]
-    step, phrase = _number(world, found, rng)
+    fact, phrase = _number(world, found, rng)
     words = phrase.format(x=rng.choice(relation.phrases).format(x=_noun(subject)))
-    return _with_one_number("hop", (Step(subject, relation.keyword, found.mention), step), words, rng)
+    return _with_one_number("hop", (Fact(subject, relation.keyword, found.mention), fact), words, rng)
 
 
-def _with_one_number(family: str, steps: tuple[Step, ...], words: str, rng: random.Random) -> Problem:
+def _with_one_number(family: str, facts: tuple[Fact, ...], words: str, rng: random.Random) -> Problem:
     formula, wordings = rng.choice(ONE_NUMBER)
-    return _computed(family, steps, formula.format(a=steps[-1].told), rng.choice(wordings).format(np=words))
+    return _computed(family, facts, formula.format(a=facts[-1].told), rng.choice(wordings).format(np=words))
 
 
 def _two(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
@@ -94,9 +94,9 @@ def _two(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
 def _lookup(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
     """Draw a question that needs no computation."""
     entity = rng.choice(subjects)
-    step, phrase = _number(world, entity, rng)
+    fact, phrase = _number(world, entity, rng)
     question = rng.choice(WRAPPERS).format(np=phrase.format(x=_noun(entity)))
-    return Problem("lookup", (step,), "", (step.told,), question)
+    return Problem("lookup", (fact,), "", (fact.told,), question)
 
 
 def _compute(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
@@ -138,7 +138,7 @@ def draw_problems(
         family = rng.choices(list(shares), weights=list(shares.values()))[0]
         problem = FAMILIES[family](world, subjects, rng)
         seen = problem.key in taken or problem.question in taken
-        if seen or any(step.entity.id in avoid for step in problem.steps):
+        if seen or any(fact.entity.id in avoid for fact in problem.facts):
             continue
         taken.update((problem.key, problem.question))
         problems.append(problem)
@@ -146,7 +146,7 @@ def draw_problems(
 
 
 def as_task(world: World, problem: Problem, task_id: str, split: str) -> Task:
-    passages = [world.passages[world.passage_of[step.entity.id, step.keyword]] for step in problem.steps]
+    passages = [world.passages[world.passage_of[fact.entity.id, fact.keyword]] for fact in problem.facts]
     return Task(
         id=task_id,
         question=problem.question,
@@ -156,7 +156,7 @@ def as_task(world: World, problem: Problem, task_id: str, split: str) -> Task:
         metadata={
             "split": split,
             "family": problem.family,
-            "steps": [[step.entity.mention, step.keyword, step.told] for step in problem.steps],
+            "steps": [[fact.entity.mention, fact.keyword, fact.told] for fact in problem.facts],
             "code": problem.code,
         },
     )

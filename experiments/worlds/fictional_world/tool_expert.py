@@ -25,7 +25,7 @@ class ToolExpertPolicy(CarelessPolicy):
         steps, code = task.metadata["steps"], task.metadata["code"]
         facts = [f"The {keyword} of {mention} is {told}." for mention, keyword, told in steps]
         results, computed = between(transcript, *RESULT), between(transcript, f"</python>{RESULT[0]}", RESULT[1])
-        known = 0  # steps whose fact has been read, in order
+        known = 0  # facts that have been read, in order
         while known < len(facts) and any(facts[known] in result for result in results):
             known += 1
         answer = task.golden_answers[0]

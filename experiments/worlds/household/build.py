@@ -18,8 +18,8 @@ from rollout.skills.bank import SkillBank
 from rollout.skills.reading import read_bank
 from rollout.trajectory import Task
 
-RANDOM_STEPS = 0.5  # probability of a random step in the games of the texts
-STEPS = 14
+RANDOM_ACTIONS = 0.5  # probability of a random action in the games of the texts
+ACTIONS = 14
 TRIES = 200  # attempts to draw a new game
 
 
@@ -82,14 +82,14 @@ def numbered_name(rng: random.Random) -> str:
 
 
 def transcript(game: Game, rng: random.Random) -> str:
-    """Write a game as a transcript with ">" before each command. Half of the steps are random, so the text shows
+    """Write a game as a transcript with ">" before each command. Half of the actions are random, so the text shows
     commands and their effects but not how to win."""
     simulator, expert = Simulator(game), Expert(game.goal)
     observation = simulator.reset()
     lines = [observation.text.strip()]
-    for _ in range(STEPS):
+    for _ in range(ACTIONS):
         command = expert.act(observation)
-        if rng.random() < RANDOM_STEPS:
+        if rng.random() < RANDOM_ACTIONS:
             command = rng.choice(observation.admissible)
         observation = simulator.step(command)
         lines.append(f"> {command}\n{observation.text.strip()}")

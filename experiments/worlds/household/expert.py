@@ -150,14 +150,14 @@ class Expert:
 
 
 IDLE = ("look", "inventory")
-IDLES = 0.2  # share of the careless steps that look around; the others go to a random receptacle
+IDLES = 0.2  # share of the careless actions that look around; the others go to a random receptacle
 
 
 class HouseholdExpertPolicy(CarelessPolicy):
     """Writes the expert's next command between action tags, text in and text out.
 
     The transcript of the whole conversation (``window: null``) shows the commands so far, and the policy replays the
-    game of the task's metadata up to there. With probability ``error_rate`` a step is useless: it goes to a random
+    game of the task's metadata up to there. With probability ``error_rate`` an action is useless: it goes to a random
     receptacle or looks around. The expert keeps its knowledge.
     """
 
@@ -189,14 +189,14 @@ class HouseholdExpertPolicy(CarelessPolicy):
 
 
 def careless(observation: Observation, careful: str, rng: random.Random) -> str:
-    """Draw a step that changes nothing in the room and, if possible, differs from the careful step."""
+    """Draw an action that changes nothing in the room and, if possible, differs from the careful action."""
     away = [c for c in observation.admissible if c.startswith("go to ") and c != careful]
     return rng.choice(away) if away and rng.random() >= IDLES else rng.choice(IDLE)
 
 
 class HouseholdExpertEngine(WorldExpert):
     """Engine over ``HouseholdExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate`` is the probability of a
-    useless step."""
+    useless action."""
 
     QUESTION = re.compile(r"(-= Welcome to TextWorld.*?Your task is to: [^\n<]*)", re.DOTALL)
     Policy = HouseholdExpertPolicy

@@ -108,8 +108,8 @@ class Shopping:
 class ShoppingEnvironment:
     """One visit as an ``Environment``.
 
-    Every step has a reward (0 except for the purchase) and the measures score and success. A text without effect gives
-    the outcome ERROR and the same page. ``info`` of observation and results is ``Page.info``.
+    Every action has a reward (0 except for the purchase) and the measures score and success. A text without effect
+    gives the outcome ERROR and the same page. ``info`` of observation and results is ``Page.info``.
     """
 
     def __init__(self, session: ShopSession, reward: float, enabled: bool = True) -> None:

@@ -10,7 +10,7 @@ installed here, so ``title_words`` takes all words except numbers and a list of 
 count on both sides: two titles that share only an adjective are similar here and not there, and a title with many
 adjectives shares a smaller part of its words. Thresholds limit the effect: ``r_type`` is 0 at a share of 0, 0.1 below
 0.1, and otherwise 1 for the same query, the same category or a share above 0.2, else 0.5. Both forms agree on the
-goal's own product and may differ by a step or two on another product near a threshold. A score of 1.0 needs ``r_type``
+goal's own product and may differ slightly on another product near a threshold. A score of 1.0 needs ``r_type``
 1.
 
 **Options.** The published code compares the chosen *values*, after ``normalize_colour``, with the *(name, value) pairs*

@@ -38,12 +38,12 @@ class WordExpertPolicy(CarelessPolicy):
             return f"Again: {formula}.\n{call(printing(formula))}"
         return f"{task.metadata['told'][known]} {formula}.\n{self._call(task, known, formula)}"
 
-    def _call(self, task: Task, step: int, formula: str) -> str:
-        rng = self.slips(task, step)
+    def _call(self, task: Task, turn: int, formula: str) -> str:
+        rng = self.slips(task, turn)
         if rng is None:
             return call(printing(formula))
         kind = rng.choices(SLIPS, WEIGHTS)[0]
-        if kind == "stale" and step:
+        if kind == "stale" and turn:
             return call(printing(f"x {formula.split()[1]} {formula.split()[2]}"))
         if kind == "broken":
             return call(printing(formula)).replace("}}\n", "}\n")

@@ -19,7 +19,7 @@ from tests.rollout.scripted import ToyRetriever
 from tests.rollout.scripted_engine import ScriptedEngine
 
 
-def test_right_ends_by_kind_and_step(trainer_for, tmp_path, model_dir):
+def test_right_ends_by_kind_and_turn(trainer_for, tmp_path, model_dir):
     """Students search twice; those of odd questions err in the first turn, after which the teacher is wrong."""
     protocol = SearchR1Protocol(str(model_dir), template="short")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.registry.compose import compose, merge, resolve
+from experiments.registry.compose import check_experiment, check_keys, compose, merge, resolve
 from experiments.registry.errors import ExperimentError, nearest
 from experiments.registry.listing import load, summaries
 
@@ -31,6 +31,20 @@ def test_another_class_drops_the_inherited_arguments():
     }
     same = merge(base, {"model": {"class_path": "m.DGPO", "init_args": {"lr": 2}}})
     assert same["model"]["init_args"] == {"teacher": "t", "lr": 2}
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        ({"paths": {"steps": "teacher"}}, "'x': unknown key 'paths.steps'; now turn_scores"),
+        ({"trainer": {"callbacks": {"steps": None}}}, "unknown key 'trainer.callbacks.steps'; now turn_divergence"),
+        ({"experiment": {"columns": ["steps/weight/2"]}}, "unknown column 'steps/weight/2'; now 'turns/weight/2'"),
+    ],
+)
+def test_old_names_for_turns_are_refused_with_the_new_ones(old, message):
+    with pytest.raises(ExperimentError, match=message):
+        check_keys(old, "x")
+        check_experiment({"experiment": {"kind": "task"}} | old, "x")
 
 
 def test_callbacks_are_named_in_files_and_a_list_afterwards(workshop):

@@ -86,15 +86,15 @@ def test_experiments_of_the_papers_fit_the_gpus_that_they_name_and_list_what_the
 
 
 def test_a_test_asks_for_its_teacher_only_where_it_is_wanted_or_teaches(stages):
-    """The step metrics of a test read 4 B parameters more; a baseline starts without them."""
+    """The turn scores of a test read 4 B parameters more; a baseline starts without them."""
 
     def teacher(stage):
         callbacks = [c["class_path"].rpartition(".")[2] for c in stage.config["trainer"]["callbacks"]]
-        return "SOD-GRPO_teacher-4B" in str([need.path for need in stage.needs]), "StepDivergence" in callbacks
+        return "SOD-GRPO_teacher-4B" in str([need.path for need in stage.needs]), "TurnDivergence" in callbacks
 
     assert teacher(stages.stage("grpo_qwen3_0.6b")) == teacher(stages.stage("untrained_qwen3_0.6b")) == (False, False)
     assert teacher(stages.stage("sod_qwen3_0.6b")) == (True, True)
-    asked = Graph(PROJECT, "grpo_qwen3_0.6b", parse(["--paths.steps", "teacher"])).target()
+    asked = Graph(PROJECT, "grpo_qwen3_0.6b", parse(["--paths.turn_scores", "teacher"])).target()
     assert teacher(asked) == (True, True)
 
 
@@ -177,7 +177,7 @@ def test_the_paper_run_has_the_values_of_the_specification():
     assert rollouts["environment"]["init_args"]["tools"]["search"]["init_args"]["topk"] == 3
 
 
-ARPO_RUNS = {  # docs/papers/arpo.md 1.1: n, N, call limit, response tokens, prompts per step
+ARPO_RUNS = {  # docs/papers/arpo.md 1.1: n, N, call limit, response tokens, prompts per iteration
     "qwen2.5_3b": (16, 8, 3, 4096, 128),
     "qwen2.5_7b": (16, 8, 3, 4096, 128),
     "llama3.1_8b": (16, 8, 3, 4096, 128),

@@ -249,18 +249,18 @@ def test_default_columns_give_the_page_of_before(stages, tmp_path):
 
 def test_average_as_the_main_score(stages, tmp_path):
     """Seeds differ in EM here and not in the reward's verdict; the comparison is one of verdicts."""
-    columns = ["acc", "average/2", "maj/2", "pass/2", "tool_success", "tool_calls", "steps/weight/1"]
+    columns = ["acc", "average/2", "maj/2", "pass/2", "tool_success", "tool_calls", "turns/weight/1"]
     page, data = write_results("arpo", rows_of(stages), tmp_path, "x", columns=columns, score="average")
     objects = json.loads(data.read_text())
     assert {o["metric"] for o in objects} == {"average"}
     counts = [(o["mean"], o["k"], o["n"], o["attempts"]) for o in objects]
     assert counts == [(0.75, 30, 20, 2)] * 2 + [(0.5, 20, 20, 2)] * 2
     assert objects[0]["low"] < 0.75 < objects[0]["high"] and objects[0]["sampled"] is None
-    assert set(objects[0]["metrics"]) == {*columns} - {"steps/weight/1"}
+    assert set(objects[0]["metrics"]) == {*columns} - {"turns/weight/1"}
     assert objects[1]["metrics"]["maj/2"]["mean"] == 0.75, "both attempts give one answer, right by the reward"
     text = page.read_text()
     arpo, grpo = table_of(text, "## Test set")
-    assert arpo["accuracy"].startswith("0.750 [") and arpo["steps/weight/1"] == "-"
+    assert arpo["accuracy"].startswith("0.750 [") and arpo["turns/weight/1"] == "-"
     assert grpo["avg@2"] == grpo["accuracy"] and grpo["avg@2"].startswith("0.500 ["), "with an interval"
     assert arpo["maj@2"] == arpo["pass@2"] and arpo["accuracy"].startswith("0.750 ["), (
         "every question is all right or wrong"

@@ -13,7 +13,7 @@ from experiments.registry.errors import ExperimentError
 from experiments.registry.project import Project
 from experiments.reports.preconditions import Gate, auc, distillation_gates, fork_gates, place, skill_gates
 from experiments.stages.context import RunContext, StageFailed
-from tests.callbacks.evaluation.step_helpers import make_steps
+from tests.callbacks.evaluation.turn_score_helpers import make_scores
 
 
 def metric(**values):
@@ -22,7 +22,7 @@ def metric(**values):
 
 def judged(signed, verdicts, **options):
     outcomes = ["ok"] * len(signed)
-    rows = make_steps([1.0] * len(signed), outcomes, **options)
+    rows = make_scores([1.0] * len(signed), outcomes, **options)
     pairs = zip(rows, signed, verdicts, strict=True)
     return [dataclasses.replace(row, signed=value, verdict=good) for row, value, good in pairs]
 
@@ -34,8 +34,8 @@ def test_auc_counts_pairs():
 
 def test_a_step_is_drifted_after_a_wrong_one_by_verdict_or_else_by_outcome():
     assert drift(judged([0.0] * 4, [True, False, True, None])) == [False, False, True, True]
-    assert drift(make_steps([1.0] * 3, ["ok", "error", "answer"])) == [False, False, True]
-    overruled = [dataclasses.replace(row, verdict=True) for row in make_steps([1.0] * 2, ["error", "ok"])]
+    assert drift(make_scores([1.0] * 3, ["ok", "error", "answer"])) == [False, False, True]
+    overruled = [dataclasses.replace(row, verdict=True) for row in make_scores([1.0] * 2, ["error", "ok"])]
     assert drift(overruled) == [False, False]
 
 
@@ -55,7 +55,7 @@ def test_the_gates_of_distillation_by_hand():
     # clean: 0 and -1 are good, -4 and -2 bad; drifted: -1 good, 2 bad, and 0.5 good by the trajectory's success
     assert gates["auc_clean"].found == 1.0 and gates["auc_drifted"].found == 0.0
     assert gates["weight_ratio"].found == pytest.approx(((0.2 + 0.4 + 0.3) / 3) / ((0.8 + 1.0) / 2))
-    assert gates["first_step"].found == pytest.approx(2**0.5 / 2)  # d_1 is 1 and 3
+    assert gates["first_turn"].found == pytest.approx(2**0.5 / 2)  # d_1 is 1 and 3
     few = {name: {**found, "n": 19} for name, found in teacher.items()}
     assert [gate.found for gate in distillation_gates(start, [first], few, 8)[1:3]] == [None, None]
     unmeasured = distillation_gates({}, [], {}, 8)
@@ -89,7 +89,7 @@ def test_start_and_training_are_measured_alike(context):
     assert size == 8 == data["attempts"] and data["max_test"] == 16
     assert data["test_files"] == before["train_files"] and data["eval_sampling"] == before["train_sampling"]
     classes = [c["class_path"].rpartition(".")[2] for c in config["trainer"]["callbacks"]]
-    assert "Evaluation" in classes and not {"StepDivergence", "IterationCheckpoint", "ARCap"} & {*classes}
+    assert "Evaluation" in classes and not {"TurnDivergence", "IterationCheckpoint", "ARCap"} & {*classes}
     assert find_teacher(target) == target.config["model"]["init_args"]["teacher"] and find_skills(target) is None
 
 

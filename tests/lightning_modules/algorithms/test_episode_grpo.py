@@ -179,7 +179,7 @@ def test_whole_numbers_as_rewards(model_dir):
     assert torch.equal(advantages(module, as_integers)[0], advantages(module, rows)[0])
 
 
-def test_divergence_by_step_is_that_of_the_prompts_that_were_read(model_dir, teacher_dir):
+def test_divergence_by_turn_is_that_of_the_prompts_that_were_read(model_dir, teacher_dir):
     whole, _ = episodes(model_dir, 1)
     module = EpisodeGRPO(str(model_dir))
     fit(module, EpisodeData(whole, None))

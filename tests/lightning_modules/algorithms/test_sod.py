@@ -36,7 +36,7 @@ from rollout.trajectory import (
 )
 from tests.lightning_modules.helpers import fit, make_group
 
-MODES = ["uniform", "stepwise", "gated", "decay_after_error", "mask_after_error"]
+MODES = ["uniform", "divergence_ratio", "gated", "decay_after_error", "mask_after_error"]
 REWARDS = ([1, 0, 0, 1], [0.3, 0.3], [1, 0, 0])
 OUTCOMES = [0.866, -0.866, -0.866, 0.866, 0, 0, 1.1547, -0.57735, -0.57735]  # advantages of these
 
@@ -70,18 +70,18 @@ def computed(rows, scores=None, **options):
 
 
 # ---------------------------------------------------------------------- what a token is worth
-ERRORS = {1: 2, 6: 2, 4: 1, 7: 3}  # first erroneous step, counted from 1
+ERRORS = {1: 2, 6: 2, 4: 1, 7: 3}  # first erroneous turn, counted from 1
 
 
 def slow_weights(mode, d, row):
     error = ERRORS.get(row, math.inf)
-    steps = range(1, len(d) + 1)
+    turns = range(1, len(d) + 1)
     return {
         "uniform": [1.0 for _ in d],
-        "stepwise": [1.0 if k == 1 else min((d[0] + 1e-6) / (d[k - 1] + 1e-6), 1.2) for k in steps],
+        "divergence_ratio": [1.0 if k == 1 else min((d[0] + 1e-6) / (d[k - 1] + 1e-6), 1.2) for k in turns],
         "gated": [0.02 + (0.5 - 0.02) / (1 + math.exp(2.0 * OUTCOMES[row])) for _ in d],
-        "decay_after_error": [0.7 ** (k - error) if k >= error else 1.0 for k in steps],
-        "mask_after_error": [1.0 if k <= error else 0.0 for k in steps],
+        "decay_after_error": [0.7 ** (k - error) if k >= error else 1.0 for k in turns],
+        "mask_after_error": [1.0 if k <= error else 0.0 for k in turns],
     }[mode]
 
 
@@ -313,7 +313,7 @@ def largest_difference(a, b):
 COMMON = {"lr": 1e-3, "epochs": 2, "clip_high": 0.28}
 
 
-@pytest.mark.parametrize("mode", ["stepwise", "uniform"])
+@pytest.mark.parametrize("mode", ["divergence_ratio", "uniform"])
 def test_a_teacher_that_is_the_student_changes_nothing(model_dir, mode):
     plain, figures = train(GRPO(str(model_dir), **COMMON), [groups()])
     taught, other = train(SOD(str(model_dir), str(model_dir), opd_mode=mode, **COMMON), [groups()])
@@ -331,7 +331,7 @@ def test_without_distillation_it_is_grpo_and_no_teacher_is_looked_for(model_dir,
     assert largest_difference(plain, same) == 0.0 and figures == other and module.teacher is None
 
 
-def test_the_share_of_capped_steps_is_that_of_the_step_weights_alone():
+def test_the_share_of_capped_turns_is_that_of_the_turn_weights_alone():
     """Whatever they are multiplied by: here by 0 for right trajectories, and by less than 1."""
     rows, capped = groups(), []
     batch = collate(rows)
@@ -362,7 +362,7 @@ def test_figures_and_pages_from_the_models_own_words(model_dir, teacher_dir):
     for i, row in enumerate(rows):
         spans = [slice(len(row.prompt_ids) + turn.start, len(row.prompt_ids) + turn.end) for turn in row.turns]
         d.append([(s - t)[i, span].abs().mean().item() for span in spans])
-        w.append(slow_weights("stepwise", d[-1], i))
+        w.append(slow_weights("divergence_ratio", d[-1], i))
     for k, name in enumerate(("turn1", "turn2", "turn3")):
         assert figures[f"train/divergence/{name}"] == pytest.approx(sum(x[k] for x in d) / 9, rel=1e-3)
         assert figures[f"train/weight/{name}"] == pytest.approx(sum(x[k] for x in w) / 9, rel=1e-3)
@@ -463,15 +463,18 @@ def test_the_ratio_divides_by_the_sampler_where_asked(teacher):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"teacher": None}, "opd_mode is stepwise, but there is no teacher; name one, or take opd_mode: none"),
+        ({"teacher": None}, "opd_mode is divergence_ratio, but there is no teacher; name one, or take opd_mode: none"),
         ({"opd_mode": "all"}, "opd_mode is 'all'; expected one of none, uniform"),
         ({"opd_mode": "gated", "beta_min": 0.2}, r"beta_min is 0.2; expected 0 to beta_max \(0.1\)"),
         ({"opd_mode": "gated", "use_grpo": False}, "AdvantageGate.* weighs by the group advantage"),
         ({"opd_mode": "none", "use_grpo": False}, "nothing to learn"),
         ({"opd_coef": 0.0, "use_grpo": False}, "nothing to learn"),
         ({"ratio_denominator": "sampler", "importance_cap": 2.0}, "importance_cap corrects for the sampler"),
-        ({"opd_mode": "uniform", "delta": None}, "delta has no effect with opd_mode uniform; it belongs to stepwise"),
-        ({"decay": 0.5}, "decay has no effect with opd_mode stepwise"),
+        (
+            {"opd_mode": "uniform", "delta": None},
+            "delta has no effect with opd_mode uniform; it belongs to divergence_ratio",
+        ),
+        ({"decay": 0.5}, "decay has no effect with opd_mode divergence_ratio"),
         ({"opd_mode": "uniform", "epsilon": 1.0}, "epsilon has no effect with opd_mode uniform"),
         ({"opd_mode": "none", "delta": 0.5}, "delta has no effect with opd_mode none"),
         ({"opd_coef": 0.0, "delta": 0.5, "adv_clamp": 5.0}, "adv_clamp, delta: no effect with opd_coef 0"),

@@ -236,7 +236,7 @@ def test_gigpo_against_a_slow_form_and_in_any_order(seed, by, norm):
     assert torch.allclose(fast(order), found[order], atol=1e-9)
 
 
-def test_gigpo_without_steps_is_grpo_and_a_state_met_once_says_nothing():
+def test_gigpo_without_turns_is_grpo_and_a_state_met_once_says_nothing():
     rows = make_rows(4)
     groups, members, turns, _, _, rewards, penalties = zip(*rows, strict=True)
     names = list(zip(groups, members, strict=True))

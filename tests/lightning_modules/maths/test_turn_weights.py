@@ -79,7 +79,7 @@ def test_the_batch_reference_is_of_all_ranks():
 # ---------------------------------------------------------------------- against a slow loop
 def slow(student, teacher, mask, starts, delta, epsilon):
     """Position by position, with the paper's running product of neighbours' ratios."""
-    steps, divergences, signed, weights, token_weights = [], [], [], [], []
+    turns, divergences, signed, weights, token_weights = [], [], [], [], []
     for s, t, m, b in zip(student, teacher, mask, starts, strict=True):
         sets, previous = [], 0
         for position, on in enumerate(m):
@@ -88,21 +88,21 @@ def slow(student, teacher, mask, starts, delta, epsilon):
                     sets.append([])
                 sets[-1].append(position)
             previous = on
-        d = [sum(abs(s[p] - t[p]) for p in step) / len(step) for step in sets]
+        d = [sum(abs(s[p] - t[p]) for p in turn) / len(turn) for turn in sets]
         product, w = 1.0, []
         for k in range(len(d)):
             product *= (d[k - 1] + epsilon) / (d[k] + epsilon) if k else 1.0
             w.append(min(product, 1 + delta) if k else 1.0)
         number, weight = [0] * len(m), [0.0] * len(m)
-        for k, step in enumerate(sets):
-            for p in step:
+        for k, turn in enumerate(sets):
+            for p in turn:
                 number[p], weight[p] = k + 1, w[k]
         divergences.append(d)
-        signed.append([sum(t[p] - s[p] for p in step) / len(step) for step in sets])
-        steps.append(number)
+        signed.append([sum(t[p] - s[p] for p in turn) / len(turn) for turn in sets])
+        turns.append(number)
         weights.append(w)
         token_weights.append(weight)
-    return steps, divergences, signed, weights, token_weights
+    return turns, divergences, signed, weights, token_weights
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -114,11 +114,11 @@ def test_against_a_slow_loop(seed):
     mask[0] = [0] * length  # a row without a model token
     starts = [[int(rng.random() < 0.2) for _ in range(length)] for _ in range(rows)]  # also where nothing was sampled
     student, teacher = ([[-3 * rng.random() for _ in range(length)] for _ in range(rows)] for _ in range(2))
-    steps, d, signed, w, token_w = slow(student, teacher, mask, starts, 0.2, 1e-6)
+    turns, d, signed, w, token_w = slow(student, teacher, mask, starts, 0.2, 1e-6)
     m = torch.tensor(mask, dtype=torch.float32)
     unknown = torch.where(m == 0, torch.nan, 0.0)  # what models would say elsewhere must not matter
     fast = turn_index(m, torch.tensor(starts))
-    assert fast.tolist() == steps
+    assert fast.tolist() == turns
     result = turn_divergences(torch.tensor(student) + unknown, torch.tensor(teacher) + unknown, fast)
     weights = divergence_ratios(result)
     for i in range(rows):
@@ -131,7 +131,7 @@ def test_against_a_slow_loop(seed):
     assert not torch.isnan(weights).any()
 
 
-def test_runs_of_the_mask_are_steps_without_starts():
+def test_runs_of_the_mask_are_turns_without_starts():
     mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]], dtype=torch.float32)
     assert turn_index(mask).tolist() == [[0, 1, 1, 0, 0, 2, 0], [0] * 7, [0, 0, 1, 1, 1, 1, 1]]
     starts = torch.tensor([[0] * 7, [1] * 7, [0, 0, 1, 0, 1, 0, 1]])
@@ -145,8 +145,8 @@ def test_padding_and_the_other_rows_change_nothing():
 
     def weights(rows, pad):
         s, t, m = (torch.nn.functional.pad(x[rows], (0, pad)) for x in (student, teacher, mask))
-        steps = turn_index(m)
-        return spread_turns(divergence_ratios(turn_divergences(s, t, steps)), steps)
+        turns = turn_index(m)
+        return spread_turns(divergence_ratios(turn_divergences(s, t, turns)), turns)
 
     whole = weights([0, 1, 2], 0)
     assert torch.equal(weights([0, 1, 2], 5)[:, :12], whole)
@@ -154,17 +154,17 @@ def test_padding_and_the_other_rows_change_nothing():
         assert torch.equal(weights([row], 2)[0, :12], whole[row])
 
 
-def test_every_step_has_the_mean_signal_of_the_first_while_nothing_is_capped():
+def test_every_turn_has_the_mean_signal_of_the_first_while_nothing_is_capped():
     generator = torch.Generator().manual_seed(1)
     student, teacher = (-torch.rand(4, 60, generator=generator) for _ in range(2))
-    steps = turn_index((torch.arange(60) % 10 < 7).float().expand(4, 60))
-    d = turn_divergences(student, teacher, steps)
-    signal = (spread_turns(divergence_ratios(d, delta=None), steps) * (teacher - student)).abs()
-    means, _ = turn_means(signal, steps)
+    turns = turn_index((torch.arange(60) % 10 < 7).float().expand(4, 60))
+    d = turn_divergences(student, teacher, turns)
+    signal = (spread_turns(divergence_ratios(d, delta=None), turns) * (teacher - student)).abs()
+    means, _ = turn_means(signal, turns)
     assert torch.allclose(means, d.absolute[:, :1].expand_as(means), rtol=1e-4)
 
 
-def test_the_last_step_of_each_row():
+def test_the_last_turn_of_each_row():
     values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
     tokens = torch.tensor([[1, 1, 2], [3, 1, 0], [0, 0, 0]])
     last, has = last_turn(values, tokens)
@@ -173,7 +173,7 @@ def test_the_last_step_of_each_row():
     assert last.tolist() == [0.0, 0.0] and has.tolist() == [False, False]
 
 
-def test_long_steps_are_summed_without_loss():
+def test_long_turns_are_summed_without_loss():
     student = torch.full((1, 200_000), -0.1)
     d = turn_divergences(student, torch.zeros_like(student), torch.ones(1, 200_000, dtype=torch.int64))
     assert float(d.absolute) == pytest.approx(0.1, rel=1e-6) and not math.isnan(float(d.signed))

@@ -149,18 +149,18 @@ def test_experts_differ_in_words_and_worry_after_an_error():
     assert first.count("Now") > 2 * last.count("Now")
 
 
-def judged(*steps, totals=(50, 62, 40)):
+def judged(*turns, totals=(50, 62, 40)):
     """Verdicts on turns: the total that is shown after a cell (with "!": of one that failed; None: nothing is shown),
     an answer as text, or a kind."""
     kinds, calls, answer = [], [], None
-    for turn, step in enumerate(steps):
-        kinds.append(step if isinstance(step, ActionKind) else ANSWER if str(step).startswith("A") else CALL)
+    for turn, shown in enumerate(turns):
+        kinds.append(shown if isinstance(shown, ActionKind) else ANSWER if str(shown).startswith("A") else CALL)
         if kinds[-1] is CALL:
-            outcome = CallOutcome.ERROR if step is None or "!" in str(step) else CallOutcome.OK
-            text = "SyntaxError: no" if step is None else f"t = {str(step).strip('!')}"
+            outcome = CallOutcome.ERROR if shown is None or "!" in str(shown) else CallOutcome.OK
+            text = "SyntaxError: no" if shown is None else f"t = {str(shown).strip('!')}"
             calls.append(ToolCall(turn, ToolRequest("python", {"code": "?"}), ToolResult(text, outcome), 0.0))
         elif kinds[-1] is ANSWER:
-            answer = step[1:]
+            answer = shown[1:]
     made = make_trajectory(kinds=tuple(kinds), calls=tuple(calls))
     turns = [
         replace(t, action=Action(t.action.kind, answer=answer)) if t.action.kind is ANSWER else t for t in made.turns

@@ -11,14 +11,14 @@ from typing import Any, cast
 import lightning as L
 
 from callbacks.evaluation.evaluation import add_metrics
-from callbacks.evaluation.step_rows import (
-    STEPS_FILE,
-    STEPS_PREFIX,
+from callbacks.evaluation.turn_scores import (
+    SCORES_FILE,
     TRAJECTORIES_FILE,
+    TURNS_PREFIX,
     by_trajectory,
-    save_steps,
-    step_metrics,
-    step_rows,
+    save_scores,
+    score_metrics,
+    turn_scores,
     turns_with_tokens,
     verdicts_of,
 )
@@ -40,16 +40,16 @@ def choice_key(trajectory: Trajectory) -> Key:
     return trajectory.index, hashlib.sha256(task.encode()).digest(), task
 
 
-def has_steps(trajectory: Trajectory) -> bool:
+def has_turns(trajectory: Trajectory) -> bool:
     return bool(turns_with_tokens(trajectory)) and not trajectory.failed_by_infrastructure
 
 
-class StepDivergence(EvaluationHooks):
+class TurnDivergence(EvaluationHooks):
     """Scores the agent's trajectories of a test with a teacher, turn by turn (``pl_module.turn_divergences``).
 
-    Writes, in the stage folder, ``evaluation/steps.parquet`` (a row per turn, see ``step_rows.StepRow``) and the
-    trajectories (``evaluation/steps_trajectories.parquet``, for ``rollout.storage.load_trajectories``); logs
-    ``step_metrics`` and adds them to ``evaluation.json``. Validations are not scored.
+    Writes, in the stage folder, ``evaluation/turns.parquet`` (a row per turn, see ``turn_scores.TurnScore``) and the
+    trajectories (``evaluation/scored_trajectories.parquet``, for ``rollout.storage.load_trajectories``); logs
+    ``score_metrics`` and adds them to ``evaluation.json``. Validations are not scored.
 
     Args:
         teacher: folder of the teacher, which must have the policy's vocabulary.
@@ -67,13 +67,13 @@ class StepDivergence(EvaluationHooks):
         ValueError)."""
         if not callable(getattr(pl_module, "turn_divergences", None)):
             raise TypeError(
-                f"StepDivergence needs a module with turn_divergences(trajectories, teacher), as PolicyModule has it; "
+                f"TurnDivergence needs a module with turn_divergences(trajectories, teacher), as PolicyModule has it; "
                 f"{type(pl_module).__name__} has none; leave the callback out"
             )
         owner, _, name = self.teacher.partition("/")
         if not Path(self.teacher).is_dir() and (not owner or not name or "/" in name):
             raise FileNotFoundError(
-                f"StepDivergence: no teacher at '{self.teacher}'; expected a Hugging Face folder or owner/name"
+                f"TurnDivergence: no teacher at '{self.teacher}'; expected a Hugging Face folder or owner/name"
             )
         if callable(check := getattr(pl_module, "check_judge", None)):
             check(self.teacher)
@@ -93,7 +93,7 @@ class StepDivergence(EvaluationHooks):
                 kept_at.setdefault(key, (rank, i))
         chosen = [kept_at[key] for key in sorted(kept_at)[: self.max_trajectories]]
         mine = [self._kept[i] for rank, i in chosen if rank == trainer.global_rank]
-        return [t for t in mine if has_steps(t)]
+        return [t for t in mine if has_turns(t)]
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
         if split != "test":
@@ -102,13 +102,13 @@ class StepDivergence(EvaluationHooks):
         scored = cast(Any, pl_module).turn_divergences(mine, self.teacher)  # a collective: every rank calls it
         judge = getattr(data_module(trainer), "rollouts", None)
         verdicts = [verdicts_of(getattr(judge, "environment", None), t) for t in mine]
-        own = [row for parts in zip(mine, scored, verdicts, strict=True) for row in step_rows(*parts)]
-        steps = by_trajectory(gather_lists(own))
-        metrics = step_metrics(steps)
-        add_metrics(trainer, pl_module, split, metrics, STEPS_PREFIX)
+        own = [row for parts in zip(mine, scored, verdicts, strict=True) for row in turn_scores(*parts)]
+        scores = by_trajectory(gather_lists(own))
+        metrics = score_metrics(scores)
+        add_metrics(trainer, pl_module, split, metrics, TURNS_PREFIX)
         trajectories = gather_lists(mine)
         if not trainer.is_global_zero:
             return
         folder = stage_dir(trainer)
-        save_steps(folder / STEPS_FILE, [row for rows in steps for row in rows])
+        save_scores(folder / SCORES_FILE, [row for rows in scores for row in rows])
         save_trajectories(folder / TRAJECTORIES_FILE, sorted(trajectories, key=lambda t: (t.task.id, t.index)))

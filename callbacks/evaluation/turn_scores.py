@@ -1,6 +1,6 @@
-"""The rows of ``evaluation/steps.parquet``: divergence of teacher and student, weight and outcome of each turn.
+"""The rows of ``evaluation/turns.parquet``: divergence of teacher and student, weight and outcome of each turn.
 
-Only turns that hold a token have a row (SOD calls them steps, docs/papers/sod.md 1.2).
+Only turns that hold a token have a row (SOD's paper calls a turn a step, docs/papers/sod.md 1.2).
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from common.files import replacing
 from rollout.trajectory import Trajectory
 from rollout.trajectory_metrics import ERRONEOUS, outcome_of
 
-STEPS_PREFIX = "steps/"  # of these metrics in evaluation.json
-STEPS_FILE = "evaluation/steps.parquet"  # in a stage's folder
-TRAJECTORIES_FILE = "evaluation/steps_trajectories.parquet"  # the trajectories behind them
+TURNS_PREFIX = "turns/"  # of these metrics in evaluation.json
+SCORES_FILE = "evaluation/turns.parquet"  # in a stage's folder
+TRAJECTORIES_FILE = "evaluation/scored_trajectories.parquet"  # the trajectories behind them
 
 MEASURES = ("divergence", "weight", "signed", "teacher_entropy")  # a module returns these for each turn
-SHOWN_STEPS = 6  # the first turns that have separate metrics
-SHOWN = ("divergence", "weight", "teacher_entropy")  # the measures that have a metric for each step
+SHOWN_TURNS = 6  # the first turns that have separate metrics
+SHOWN = ("divergence", "weight", "teacher_entropy")  # the measures that have a metric for each turn
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
-    """One turn of one trajectory. The fields are the columns of ``evaluation/steps.parquet``."""
+class TurnScore:
+    """One turn of one trajectory. The fields are the columns of ``evaluation/turns.parquet``."""
 
     id: str  # of the question
     attempt: int
     data_source: str
-    step: int  # k, from 1
-    steps: int  # K: how many the trajectory has
-    tokens: int  # sampled in the step
-    divergence: float  # d_k = mean |S - T| over the step's tokens: log-probs of student and teacher, nats (eq. 6)
-    weight: float  # w_k, 1 at the first step (eq. 7)
+    turn: int  # k, from 1
+    turns: int  # K: how many the trajectory has
+    tokens: int  # sampled in the turn
+    divergence: float  # d_k = mean |S - T| over the turn's tokens: log-probs of student and teacher, nats (eq. 6)
+    weight: float  # w_k, 1 at the first turn (eq. 7)
     signed: float  # mean T - S, nats: above 0 where the teacher likes the tokens more
-    teacher_entropy: float  # mean entropy of the teacher's distributions at the step's tokens, nats
+    teacher_entropy: float  # mean entropy of the teacher's distributions at the turn's tokens, nats
     outcome: str  # see ``rollout.trajectory_metrics.outcome_of``
     acc: float | None  # correctness of the trajectory, or None if its reward has no part `acc`
     verdict: bool | None = None  # the environment's (``verdicts_of``), or None if it cannot tell
@@ -58,9 +58,9 @@ def verdicts_of(environment: object, trajectory: Trajectory) -> Sequence[bool | 
     return [None] * len(trajectory.turns) if judge is None else judge(trajectory)
 
 
-def step_rows(
+def turn_scores(
     trajectory: Trajectory, metrics: Mapping[str, Sequence[float]], verdicts: Sequence[bool | None] | None = None
-) -> list[StepRow]:
+) -> list[TurnScore]:
     """Return the rows of one trajectory.
 
     ``metrics`` has each of ``MEASURES`` with one value per turn that holds a token; ``verdicts`` has one per turn.
@@ -79,12 +79,12 @@ def step_rows(
             )
     acc = None if trajectory.reward is None else trajectory.reward.parts.get("acc")
     return [
-        StepRow(
+        TurnScore(
             id=trajectory.task.id,
             attempt=trajectory.index,
             data_source=trajectory.task.data_source,
-            step=k + 1,
-            steps=count,
+            turn=k + 1,
+            turns=count,
             tokens=trajectory.turns[turn].end - trajectory.turns[turn].start,
             outcome=outcome_of(trajectory, turn),
             acc=acc,
@@ -95,10 +95,10 @@ def step_rows(
     ]
 
 
-def by_trajectory(rows: Iterable[StepRow]) -> list[list[StepRow]]:
+def by_trajectory(rows: Iterable[TurnScore]) -> list[list[TurnScore]]:
     """Group rows by trajectory, sorted by question, attempt and turn."""
-    of: dict[tuple[str, int], list[StepRow]] = {}
-    for row in sorted(rows, key=lambda row: (row.id, row.attempt, row.step)):
+    of: dict[tuple[str, int], list[TurnScore]] = {}
+    for row in sorted(rows, key=lambda row: (row.id, row.attempt, row.turn)):
         of.setdefault((row.id, row.attempt), []).append(row)
     return list(of.values())
 
@@ -108,42 +108,42 @@ def is_wrong(outcome: str, verdict: bool | None) -> bool:
     return outcome in ERRONEOUS if verdict is None else not verdict
 
 
-def wrong_before(steps: Iterable[tuple[str, bool | None]]) -> list[bool]:
+def wrong_before(turns: Iterable[tuple[str, bool | None]]) -> list[bool]:
     """Return for each turn, given by outcome and verdict, whether an earlier turn went wrong.
 
     >>> wrong_before([("ok", None), ("error", None), ("ok", None)])
     [False, False, True]
     """
     found, wrong = [], False
-    for outcome, verdict in steps:
+    for outcome, verdict in turns:
         found.append(wrong)
         wrong = wrong or is_wrong(outcome, verdict)
     return found
 
 
-def after_error(trajectory: Sequence[StepRow]) -> list[StepRow]:
+def after_error(trajectory: Sequence[TurnScore]) -> list[TurnScore]:
     """Return the turns that directly follow an erroneous one."""
     return [row for before, row in pairwise(trajectory) if before.outcome in ERRONEOUS]
 
 
-def step_metrics(trajectories: Sequence[Sequence[StepRow]], *, resamples: int = 10_000) -> dict[str, Interval]:
+def score_metrics(trajectories: Sequence[Sequence[TurnScore]], *, resamples: int = 10_000) -> dict[str, Interval]:
     """Return means over turns with a 95 % interval that resamples questions; n counts turns.
 
-    ``steps/divergence/<k>``, ``steps/weight/<k>`` and ``steps/teacher_entropy/<k>`` for the first ``SHOWN_STEPS``
-    turns, over the trajectories that have turn k; ``steps/divergence/after_error`` and ``steps/weight/after_error``
+    ``turns/divergence/<k>``, ``turns/weight/<k>`` and ``turns/teacher_entropy/<k>`` for the first ``SHOWN_TURNS``
+    turns, over the trajectories that have turn k; ``turns/divergence/after_error`` and ``turns/weight/after_error``
     over all turns that follow an erroneous one. Means without a turn are absent.
     """
     metrics: dict[str, Interval] = {}
-    for k in range(1, SHOWN_STEPS + 1):
-        part = [row for steps in trajectories for row in steps if row.step == k]
-        metrics |= {f"{STEPS_PREFIX}{name}/{k}": _mean(part, name, resamples) for name in SHOWN if part}
-    part = [row for steps in trajectories for row in after_error(steps)]
+    for k in range(1, SHOWN_TURNS + 1):
+        part = [row for rows in trajectories for row in rows if row.turn == k]
+        metrics |= {f"{TURNS_PREFIX}{name}/{k}": _mean(part, name, resamples) for name in SHOWN if part}
+    part = [row for rows in trajectories for row in after_error(rows)]
     for name in ("divergence", "weight"):
-        metrics |= {f"{STEPS_PREFIX}{name}/after_error": _mean(part, name, resamples)} if part else {}
+        metrics |= {f"{TURNS_PREFIX}{name}/after_error": _mean(part, name, resamples)} if part else {}
     return metrics
 
 
-def _mean(rows: Sequence[StepRow], name: str, resamples: int) -> Interval:
+def _mean(rows: Sequence[TurnScore], name: str, resamples: int) -> Interval:
     """Return the mean over rows; the interval resamples questions, because their trajectories are not independent."""
     sums: dict[str, list[float]] = {}
     for row in rows:
@@ -154,7 +154,7 @@ def _mean(rows: Sequence[StepRow], name: str, resamples: int) -> Interval:
     return dataclasses.replace(interval, n=len(rows))
 
 
-def save_steps(path: Path, rows: Sequence[StepRow]) -> None:
+def save_scores(path: Path, rows: Sequence[TurnScore]) -> None:
     types = {
         "str": pl.String,
         "int": pl.Int64,
@@ -162,12 +162,12 @@ def save_steps(path: Path, rows: Sequence[StepRow]) -> None:
         "float | None": pl.Float64,
         "bool | None": pl.Boolean,
     }
-    schema = {field.name: types[str(field.type)] for field in dataclasses.fields(StepRow)}
+    schema = {field.name: types[str(field.type)] for field in dataclasses.fields(TurnScore)}
     with replacing(path) as temporary:
         pl.DataFrame([asdict(row) for row in rows], schema=schema).write_parquet(temporary)
 
 
-def load_steps(folder: Path) -> list[StepRow] | None:
-    """Read the rows of a stage's test, or None if ``StepDivergence`` did not run."""
-    path = Path(folder) / STEPS_FILE
-    return [StepRow(**row) for row in pl.read_parquet(path).iter_rows(named=True)] if path.is_file() else None
+def load_scores(folder: Path) -> list[TurnScore] | None:
+    """Read the rows of a stage's test, or None if ``TurnDivergence`` did not run."""
+    path = Path(folder) / SCORES_FILE
+    return [TurnScore(**row) for row in pl.read_parquet(path).iter_rows(named=True)] if path.is_file() else None

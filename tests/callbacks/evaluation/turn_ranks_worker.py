@@ -1,6 +1,6 @@
-"""Started by test_step_divergence.py on two ranks: tests scored together, and the same by one alone.
+"""Started by test_turn_divergence.py on two ranks: tests scored together, and the same by one alone.
 
-``python step_ranks_worker.py OUT MODEL TEACHER``.
+``python turn_ranks_worker.py OUT MODEL TEACHER``.
 """
 
 import sys
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import lightning as L
 import torch
 
-from callbacks.evaluation.step_divergence import StepDivergence
+from callbacks.evaluation.turn_divergence import TurnDivergence
 from lightning_modules.training.policy_module import EvaluateOnly
 from tests.callbacks.helpers import EvaluationData, make_trajectory
 
@@ -30,7 +30,7 @@ def evaluate(name: str, parts: list[list[int]], **options) -> None:
     trainer = L.Trainer(
         default_root_dir=str(OUT / name), accelerator="cpu", logger=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False,
-        callbacks=[StepDivergence(TEACHER, max_trajectories=4)], **options,
+        callbacks=[TurnDivergence(TEACHER, max_trajectories=4)], **options,
     )  # fmt: skip
     trainer.test(EvaluateOnly(MODEL), datamodule=Data({"agent": []}), verbose=False)
 

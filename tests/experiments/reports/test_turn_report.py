@@ -1,4 +1,4 @@
-"""The section about steps, over real files of small stages."""
+"""The section about turns, over real files of small stages."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import numpy as np
 import pytest
 
 from callbacks.evaluation.evaluation import update_evaluation_file
-from callbacks.evaluation.step_rows import STEPS_FILE, save_steps, step_metrics
 from callbacks.evaluation.summary import summarize
+from callbacks.evaluation.turn_scores import SCORES_FILE, save_scores, score_metrics
 from callbacks.evaluation_rows import row_of, save_rows
 from experiments.reports.markdown import fenced, inline
 from experiments.reports.report import write_results
-from tests.callbacks.evaluation.step_helpers import CASE_A, CASE_B, CASE_C, make_steps
+from tests.callbacks.evaluation.turn_score_helpers import CASE_A, CASE_B, CASE_C, make_scores
 from tests.callbacks.helpers import make_trajectory
 
 CASES = {"stable": CASE_A, "erroneous": CASE_B, "recovering": CASE_C}
 
 
 def stage(folder, cases, scale=1.0):
-    """A tested stage with steps: of each case three trajectories, of which the last diverges twice as much."""
+    """A tested stage with turns: of each case three trajectories, of which the last diverges twice as much."""
     rows = [row_of(make_trajectory(f"q{i}")) for i in range(4)]
     save_rows(folder / "evaluation" / "test.parquet", rows)
-    steps = []
+    turns = []
     for (name, (divergences, outcomes)), attempt in itertools.product(cases.items(), (0, 1, 2)):
         d = [scale * (1 + attempt // 2) * value for value in divergences]
-        steps.append(make_steps(d, outcomes, name=name, attempt=attempt, acc=float(attempt < 2)))
-    save_steps(folder / STEPS_FILE, [row for trajectory in steps for row in trajectory])
+        turns.append(make_scores(d, outcomes, name=name, attempt=attempt, acc=float(attempt < 2)))
+    save_scores(folder / SCORES_FILE, [row for trajectory in turns for row in trajectory])
     update_evaluation_file(
-        folder / "evaluation.json", "test", summarize(rows, resamples=100) | step_metrics(steps, resamples=100),
+        folder / "evaluation.json", "test", summarize(rows, resamples=100) | score_metrics(turns, resamples=100),
         lambda name: True, {},
     )  # fmt: skip
 
@@ -70,11 +70,11 @@ def table_after(text, start):
     return cells[0], cells[2:]
 
 
-def test_the_page_has_a_section_about_steps(stages, tmp_path):
+def test_the_page_has_a_section_about_turns(stages, tmp_path):
     page, _ = write_results("sod", rows_of(stages), tmp_path, "make reproduce EXP=sod")
     text = page.read_text()
-    head, rows = table_after(text, "| method |  | step 1")
-    assert head == ["method", "", *(f"step {k}" for k in range(1, 7)), "after an error"]
+    head, rows = table_after(text, "| method |  | turn 1")
+    assert head == ["method", "", *(f"turn {k}" for k in range(1, 7)), "after an error"]
     assert [row[:2] for row in rows] == [
         [m, what] for m in ("SOD", "SFT") for what in ("d", "w", "teacher entropy", "n")
     ]  # fmt: skip
@@ -85,7 +85,7 @@ def test_the_page_has_a_section_about_steps(stages, tmp_path):
     assert rows[0][2] == f"{np.mean([0.5, 0.218, 0.3]) * 4 / 3:.3f}" and rows[3][2:6] == ["18", "18", "18", "6"]
     head, rows = table_after(text, "| method | w, clean |")
     assert head[3:6] == ["ratio", "AUC, clean", "AUC, drifted"]
-    # SFT errs at its first step. A third of the trajectories end wrong, at twice the divergence: after the error
+    # SFT errs at its first turn. A third of the trajectories end wrong, at twice the divergence: after the error
     # d = 1.2 and 2.57 against 0.6 and 1.28, of which pairs one in four is the wrong way round
     assert rows[1] == ["SFT", "-", "0.267", "-", "1.000", "0.750", "6", "12"]
     head, rows = table_after(text, "| method | trajectories |")
@@ -97,24 +97,24 @@ def test_the_page_has_a_section_about_steps(stages, tmp_path):
 
 
 def test_without_steps_the_page_is_as_before(stages, tmp_path):
-    """The whole section is added at the end: what stands before it is the page of runs without steps."""
+    """The whole section is added at the end: what stands before it is the page of runs without turns."""
     rows = rows_of(stages, ("sod", "sft", "grpo"))
-    with_steps, *_ = write_results("sod", rows, tmp_path / "a", "x")
+    with_turns, *_ = write_results("sod", rows, tmp_path / "a", "x")
     for row in rows:
-        path = row["folder"] / STEPS_FILE
+        path = row["folder"] / SCORES_FILE
         path.rename(path.with_suffix(".away")) if path.exists() else None
     try:
         without, data = write_results("sod", rows, tmp_path / "b", "x")
     finally:
         for row in rows:
-            path = row["folder"] / STEPS_FILE
+            path = row["folder"] / SCORES_FILE
             path.with_suffix(".away").rename(path) if path.with_suffix(".away").exists() else None
-    assert "Steps" not in without.read_text()
-    before, after = with_steps.read_text().split("\n## Steps\n")
+    assert "Turns" not in without.read_text()
+    before, after = with_turns.read_text().split("\n## Turns\n")
     assert before == without.read_text() and "GRPO" in before and "GRPO" not in after
 
 
 def test_steps_of_the_others_only(stages, tmp_path):
-    """A method of the page without steps of its own (an older run)."""
+    """A method of the page without turns of its own (an older run)."""
     page, _ = write_results("grpo", rows_of(stages, ("grpo", "sft")), tmp_path, "x")
     assert "| SFT | w |" in page.read_text() and "| GRPO | w |" not in page.read_text()

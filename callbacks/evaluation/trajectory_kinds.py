@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from callbacks.evaluation.step_rows import ERRONEOUS, StepRow
+from callbacks.evaluation.turn_scores import ERRONEOUS, TurnScore
 
 
 class Kind(StrEnum):
@@ -35,7 +35,7 @@ class Bounds:
             raise ValueError(f"{self}: expected 0 < low <= recovered")
 
 
-def kind_of(trajectory: Sequence[StepRow], bounds: Bounds = Bounds()) -> Kind:
+def kind_of(trajectory: Sequence[TurnScore], bounds: Bounds = Bounds()) -> Kind:
     """Return the kind of a trajectory, from all its turns 1..K in order.
 
     A turn is erroneous if its outcome is error, timeout, refused or invalid.
@@ -60,10 +60,10 @@ def kind_of(trajectory: Sequence[StepRow], bounds: Bounds = Bounds()) -> Kind:
 
 
 def sort_by_kind(
-    trajectories: Sequence[Sequence[StepRow]], bounds: Bounds = Bounds()
-) -> dict[Kind, list[Sequence[StepRow]]]:
+    trajectories: Sequence[Sequence[TurnScore]], bounds: Bounds = Bounds()
+) -> dict[Kind, list[Sequence[TurnScore]]]:
     """Group trajectories by kind; every kind has a list."""
-    kinds: dict[Kind, list[Sequence[StepRow]]] = {kind: [] for kind in Kind}
+    kinds: dict[Kind, list[Sequence[TurnScore]]] = {kind: [] for kind in Kind}
     for trajectory in trajectories:
         kinds[kind_of(trajectory, bounds)].append(trajectory)
     return kinds

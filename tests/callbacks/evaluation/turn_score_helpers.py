@@ -1,10 +1,10 @@
-"""Steps written down by hand, for the tests about them."""
+"""Turns written down by hand, for the tests about them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from callbacks.evaluation.step_rows import StepRow
+from callbacks.evaluation.turn_scores import TurnScore
 
 EPSILON, DELTA = 1e-6, 0.2
 
@@ -23,7 +23,7 @@ def weights_of(divergences: Sequence[float]) -> list[float]:
     return weights
 
 
-def make_steps(
+def make_scores(
     divergences: Sequence[float],
     outcomes: Sequence[str],
     *,
@@ -32,13 +32,13 @@ def make_steps(
     attempt: int = 0,
     entropies: Sequence[float] | None = None,
     acc: float | None = 1.0,
-) -> list[StepRow]:
+) -> list[TurnScore]:
     """One trajectory. ``weights``: default: those of the divergences."""
     count = len(divergences)
     weights = weights or weights_of(divergences)
     return [
-        StepRow(
-            id=name, attempt=attempt, data_source="hand", step=k + 1, steps=count, tokens=5,
+        TurnScore(
+            id=name, attempt=attempt, data_source="hand", turn=k + 1, turns=count, tokens=5,
             divergence=divergences[k], weight=weights[k], signed=-divergences[k] / 2,
             teacher_entropy=(entropies or [0.3] * count)[k], outcome=outcomes[k], acc=acc,
         )
