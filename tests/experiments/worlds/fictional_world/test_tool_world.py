@@ -83,14 +83,14 @@ def test_no_wording_names_the_keyword_that_has_to_be_searched():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_follow_from_the_facts_by_the_formula(world, family):
     for problem in draw_problems(world, list(world.entities), 20, {family: 1.0}, random.Random(1), set()):
-        assert all(world.told(step.entity, step.keyword) == step.told for step in problem.facts)
+        assert all(world.told(fact.entity, fact.keyword) == fact.told for fact in problem.facts)
         if problem.code:
             assert problem.answers == (str(eval(problem.code)),)
             told = re.findall(r"\d+", problem.code)
-            assert all(step.told in told for step in problem.facts if step.told.isdigit())
+            assert all(fact.told in told for fact in problem.facts if fact.told.isdigit())
         else:
-            assert problem.answers == (problem.steps[-1].told,)
-        assert len(problem.steps) == {"one": 1, "two": 2, "hop": 2, "lookup": 1, "compute": 0}[family]
+            assert problem.answers == (problem.facts[-1].told,)
+        assert len(problem.facts) == {"one": 1, "two": 2, "hop": 2, "lookup": 1, "compute": 0}[family]
 
 
 def test_splits_are_disjoint_and_the_unseen_test_is_about_strangers(folder):
