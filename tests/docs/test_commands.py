@@ -24,6 +24,7 @@ EXECUTED = {  # pages that stand on files of the reader's own, and the tests tha
     "new_environment.md": "rollout/environments/test_own_environment.py",
     "new_retriever.md": "retrieval/test_retrieval_backends.py",
     "new_tool.md": "rollout/tools/test_new_tool_page.py",
+    "own_engine.md": "rollout/engines/test_own_engine_page.py",
     "own_reward.md": "rollout/rewards/test_own_reward_page.py",
 }
 
