@@ -104,7 +104,7 @@ class Call:
 
 
 def trace(options: Sequence[str], folder: Path) -> list[list[Call]]:
-    """``train smoke`` with these options; the calls of each of its processes in order, ``begin`` first."""
+    """Run ``train smoke`` with these options. Return the calls of each of its processes in order, ``begin`` first."""
     (folder / "hook").mkdir()
     (folder / "notes").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(HOOK)
@@ -179,7 +179,8 @@ def file_of(thing: Any) -> str:
 
 
 def stage_files(parent: Sequence[Call], stage: Sequence[Call], end: int) -> list[str]:
-    """Files in the order of their first entry: the parent's until the stage's process begins, then the stage's."""
+    """List the files in the order of their first entry: those of the parent until the stage's process begins, then
+    those of the stage."""
     calls = within(parent, 0, stage[0].ns) + within(stage, 0, end)
     roots = {(call.file, call.name) for call in calls if call.caller_file == EXPERIMENTS}
     return list(dict.fromkeys([EXPERIMENTS, *(call.file for call in reached(calls, roots))]))

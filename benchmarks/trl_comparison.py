@@ -128,7 +128,7 @@ def parity(ours: Side, theirs: Side, folder: Path, micro_rows: int) -> Iterator[
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], prefix: str = "") -> float:
-    """Return the norm of a - b over that of b, with all tensors of this name prefix as one vector."""
+    """Return the relative difference ||a - b|| / ||b|| over all tensors with this name prefix."""
     names = {name for name in a if name.startswith(prefix)}
     if not names or names != {name for name in b if name.startswith(prefix)}:
         raise SystemExit(f"the sides have other {prefix or 'tensors'}: {sorted(names ^ b.keys())[:4]}")
@@ -139,7 +139,7 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], prefix: s
 # ----------------------------------------------------------------------------------------------------------- speed
 @dataclasses.dataclass
 class Measured:
-    """Metrics of one runner and case, one per repeat, each of its median iteration."""
+    """Metrics of one runner and one case: one value per repeat, from the median iteration of the repeat."""
 
     rates: list[float] = dataclasses.field(default_factory=list)  # completion tokens per processor second
     seconds: list[float] = dataclasses.field(default_factory=list)  # wall seconds of an iteration

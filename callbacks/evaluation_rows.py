@@ -66,13 +66,14 @@ class EvaluationRow:
 
     @property
     def verdict(self) -> float | None:
-        """Correctness by the reward: its part ``acc`` (correctness without shaping), else mathematical equality, else
-        the environment's ``success``, or None if the reward has none of these parts."""
+        """Correctness of the answer by the reward: its part ``acc`` (correctness without shaping), else mathematical
+        equality, else the environment's ``success``, or None if the reward has none of these parts."""
         return self.reward_parts.get("acc", self.reward_parts.get("math", self.reward_parts.get("success")))
 
     @property
     def accuracy(self) -> float | None:
-        """Correctness by the judge (None if it failed), else by ``verdict``, else exact match."""
+        """Correctness of the answer by the judge (None if the judge failed), without a judge by ``verdict``, without a
+        verdict by exact match."""
         return self._right(self.em)
 
     @property

@@ -31,7 +31,8 @@ def make_command(target: str, variables: Mapping[str, object], arguments: Sequen
 
 
 def same_run(target: str, *names: str) -> str:
-    """Return a command for another target with the variables of this process's command (``COMMAND_VARIABLE``).
+    """Return the make command for another target, with the variables of the command that started this process
+    (``COMMAND_VARIABLE``).
 
     Args:
         names: the variables to keep besides EXP and ARGS.

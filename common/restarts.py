@@ -72,6 +72,6 @@ class Restarts:
         return f"{len(self._times)} of {self.limit} within an hour"
 
     def used_up(self) -> str:
-        """Return the end of a message that no restart is left, or "" if none was allowed."""
+        """Return the words that end an error message when all restarts are used up, or "" if no restart was allowed."""
         times = "once" if self.limit == 1 else f"{self.limit} times"
         return f"; it was restarted {times} within an hour (option restarts)" if self.limit else ""

@@ -16,8 +16,8 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def whole(value: Value) -> Value:
-    """Replace each lone surrogate by U+FFFD in a text, and in the texts of lists, tuples, dicts and data classes.
-    Two halves of one pair become their character.
+    """Replace unpaired surrogates by U+FFFD in a text, and in the texts inside lists, tuples, dicts and data classes.
+    Two surrogates that form a pair become their character.
 
     >>> whole({"a": ["\\ud83d!", "\\ud83d\\ude00"]}) == {"a": ["\\ufffd!", "\\U0001f600"]}
     True
@@ -78,6 +78,6 @@ def strict_json(text: str | bytes) -> Any:
 
 
 def refuse_halves(value: Any) -> None:
-    """Raise HalfPair if a text in ``value``, plain JSON, contains a lone surrogate."""
+    """Raise HalfPair if any text in the plain JSON ``value`` contains an unpaired surrogate."""
     if found := _HALF.search(json.dumps(value, ensure_ascii=False)):
         raise HalfPair(f"half of a surrogate pair, {ascii(found[0])[1:-1]}; expected whole characters")

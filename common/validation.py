@@ -20,7 +20,8 @@ def check_at_least_one(**counts: int | None) -> None:
 
 
 def validated(kind: TypeAdapter[T], data: Any, what: str = "the whole") -> T:
-    """Convert plain JSON ``data`` to a type. Lists become tuples; other values are not converted.
+    """Check plain JSON ``data`` against a type, and return an object of that type. Lists become tuples; other values
+    are not converted.
 
     Args:
         what: name of the data, for the message.

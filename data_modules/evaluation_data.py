@@ -203,8 +203,8 @@ class EvaluationData(L.LightningDataModule):
         self.close()
 
     def ask_module(self) -> None:
-        """Let the module and the callbacks refuse this data (``accept_data``) before an engine loads a model: Lightning
-        calls their ``setup`` later."""
+        """Call ``accept_data`` of the module and the callbacks, which may refuse this data before an engine loads a
+        model. Lightning calls their ``setup`` later."""
         for part in (getattr(self.trainer, "lightning_module", None), *getattr(self.trainer, "callbacks", ())):
             accept = getattr(part, "accept_data", None)
             if accept is not None:
@@ -274,7 +274,8 @@ class EvaluationData(L.LightningDataModule):
         *,
         inject_skills: bool | None = None,
     ) -> list[Trajectory]:
-        """Roll out ``tasks`` of this rank once each, as the split is sampled, with a separate seed, for callbacks.
+        """Roll out each of this rank's ``tasks`` once, for callbacks: with the sampling options of the split and a
+        separate seed.
 
         Infrastructure failures are left out. A collective: every rank calls it, even without tasks.
 

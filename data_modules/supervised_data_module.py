@@ -45,7 +45,8 @@ def length_of(trajectory: Trajectory) -> int:
 
 
 class BatchPlan:
-    """Plans which trajectories form which batch: a pure function of the pass, with equally many batches in each.
+    """Plans which trajectories form which batch. The plan depends only on the number of the pass, and every pass has
+    the same number of batches.
 
     A pass is a permutation of all trajectories, cut at equal shares of trajectories (``batch_size``) or of tokens
     (``batch_tokens``). Every trajectory is used, and no batch is empty.

@@ -118,7 +118,8 @@ def collate(trajectories: Sequence[Trajectory], device: torch.device | str = "cp
 
 
 def with_prompts(trajectories: Sequence[Trajectory], prompts: Sequence[Sequence[int]], like: TokenBatch) -> TokenBatch:
-    """Pad the same responses after other prompts, on the device of ``like``; ``aligned`` moves values back."""
+    """Collate the responses of a batch with other prompts, on the device of ``like``. ``aligned`` moves values back to
+    the columns of the original batch."""
     changed = [t.replace(prompt_ids=tuple(ids)) for t, ids in zip(trajectories, prompts, strict=True)]
     return collate(changed, like.input_ids.device)
 
@@ -181,7 +182,7 @@ def _first_fit(lengths: Sequence[int], index: Sequence[int], token_budget: int) 
 
 # ---------------------------------------------------------------------- forward passes over a batch
 class Scored:
-    """Results of models, with None for models that an algorithm does not declare."""
+    """Base of model results. A field is None if the algorithm does not declare the model."""
 
     __slots__ = ()
 

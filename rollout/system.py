@@ -272,7 +272,8 @@ class RolloutSystem:
     async def roll_out(
         self, tasks: Sequence[Task], *, n: int, sampling: SamplingParams, seed: int, batch: int
     ) -> list[Trajectory]:
-        """Roll out as ``rollout`` does, awaited in the system's event loop (``background``).
+        """Roll out trajectories as ``rollout`` does, but as a coroutine in the system's event loop (see
+        ``background``).
 
         Args:
             batch: number of the batch, from 0. Lower numbers go first.

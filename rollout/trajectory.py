@@ -32,7 +32,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Merge runs of the same version, and drop empty runs.
+    """Merge adjacent runs (version, number of tokens) of the same policy version, and drop empty runs.
 
     >>> merged([(3, 2), (3, 1), (4, 0), (5, 2)])
     ((3, 3), (5, 2))

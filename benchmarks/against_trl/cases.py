@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The batch of all cases with the same folder."""
+    """The batch that all cases with the same folder measure."""
 
     prompts: list[str]  # as the model reads them, with the chat template applied
     prompt_ids: list[list[int]]

@@ -160,7 +160,7 @@ def make_trainer(case: Case, callbacks: list[L.Callback]) -> L.Trainer:
 
 
 def serve(measure: serving.Measure, prepare: serving.Function) -> None:
-    """Answer as our side until the other end closes the pipe."""
+    """Run our side of the comparison: answer the runner's requests until the runner closes the pipe."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -22,7 +22,7 @@ MALLOC_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 def serve(functions: Mapping[str, Function], about: dict[str, str]) -> None:
-    """Answer requests over the pipe of the file descriptor on the command line, until its other end closes.
+    """Answer the runner's requests until the runner closes the pipe. The command line gives the pipe's file descriptor.
 
     Args:
         functions: functions by request name, called with ``(name, *arguments)``. Each call runs in a fork, so that it

@@ -148,7 +148,7 @@ def distillation(case: Case, folder: Path, inputs: Inputs) -> DistillationTraine
 
 
 def observe(trainer: Any, clock: Clock, inputs: Inputs) -> None:
-    """Tell the clock about parts other than training, tokens and the loss; check that the prompts are ours."""
+    """Measure TRL's generation time, tokens and loss, and check that TRL reads the same prompts as our side."""
     generate, compute = trainer._generate, trainer.compute_loss
 
     def generated(prompts: list[str]) -> Any:

@@ -200,7 +200,7 @@ def _kill(child: subprocess.Popen[str]) -> None:
 
 
 def serve() -> None:
-    """Run as the child: measure row after row and answer each with a line of JSON."""
+    """Measure the rows in this child process, and answer each with one line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries must not print into the answers
     words: dict[str, Any] = json.loads(sys.argv[1])

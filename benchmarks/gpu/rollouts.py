@@ -106,8 +106,8 @@ def system(setting: Setting) -> RolloutSystem:
 
 
 def sequences(setting: Setting) -> Finding:
-    """Measure tokens per second of many sequences at once: plain, with one seed each, and with stop strings (which are
-    decoded)."""
+    """Measure tokens per second of many sequences: without seeds, with a seed per request, and with stop strings (which
+    need decoding)."""
     rollouts, size = system(setting), sizes(setting)
     prompts = [list(range(100 + i % 100, 164 + i % 100)) for i in range(size.at_once)]
     plain = SamplingParams(size.new_tokens)
@@ -134,7 +134,8 @@ async def _all(engine: Engine, prompts: Sequence[list[int]], asked: Sequence[Sam
 
 
 def between_steps(setting: Setting) -> Finding:
-    """Push two models in turn during sampling: each token's log-prob must be that of its version's model."""
+    """Push two models alternately during sampling. Each token's log-prob must be that of the model whose version it
+    names."""
     rollouts, size = system(setting), sizes(setting)
     device, dtype = ("cpu", "float32") if setting.cpu else ("cuda", "bfloat16")
     models = [load_causal_lm(model_folder(setting), dtype).to(device) for _ in range(2)]
@@ -387,7 +388,7 @@ def asleep(setting: Setting) -> Finding:
 
 
 def resumed(setting: Setting) -> Finding:
-    """Continue from the checkpoint of the iterations above, in a new process with a new engine."""
+    """Resume training from the checkpoint of the row "GRPO iterations", in a new process with a new engine."""
     checkpoint, done = find_checkpoint(Path(setting.folder) / "run"), steps_of(setting)
     if checkpoint is None:
         return Finding(False, "there is no checkpoint", "mend 'GRPO iterations', which writes it (--only needs both)")

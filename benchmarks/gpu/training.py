@@ -113,7 +113,7 @@ def expected(setting: Setting, lora: LoRA | None = None) -> tuple[Step, tuple[fl
 def compared(
     setting: Setting, cure: str, trainer: dict[str, Any] | None = None, lora: LoRA | None = None, **model: Any
 ) -> Finding:
-    """Compare another form of the step with the padded form in float32."""
+    """Compare the optimiser step in one form (packed, chunked, ...) with the padded form in float32."""
     # first, because Liger and ZeRO-3 change how models are built
     exact, (plain_gap, plain_error) = expected(setting, lora)
     gap, error = differences(exact, one_step(setting, trainer, lora=lora, **model))
@@ -321,7 +321,8 @@ def vocabulary(setting: Setting) -> Finding:
 
 
 def speed(setting: Setting) -> Finding:
-    """Measure the speed, with Liger's kernels if installed. Recomputation by gradient checkpointing is not counted."""
+    """Measure training in tokens per second and model FLOPs utilisation, with Liger's kernels if installed.
+    Recomputation by gradient checkpointing is not counted."""
     kernels = not setting.cpu and find_spec("liger_kernel") is not None
     run = trained(setting, liger=True) if kernels else trained(setting)
     rate, chip = run.tokens / run.seconds, chip_here()

@@ -154,8 +154,8 @@ def question_values(family: str, questions: Sequence[Question], sizes: Sequence[
 
 
 def united(votes: Sequence[Vote]) -> list[Vote]:
-    """Rewrite equal answers in the spelling that comes first. All right answers are equal, and numbers are compared by
-    value. Other equalities would need the task's judge for each pair.
+    """Give equal answers the spelling of the first one, so that majority votes count them together. All right answers
+    are equal, and numbers are compared by value. Other equalities would need the task's judge for each pair.
 
     >>> united([("33", 0.0), ("033", 0.0), ("1/2", 1.0), ("0.5", 1.0)])
     [('33', 0.0), ('33', 0.0), ('1/2', 1.0), ('1/2', 1.0)]

@@ -101,7 +101,8 @@ def check_continues(data: Any, callback: str) -> None:
 
 
 def continued(data: Any, chosen: Sequence[Prefix]) -> list[tuple[Prefix, float]]:
-    """Continue the prefixes; return each with 1.0 if it ended right, else 0.0. Infrastructure failures are left out."""
+    """Roll out the rest of each trajectory after its prefix. Return each prefix with 1.0 if the outcome is correct,
+    else 0.0, without infrastructure failures."""
     tasks, starts = [], {}
     for trajectory, turn in chosen:
         name = f"{trajectory.task.id} {trajectory.index} {turn}"

@@ -29,7 +29,7 @@ def rise(trajectory: Trajectory, turn: int) -> float | None:
 
 
 class ForkOutcomes(EvaluationHooks):
-    """Continues tool results of the model's own trajectories ``forks`` times after the test.
+    """After the test, samples ``forks`` continuations after tool results in the model's own trajectories.
 
     Adds to ``evaluation.json``, over the n tool results:
 
@@ -76,7 +76,8 @@ class ForkOutcomes(EvaluationHooks):
 
 
 def fork_metrics(results: Sequence[tuple[float, float]]) -> dict[str, Interval]:
-    """Return the metrics of (dH, share of right outcomes) per result; empty without results."""
+    """Return the metrics of tool results, each given as (entropy change dH, share of correct continuations). Empty
+    without results."""
     if not results:
         return {}
     change, share = np.array(results, dtype=float).T

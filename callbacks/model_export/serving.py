@@ -16,7 +16,7 @@ NO_TOOLS = "{%- set tools = none -%}"
 
 
 def serve_flags(protocol: Any) -> list[str]:
-    """Return the flags of ``vllm serve`` for the calls and the thinking that a protocol reads.
+    """Return the flags of ``vllm serve`` that select the tool-call parser and the reasoning parser of a protocol.
 
     The protocol's ``reader`` names vLLM's parsers. A protocol that reads its own tags gets no parser: vLLM's server
     cannot read them.

@@ -67,7 +67,7 @@ class MetricsFile:
         return self._size()
 
     def rewind(self, size: int) -> None:
-        """Forget what was logged after ``sync`` returned ``size``."""
+        """Cut the file to ``size`` bytes, as ``sync`` returned them: later metrics are dropped."""
         rows, end = self.read(0, size)
         self._file.truncate(end)
         self._file.seek(end)

@@ -228,7 +228,7 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def rewind(self, position: int) -> None:
-        """Forget what was logged after ``sync`` returned ``position``."""
+        """Cut the metrics file to ``position``, as ``sync`` returned it: later metrics are dropped."""
         self._file.rewind(position)
 
     @rank_zero_only

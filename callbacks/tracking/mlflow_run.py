@@ -194,7 +194,7 @@ class MLflowRun:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether MLflow refused a name or a value, which another attempt would not change."""
+    """Whether the error means that MLflow refuses this name or value, so that a retry is useless."""
     return getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"
 
 

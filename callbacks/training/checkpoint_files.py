@@ -17,7 +17,7 @@ BAD = ".bad"
 
 
 def iteration_of(path: Path) -> int | None:
-    """Return the iteration in a checkpoint's name, or None for any other name."""
+    """Return the iteration that a checkpoint's name contains, or None if the name has none."""
     found = NAME.fullmatch(path.name)
     return int(found[1]) if found else None
 
@@ -37,7 +37,7 @@ def usable(stage: Path) -> list[Path]:
 
 
 def anything_saved(stage: Path) -> list[Path]:
-    """Return all files, folders and links among the checkpoints, without half-written ones and digests."""
+    """List the checkpoints in a folder (files, folders and links), without half-written ones and digests."""
     folder = Path(stage) / FOLDER
     found = sorted(folder.iterdir()) if folder.is_dir() else []
     return [path for path in found if not path.name.startswith(".") and not path.name.endswith(".sha256")]

@@ -34,7 +34,7 @@ CALLS = "train/tool_calls_per_trajectory"
 
 @dataclass(slots=True)
 class CollapseDetector:
-    """Fires when a metric has been off its reference for ``patience`` updates in a row.
+    """Detects that a metric has stayed away from its reference value for ``patience`` updates in a row.
 
     The reference is the median of the last ``window`` calm values, or with ``window`` None the running maximum. Values
     that are off are not calm, so that a collapse does not become the reference while it lasts. A ``factor`` above 1

@@ -27,8 +27,8 @@ METRICS: tuple[tuple[tuple[str, str], ...], ...] = (
 
 
 def figures(metrics: Mapping[str, Any], chosen: Iterable[str] = ()) -> list[str]:
-    """Return texts such as ``["reward 0.300", "em 0.312"]`` of the metrics that exist, then of your own metrics in
-    ``chosen`` (logged with ``prog_bar=True``)."""
+    """Format the metrics that exist for the progress line, such as ``["reward 0.300", "em 0.312"]``, and after them the
+    metrics in ``chosen`` (logged with ``prog_bar=True``)."""
     shown: dict[str, str] = {}
     known = {name for alternatives in METRICS for _, name in alternatives}
     others = tuple(((name, name),) for name in chosen if name not in known)

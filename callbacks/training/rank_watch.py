@@ -36,7 +36,7 @@ ROLLING_OUT = tuple(ROOT + name for name in ("rollout/", "retrieval/", "data_mod
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position of the main thread, read from another thread."""
+    """The instruction that the main thread executes, read from another thread."""
 
     mark: tuple[Any, ...]  # equal as long as the thread has not moved
     at: str  # file, line and function of the innermost frame of this project
@@ -129,7 +129,8 @@ def _print(trainer: L.Trainer, kind: str, now: Position, unmoved_s: float, then:
 
 
 def watch_from_the_start(trainer: Any) -> None:
-    """Start the trainer's ``RankWatch``: Lightning calls no hook before the data are set up (2.6, Trainer._run)."""
+    """Start the trainer's ``RankWatch`` before the data are set up, because Lightning calls no hook so early (2.6,
+    Trainer._run)."""
     for callback in trainer.callbacks:
         if isinstance(callback, RankWatch):
             callback.start(trainer)

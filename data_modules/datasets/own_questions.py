@@ -21,8 +21,9 @@ MAPPED = ("id", "question", "golden_answers", "data_source", "ability", "hint", 
 
 @dataclass(slots=True)
 class OwnRows:
-    """Rows in our columns, with their lines. ``unreadable``: by line, why it has no row. ``unit``: what is counted from
-    1, see ``Table``. ``given``: the file's own columns."""
+    """The rows of a user's question file, renamed to our columns, each with its line number. ``unreadable`` maps the
+    number of each line without a row to the reason. ``unit`` names what the numbers count from 1 (see ``Table``), and
+    ``given`` lists the file's own columns."""
 
     unit: str
     rows: list[dict[str, Any]] = field(default_factory=list)

@@ -12,7 +12,7 @@ Source = Literal["fixed", "fresh", "kept"]
 
 
 class Mixing(ABC):
-    """Chooses the source of each batch, the same on every rank.
+    """Chooses where each batch comes from (saved, fresh or kept trajectories), the same on every rank.
 
     ``capacity``: how many of the student's latest trajectories are kept. ``follows``: the held-out loss that
     ``validated`` receives, such as "ce", or None for no loss."""
@@ -27,7 +27,7 @@ class Mixing(ABC):
         ``draw`` is uniform in [0, 1); ``kept`` counts the kept trajectories: "kept" needs at least one."""
 
     def validated(self, loss: float) -> None:
-        """Receive the loss ``follows`` on held-out trajectories, before the first step and at every validation."""
+        """Receive the held-out loss named by ``follows``, before the first optimiser step and at every validation."""
         return None
 
     def metrics(self) -> dict[str, float]:

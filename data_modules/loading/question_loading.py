@@ -87,7 +87,7 @@ class QuestionLoading:
         abilities: Sequence[str] | None = None,
         part: Part = "train",
     ) -> list[Task]:
-        """Return the questions of one part that a run uses, and log how many others it leaves out.
+        """Return the questions of one split that the run uses, and log how many questions it leaves out.
 
         Args:
             where: the files, for messages.
@@ -151,7 +151,7 @@ def with_abilities(tasks: Sequence[Task], abilities: Sequence[str], where: str) 
 def short_enough(
     tasks: list[Task], writer: FirstPrompts, max_tokens: int | None, room: int | None, where: str
 ) -> list[Task]:
-    """Return the tasks whose first prompt has at most ``max_tokens`` tokens, and at most ``room``; null for no limit.
+    """Return the tasks whose first prompt has at most ``max_tokens`` and at most ``room`` tokens (None: no limit).
 
     Chat template, tool schemas and skills are counted (the released filter leaves the tools out, docs/papers/sod.md
     section 4.5). The log says how many tasks are left out, by data source, and the first ids.

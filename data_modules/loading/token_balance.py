@@ -37,7 +37,8 @@ def tokens_of(group: Sequence[Trajectory]) -> int:
 
 
 def assign(costs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Return for each rank the groups (rank, position) to hold: as many as now, with sums as even as quickly possible.
+    """Assign groups to ranks so that every rank has nearly the same number of tokens, by a fast heuristic. Returns for
+    each rank its groups as (present rank, position); every rank keeps its number of groups.
 
     Deterministic. The costliest group goes first, each to the rank with the smallest sum that is not full. Then two
     ranks swap a group while that lowers the larger of their sums, starting with the largest rank.

@@ -72,7 +72,8 @@ COMPARE = option("--compare", action="store_true", help="also the experiments th
 
 
 def named(context: RunContext, verb: str | None = None, **variables: object) -> RunContext:
-    """Return the context with the make variables that are set, for hints; ``verb``: another command."""
+    """Add the make variables that are set to the context, so that hints can print them. ``verb`` replaces the
+    command."""
     given = tuple(f"{name}={value}" for name, value in variables.items() if value)
     return dataclasses.replace(context, verb=verb or context.verb, variables=given)
 

@@ -42,7 +42,7 @@ def compare(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def chosen_metrics(names: Sequence[str], context: RunContext) -> list[str]:
-    """Return the metrics behind the columns of the named experiments; other names (patterns) add none."""
+    """Return the metrics that the columns of the named experiments show. Patterns among the names add no metrics."""
     known = [name for name in names if name in listing.names(context.project)]
     blocks = [listing.load(name, context.project)["experiment"] for name in known]
     columns = [column for block in blocks for column in columns_of(block.get("columns") or []).values()]

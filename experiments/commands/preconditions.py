@@ -202,8 +202,8 @@ def watched(config: Config, callback: str, arguments: Config) -> Config:
 
 
 def advised(config: Config, skills: Config | None, positions: float) -> Config:
-    """Put the skills into the student's prompt, the same in every turn, and lengthen the limits by them, up to the
-    model's ``positions``."""
+    """Put the skills into the student's prompt, the same in every turn. Raise the token limits by the length of the
+    skills, up to the model's ``positions``."""
     config = copy.deepcopy(config)
     arguments = rollouts_of(config)["init_args"]
     arguments["skills"] = None

@@ -53,7 +53,7 @@ def retriever(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def server_options(args: argparse.Namespace) -> list[str]:
-    """Return the given server options as arguments; the server checks them."""
+    """Return the options given on the command line as arguments for ``retrieval.server``, which checks them."""
     given = {name: getattr(args, name.replace("-", "_")) for name in SERVER_OPTIONS}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
     return [*words, "--gpu"] if args.gpu else words

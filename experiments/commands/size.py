@@ -43,7 +43,8 @@ class Sized:
         return min(math.ceil(self.run.trajectories / self.training.gpus), self.in_flight) if self.run else 0
 
     def sequences(self, chip: GPUSpec) -> int:
-        """Sequences of half the longest length that a GPU's engine holds at once, of those wanted."""
+        """Number of sequences, each half as long as the longest, that the engine of one GPU can hold at once; at most
+        ``wanted``."""
         return min(self.wanted, int(sizing.cache_tokens(self.training, chip) // max(self.training.context, 1)))
 
 
@@ -86,7 +87,7 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
-    """The training run of ``stage`` on ``gpus`` GPUs, from its configuration and the models that it names."""
+    """Describe the training run of ``stage`` on ``gpus`` GPUs, from its configuration and the shapes of its models."""
     model = stage.config["model"]["init_args"]
     trainer, data = stage.config.get("trainer") or {}, (stage.config.get("data") or {}).get("init_args") or {}
     rollouts = (data.get("rollouts") or {}).get("init_args") or {}
@@ -116,7 +117,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
 
 
 def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | None:
-    """The work of an on-policy training run, or None for others, and without ``iterations``."""
+    """Return how much an on-policy training run samples and trains. None for other runs, or without ``iterations``."""
     if not data.get("prompts_per_iteration") or not data.get("iterations"):
         return None
     protocol = rollouts.get("protocol", {}).get("init_args") or {}
@@ -203,7 +204,7 @@ def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
 
 
 def table(columns: Sequence[Sized], chip: GPUSpec) -> list[list[str]]:
-    """Rows of cells; the first row is the head."""
+    """Format rows of cells as aligned text. The first row is the head."""
     trainings = [c.training for c in columns]
     parts = [sizing.memory(t, chip) for t in trainings]
     rows = [["GPUs", *(str(t.gpus) for t in trainings)]]

@@ -36,7 +36,7 @@ VISIBLE_S = 20.0  # network file systems show a new file late
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """Return the overrides that NNODES and NPROC stand for, so that both forms give the stage the same key."""
+    """Translate NNODES and NPROC into overrides of the Trainer, so that both forms give the stage the same key."""
     pairs = (("num_nodes", args.nodes), ("devices", args.processes))
     return [f"--trainer.{key}={value}" for key, value in pairs if value is not None]
 
@@ -103,7 +103,7 @@ def this_node(args: argparse.Namespace, environment: Mapping[str, str], count: i
 
 
 def watch_nodes(store: StageFolder, nodes: int) -> Callable[[], str | None]:
-    """Return a function for node 0 that names another node that joined the stage and is gone, or returns None."""
+    """Return a function that tells node 0 which node has joined the stage and died, or None if all are alive."""
     begun: dict[int, dict[str, Any]] = {}
 
     def failure() -> str | None:

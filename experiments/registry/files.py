@@ -70,7 +70,7 @@ def data_arguments(config: Config) -> Config:
 
 
 def short(error: Exception) -> str:
-    """Shorten a message to one line: three lines of a YAML error, which names the place, else the first line."""
+    """Shorten an error message to one line: the first line, or for a YAML error three lines, which name the place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3]) if isinstance(error, yaml.YAMLError) else lines[0]
 

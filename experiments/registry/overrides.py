@@ -40,7 +40,7 @@ class Overrides:
 
 
 def parse(arguments: Sequence[str]) -> Overrides:
-    """Parse ``--path value`` and ``--path=value``.
+    """Parse the overrides of a command line, written as ``--path value`` or ``--path=value``.
 
     Raises:
         ExperimentError: a word that is not an option, an option without a value, an unknown section.

@@ -37,7 +37,7 @@ class Adapters:
         return d.layers * self.rank * sum(n + m for n, m in self._shapes(d))
 
     def inputs(self, d: Dimensions) -> int:
-        """Numbers per token that one layer's adapters read."""
+        """Size of the inputs that one layer's adapters read, in numbers per token."""
         return sum(n for n, _ in self._shapes(d))
 
     def _shapes(self, d: Dimensions) -> list[tuple[int, int]]:
@@ -86,7 +86,7 @@ class Training:
 
     @property
     def element(self) -> int:
-        """Bytes per weight that LoRA freezes."""
+        """Size in bytes of each weight that LoRA freezes."""
         return 2 if self.precision == "bfloat16" or self.half_engine else 4
 
     @property
@@ -106,7 +106,7 @@ class Training:
 
     @property
     def context(self) -> float:
-        """Tokens that a token looks back on, taken as half of the longest trajectory."""
+        """Mean number of tokens that a token attends to, estimated as half of the longest trajectory."""
         return self.max_length / 2
 
 

@@ -49,7 +49,7 @@ class Gate:
 
 
 def groups_gate(start: Test, size: int, least: float) -> Gate:
-    """Bound the share of groups (``size`` trajectories each) without any success."""
+    """Gate on the share of groups (``size`` trajectories each) without any success."""
     found = mean(start, f"pass/{size}")
     return Gate(
         "no_success",
@@ -156,8 +156,8 @@ def place(turns: Sequence[Sequence[TurnScore]]) -> list[tuple[TurnScore, bool]]:
 
 
 def auc_of(placed: Sequence[tuple[TurnScore, bool]], *, drifted: bool) -> float | None:
-    """AUC of a turn's ``signed`` log-ratio for the environment's verdict, or, without one, for the trajectory's
-    success."""
+    """Return the AUC with which the log-ratio ``signed`` predicts whether a turn is correct, by the environment's
+    verdict, or without a verdict by the trajectory's success."""
     part = [row for row, after_error in placed if after_error is drifted]
     judged = [(row.signed, _is_good(row)) for row in part]
     return auc([s for s, good in judged if good is True], [s for s, good in judged if good is False])
@@ -183,7 +183,7 @@ def weight_ratio(placed: Sequence[tuple[TurnScore, bool]]) -> float | None:
 
 
 def weight_of(placed: Sequence[tuple[TurnScore, bool]], *, drifted: bool) -> float | None:
-    """Mean weight over turns, without first turns, whose weight is 1 by definition."""
+    """Return the mean weight over all turns except first turns, whose weight is 1 by definition."""
     weights = [row.weight for row, after_error in placed if after_error is drifted and row.turn > 1]
     return statistics.fmean(weights) if weights else None
 

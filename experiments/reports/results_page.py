@@ -186,7 +186,7 @@ def _seed_table(objects: Sequence[Result], columns: Mapping[str, Column], score:
 
 
 def short_commit(commit: str) -> str:
-    """``5577e62``, or ``5577e62+`` of a tree with changes."""
+    """Shorten a commit to ``5577e62``, or ``5577e62+`` if the working tree had changes."""
     name, _, changes = commit.partition("+")
     return name[:7] + ("+" if changes else "")
 

@@ -39,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Position of a stage among those to be made, and the time they took in earlier runs."""
+    """Position of a stage among the stages that a command runs, and the durations of those stages in earlier runs."""
 
     number: int = 1  # of this stage, from 1
     total: int = 1
@@ -82,7 +82,7 @@ class RunContext:
         return make_command(verb or self.verb, given | variables, self.arguments)
 
     def elsewhere(self, verb: str, **variables: object) -> str:
-        """Return the make command of a target without an experiment, over the same outputs."""
+        """Return the make command of a target that needs no experiment, with the same outputs folder."""
         return make_command(verb, variables, [word for word in self.arguments if word.startswith("--paths.outputs=")])
 
     def on_all_nodes(self, **variables: object) -> str:

@@ -72,7 +72,7 @@ MANUAL = {
 
 
 def check_values(trainer: Config, where: str) -> None:
-    """Raise ExperimentError for an option without effect here, and for options that contradict each other."""
+    """Raise ExperimentError for Trainer options that have no effect in this project, or contradict each other."""
     for option, (neutral, instead) in UNSUPPORTED.items():
         if (value := trainer.get(option, neutral[0])) not in neutral:
             raise ExperimentError(f"{where}: trainer.{option} is {value!r}, which is not supported; {instead}")

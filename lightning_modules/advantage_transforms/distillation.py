@@ -112,7 +112,8 @@ class TurnDivergences:
 
 
 def turn_divergences(student_BT: Tensor, teacher_BT: Tensor, turns_BT: Tensor) -> TurnDivergences:
-    """Eq. 6: d_k = mean over the tokens of turn k of |log pi_S - log pi_T|, on the tokens the student sampled."""
+    """Compute the divergence of student and teacher on each turn (SOD eq. 6): d_k = mean over the tokens of turn k of
+    |log pi_S - log pi_T|, on the tokens the student sampled."""
     difference = teacher_BT - student_BT
     absolute, tokens = turn_means(difference.abs(), turns_BT)
     return TurnDivergences(absolute, turn_means(difference, turns_BT)[0], tokens)
@@ -344,7 +345,7 @@ def check_rows(weights: Sequence[TurnWeighting], by_turn: bool) -> None:
 # ---------------------------------------------------------------------- the signal
 @dataclass(frozen=True, slots=True)
 class DistillationInputs(RowTensors):
-    """Shown on trajectory pages; [B, T] float32, 0 where the mask is 0."""
+    """Values of ``Distillation`` that trajectory pages show; [B, T] float32, 0 where the mask is 0."""
 
     opd_weights: Tensor  # of the token's turn
     opd_advantages: Tensor  # what the distillation added to the advantages

@@ -127,7 +127,8 @@ class PrivilegedPrompts(TeacherPrompts):
 def after_prompts(
     score: Any, prompts: Sequence[Sequence[int]] | None, trajectories: Sequence[Trajectory], batch: TokenBatch
 ) -> Tensor:
-    """Score the responses after other prompts (None: their own prompts), at the columns of ``batch``."""
+    """Compute log-probs of the responses when the model reads other prompts (None: the responses' own prompts). The
+    results are aligned with ``batch``."""
     if prompts is None:
         return score(batch)
     read = with_prompts(trajectories, prompts, batch)

@@ -25,7 +25,7 @@ def last_token(mask_BT: Tensor) -> Tensor:
 
 
 def compress(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Move the masked-in entries of each row to the left, in their order.
+    """Move the entries of each row whose mask is not 0 to the left, in their order.
 
     Returns:
         values_BL, valid_BL (bool) and order_BL (the column each entry came from), L = largest count of a row.

@@ -123,7 +123,7 @@ def grpo_loss(
 def group_advantages(
     rewards_B: Tensor, groups: Sequence[str], convention: Convention = "std", singleton: Singleton = "zero"
 ) -> Tensor:
-    """Compare each trajectory with the others of its group [B]. No gradient; computed in float64.
+    """Compute the advantage of each trajectory relative to its group [B]. No gradient; computed in float64.
 
     ===============  ==========================================  ==============================
     convention       advantage                                   rewards [1, 0, 0, 1] become
@@ -166,7 +166,7 @@ def zero_variance_groups(rewards_B: Tensor, groups: Sequence[str]) -> int:
 
 
 def members_of(groups: Sequence[str]) -> dict[str, list[int]]:
-    """Rows of each group, in order.
+    """Return the row numbers of each group, in order.
 
     >>> members_of(["a", "b", "a"])
     {'a': [0, 2], 'b': [1]}

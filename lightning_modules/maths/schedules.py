@@ -41,7 +41,8 @@ def make_schedule(name: ScheduleName, warmup_steps: int, total_steps: int) -> Ca
 
 
 def linear_decay(start: float, steps: int, step: int) -> float:
-    """Fall linearly from ``start`` at step 0 to 0 at ``steps``, and stay 0 (RLSD's lam: 0.5, 100 steps, from step 1).
+    """Decay linearly from ``start`` at ``step`` 0 to 0 at ``steps``, then stay 0 (RLSD's lam: 0.5, 100 steps, from step
+    1).
 
     Raises:
         ValueError: fewer than one step.

@@ -31,7 +31,7 @@ DEEPSPEED_ONLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A run of one parameter's elements in a rank's flat tensor of a group."""
+    """A contiguous slice of one parameter, and where it is in a rank's flat tensor of a parameter group."""
 
     name: str
     start: int  # in the flattened parameter
@@ -41,7 +41,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of one parameter's elements, with their stored values."""
+    """A contiguous slice of one parameter, with the stored values of its elements."""
 
     start: int
     count: int
@@ -75,11 +75,11 @@ class TrainedState:
     stage: int = 0
 
     def kinds(self, name: str) -> list[str]:
-        """Names of the optimiser's values of each element of a parameter."""
+        """Names of the optimiser's per-element states of a parameter, such as ``exp_avg``."""
         return [kind for kind in self.pieces[name][0].values if kind != WEIGHTS]
 
     def counted(self, name: str) -> dict[str, Any]:
-        """Copy ``scalars`` of a parameter into new tensors.
+        """Copy the optimiser's scalar states of a parameter (``scalars``) into new tensors.
 
         An optimiser counts in place, and torch takes tensors as they are: parameters that share a tensor would each
         count the steps of all.
@@ -125,8 +125,8 @@ class TrainedState:
 
 
 def stage3_fragments(sizes: Mapping[str, int], rank: int, ranks: int) -> list[Fragment]:
-    """Lay out ZeRO-3's parameters: each is cut into ``ranks`` equal parts, the last ones short or empty. A rank's parts
-    follow each other, each as wide as the first rank's."""
+    """Compute where ZeRO-3 stores each parameter. Each is cut into ``ranks`` equal parts, of which the last may be
+    short or empty. A rank stores its parts one after the other, each padded to the width of the first rank's part."""
     found, at = [], 0
     for name, size in sizes.items():
         width = -(-size // ranks)

@@ -436,7 +436,8 @@ class OnPolicyModule(PolicyModule):
 
     @property
     def last_token_values(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:
-        """The last batch for trajectory pages: each whole trajectory with one value per response token, by name.
+        """Per-token values of the last batch, for trajectory pages: pairs of a whole trajectory and, by name, one value
+        per response token.
 
         The values are those of ``score`` and ``compute_advantages``, ``kl`` (log-ratio of student to teacher, or else
         to the reference) and ``importance`` (the correction)."""

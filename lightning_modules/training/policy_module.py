@@ -101,7 +101,7 @@ class PolicyModule(L.LightningModule):
         return {}
 
     def read_by(self) -> dict[str, str]:
-        """Folders of the models that read the trajectories' token ids, by attribute."""
+        """Map each model that reads the trajectories' token ids (its attribute) to its folder."""
         frozen = {name: folder for name, (folder, _) in self.frozen_models().items()}
         return {"policy": self.policy_path} | frozen
 

@@ -26,7 +26,7 @@ TokenValues = dict[str, list[float]]  # by name, one value per response token
 def values_by_token(
     rows: Sequence[Trajectory], batch: TokenBatch, tensors: Mapping[str, Tensor]
 ) -> list[tuple[Trajectory, TokenValues]]:
-    """Pair each trajectory with the values that tensors [B, T] hold for its response tokens.
+    """Pair each trajectory with the values of its response tokens, taken from tensors [B, T].
 
     Args:
         rows: of ``batch``: trajectories, or their ``split_turns`` one after the other. Values of turn rows are joined
@@ -48,8 +48,9 @@ def values_by_token(
 def regrouped(
     values_BT: Tensor, rows: Sequence[Trajectory], trajectories: Sequence[Trajectory], whole: TokenBatch
 ) -> Tensor:
-    """Move values of ``rows`` (``split_turns``, in the order of the trajectories) to the columns of ``whole``, the
-    collated trajectories: [B, T], 0 elsewhere."""
+    """Move per-token values from rows of single turns to whole trajectories. ``rows`` come from ``split_turns`` in the
+    order of the trajectories; the result has the columns of ``whole``, the collated trajectories: [B, T], 0
+    elsewhere."""
     found = whole.mask.new_zeros(whole.mask.shape)
     position = {id(t): i for i, t in enumerate(trajectories)}
     for row, t in enumerate(rows):

@@ -234,7 +234,8 @@ def sampled_recall(
 
 
 def recall(found: np.ndarray, queries: np.ndarray, shards: VectorShards) -> float:
-    """Return the share of the exact best k that the rows ``found`` [Q, k] contain; ``queries``: [Q, dimension]."""
+    """Return the mean recall@k: the share of the exact k nearest vectors that ``found`` [Q, k] contains. ``queries``:
+    [Q, dimension]."""
     k = found.shape[1]
     scores, rows, start = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64), 0
     for vectors in shards:

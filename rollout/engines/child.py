@@ -52,7 +52,7 @@ class Child:
 
     @property
     def hung(self) -> bool:
-        """Whether this side killed it. Before the child is ready the only reason is a missing heartbeat."""
+        """Whether this process killed the child. Before the child is ready the only reason is a missing heartbeat."""
         return self._hung is not None
 
     def ready(self, timeout_s: float, limit_s: float = math.inf) -> dict[str, Any]:

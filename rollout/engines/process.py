@@ -126,7 +126,7 @@ class EngineProcess:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the child reports of its model: vocab_size, device, weights."""
+        """Facts that the child reports about its model: vocab_size, device, weights."""
         if self._info is None:
             raise InfrastructureError("the engine has not been started; await engine.start() first")
         return self._info

@@ -32,7 +32,8 @@ class Owner(Protocol):
         ...
 
     def child_died(self, child: Child) -> bool:
-        """Note that no child takes messages now. Returns whether to start the next one. Called under the lock."""
+        """Stop sending messages, because the child has died. Returns whether to start the next child. Called under the
+        lock."""
         ...
 
     def before_restart(self, why: str, counted: bool) -> str:
@@ -100,7 +101,7 @@ class Children:
             self.closing.wait(PAUSE_S)
 
     def begin(self, child: Child, info: dict[str, Any]) -> None:
-        """Let a child that is ready work. Called under the lock."""
+        """Put a child that is ready into service. Called under the lock."""
         self._owner.child_ready(child, info)
         child.begin(self._owner.receive, self._ended, self._owner.busy, self._timeout_s)
 

@@ -67,7 +67,7 @@ class StopStrings:
 
 
 class SampledTokens:
-    """vLLM's ``IncrementalDetokenizer`` without text."""
+    """Replaces vLLM's ``IncrementalDetokenizer``: keeps the token ids and decodes no text."""
 
     def __init__(self, stops: StopStrings, stop: tuple[str, ...]) -> None:
         self.output_token_ids: list[int] = []
@@ -93,7 +93,7 @@ class SampledTokens:
 
 
 class SampledLogprobs:
-    """vLLM's ``LogprobsProcessor`` without an object per log-prob."""
+    """Replaces vLLM's ``LogprobsProcessor``: keeps log-probs as floats, without an object for each."""
 
     prompt_logprobs = prompt_token_id_logprobs = None
     cumulative_logprob = 0.0

@@ -133,7 +133,7 @@ def check_tasks(tasks: Iterable[Task], look: Callable[[Task], object], what: str
 
 
 def refusal(request: ToolRequest, enabled: bool, over: str | None) -> str | None:
-    """Return why an environment that knows only ``ACT`` does not execute a request, or None if it does.
+    """Return the error for a request to an environment whose only tool is ``ACT``, or None if the request is valid.
 
     Args:
         over: the reason once the episode has ended, None before.

@@ -44,7 +44,7 @@ class Admission:
         return GroupAdmission(self)
 
     async def idle(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until no group is running."""
         await self._idle.wait()
 
     def close(self, update: object) -> None:

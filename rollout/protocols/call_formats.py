@@ -71,7 +71,8 @@ THINKING: dict[Tags, str | None] = {
 
 
 def thinking_tags(template: str, vocabulary: Mapping[str, int]) -> Tags:
-    """Return the tags of thinking that a chat template writes, else those that the tokenizer has, else ``<think>``."""
+    """Return the tags around a model's thinking: those of the chat template, else those of the tokenizer, else
+    ``<think>``."""
     found = [tags for tags in THINKING if tags[0] in template] or [tags for tags in THINKING if tags[0] in vocabulary]
     return found[0] if found else ("<think>", "</think>")
 

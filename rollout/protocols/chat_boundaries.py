@@ -26,7 +26,7 @@ _USER = {"role": "user", "content": "question"}
 
 
 class ChatBoundaries:
-    """Rendering and cutting with one tokenizer and one list of tools.
+    """Renders conversations with one chat template and one list of tools, and finds where each message ends.
 
     Args:
         tokenizer: Hugging Face tokenizer with a chat template.
@@ -106,7 +106,7 @@ class ChatBoundaries:
         )
 
     def ids(self, text: str) -> list[int]:
-        """Return ids of rendered text; control tokens become their ids everywhere."""
+        """Tokenise text that the chat template rendered. Control tokens in the text become their ids."""
         return encode(self.tokenizer, text)
 
     def ids_after(self, messages: Sequence[Message], *, called: Sequence[str] = (), ended: bool = True) -> list[int]:

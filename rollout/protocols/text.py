@@ -206,8 +206,8 @@ def _worded_in(path: Path) -> str:
 
 
 def fitting(write: Callable[[int | None], list[int]], longest: int, budget: int) -> tuple[list[int], bool]:
-    """Return the longest of ``write(limit)`` that has at most ``budget`` ids, and whether anything was cut; ``([],
-    True)`` if nothing fits.
+    """Shorten a text until it has at most ``budget`` ids. Returns the ids of ``write(limit)`` for the largest limit
+    that fits, and whether the text was cut; ``([], True)`` if no limit fits.
 
     Args:
         write: writes texts cut to ``limit`` characters each, or uncut for None.

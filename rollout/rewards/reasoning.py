@@ -40,7 +40,7 @@ def ability(task: Task) -> Ability:
 
 
 def shaped(score: float, rounds: int, shaping: Shaping) -> float:
-    """Add the credit for the use of tools to a score below 0; return any other score unchanged.
+    """Add the credit for tool calls to a negative score. Other scores stay unchanged.
 
     ``intended``: 0.1 for each round, up to -0.6. ``as_released``: the reward manager never passes the number of turns,
     so the formula min(-0.6, score + 0.1 * (num_turns - 2) / 2) sees 0 turns and gives -1.1.

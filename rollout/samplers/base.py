@@ -34,7 +34,7 @@ Hook = Callable[[RunningView, Generation], Awaitable[None]]
 
 
 class EntropyProbe(Enum):
-    """When a sampler reads the entropy of the next turn's first tokens."""
+    """Says when a sampler measures the entropy of the next turn's first tokens."""
 
     NONE = auto()  # never: the turn is sampled as without hooks
     WITH_TURN = auto()  # after the whole turn: one request, with top log-probs of all its tokens

@@ -231,7 +231,7 @@ class Tree:
         return [member for member in self._members if member is not None]
 
     def consider_ended(self, member: Trajectory) -> None:
-        """Let a member fork that ended before the tree began."""
+        """Decide about forks of a trajectory that ended before the tree began."""
 
     def start_root(self) -> None:
         self._start(self._roots)

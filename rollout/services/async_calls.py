@@ -63,7 +63,7 @@ class PerLoop(Generic[T]):
         return self._made
 
     def drop(self) -> T | None:
-        """Forget the object. Return it if it belongs to the running loop."""
+        """Remove the stored object. Return it if it belongs to the running loop."""
         made = self._made if self._loop is asyncio.get_running_loop() else None
         self._loop = self._made = None
         return made

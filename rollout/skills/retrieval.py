@@ -60,7 +60,8 @@ class SkillRetriever(ABC):
         return None
 
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:
-        """Learn from an iteration: pairs of a trajectory's selection and its reward, in any order."""
+        """Learn from the trajectories of an iteration, each given as its selected skills and its reward, in any
+        order."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,7 +226,7 @@ class Keyword(SkillRetriever):
 
 
 def draw(names: list[str], seed: int, *rest: object) -> str:
-    """Return one of ``names``, the same for the same seed and rest on every machine."""
+    """Choose one of ``names`` at random. The same arguments give the same choice on every machine."""
     return random.Random("/".join(map(str, (seed, *rest)))).choice(names)
 
 

@@ -44,7 +44,7 @@ class Tool(Protocol):
 
 @runtime_checkable
 class Bounded(Protocol):
-    """A tool or runner that is not faster with more calls at once. Further calls wait, and their deadline with them."""
+    """A tool or runner with a limited number of parallel calls. Further calls wait, and their deadline with them."""
 
     @property
     def concurrency(self) -> int: ...

@@ -17,7 +17,7 @@ _OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")
 
 
 class LedgerPolicy(CarelessPolicy):
-    """Text policy of the expert for one trajectory.
+    """Writes the expert's turns for one ledger.
 
     The first cell is ``t = 57``; each later cell enters a change, ``t = t + 12``. Each turn repeats the last total and
     the change, which a tiny model copies from beside the cell. With probability ``error_rate`` a change goes wrong: ``t

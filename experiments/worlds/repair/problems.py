@@ -18,7 +18,7 @@ CHANGES = range(11, 40)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One ledger.
+    """One ledger: amounts and their changes, to be added up in a notebook.
 
     ``months`` are those of the changes, ``changes`` have their signs, as a formula writes them ("+ 12"), and ``totals``
     run from the start to the answer.
@@ -67,7 +67,8 @@ def moved(change: str) -> str:
 
 
 def draw_problems(count: int, sizes: range, rng: random.Random, taken: set[str]) -> list[Problem]:
-    """Draw ``count`` new problems with numbers of changes from ``sizes``, and add their questions to ``taken``."""
+    """Draw ``count`` problems whose questions are not in ``taken``, and add them. Each has a number of changes from
+    ``sizes``."""
     problems: list[Problem] = []
     while len(problems) < count:
         problem = make_problem(rng, rng.choice(sizes))

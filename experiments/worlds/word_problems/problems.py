@@ -20,7 +20,7 @@ WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem.
+    """One word problem.
 
     ``calculations`` are formulas of two operands, in which "{0}" and "{1}" are earlier results. ``told`` are the
     sentences that ask for them.
@@ -135,8 +135,8 @@ def draw_problem(rng: random.Random, shares: dict[int, float]) -> Problem:
 
 
 def draw_problems(count: int, shares: dict[int, float], rng: random.Random, taken: set[str]) -> list[Problem]:
-    """Draw ``count`` new problems with numbers of calculations weighted by ``shares``; add their questions to
-    ``taken``."""
+    """Draw ``count`` problems whose questions are not in ``taken``, and add them. ``shares`` weights the numbers of
+    calculations."""
     problems: list[Problem] = []
     while len(problems) < count:
         problem = draw_problem(rng, shares)

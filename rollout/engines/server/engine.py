@@ -204,7 +204,7 @@ class ServerEngine:
             submit(self.load_files(files, version, between_steps)).result()
 
     async def adopt(self, held: ServerWeightState, took: Sequence[ServerClient] | None = None) -> None:
-        """Require these weights from now on, of the servers that ``took`` them (None: of all)."""
+        """Send requests only to servers that hold these weights: the servers ``took`` (None: all)."""
         if took is not None:
             for server in self._servers:
                 if server in took:

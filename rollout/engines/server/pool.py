@@ -61,7 +61,8 @@ class ServerPool:
         self._wake()
 
     async def moved_on(self, held: ServerWeightState) -> bool:
-        """Whether the servers must now hold other weights than ``held``. Waits for the end of a push in progress."""
+        """Whether newer weights than ``held`` are required of the servers by now. Waits for the end of a push in
+        progress."""
         await self._settled.wait()
         return self.held.tag != held.tag
 
@@ -79,7 +80,7 @@ class ServerPool:
             raise OtherWeights(f"it answered from version {generation.policy_version}, not {asked.version}")
 
     def adopt(self, held: ServerWeightState) -> None:
-        """Require these weights of all servers from now on."""
+        """Send requests only to servers that hold these weights, from now on."""
         self.held = held
         self._whole.add(held.version)
         self._affinity.clear()

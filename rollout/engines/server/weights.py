@@ -93,8 +93,8 @@ class ServerWeights:
         return ValueError(f"push {tag} is held already, as version {self.version}; give other weights another tag")
 
     def expect(self, method: str, tag: str | None) -> None:
-        """Prepare for one call of a transfer. After its start the engine may not sample until all weights have arrived.
-        Raises ValueError if the tag is held already, or if this transfer is not in progress."""
+        """Check one call of a weight transfer before it runs. After its start the engine may not sample until all
+        weights have arrived. Raises ValueError if the tag is held already, or if this transfer is not in progress."""
         if method == "start_weight_update":
             if self.holds(tag):
                 raise self.held(tag)

@@ -77,7 +77,8 @@ class Calls:
 
     @classmethod
     def of(cls, program: str, name: str, pairs: Sequence[tuple[str, str]], max_output: int) -> Calls:
-        """Take as many of the first tests as fit: their answers into ``max_output``, their inputs into INPUTS."""
+        """Take the first tests, as many as one process can run: their answers fit into ``max_output`` and their inputs
+        into INPUTS."""
         inputs: list[str] = []
         longest = 0
         for given, expected in pairs:

@@ -145,7 +145,8 @@ def passage(text: str, snippet: str, reach: int = 3000, otherwise: int = 6000, l
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Return half-open spans of at most ``MOST_SENTENCES`` sentences and the rest. A line break ends a sentence."""
+    """Split a text into sentences, as half-open spans. After ``MOST_SENTENCES`` sentences the remaining text is one
+    span. A line break ends a sentence."""
     spans, start = [], 0
     for gap in itertools.islice(_SENTENCE_END.finditer(text), MOST_SENTENCES):
         spans.append((start, gap.start()))

@@ -35,7 +35,8 @@ class Program:
         self.unread = memoryview(worker.LENGTH.pack(len(code)) + code + stdin)
 
     def feed(self) -> bool:
-        """Write as much of its standard input as it takes now. Returns False once there is no more."""
+        """Write to the program's standard input, as much as the pipe takes without blocking. Returns False when all
+        input is written."""
         try:
             while self.unread:
                 self.unread = self.unread[os.write(self.source, self.unread) :]

@@ -53,7 +53,8 @@ def mount(source: str | None, target: str, kind: str | None = None, flags: int =
 
 
 def bind(source: str, target: str) -> None:
-    """Show a file or folder at another place, which is made if missing; read-only unless it is a device."""
+    """Bind-mount a file or folder at another path, read-only unless it is a device. Creates the path if it is
+    missing."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -100,7 +101,8 @@ def landlock_version() -> int:
 
 
 def landlock_rules(readable: list[str], listable: list[str], devices: list[str]) -> int:
-    """Return a descriptor of rules that deny access to all other files; new versions also deny network and signals."""
+    """Return a descriptor of Landlock rules that allow the given files and deny all others. New kernels also deny
+    network and signals."""
     version = landlock_version()
     if version < 3:  # before, files could be truncated
         raise OSError(f"Landlock's version is {version}; 3 is needed (Linux 6.2)")
@@ -120,5 +122,5 @@ def landlock_rules(readable: list[str], listable: list[str], devices: list[str])
 
 
 def landlock_enter(rules: int) -> None:
-    """Enter the rules. Needs no_new_privs."""
+    """Restrict this thread by Landlock rules. Needs no_new_privs."""
     syscall(SYS_LANDLOCK_RESTRICT, rules, 0)

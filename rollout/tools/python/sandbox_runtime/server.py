@@ -159,7 +159,7 @@ class Server:
             self.end(self.alive.pop(number), code)
 
     def end(self, program: Program, code: int) -> None:
-        """Handle the end of a process: of its program, or of an interpreter that was still waiting."""
+        """Handle the end of a process, whether it ran a program or waited for one."""
         self.forget(program.output)
         self.forget(program.source)
         result = program.result(code)

@@ -64,7 +64,8 @@ def mounted(stage: str, packages: list[str]) -> None:
 
 
 def ruled(packages: list[str]) -> int:
-    """Return a descriptor of Landlock rules with the same effect. Raises OSError if the kernel has no Landlock."""
+    """Return a descriptor of Landlock rules that allow the same files as this view. Raises OSError if the kernel has no
+    Landlock."""
     own = [f"{STDLIB}/{name}" for name in os.listdir(STDLIB) if name not in NOT_OURS]
     paths = [path for path in (*own, *OTHERS, *packages) if os.path.exists(path)]
     return linux.landlock_rules(paths, [STDLIB], [path for path in DEVICES if os.path.exists(path)])
