@@ -50,7 +50,7 @@ def test_every_character_is_judged_as_mlflow_judges_it():
     assert not wrong, wrong[:20]
 
 
-@pytest.mark.parametrize("name", ["family", "家族/问题", "a/b", "../../etc", "x" * 400, "问" * 400, "a#b?c%d"])
+@pytest.mark.parametrize("name", ["家族/问题", "../../etc", "问" * 400])
 def test_a_folder_stays_in_its_parent_and_its_name_fits_a_file_system(tmp_path, name):
     folder = (tmp_path / mlflow_name(name, 60)).resolve()
     folder.mkdir(parents=True)

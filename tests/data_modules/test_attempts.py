@@ -41,12 +41,6 @@ def test_the_search_loop_takes_every_attempt_and_probes_take_one(tested):
     assert len({r.sampling.seed for r in requests}) == len(requests) == 12, "every request has a seed of its own"
 
 
-def test_validation_takes_one(tested):
-    batches, requests = tested(validate=True, attempts=3)
-    assert [[(t.task.id, t.index) for t in batch] for _, batch in batches] == [[("q0", 0), ("q1", 0), ("q2", 0)]]
-    assert len(requests) == 3
-
-
 def test_more_attempts_and_other_batches_leave_the_first_ones_as_they_were(tested):
     def seeds(**options):
         batches, requests = tested(**options)
@@ -73,9 +67,3 @@ def test_attempts_never_branch(tested):
     batches, requests = tested(attempts=4, sampler=Branching())
     made = [t for _, batch in batches for t in batch]
     assert len(made) == len(requests) == 3 * 4 + 3 and not any(t.fork for t in made)
-
-
-def test_one_greedy_attempt_stays_the_default(make_system):
-    assert EvaluationData(make_system()).attempts == 1
-    with pytest.raises(ValueError, match="attempts is 5, but eval_sampling is greedy"):
-        EvaluationData(make_system(), attempts=5)

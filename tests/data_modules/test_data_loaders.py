@@ -83,14 +83,6 @@ def test_every_pass_uses_everything_once_in_the_same_number_of_batches(settings,
         assert BatchPlan(lengths, 4, **settings).of_pass(0) != plan.of_pass(0)
 
 
-def test_batch_tokens_is_about_the_size_of_a_batch():
-    lengths = [random.Random(i).randint(20, 100) for i in range(300)]
-    plan = BatchPlan(lengths, 0, batch_tokens=1000)
-    sizes = [sum(lengths[i] for i in b) for b in plan.of_pass(0)]
-    assert 1000 <= sum(sizes) / len(sizes) < 1100
-    assert max(sizes) < 1000 * 1.1 + 100
-
-
 def test_buckets_make_lengths_alike():
     lengths = [random.Random(i).randint(20, 400) for i in range(256)]
 

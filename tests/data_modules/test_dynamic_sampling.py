@@ -7,8 +7,6 @@ import pytest
 from data_modules.datasets.files import DatasetError
 from data_modules.loading.failure_guard import TooManyFailuresError
 from data_modules.rollout_data_module import RolloutDataModule, differs
-from rollout.trajectory import StopReason
-from tests.callbacks.helpers import make_trajectory
 from tests.data_modules.toys import Recorder, trainer
 
 KINDS = ["right", "wrong", "mixed", "right", "wrong", "right"] * 4
@@ -132,9 +130,3 @@ def test_what_cannot_work_is_refused(make_data):
         DatasetError, match="24 questions, but one iteration with dynamic_sampling = 6 may take 28 different"
     ):
         make_data(dynamic_sampling=6)
-
-
-def test_a_failed_member_makes_no_difference_between_equal_rewards():
-    group = [make_trajectory("q", index=i, reward=1.0) for i in range(3)]
-    lost = make_trajectory("q", index=3, reward=0.0, stop=StopReason.INFRASTRUCTURE)
-    assert not differs([*group, lost]) and differs([*group, lost.replace(stop_reason=StopReason.LENGTH)])

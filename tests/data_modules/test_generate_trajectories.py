@@ -132,11 +132,6 @@ def test_run_after_kill_9_reuses_finished_chunks(make_system, question_file, mod
     assert again.engine.requests == []
 
 
-def test_a_single_path_is_refused(make_system):
-    with pytest.raises(ValueError, match=r"files is the single path 'q.parquet'; expected a list: \[q.parquet\]"):
-        GenerateTrajectories(make_system(), "q.parquet")
-
-
 def test_failures_stop_it_and_finished_chunks_stay(make_system, question_file, tmp_path):
     files = [question_file("train", ["right", "right", "broken", "right"])]
     with pytest.raises(TooManyFailuresError, match=r"chunk 2: 1 of 2 .* 20% .*http://nowhere"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from types import SimpleNamespace
 
@@ -79,14 +78,6 @@ def test_adaptive_off_policy_against_a_plain_form_over_400_steps():
             assert mixing.phi == pytest.approx(share / 10) and mixing.reference == reference
             phis.append(share)
     assert seen == {"fixed", "fresh", "kept"} and phis[8] == 0 and phis[-1] >= 5
-
-
-def test_the_share_of_gkd():
-    sources = [OnPolicyShare(0.25).source(i / 1000, 1, math.inf, 0) for i in range(1000)]
-    assert sources.count("fresh") == 250 and set(sources) == {"fresh", "fixed"}
-    assert (
-        OnPolicyShare(1.0).source(0.999999, 1, 1, 0) == "fresh" and OnPolicyShare(0.0).source(0.0, 1, 1, 0) == "fixed"
-    )
 
 
 # --- batches --------------------------------------------------------------------------------------------------------

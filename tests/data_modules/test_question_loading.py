@@ -199,12 +199,6 @@ def test_short_questions_are_not_tokenised(shows_prompts, monkeypatch):
     assert len(written) == 2 and written[1] is long
 
 
-def test_evaluation_leaves_nothing_out_unless_told(system, files):
-    data = EvaluationData(system, val_files=[files[1]])
-    data.setup("validate")
-    assert len(data.val_dataloader()[0].tasks) == 2
-
-
 def test_no_question_left_is_an_error_that_names_the_option(system, files):
     data = RolloutDataModule(system, [files[0]], prompts_per_iteration=1, seed=1, max_prompt_tokens=3)
     with pytest.raises(DatasetError, match="rl.parquet: max_prompt_tokens is 3, but the shortest of 4 prompts"):
@@ -212,15 +206,6 @@ def test_no_question_left_is_an_error_that_names_the_option(system, files):
     data = EvaluationData(system, val_files=[files[1]], prompts="tool_reasoning", max_eval_prompt_tokens=3)
     with pytest.raises(DatasetError, match="aime.jsonl: max_eval_prompt_tokens is 3, but the shortest of 2"):
         data.setup("validate")
-
-
-def test_options_that_cannot_be(protocol):
-    with pytest.raises(ValueError, match="SearchR1Protocol words its prompts itself; give it 'dataset'"):
-        QuestionLoading(protocol, "tool_reasoning")
-    with pytest.raises(ValueError, match="prompts is 'other'; expected one of as_given, tool_reasoning"):
-        QuestionLoading(protocol, "other")
-    with pytest.raises(ValueError, match="lcb_examples is -1"):
-        QuestionLoading(protocol, "as_given", -1)
 
 
 def test_a_saved_position_knows_which_questions_were_left_out_and_how_they_were_put(system, files, caplog):
@@ -276,7 +261,7 @@ def test_faulty_rows_stop_the_run_or_are_left_out(system, mixed, caplog):
     assert len(data.val_dataloader()[0].tasks) == 3
 
 
-@pytest.mark.parametrize("wrong", [{"abilities": []}, {"abilities": ["maths"]}, {"on_invalid_row": "keep"}])
+@pytest.mark.parametrize("wrong", [{"abilities": []}])
 def test_choices_of_rows_that_cannot_be(system, files, wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name} is .*; expected "):

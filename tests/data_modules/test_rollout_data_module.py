@@ -11,7 +11,6 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data_modules.datasets.files import DatasetError
-from data_modules.evaluation_data import EvaluationData
 from data_modules.loading.decoding import Decoding
 from data_modules.loading.failure_guard import TooManyFailuresError
 from data_modules.loading.loaders import TrainLoader
@@ -67,14 +66,6 @@ def test_batches_are_whole_groups_in_a_seeded_order_that_differs_by_pass(make_da
     other = Recorder()
     trainer(tmp_path, max_epochs=1).fit(other, datamodule=make_data(seed=2))
     assert groups(other.train_batches) != seen[:3]
-
-
-def test_iterations_set_the_length_of_an_epoch(make_data, tmp_path):
-    data, module = make_data(iterations=7), Recorder()
-    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
-    other = Recorder()
-    trainer(tmp_path, max_epochs=3).fit(other, datamodule=make_data())
-    assert groups(module.train_batches) == groups(other.train_batches)[:7]
 
 
 def seeds(data):
@@ -400,34 +391,6 @@ def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_d
         training.setup("fit")  # not when the test comes, after the training
     assert not training._running, "refused before the engine starts"
     make_data(test_files=[path], diagnostic_prompts=["closed_book"]).setup("test")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"val_files": "v.parquet"}, "expected a list"), ({"diagnostic_prompts": ["closed_book"] * 2}, "same name twice"),
-     ({"attempts": 2}, "attempts is 2, but eval_sampling is greedy")],
-)  # fmt: skip
-def test_options_out_of_range(make_data, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_data(**options)
-
-
-def test_too_few_questions_for_one_iteration(make_data):
-    with pytest.raises(DatasetError, match="10 questions, but one iteration takes prompts_per_iteration = 11"):
-        make_data(prompts_per_iteration=11).setup("fit")
-
-
-def test_files_to_evaluate_need_rollouts():
-    with pytest.raises(ValueError, match="give `rollouts` too"):
-        EvaluationData(test_files=["x.parquet"])
-
-
-@pytest.mark.parametrize(
-    "value", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": 0}, {"repetition_penalty": 0}]
-)
-def test_decoding_out_of_range(value):
-    with pytest.raises(ValueError, match=next(iter(value))):
-        Decoding(**value)
 
 
 def test_yaml_reaches_options_of_the_evaluation_part_and_refuses_unknown_ones(model_dir):

@@ -13,8 +13,8 @@ from experiments.commands.command import COMMANDS
 from experiments.launch.nodes import overrides_of
 from experiments.registry.overrides import parse
 from experiments.registry.project import ROOT, Project
-from experiments.stages.graph import Graph
-from experiments.stages.validate import check
+from experiments.stages.graph import Graph, require_files
+from experiments.stages.validate import check_classes, with_arguments
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = "# not run here"
@@ -54,7 +54,7 @@ def by_make(words):
 
 
 def validated(page, line, outputs):
-    """Takes the words after ``python -m experiments`` as the command line would, and validates the configuration."""
+    """Takes the words after ``python -m experiments`` as the command line would, and checks their names and types."""
     ours, overrides = split_overrides(shlex.split(line))
     args = build_parser().parse_args(ours)
     command = COMMANDS[args.command]
@@ -65,7 +65,8 @@ def validated(page, line, outputs):
     own = overrides_of(args) if args.command == "train" else ()
     stage = Graph(Project(outputs=outputs), args.name, parse((*own, *overrides)), args.seed).target()
     if overrides:
-        check(stage, ROOT)
+        require_files([stage], ROOT)
+        check_classes(with_arguments(stage.config, stage.arguments, page), page)
 
 
 @pytest.mark.slow

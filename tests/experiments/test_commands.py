@@ -1,6 +1,5 @@
 """The Makefile, downloads, and finding a model to use."""
 
-import gzip
 import os
 import re
 import shutil
@@ -8,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
 from argparse import Namespace
 from dataclasses import replace
 
@@ -17,7 +15,6 @@ import pytest
 from common.secret import SECRET_VARIABLE
 from experiments.commands.ask import asked_task
 from experiments.commands.cli import build_parser, split_overrides
-from experiments.commands.download import assemble
 from experiments.commands.models import evaluate, find_model
 from experiments.commands.servers import SERVER_OPTIONS, server_options
 from experiments.launch import runner
@@ -49,7 +46,6 @@ def make(*words):
     ("words", "command"),
     [
         (["train"], "train dgpo_tiny --compare"),
-        (["train", "COMPARE=0"], "train dgpo_tiny"),
         (["train", "EXP=arpo_tiny", "COMPARE=1"], "train arpo_tiny --compare"),
         (["train", "EXP=kd_tiny", "SEED=2", "RESUME=last"], "train kd_tiny --seed 2 --resume last"),
         (["train", "FRESH=1", "ARGS=--model.kl_coef 0.01"], "train dgpo_tiny --compare --fresh --model.kl_coef 0.01"),
@@ -59,19 +55,14 @@ def make(*words):
         ),
         (["evaluate", "CKPT=a b.ckpt"], 'evaluate dgpo_tiny --checkpoint "a b.ckpt"'),
         (["ask", "Q=Who wrote it?"], 'ask dgpo_tiny --question "$Q"'),
-        (["dry-run", "EXP=x"], "dry-run x"),
         (["retriever", "EXP=x", "ARGS=--threads 8 --gpu"], "retriever x --port 8000 --threads 8 --gpu"),
         (["engine", "PORT=8101", "CKPT=a b"], 'engine-server dgpo_tiny --port 8101 --checkpoint "a b"'),
         (["preconditions", "EXP=x", "QUESTIONS=9", "ALLOW=a,b"], "preconditions x --questions 9 --allow a,b"),
-        (["reproduce", "SEEDS=0,1"], "reproduce dgpo_tiny --seeds 0,1"),
-        (["ui", "PORT=5001"], "ui --port 5001"),
         (["clean", "ALL=1"], "clean --all"),
         (["clean", "FORCE=1", "COMPACT_AGENTS_OUTPUTS=x"], "clean --force"),
         (["compare", "EXPS=a b", "ARGS=--paths.outputs x"], "compare a b --paths.outputs x"),
-        (["smoke"], "train smoke --compare"),
         (["experiments", "LIKE=sod", "HARDWARE=cpu"], 'list --like "sod" --hardware "cpu"'),
         (["export", "CKPT=last", "TO=a b"], 'export dgpo_tiny --checkpoint "last" --to "a b"'),
-        (["export", "DTYPE=bfloat16"], "export dgpo_tiny --dtype bfloat16"),
     ],
 )
 def test_make_passes_on_what_it_is_given(words, command):
@@ -141,26 +132,12 @@ def test_overrides_are_told_from_our_own_options():
     assert " ".join(theirs) == "--model.kl_coef 0.01 --trainer.max_steps=3 --config f.yaml --seed_everything 4"
 
 
-def test_parts_are_joined_and_unpacked(tmp_path):
-    (tmp_path / "part_aa").write_bytes(b"one ")
-    (tmp_path / "part_ab.gz").write_bytes(gzip.compress(b"two"))
-    assemble([tmp_path / "part_aa", tmp_path / "part_ab.gz"], tmp_path / "whole")
-    assert (tmp_path / "whole").read_bytes() == b"one two"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["part_aa", "part_ab.gz", "whole"]
-    with tarfile.open(tmp_path / "wiki-18.jsonl.gz", "w:gz") as archive:  # as PeterJinGo/wiki-18-corpus has it
-        archive.add(tmp_path / "whole", "data00/indexes/wiki_dump.jsonl")
-    assemble([tmp_path / "wiki-18.jsonl.gz"], tmp_path / "corpus")
-    assert (tmp_path / "corpus").read_bytes() == b"one two"
-
-
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ({"python3": "3.12"}, "takes python3"),
-        ({"python3.11": "none", "python3.12": "3.12", "python3": "3.13"}, "takes python3.12"),  # as pyenv's shims are
+        ({"python3.11": "none", "python3.12": "3.12", "python3": "3.13"}, "takes python3.12"),
         ({"python3": "3.13"}, "3.11 or 3.12 is needed; found: python3 is Python 3.13.0. Install one"),
         ({"python3.12": "without venv"}, "found: python3.12 without venv (Ubuntu: apt-get install python3.12-venv)"),
-        ({}, "found: none. Install one"),
     ],
 )
 def test_set_up_finds_a_python(tmp_path, there, said):

@@ -123,7 +123,7 @@ def test_every_numeric_option_has_a_range(numeric_options):
     assert not bare, f"annotate with a type of common.ranges: {bare}"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "many"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, True])
 def test_no_range_takes_what_is_no_finite_number(numeric_options, value):
     assert not [name for name, numbers in numeric_options.items() if any(accepts(n, value) for n in numbers)]
 
@@ -137,23 +137,6 @@ def test_counts_of_zero_are_refused(numeric_options):
     accepted = {name for name, numbers in whole.items() if any(accepts(n, 0) for n in numbers)}
     found = {name if name in ZERO_INTEGERS else name.partition(".")[2] for name in accepted}
     assert found == ZERO_INTEGERS
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["--model.lr=-1"], "'model.lr' is -1; expected a number of at least 0 and at most 1"),
-        (["--model.lr=nan"], "'model.lr' is 'nan'; expected a number"),
-        (["--model.num_mini_batches=true"], "num_mini_batches' is true; expected a whole number"),
-        (["--data.prompts_per_iteration=0"], "prompts_per_iteration' is 0; expected a whole number of at least 1"),
-        (["--data.rollouts.max_turns=-2"], "max_turns' is -2; expected a whole number of at least 0"),
-    ],
-)
-def test_the_dry_run_says_in_one_line_what_is_out_of_range(overrides, message):
-    stage = Graph(Project(), "arpo_tiny", parse(overrides)).target()
-    with pytest.raises(ExperimentError) as caught:
-        validate.check(stage, ROOT)
-    assert message in str(caught.value) and "\n" not in str(caught.value) and "pydantic" not in str(caught.value)
 
 
 def test_the_dry_run_refuses_a_group_with_nothing_to_compare():

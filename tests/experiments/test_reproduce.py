@@ -140,16 +140,6 @@ def test_one_model_for_all_seeds_is_compared_with_each_of_them(workshop, model_d
     assert [(row[1], row[2].split()[0]) for row in rows] == [("0", "+0.400"), ("1", "+0.300"), ("all", "+0.350")]
 
 
-def test_fewer_seeds_of_the_ablations(done):
-    project, context = done
-    run(context, ablation_seeds="1")
-    objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
-    assert [o["seed"] for o in objects if o["method"] == "random branches"] == [1]
-    page = (project.root / "docs" / "results" / "arpo.md").read_text()
-    rows = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| ARPO - random branches")]
-    assert rows == ["1"] and "ABLATION_SEEDS=1" in page  # one seed is not told a second time as "all"
-
-
 def test_ablations_of_the_first_seed_alone(done, workshop):
     project, context = done
     path = workshop.files / "arpo.yaml"
@@ -179,13 +169,9 @@ def test_an_experiment_whose_test_samples_is_tested_once_and_compared_by_its_own
     assert "T = 1" not in page and "| SOD - GRPO | 0 | +0.400 [" in page
 
 
-@pytest.mark.parametrize(("about", "message"), [
-    ("score: averages", "experiment.score: unknown score 'averages'; expected one of em, average, success"),
-    ("sampled: greedy", "experiment.sampled must be true or false, found 'greedy'"),
-])  # fmt: skip
-def test_wrong_scores_are_refused_when_the_file_is_read(workshop, about, message):
-    workshop.task("x", about=about)
-    with pytest.raises(ExperimentError, match=message):
+def test_a_wrong_score_is_refused_when_the_file_is_read(workshop):
+    workshop.task("x", about="score: averages")
+    with pytest.raises(ExperimentError, match="unknown score 'averages'; expected one of em, average, success"):
         workshop.graph("x").target()
 
 

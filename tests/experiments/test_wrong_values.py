@@ -89,13 +89,8 @@ def test_a_fault_names_the_innermost_part():
             ["--data.rollouts.environment.tools={search: 3}"],
             "tools.search' is 3; expected class_path and init_args of a T",
         ),
-        (["--data.rollouts.environment.tools.search.topk=a"], "tools.search.topk' is 'a'; expected a whole number"),
-        (["--data.rollouts.environment.limits=3"], "limits' is 3; expected class_path and init_args of a ToolLimits"),
         (["--data.rollouts.environment.limits={cach_size: 3}"], "cach_size': ToolLimits .*; did you mean 'cache_size'"),
-        (["--data.rollouts.reward=[]"], r"reward' is \[\]; expected class_path and init_args of a RewardFunction or"),
         (["--data.rollouts.reward.class_path=rollout.rewards.qa.F1Rewardd"], "no class 'F1Rewardd'.*'F1Reward'"),
-        (["--data.rollouts.engine={class_path: 3}"], "engine' is 3; expected class_path and init_args of an Engine"),
-        (["--data.rollouts.engine=rollout.rewards.qa.ExactMatchReward"], "ExactMatchReward does not fit Engine: it"),
         (
             ["--data.rollouts.engine.dtype=float7"],
             "dtype' is 'float7'; expected one of 'float32', 'bfloat16'",
@@ -120,24 +115,17 @@ def test_a_fault_names_the_innermost_part():
             ["--trainer.callbacks.x.class_path=callbacks.evaluation.step_divergence.StepDivergence"],
             "no module 'callbacks.evaluation.step_div.*'callbacks.evaluation.turn_divergence.TurnDivergence'",
         ),
-        (["--data.eval_sampling=3"], "eval_sampling' is 3; expected"),
-        (["--data.eval_sampling={1: 2}"], "unknown key '.*1': Decoding has no such argument; valid: "),
         (
-            ["--data.diagnostic_prompts=gold_direct"],
-            "prompts' is 'gold_direct'; expected a list of one of 'gold_direct'",
+            ["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.CollapseGuard"],
+            "no module 'callbacks.colapse_guard'; use 'callbacks.training.collapse_guard.CollapseGuard'",
         ),
+        (["--model.lr=null"], "'model.lr' is null; expected a value"),
+        (["--data.eval_sampling=3"], "eval_sampling' is 3; expected"),
         (["--data.train_files=[3]"], r"'data.train_files\[0\]' is 3; expected text"),
-        (["--data.train_files+=3"], r"'data.train_files\[1\]' is 3; expected text"),
-        (["--model.lora=true"], "'model.lora' is true; expected class_path and init_args of a LoRA or null"),
-        (["--model=lightning_modules.algorithms.ppo.PPO", "--model.lr=a"], "'model.lr' is 'a'; expected a number"),
         (["--model=lightning_modules.algorithms.ppo.POP"], "no class 'POP' in .*; did you mean 'PPO'"),
         (["--model=3"], "'model.class_path' is missing"),
-        (["--model.class_path=rollout.rewards.qa.ExactMatchReward"], "ExactMatchReward does not fit LightningModule"),
         (["--data=data_modules.supervised_data_module.SupervisedDataModule"], "'data.trajectories' is missing"),
-        (["--trainer=3"], "trainer is 3; expected a mapping"),
-        (["--trainer.logger=MLflow"], "'trainer.logger' is 'MLflow'; expected class_path and init_args of a Logger"),
         (["--trainer.callbacks+=rollout.rewards.qa.ExactMatchReward"], "ExactMatchReward does not fit Callback"),
-        (["--seed_everything=-1"], "'seed_everything' is -1; expected a whole number of at least 0"),
         (["--seed_everything+=3"], r"'seed_everything' is \[3\]"),
     ],
 )
@@ -229,12 +217,16 @@ def test_trainer_options_that_no_run_can_use_are_refused(option, wrong):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_steps": 5, "min_steps": 2, "max_epochs": -1}, {"max_time": "00:12:00:00"}, {"max_time": {"hours": 12}},
-        {"limit_train_batches": 3, "limit_val_batches": 0, "limit_test_batches": 0.5}, {"devices": "0,1"},
-        {"devices": "auto"}, {"val_check_interval": 0.5}, {"check_val_every_n_epoch": None, "val_check_interval": 10},
-        {"precision": "bf16-mixed", "profiler": "simple", "deterministic": "warn"}, {"log_every_n_steps": 0},
+        {"max_steps": 5, "min_steps": 2, "max_epochs": -1},
+        {"max_time": "00:12:00:00"},
+        {"limit_train_batches": 3, "limit_val_batches": 0, "limit_test_batches": 0.5},
+        {"devices": "0,1"},
+        {"val_check_interval": 0.5},
+        {"check_val_every_n_epoch": None, "val_check_interval": 10},
+        {"precision": "bf16-mixed", "profiler": "simple", "deterministic": "warn"},
+        {"log_every_n_steps": 0},
     ],
-)  # fmt: skip
+)
 def test_trainer_options_that_a_run_can_use_pass(options):
     trainer(options)
 
@@ -242,20 +234,20 @@ def test_trainer_options_that_a_run_can_use_pass(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"min_steps": 9, "max_steps": 5}, {"min_epochs": 3, "max_epochs": 2}, {"devices": -1, "accelerator": "cpu"},
-        {"devices": [0], "accelerator": "cpu"}, {"precision": "16-mixed", "accelerator": "cpu"},
+        {"min_steps": 9, "max_steps": 5},
+        {"devices": -1, "accelerator": "cpu"},
+        {"precision": "16-mixed", "accelerator": "cpu"},
         {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
-        {"enable_progress_bar": False, "callbacks": [{"class_path": "callbacks.training.progress.Progress"}]},
         {"enable_checkpointing": False, "callbacks": [{"class_path": "callbacks.training.resume.IterationCheckpoint"}]},
     ],
-)  # fmt: skip
+)
 def test_trainer_options_that_contradict_are_refused(options):
     with pytest.raises(ExperimentError) as caught:
         trainer(options)
     one_line(caught)
 
 
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3", "packed_fa2", "flsh", "who/kernel"])
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flsh"])
 def test_attention_that_cannot_be_had_is_refused(attention, monkeypatch):
     monkeypatch.setattr("lightning_modules.models.packing.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="^attention is '"):
@@ -268,12 +260,7 @@ def test_attention_that_cannot_be_had_is_refused(attention, monkeypatch):
     ("config", "message"),
     [
         ({"model": {"init_args": {"liger": True}}, "trainer": {"accelerator": "cpu"}}, "liger is true, .*CUDA"),
-        (
-            {"model": {"init_args": {"attention": "flash_attention_2"}}, "trainer": {"accelerator": "cpu"}},
-            "attention is flash_attention_2, .*CUDA",
-        ),
         ({"trainer": {"strategy": "zero3"}}, "this trainer.strategy needs the package deepspeed"),
-        ({"trainer": {"strategy": {"class_path": "a.b.ZeRO2"}}}, "this trainer.strategy needs the package deepspeed"),
         (
             {"data": {"class_path": "rollout.engines.vllm_engine.VLLMEngine", "init_args": {}}},
             "VLLMEngine needs the package vllm",
@@ -290,12 +277,8 @@ def test_packages_that_are_not_installed_are_refused(config, message, monkeypatc
     ("name", "message"),
     [
         ("Qwen/Qwen3 0.6B", "is not a name of the hub"),
-        ("Qwen/Qwen3-0.6B/", "no model folder"),
-        ("https://huggingface.co/Qwen/Qwen3-0.6B", "no model folder"),
         ("Qwen3-0.6B", "no model folder"),
         ("docs", "no config.json"),
-        ("README.md", "no config.json"),
-        ("", "no config.json"),
         ("who/.hidden", "is not a name of the hub"),
     ],
 )

@@ -32,7 +32,6 @@ def test_dgpo_takes_its_own_its_parents_and_the_shared_arguments():
             {"policy": "p", "teacher": "t", "divergence": "jsd", "max_tokens_per_micro_batch": 512},
         ),
         ("ppo.PPO", {"policy": "p", "reference": "r", "critic_lr": 1e-4}),
-        ("sft.SFT", {"policy": "p"}),
         ("grpo.GRPO", {"policy": "p", "reference": "r", "kl_coef": 0.1, "advantage": "global", "num_mini_batches": 8}),
         ("arpo.ARPO", {"policy": "p", "attribution": "hard", "aggregation": "sequence_mean", "importance_cap": 2.0}),
         ("aepo.AEPO", {"policy": "p", "entropy_weight": 0.1, "attribution": "hard", "clip_high": 0.28, "lr": 1e-5}),
@@ -48,25 +47,12 @@ def test_every_module_is_configurable(class_path, arguments):
 @pytest.mark.parametrize(
     ("class_path", "arguments", "named"),
     [
-        ("dgpo.DGPO", {"policy": "p", "teacher": "t", "reference": "r"}, "reference"),  # is the teacher in DGPO
+        ("dgpo.DGPO", {"policy": "p", "teacher": "t", "reference": "r"}, "reference"),
         ("dgpo.DGPO", {"policy": "p", "teacher": "t", "kl_coeff": 1.0}, "kl_coeff"),
         ("dgpo.DGPO", {"policy": "p", "teacher": "t", "kl_in": "both"}, "kl_in"),
         ("cold_start_kd.ColdStartKD", {"policy": "p"}, "teacher"),
-        ("grpo.GRPO", {"policy": "p", "critic": "p"}, "critic"),  # nothing would train it
-        ("arpo.ARPO", {"policy": "p", "teacher": "t"}, "teacher"),  # is called reference here
-        ("arpo.ARPO", {"policy": "p", "advantage": "population"}, "advantage"),
-        ("aepo.AEPO", {"policy": "p", "attribution": "both"}, "attribution"),
-        ("sod.SOD", {"policy": "p", "teacher": "t", "opd_mode": "stepwize"}, "opd_mode"),
-        ("sod.SOD", {"policy": "p", "teacher": "t", "log_ratio_clamp": 5.0}, "log_ratio_clamp"),
-        ("opsd.OPSD", {"policy": "p", "teacher": "t"}, "teacher"),  # is the initial policy
     ],
 )
 def test_mistakes_are_named(class_path, arguments, named):
     with pytest.raises(Exception, match=named):
         parse(class_path, **arguments)
-
-
-def test_direct_construction_records_the_same_hyperparameters():
-    from lightning_modules.algorithms.dgpo import DGPO
-
-    assert DGPO("p", "t", kl_coef=0.5, lr=0.1).hparams["kl_coef"] == 0.5

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_modules.algorithms.aepo import AEPO
-from lightning_modules.algorithms.arpo import ARPO
 from lightning_modules.algorithms.cold_start_kd import ColdStartKD
 from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.episode_grpo import EpisodeGRPO
@@ -57,19 +56,13 @@ def damage(module, part, value):
 
 ALGORITHMS = {
     "sft": (lambda m, t: SFT(m), "policy"),
-    "kd": (lambda m, t: ColdStartKD(m, t), "policy"),
     "kd_teacher": (lambda m, t: ColdStartKD(m, t, ce_coef=0.0), "teacher"),
-    "taid": (lambda m, t: ColdStartKD(m, t, divergence="taid"), "teacher"),
-    "ppo": (lambda m, t: PPO(m), "policy"),
     "ppo_critic": (lambda m, t: PPO(m), "critic"),
     "dgpo_teacher": (lambda m, t: DGPO(m, t), "reference"),
-    "grpo": (lambda m, t: GRPO(m), "policy"),
     "grpo_kl": (lambda m, t: GRPO(m, reference=t, kl_coef=0.1), "reference"),
-    "arpo": (lambda m, t: ARPO(m, attribution="hard"), "policy"),
     "aepo": (lambda m, t: AEPO(m), "policy"),
     "episode_grpo": (lambda m, t: EpisodeGRPO(m), "policy"),
     "sod_teacher": (lambda m, t: SOD(m, t), "teacher"),
-    "opd_teacher": (lambda m, t: SOD(m, t, opd_mode="uniform", use_grpo=False), "teacher"),
 }
 
 

@@ -124,13 +124,6 @@ def test_a_server_reads_other_prompts_too(completions, model_dir, teacher_dir):
     assert (plain - told).abs().max() > 1e-2
 
 
-def test_busy_servers_are_asked_again(completions):
-    batch = collate(rows())
-    answers = iter([(503, "busy"), (429, "busy")])
-    with served(lambda body: next(answers, None) or completions(body)) as server:
-        assert remote(server).score(batch).any() and len(server.bodies) == 3
-
-
 def test_an_outage_is_waited_for(completions, caplog):
     batch = collate(rows())
     answers = iter([(502, "starting")] * 12)
@@ -186,10 +179,7 @@ def changed(completions, change):
     ("change", "message"),
     [
         (lambda c: c.pop(), "expected 7 choices; found"),
-        (lambda c: c[0].update(prompt_logprobs=None), "found none"),
         (lambda c: c[0]["prompt_logprobs"].pop(), "expected prompt_logprobs of [0-9]+ positions with token"),
-        (lambda c: c[0].update(prompt_logprobs=[{"7777": {"logprob": -1.0}}] * 99), "found 99 positions"),
-        (lambda c: [e.clear() for e in c[0]["prompt_logprobs"][1:]], r"there \[\{\}\]"),
         (lambda c: [v.update(logprob=float("nan")) for e in c[0]["prompt_logprobs"][1:] for v in e.values()], "nan"),
     ],
 )
@@ -279,11 +269,6 @@ def test_wrong_models_and_addresses_are_found_before_the_policy_is_loaded(comple
 def test_options_that_do_not_go_together(options, message):
     with pytest.raises(ValueError, match=message):
         SOD("p", teacher_server=RemoteTeacher(["http://a/v1"], "m"), **options)
-
-
-def test_impossible_options_are_refused():
-    with pytest.raises(ValueError, match="urls: expected at least one"):
-        RemoteTeacher([], "m")
 
 
 def test_it_is_named_in_a_configuration_and_in_checkpoints_by_its_text():

@@ -134,20 +134,6 @@ def test_only_the_policys_loss_is_weighed_token_by_token_and_divided_by_all(name
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_the_value_of_ppos_weighed_loss_by_hand():
-    """Before any update every ratio is 1: the policy's loss is -sum w A / n."""
-    rows, batch, old, places = two_rows()
-    _, values, outputs = tensors(batch, old, True)
-    module = PPO("p", entropy_coef=0.0, importance_cap=2.0)
-    scores = LogprobBatch(old, None, None, values, outputs.entropy.detach())
-    outputs = dataclasses.replace(outputs, logprobs=old.clone().requires_grad_())
-    inputs = module.compute_advantages(rows, batch, scores)
-    advantages = [inputs.advantages[p].item() for p in places]
-    sums = module.loss(outputs, batch, inputs, module.token_weights(batch, scores))
-    by_hand = -sum(min(math.exp(g), 2.0) * a for g, a in zip(FLAT, advantages, strict=True))
-    assert sums["policy"].item() == pytest.approx(by_hand, rel=1e-5)
-
-
 def with_versions(t, *runs):
     """Every turn of ``t`` sampled by these runs of (version, tokens)."""
     changed = [dataclasses.replace(turn, policy_version=r[-1][0], version_runs=r if len(r) > 1 else ())

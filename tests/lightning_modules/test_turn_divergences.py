@@ -64,16 +64,6 @@ def test_figures_by_hand(model_dir, teacher_dir, options):
     assert [len(f["weight"]) for f in found] == [3, 3, 3, 1, 0]
 
 
-def test_a_policy_is_no_step_away_from_itself(model_dir):
-    for figures in evaluated(model_dir).turn_divergences(trajectories(), str(model_dir)):
-        assert not any(figures["divergence"]) and not any(figures["signed"])
-        assert figures["weight"] == [1.0] * len(figures["weight"])
-
-
-def test_no_trajectories(model_dir, teacher_dir):
-    assert evaluated(model_dir).turn_divergences([], str(teacher_dir)) == []
-
-
 @pytest.mark.parametrize("make", [SFT, GRPO])
 def test_of_a_policy_that_was_trained(model_dir, teacher_dir, make, tmp_path):
     """It is the current policy that is judged, no checkpoint holds the judge, and training goes on as without it."""

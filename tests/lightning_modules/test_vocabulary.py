@@ -6,7 +6,6 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks.evaluation.turn_divergence import TurnDivergence
@@ -46,11 +45,6 @@ def padded(teacher_dir, tmp_path_factory):
 def short(teacher_dir, tmp_path_factory):
     """Lacks the tokenizer's last tokens, as a model whose embeddings were not enlarged for added tokens."""
     return resized(teacher_dir, tmp_path_factory.mktemp("short"), TOKENS - 10)
-
-
-def test_the_fixtures_are_what_they_say(model_dir, padded, short):
-    assert len(AutoTokenizer.from_pretrained(model_dir)) == TOKENS
-    assert [embedding_rows(str(folder)) for folder in (model_dir, padded, short)] == [400, TOKENS + 2, TOKENS - 10]
 
 
 SAMPLING = {
@@ -154,9 +148,3 @@ def test_rows_are_read_from_any_configuration(tmp_path):
     assert embedding_rows(str(tmp_path / "none")) is None
     assert embedding_rows("nobody-of-this-name/no-model") is None
     require_rows("nobody-of-this-name/no-model", str(tmp_path / "0"))
-
-
-def test_an_index_error_is_what_it_was(model_dir, padded):
-    """The reason for the checks: the model itself says nothing of ids, rows or folders."""
-    with pytest.raises(IndexError), torch.no_grad():
-        AutoModelForCausalLM.from_pretrained(padded)(torch.tensor([[399]]))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from retrieval.bm25 import BM25Searcher, build_lucene_index
+from retrieval.bm25 import build_lucene_index
 from retrieval.client import RetrieverClient
 from retrieval.process import RetrieverProcess
 from retrieval.types import Document
@@ -49,10 +49,6 @@ class SlowBM25:
         return total
 
 
-def test_lengths_lose_what_lucene_loses():
-    assert [lucene_length(n) for n in (0, 23, 39, 40, 41, 42, 100, 152)] == [0, 23, 39, 40, 40, 42, 96, 152]
-
-
 def test_order_and_scores_equal_slow_bm25(corpus, bm25_index, server):
     draw = random.Random(1)
     queries = [" ".join(draw.choices(corpus.words, k=draw.randint(1, 6))) for _ in range(60)]
@@ -84,11 +80,6 @@ def compare(corpus, queries: list[str], answers: list[list[Document]], *, k1: fl
         own = [scores[int(document.id[1:])] for document in documents]  # each in its place, up to ties
         assert own == pytest.approx(expected, abs=ROUNDING)
         assert len({document.id for document in documents}) == len(documents)
-
-
-def test_impossible_parameters_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="k1 >= 0 and 0 <= b <= 1; found k1=-1, b=0.4"):
-        BM25Searcher(tmp_path, k1=-1)
 
 
 @pytest.mark.slow

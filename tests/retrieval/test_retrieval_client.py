@@ -104,22 +104,13 @@ def test_ids_of_other_servers_may_be_numbers_or_null():
     "nonsense",
     [
         "<html>proxy error</html>",
-        "",
-        [],
         {},
-        {"result": None},
-        {"result": []},
         {"result": [[], []]},
-        {"result": [3]},
         {"result": [GOOD["result"][0] * 3]},
-        {"result": [[GOOD["result"][0][0]["document"]]]},
         {"result": [[{"document": "text", "score": 1.0}]]},
-        {"result": [[{"document": {"id": "7"}, "score": 1.0}]]},
         {"result": [[{"document": {"id": True, "contents": "a\nb"}, "score": 1.0}]]},
-        {"result": [[{"document": {"id": ["7"], "contents": "a\nb"}, "score": 1.0}]]},
         {"result": [[{"document": {"id": "7", "contents": None}, "score": 1.0}]]},
         {"result": [[{"document": {"id": "7", "contents": "a\nb"}, "score": "high"}]]},
-        {"result": [[{"document": {"id": "7", "contents": "a\nb"}, "score": True}]]},
         '{"result": [[{"document": {"id": "7", "contents": "a\\nb"}, "score": 1e999}]]}',
         (500, "crashed"),
         (302, "elsewhere"),
@@ -253,20 +244,11 @@ def test_one_loop_after_another_but_not_two_at_once():
     [
         {"urls": []},
         {"urls": ["localhost:8000"]},
-        {"timeout": 0},
-        {"retries": -1},
-        {"max_connections": 0},
-        {"loading_timeout": 0},
     ],
 )
 def test_wrong_options_are_refused(options):
     with pytest.raises(ValueError, match="expected"):
         RetrieverClient(**({"urls": ["http://a"]} | options))
-
-
-def test_k_must_be_positive():
-    with pytest.raises(ValueError, match="k must be at least 1"):
-        asyncio.run(RetrieverClient(["http://a"]).search(["q"], 0))
 
 
 def test_a_server_that_comes_back_elsewhere_is_found(tmp_path):

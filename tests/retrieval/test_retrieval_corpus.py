@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from retrieval.corpus import PassageStore, _SeenIds, file_sha256, link_store, passages, read_corpus, write_store
-from retrieval.types import CorpusError, Document, split_contents
+from retrieval.types import CorpusError
 
 GOOD = '{"id": "a", "contents": "\\"Title\\"\\ntext"}'
 
@@ -31,39 +31,19 @@ def test_parquet_and_json_lines_are_the_same_corpus(corpus, tmp_path):
     assert list(read_corpus(path)) == list(read_corpus(corpus.path))
 
 
-def test_text_outside_ascii_and_line_breaks_survive(tmp_path):
-    contents = '"Zoë ☃"\nfirst\nsecond \u2028 third 😀'
-    (tmp_path / "c.jsonl").write_bytes(orjson.dumps({"id": 7, "contents": contents}))
-    write_store(tmp_path / "c.jsonl", tmp_path / "store")
-    document = PassageStore(tmp_path / "store").document(0, 0.0)
-    assert (document.id, document.title, document.contents) == ("7", "Zoë ☃", contents)
-    assert document.text == contents.partition("\n")[2]
-
-
-def test_title_and_text_as_in_search_r1():
-    assert split_contents('"A "B" C"\ntext\nmore') == ('A "B" C', "text\nmore")
-    assert Document("1", "T", "x", 1.0).contents == '"T"\nx'
-
-
 @pytest.mark.parametrize(
     ("lines", "where", "what"),
     [
         ([GOOD, "{not json"], "line 2", "not JSON"),
         (["", GOOD, " ", "{"], "line 4", "not JSON"),
         ([GOOD, '["a", "b"]'], "line 2", "found list"),
-        (['{"id": "a"}'], "line 1", "no 'contents'"),
         ([GOOD, '{"contents": "\\"T\\"\\nx"}'], "line 2", "no 'id'"),
-        (['{"id": "a", "contents": null}'], "line 1", "no 'contents'"),
         (['{"id": "a", "contents": 3}'], "line 1", "contents is int"),
         (['{"id": true, "contents": "\\"T\\"\\nx"}'], "line 1", "id is True"),
-        (['{"id": "", "contents": "\\"T\\"\\nx"}'], "line 1", "id is ''"),
         ([GOOD, '{"id": true, "contents": 3}'], "line 2", "id is True; .*; contents is int; expected a text"),
-        ([GOOD, '{"name": "a"}'], "line 2", "no 'id' and no 'contents'; found the keys"),
         ([GOOD, '{"id": "b", "contents": "no title line"}'], "line 2", "not a title line"),
-        (['{"id": "a", "contents": "\\"T\\"\\n  "}'], "line 1", "not a title line"),
         ([GOOD, GOOD.replace('"a"', '"b"'), GOOD], "line 3", "already used in line 1"),
         ([GOOD.replace('"a"', "0"), GOOD.replace('"a"', '"0"')], "line 2", "already used in line 1"),
-        ([GOOD.replace('"a"', '"1"'), GOOD.replace('"a"', '"1"')], "line 2", "already used in line 1"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, lines, where, what):
@@ -159,11 +139,6 @@ def test_what_the_first_row_decides_holds_for_the_file(tmp_path, lines, what):
     (tmp_path / "c.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in lines))
     with pytest.raises(CorpusError, match=what):
         list(read_corpus(tmp_path / "c.jsonl"))
-
-
-def test_the_first_usable_row_decides(tmp_path):
-    (tmp_path / "c.jsonl").write_text('{oops\n{"id": 1}\n{"id": null, "text": "x"}\n' + GOOD)
-    assert [isinstance(found, CorpusError) for _, found in passages(tmp_path / "c.jsonl")] == [True] * 3 + [False]
 
 
 def test_a_byte_order_mark_and_blank_lines_are_passed_over_and_lines_keep_their_numbers(tmp_path):

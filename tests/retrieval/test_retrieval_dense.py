@@ -373,12 +373,6 @@ def test_an_encoder_that_does_not_fit_is_refused(flat, config, model_dir, tmp_pa
         DenseSearcher(flat / "faiss.index", replace(config, model=str(model_dir)))
 
 
-def test_reciprocal_rank_fusion_by_hand():
-    assert reciprocal_rank_fusion([[7, 3, 5], [3, 1]], 3) == [(3, 1 / 62 + 1 / 61), (7, 1 / 61), (1, 1 / 62)]
-    assert [row for row, _ in reciprocal_rank_fusion([[4], [2]], 2)] == [2, 4], "of equal sums the smaller first"
-    assert reciprocal_rank_fusion([[], []], 3) == []
-
-
 @pytest.mark.slow
 def test_hybrid_server_fuses_both(facts, tmp_path, config):
     """A graph over so few passages is exact, so that the fused order follows from the two rankings."""

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import jsonargparse
 import pytest
 
 from retrieval.__main__ import main as build_or_serve
@@ -174,12 +173,9 @@ def test_a_flipped_bit_in_a_description_is_refused_in_a_line(bm25_index, tmp_pat
 @pytest.mark.parametrize(
     ("kind", "settings", "what"),
     [
-        ("dense_flat", {"dncoder": {"model": "m"}}, "required positional argument: 'model'"),
         ("dense_flat", {"encoder": {"model": "m", "qooling": "cls"}}, "unexpected keyword argument 'qooling'"),
-        ("dense_ivfpq", {"encoder": {"model": "m"}, "ivfpq": {"prnbes": 1}}, "unexpected keyword argument 'prnbes'"),
         ("dense_hnsw", {"encoder": {"model": "m"}, "hnsw": {"m": 1}}, "must be at least 2"),
         ("dense_fmat", {"encoder": {"model": "m"}}, "kind 'dense_fmat'"),
-        ("bm25", [], "no attribute 'get'"),
     ],
 )
 def test_settings_of_an_earlier_description_are_those_of_its_kind(bm25_index, tmp_path, kind, settings, what):
@@ -232,9 +228,7 @@ def test_a_killed_build_leaves_no_index_and_does_not_block_the_next(corpus, tmp_
         ({"encoder": EncoderConfig("m")}, "encoder must be absent"),
         ({"kind": "dense_flat"}, "encoder must be given"),
         ({"kind": "dense_flat", "encoder": EncoderConfig("m"), "hnsw": HNSWConfig()}, "hnsw must be absent"),
-        ({"kind": "bm25", "vectors": "v"}, "vectors must be absent"),
         ({"kind": "dense_flat", "encoder": EncoderConfig("m"), "lucene": "v"}, "lucene must be absent"),
-        ({"threads": 0}, "threads must be at least 1"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, what):
@@ -253,15 +247,6 @@ def test_search_settings_without_effect_are_refused(bm25_index):
     with pytest.raises(ValueError, match="found device 'cpu'"):
         SearchSettings(gpu=True, device="cpu").check([flat])
     SearchSettings(gpu=True, device="cuda:0").check([bm25, flat])
-
-
-def test_configurable_from_yaml():
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(BuildIndex, "task")
-    encoder = {"model": "e5", "query_prefix": "query: "}
-    values = {"corpus": "c", "kind": "dense_hnsw", "encoder": encoder, "hnsw": {"m": 8}}
-    stage = parser.instantiate(parser.parse_object({"task": values})).task
-    assert stage.encoder == EncoderConfig("e5", "query: ") and stage.hnsw == HNSWConfig(m=8)
 
 
 def test_torn_files_are_refused_before_anything_is_opened(bm25_index, tmp_path):

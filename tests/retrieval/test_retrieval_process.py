@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 
-import jsonargparse
 import pytest
 
 from experiments.launch.shared_retrievers import shared_retrievers
@@ -118,28 +117,6 @@ def test_a_forgotten_process_is_ended(bm25_index):
     del process
     gc.collect()
     assert server._child.wait(300) == 0  # it was sent SIGTERM, and left cleanly
-
-
-def test_too_silent_a_start_is_told(bm25_index):
-    process = RetrieverProcess(bm25_index, start_timeout=0.05)
-    with pytest.raises(RetrieverStartError, match=r"no progress for 0\.05 s"):
-        process.start()
-    assert not alive(process._server.pid)
-    process.stop()
-
-
-def test_configurable_from_yaml():
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(RetrieverProcess, "retriever")
-    for index in ("a", ["a", "b"]):
-        made = parser.instantiate(parser.parse_object({"retriever": {"index": index, "k1": 1.2}})).retriever
-        assert made.indexes == list(index) and made.settings.k1 == 1.2 and made.url is None
-
-
-@pytest.mark.parametrize("options", [{"topk": 0}, {"threads": 0}, {"retries": -1}])
-def test_wrong_options_are_refused(options):
-    with pytest.raises(ValueError, match="expected"):
-        RetrieverProcess("index", **options)
 
 
 def test_processes_share_a_server_that_one_has_started_for_them(bm25_index, monkeypatch):

@@ -65,11 +65,9 @@ def test_rows_of_csv_have_the_line_on_which_they_begin(tmp_path):
     [
         ("c.txt", b"id,text\n1,x\n", "c.txt ends in '.txt'; expected .tsv, .csv, .jsonl, .json or .parquet"),
         ("c.jsonl", b"%PDF-1.7\n\0\1", "c.jsonl is not UTF-8 text"),
-        ("c.csv", "id,text\n1,ü\n".encode("utf-16"), "c.csv is not UTF-8 text; write it again as UTF-8"),
         ("c.csv", "id,text\n1,ü\n".encode("latin-1"), "c.csv cannot be read in UTF-8 after line"),
         ("c.csv", b'id,text\n1,"x\n', "c.csv cannot be read as CSV after line"),
         ("c.json", b'[{"id": "1", "text"', "c.json cannot be read as JSON"),
-        ("c.json", b'{"data": [\n{"id": "1"}]}', "c.json is a JSON dict; expected a list of objects"),
         ("c.parquet", b"PAR1 and no more", "c.parquet cannot be read as parquet"),
     ],
 )

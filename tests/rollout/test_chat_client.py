@@ -75,13 +75,9 @@ def test_tried_again(status):
     ("answer", "message"),
     [
         ((400, "too long"), "after 1 attempt.*status 400: too long"),
-        ((401, "bad key"), "status 401: bad key"),
-        ((403, "not yours"), "status 403: not yours"),
         ((404, "no model m"), "status 404"),
         ("<html>", "expected .*choices.*found <html>"),
-        ({"choices": []}, 'found {"choices": '),
         (reply(None), "expected"),
-        ([], "expected"),
     ],
 )
 def test_not_tried_again(answer, message):

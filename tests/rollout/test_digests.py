@@ -90,7 +90,7 @@ def test_every_cut_flip_and_lost_line_of_a_list_shows(model, tmp_path):
         assert [other for other in damaged(content) if parse_list(other) is not None] == []
 
 
-@pytest.mark.parametrize("how", ["empty", "cut", "bit", "line", "folder", "link"])
+@pytest.mark.parametrize("how", ["empty", "bit", "folder"])
 def test_a_damaged_list_is_an_error_of_one_line(model, how):
     listed = list_path(model)
     content = listed.read_bytes()

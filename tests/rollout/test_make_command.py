@@ -2,12 +2,10 @@
 
 import os
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 
-from common.make_command import COMMAND_VARIABLE, CONTINUE_VARIABLE, continue_command, make_command, same_run
-from data_modules.loading.failure_guard import FailureGuard, TooManyFailuresError
+from common.make_command import COMMAND_VARIABLE, make_command, same_run
 from experiments.registry.project import ROOT
 
 OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
@@ -42,16 +40,3 @@ def test_a_stage_names_other_commands_over_its_own_run(monkeypatch):
     assert read_back(same_run("metrics")) == ["metrics", "x", *arguments]
     resumed = ["train", "x", "--seed", "3", "--resume", "last", *arguments]
     assert read_back(same_run("train", "SEED", "RESUME")) == resumed
-
-
-def test_a_stage_names_the_command_that_continues_it(monkeypatch):
-    monkeypatch.delenv(CONTINUE_VARIABLE, raising=False)
-    assert continue_command() == "the same command again"
-    arguments = ["--data.prompt=it's $5"]
-    monkeypatch.setenv(CONTINUE_VARIABLE, make_command("train", {"EXP": "x", "RESUME": "last"}, arguments))
-    guard = FailureGuard(max_share=0.5)
-    failed = SimpleNamespace(failed_by_infrastructure=True)
-    with pytest.raises(TooManyFailuresError) as caught:
-        guard.check([failed], "iteration 3")
-    command = str(caught.value).partition("after the last checkpoint: ")[2]
-    assert read_back(command) == ["train", "x", "--resume", "last", *arguments]

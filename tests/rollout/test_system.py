@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -13,13 +12,12 @@ import torch
 from common.seeds import derive_seed
 from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
-from rollout.protocols.base import PromptMode
 from rollout.rewards.qa import ExactMatchReward
 from rollout.samplers.base import Hooks
-from rollout.system import RolloutSystem, TestLimits
+from rollout.system import RolloutSystem
 from rollout.tools.limits import ToolLimits
 from rollout.tools.search import SearchTool
-from rollout.trajectory import Fork, Reward, StopReason, Task
+from rollout.trajectory import Fork, StopReason, Task
 from tests.rollout.scripted import ENGINE_DEAD, TASK, TextEngine, ToyRetriever, in_turn, search_then_answer
 from tests.rollout.scripted_engine import ScriptedEngine
 
@@ -96,29 +94,11 @@ def test_a_slow_tool_holds_up_only_its_own_trajectory(make_system):
     assert finished[-1] == "q0" and sorted(finished) == ["q0", "q1", "q2", "q3", "q4"]
 
 
-def test_evaluations_may_have_limits_of_their_own(make_system):
-    system = make_system(lambda context, seed: "<search> Mira </search>", max_turns=1, test_limits=TestLimits(3))
-    [trained] = system.rollout(tasks(1), sampling=SAMPLING, seed=0)
-    [tested] = system.rollout(tasks(1), sampling=SAMPLING, seed=0, test=True)
-    assert (len(trained.executed_calls), len(tested.executed_calls)) == (1, 3)
-
-
 def test_rewards_and_progress(make_system):
     seen = []
     done = make_system().rollout(tasks(3), n=2, sampling=SAMPLING, seed=0, on_progress=lambda *n: seen.append(n))
     assert [t.reward.total for t in done] == [1.0] * 6 and all(t.reward.parts["em"] == 1.0 for t in done)
     assert seen == [(i, 6) for i in range(1, 7)]
-
-
-def test_reward_runs_outside_the_event_loop(make_system):
-    class Slow:
-        def score(self, trajectory):
-            with pytest.raises(RuntimeError):
-                asyncio.get_running_loop()
-            time.sleep(0.05)
-            return Reward(0.5)
-
-    assert make_system(reward=Slow()).rollout([TASK], sampling=SAMPLING, seed=0)[0].reward == Reward(0.5)
 
 
 def test_concurrency_is_limited(make_system, protocol):
@@ -170,13 +150,6 @@ def test_an_error_in_the_progress_callback_cancels_the_rest(make_system):
 def test_a_task_that_occurs_twice_makes_two_groups(make_system):
     done = make_system().rollout([TASK, TASK], n=2, sampling=SAMPLING, seed=0)
     assert [(t.group, t.index) for t in done] == [("q1", 0), ("q1", 1), ("q1#2", 0), ("q1#2", 1)]
-
-
-def test_modes_reach_the_prompt(make_system, protocol):
-    system = make_system(lambda context, seed: " Grey Harbor </answer>")
-    [direct] = system.rollout([TASK], sampling=SAMPLING, seed=0, mode=PromptMode.GOLD_DIRECT)
-    assert direct.answer == "Grey Harbor" and direct.reward.total == 1.0
-    assert protocol.decode(direct.prompt_ids).endswith("<answer>")
 
 
 class OneFork:
@@ -287,13 +260,6 @@ def test_a_restart_under_contention_begins_at_version_0(protocol):
         assert system.policy_version == 0
     finally:
         system.close()
-
-
-def test_wrong_options(make_system):
-    with pytest.raises(ValueError, match="max_turns is -1"):
-        make_system(max_turns=-1)
-    with pytest.raises(ValueError, match="n is 0"):
-        make_system().rollout([TASK], n=0, sampling=SAMPLING, seed=0)
 
 
 def test_tools_start_before_the_engine_and_a_refusal_stops_everything(protocol):

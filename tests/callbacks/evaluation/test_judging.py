@@ -102,14 +102,6 @@ def test_figures_and_record_of_a_judged_test(trainer_for, tmp_path):
     assert test["em"]["n"] == 6
 
 
-def test_yaml_gives_the_judge():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Evaluation, "evaluation")
-    judge = {"class_path": f"{__name__}.WordJudge", "init_args": {"prompt_version": "v2"}}
-    built = parser.instantiate_classes(parser.parse_object({"evaluation": {"judge": judge}})).evaluation
-    assert type(built.judge).__name__ == "WordJudge" and built.judge.prompt_version == "v2"
-
-
 def test_the_real_judge_over_http():
     async def judged():
         verdict = {"choices": [{"message": {"role": "assistant", "content": "Correct"}}]}

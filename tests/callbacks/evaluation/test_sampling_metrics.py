@@ -8,14 +8,12 @@ import random
 from collections import Counter
 
 import numpy as np
-import polars as pl
 import pytest
 
 from callbacks.evaluation.attempts import _draws, best_bootstrap, maj_bootstrap, majority, united
 from callbacks.evaluation.statistics import bootstrap_interval
 from callbacks.evaluation.summary import summarize
-from callbacks.evaluation_rows import row_of, save_rows
-from experiments.reports.results import question_scores
+from callbacks.evaluation_rows import row_of
 from rollout.trajectory import (
     ENDED_HERE,
     ActionKind,
@@ -66,17 +64,6 @@ def test_majority_is_the_expectation_over_all_draws(seed):
     assert majority(votes, [3]) == pytest.approx({3: found[3]}), "the order of attempts says nothing"
 
 
-def test_majority_by_hand():
-    assert majority([("4", 1.0), ("5", 0.0)], [2]) == {2: 0.5}, "a tie"
-    assert majority([("", 0.0), ("", 0.0), ("4", 1.0)], [3]) == {3: 1.0}, "abstentions never win"
-    assert majority([("", 0.0)] * 4, [1, 4]) == {1: 0.0, 4: 0.0}
-    half = [("4", 1.0)] * 16 + [("5", 0.0)] * 8 + [("6", 0.0)] * 8
-    found = majority(half, [1, 8, 32])
-    assert found[1] == pytest.approx(0.5) and found[32] == 1.0 and 0.7 < found[8] < 0.95
-    many = [(str(i), 1.0) for i in range(256)]
-    assert majority(many, [128]) == pytest.approx({128: 1.0})
-
-
 def test_draws_are_those_of_a_generator_seeded_at_every_call():
     np.random.seed(42)
     one_by_one = [np.random.choice(5, size=3, replace=True) for _ in range(1000)]
@@ -89,19 +76,6 @@ def test_best_bootstrap_is_biased_as_the_spec_says(c, k, expected):
     found = best_bootstrap([1.0] * c + [0.0] * (32 - c), k)
     error = (expected * (1 - expected) / 1000) ** 0.5
     assert found == pytest.approx(expected, abs=4 * error) and 0 < found < 1
-
-
-def test_maj_bootstrap_against_a_plain_loop():
-    votes = [("", 0.0), ("4", 1.0), ("5", 0.0), ("4", 0.0), ("", 0.0), ("5", 0.0), ("4", 1.0)]
-    for k in (1, 2, 4, 7):
-        won = []
-        for draw in _draws(len(votes), k):
-            drawn = [votes[i] for i in draw]
-            counted = Counter(answer for answer, _ in drawn)  # in order of first appearance
-            winner = max(counted, key=counted.__getitem__)
-            won.append(next(right for answer, right in drawn if answer == winner))
-        assert maj_bootstrap(votes, k) == pytest.approx(np.mean(won))
-    assert maj_bootstrap([("", 0.0)] * 3 + [("4", 1.0)], 4) < 0.5, "no answer can win here"
 
 
 @pytest.mark.parametrize(
@@ -250,10 +224,3 @@ def test_turns_that_were_cut_are_no_failed_calls():
     assert attempted(StopReason.LENGTH) == 1, "no budget was left to tell the model"
     both = make_trajectory("a", calls=done, kinds=(CALL, INVALID, INVALID), stop=StopReason.LENGTH)
     assert row_of(both).attempted_calls == 2, "the first one went on"
-
-
-def test_accuracy_is_a_column_of_the_rows(tmp_path):
-    save_rows(tmp_path / "evaluation" / "test.parquet", rows_of("a", [("4", 1.0), (None, 0.0)]))
-    frame = pl.read_parquet(tmp_path / "evaluation" / "test.parquet")
-    assert frame["accuracy"].to_list() == [1.0, 0.0] and frame["ability"].to_list() == ["math", "math"]
-    assert question_scores(tmp_path, "accuracy") == {"a": 0.5}

@@ -27,20 +27,6 @@ def test_interval_of_binary_scores_has_the_binomial_quantiles():
     assert interval == Interval(0.4, 0.31, 0.5, 100)
 
 
-def test_same_values_same_interval_and_order_does_not_matter_for_binary_scores():
-    values = [0.0, 1.0, 1.0, 0.0, 1.0]
-    assert bootstrap_interval(values) == bootstrap_interval(values) == bootstrap_interval(sorted(values))
-
-
-def test_interval_of_real_values_is_close_to_the_normal_one():
-    sample = np.random.default_rng(1).normal(5.0, 2.0, 400)
-    interval = bootstrap_interval(sample)
-    half = 1.96 * sample.std() / math.sqrt(400)
-    assert interval.mean == pytest.approx(sample.mean())
-    assert interval.low == pytest.approx(sample.mean() - half, abs=0.03)
-    assert interval.high == pytest.approx(sample.mean() + half, abs=0.03)
-
-
 def test_chunks_do_not_change_the_number_of_resamples(monkeypatch):
     import callbacks.evaluation.statistics as module
 
@@ -90,19 +76,6 @@ def test_paired_difference_uses_the_pairing():
     assert paired_bootstrap(rng.permutation(better), base).p > 0.01
 
 
-def test_p_is_uniform_under_the_null_hypothesis():
-    rng = np.random.default_rng(5)
-    p = [
-        paired_bootstrap((rng.random(150) < 0.4).astype(float), (rng.random(150) < 0.4).astype(float), resamples=500).p
-        for _ in range(300)
-    ]
-    assert 0.02 <= np.mean(np.array(p) < 0.05) <= 0.1
-
-
-def test_identical_systems_have_p_one():
-    assert paired_bootstrap([1.0, 0.0, 1.0], [1.0, 0.0, 1.0]).p == 1.0
-
-
 # --- seeds and questions ----------------------------------------------------------------------------------------------
 
 
@@ -138,29 +111,6 @@ def test_holm_by_hand():
 
 
 # --- functions of means, pass@k ---------------------------------------------------------------------------------------
-
-
-def test_a_function_of_one_mean_has_the_interval_of_that_mean():
-    values = np.random.default_rng(3).normal(size=50)
-    assert bootstrap_function([values], lambda m: m[0]) == bootstrap_interval(values)
-
-
-def test_interval_of_a_ratio_covers_the_ratio_of_the_population():
-    rng = np.random.default_rng(0)
-    covered = 0
-    for seed in range(200):
-        calls = rng.poisson(2.0, size=120)
-        right = rng.random(120) < 0.2 + 0.1 * (calls > 1)
-        figure = bootstrap_function([right, calls], lambda m: m[0] / m[1], resamples=400, seed=seed)
-        true = (0.2 + 0.1 * (1 - 3 * math.exp(-2.0))) / 2.0  # P(calls > 1) = 1 - 3 e^-2
-        covered += figure.low <= true <= figure.high
-    assert 0.88 <= covered / 200 <= 0.99
-
-
-def test_the_questions_of_a_ratio_stay_together():
-    calls = np.array([1.0, 2, 3, 4, 5] * 4)
-    figure = bootstrap_function([3 * calls, calls], lambda m: m[0] / m[1])
-    assert figure.mean == 3.0 and figure.low == pytest.approx(3.0) == figure.high, "each question has the same ratio"
 
 
 def test_resamples_without_a_denominator_are_left_out_and_bad_samples_refused():

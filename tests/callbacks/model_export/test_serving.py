@@ -27,16 +27,16 @@ def config(tokenizer: str, protocol: str = HERMES, **arguments):
     ("name", "protocol", "arguments", "flags"),
     [
         ("qwen2_5", HERMES, {}, [*AUTO, "hermes"]),
-        ("qwen2_5", HERMES, {"call_format": "verl"}, [*AUTO, "hermes"]),
         ("llama3_1", HERMES, {}, [*AUTO, "llama3_json"]),
         (
-            "qwen3", HERMES, {"thinking": False},
+            "qwen3",
+            HERMES,
+            {"thinking": False},
             [*AUTO, "hermes", "--default-chat-template-kwargs", '{"enable_thinking": false}'],
         ),
         ("qwen2_5", "rollout.protocols.search_r1.SearchR1Protocol", {}, []),
-        ("qwen2_5", "rollout.protocols.arpo_tags.ARPOProtocol", {}, []),
     ],
-)  # fmt: skip
+)
 def test_flags_follow_the_protocol(tmp_path, name, protocol, arguments, flags):
     folder = chat_model(tmp_path, name)
     assert flags_of(config(folder, protocol, **arguments), tmp_path, "exports/a") == flags

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 
 import pytest
 
@@ -31,20 +30,6 @@ def test_a_rise_is_compared_with_calm_times_and_catches_nan_at_once():
     assert "not a finite number" in CollapseDetector(factor=3.0).update(math.nan)
 
 
-def test_slow_growth_is_no_explosion():
-    rule = CollapseDetector(factor=3.0)
-    assert [rule.update(1.02**i) for i in range(300)] == [None] * 300
-
-
-def test_fall_compares_with_calm_times():
-    rule = CollapseDetector(factor=0.6, patience=2, window=20, warmup=5)
-    assert [rule.update(v) for v in (0.1, 4.0, 4.2, 3.8, 4.0, 4.0)] == [None] * 6  # too early to judge
-    assert [rule.update(v) for v in (2.3, 4.0, 2.3)] == [None] * 3
-    assert rule.update(1.0) == "below 60% of its median 4 for 2 iterations, now 1"
-    noise = CollapseDetector(factor=0.6, patience=1, warmup=2, floor=0.2)
-    assert [noise.update(v) for v in (0.1, 0.1, 0.0, 0.0)] == [None] * 4
-
-
 def test_slow_decline_is_no_fall_and_a_fast_one_is():
     slow, fast = (CollapseDetector(0.6, patience=3, window=20, warmup=5) for _ in range(2))
     assert [slow.update(4.0 * 0.98**i) for i in range(200)] == [None] * 200, "a third less in twenty iterations"
@@ -62,12 +47,6 @@ def test_slump_measures_rewards_of_any_sign_by_their_scatter(level):
     constant = CollapseDetector(spreads=5.0, patience=1)
     assert [constant.update(level) for _ in range(20)] + [constant.update(level - 0.09)] == [None] * 21
     assert constant.update(level - 0.11) is not None, "a reward that never varied: 5 times the least spread"
-
-
-def test_a_rising_reward_with_noise_is_no_slump():
-    rng = random.Random(0)
-    rule = CollapseDetector(spreads=5.0, patience=5)
-    assert not any(rule.update(-0.6 + 0.01 * i + rng.gauss(0.0, 0.15)) for i in range(150))
 
 
 # Tool calls per trajectory fall from 3.7 to 0.5 within 20 iterations (SOD's issue 24, docs/papers/sod.md 8.1), at once
@@ -106,12 +85,6 @@ def test_rules_can_be_left_out():
         "train/em", "train/acc", "train/success", "train/valid_actions", "train/entropy", "train/response_tokens",
         "train/grad_norm",
     ]  # fmt: skip
-
-
-def test_a_state_from_before_there_were_these_rules_is_read():
-    guard = CollapseGuard()
-    guard.load_state_dict({"history": [{"train/em": 0.4, "iteration": 1.0}], "fired": {"train/em": "below 50%"}})
-    assert guard.fired == {"train/em": "below 50%"} and not guard._judge({CALLS: 3.0})
 
 
 def test_action_counts_leave_failures_out():

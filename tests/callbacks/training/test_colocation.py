@@ -19,7 +19,6 @@ from experiments.commands.cli import main
 from lightning_modules.algorithms.cold_start_kd import ColdStartKD
 from lightning_modules.algorithms.grpo import GRPO
 from rollout.engines.base import SamplingParams
-from rollout.engines.server.engine import ServerEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.storage import save_trajectories
@@ -128,18 +127,6 @@ def test_what_would_end_the_engine_is_refused_before_it_is_asked(model_dir, tmp_
     asyncio.run(run())
 
 
-def test_combinations_without_an_idle_engine_are_refused(model_dir, tmp_path):
-    def engine():
-        return SleepingEngine(str(model_dir), log=str(tmp_path / "log"))
-
-    with pytest.raises(ValueError, match=r"in_flight_updates is true: .*; take sleep_mode: false"):
-        system(engine(), model_dir, sleep_mode=True, in_flight_updates=True)
-    with pytest.raises(ValueError, match="ServerEngine serves several ranks: expected an engine that one rank owns"):
-        system(ServerEngine(["http://127.0.0.1:1"], str(model_dir), 256), model_dir, sleep_mode=True)
-    with pytest.raises(ValueError, match=r"data.max_off_policy_iterations is 1: the engine generates"):
-        RolloutDataModule(system(engine(), model_dir, sleep_mode=True), ["questions"], 2, max_off_policy_iterations=1)
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -148,9 +135,6 @@ def test_combinations_without_an_idle_engine_are_refused(model_dir, tmp_path):
             "data.max_off_policy_iterations is 1: the engine generates while the trainer trains",
         ),
         ("--data.rollouts.in_flight_updates=true", "in_flight_updates is true: the engine generates while"),
-        ("--data.rollouts.sleep_mode=doze", "sleep_mode"),
-        ("--data.rollouts.colocate=sleep", "now sleep_mode: true"),
-        ("--data.staleness=1", "now max_off_policy_iterations"),
     ],
 )
 def test_the_dry_run_refuses_them(option, message, capsys):

@@ -155,8 +155,3 @@ def test_a_stuck_rank_is_reported_and_ends_unless_it_waits_for_the_others(waitin
     assert said.count("warning: rank 1 (host") == 1 and "iteration 5" in said and "here.py:3 work" in said
     assert ended == ([] if waiting else [EXIT_CODE]) and ("line 3" in said) is not waiting
     assert ("error: rank 1" in said) is not waiting
-
-
-def test_stopping_before_reporting_is_refused():
-    with pytest.raises(ValueError, match="stop_after_s is 5"):
-        RankWatch(stop_after_s=5.0)

@@ -75,19 +75,6 @@ def test_sums_and_means_by_hand(trainer_for, tmp_path):
     assert "last_entropy_after_tools" not in found, "not recorded is not zero"
 
 
-def test_seconds_of_all_sessions_are_added(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(training_totals, "time", SimpleNamespace(monotonic=lambda: now))
-    first, second = TrainingTotals(), TrainingTotals()
-    first.on_train_start(None, None)
-    now = 130.0
-    second.load_state_dict(first.state_dict())
-    now = 500.0  # the machine was off
-    second.on_train_start(None, None)
-    now = 505.0
-    assert second.totals()["seconds"] == 35.0
-
-
 def test_a_resumed_run_ends_with_the_same_totals(trainer_for, tmp_path):
     batches = [batch(0.1 * i, calls=1 + i) for i in range(6)]
     straight, cut = tmp_path / "straight", tmp_path / "cut"
@@ -118,7 +105,3 @@ def test_ranks_are_added_up(monkeypatch, tmp_path):
     found = json.loads((tmp_path / "training.json").read_text())
     assert found["trajectories"] == 4 and found["discarded_trajectories"] == 4 and found["iterations"] == 1
     assert found["tool_calls"] == 2 * 3
-
-
-def test_no_file_no_totals(tmp_path):
-    assert read_training(tmp_path) is None

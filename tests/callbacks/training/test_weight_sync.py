@@ -142,13 +142,6 @@ def test_weights_that_change_on_their_way_are_refused(trainer_for, model_dir, ro
         trainer_for([WeightSync(checksum=True)], max_epochs=1).fit(module, datamodule=data)
 
 
-def test_options_and_data_are_refused_early(model_dir):
-    with pytest.raises(ValueError, match="expected probe: true"):
-        WeightSync(probe_tolerance=0.1)
-    with pytest.raises(ValueError, match="found Data"):  # asked by EvaluationData.ask_module, before an engine loads
-        WeightSync().accept_data(make_learner(model_dir)[1])
-
-
 @pytest.mark.slow
 def test_servers_are_probed_one_by_one_and_shared_by_two_ranks(trainer_for, model_dir, tmp_path):
     with running(Running(model_dir), Running(model_dir, "StaleEngine")) as (sound, forgetful):

@@ -98,15 +98,10 @@ def test_tests_in_structs(file):
 @pytest.mark.parametrize(
     ("given", "inputs", "outputs"),
     [
-        # TACO: a list of arguments, and a list of the one result
         ({"inputs": [["a", 1], [[2], None]], "outputs": [["x"], [[3]]]}, ['"a"\n1', "[2]\nnull"], ['"x"', "[3]"]),
-        # ... but where a result is not in such a list, none is
-        ({"inputs": [[1], [2]], "outputs": [[3], [3, 4]]}, ["1", "2"], ["[3]", "[3, 4]"]),
         ({"inputs": [[1], [2]], "outputs": ["x", True]}, ["1", "2"], ['"x"', "true"]),
         ({"inputs": [1, "Ä"], "outputs": [2, "Ä"]}, ["1", '"Ä"'], ["2", '"Ä"']),
-        # LiveCodeBench: JSON already
         ({"inputs": ["[1]\n2", "[]\n0"], "outputs": ["[3]", "x"]}, ["[1]\n2", "[]\n0"], ["[3]", "x"]),
-        ({"inputs": ["1", "2"], "outputs": [2, [4]]}, ["1", "2"], ["2", "[4]"]),
     ],
 )
 def test_arguments_and_results_of_functions_become_json(given, inputs, outputs):
@@ -151,24 +146,17 @@ def test_ids_where_the_index_does_not_tell_rows_apart(file, caplog):
     ("wrong", "message"),
     [
         (row("math_dapo", "?", None), "no gold answer"),
-        (row("math_dapo", "?", " "), "no gold answer"),
-        (row("math_dapo", "?", "[]"), None),  # the empty interval, as far as anyone can tell
+        (row("math_dapo", "?", "[]"), None),
         (row("math_dapo", " ", "4"), "no text in the prompt's last user turn"),
         (row("train-code-taco", "?", "4", ability=None), "no tests, though they ask for a program"),
-        (row("other", "?", "4", ability="code"), "no tests, though they ask for a program"),
-        (row("train-code-taco", "?", '{"inputs": [], "outputs": []}'), "no tests (expected"),
         (row("train-code-taco", "?", '{"inputs": ["1"], "outputs": []}'), "not as many outputs as inputs in the tests"),
-        (row("train-code-taco", "?", '{"inputs": "1", "outputs": "2"}'), "no tests (expected"),
-        (row("train-code-taco", "?", '{"fn_name": "double"}'), "no tests (expected"),
         (
             row("train-code-taco", "?", '{"fn_name": "a.b", "inputs": [[1]], "outputs": [[1]]}'),
             "not the name of a function",
         ),
         (row("train-code-taco", "?", '{"test_code": "assert x"}'), "test_code without an entry_point"),
-        (row("train-code-taco", "?", '{"test_code": ["assert x"], "entry_point": "x"}'), "that is not text"),
         (row(" ", "?", "4"), "no data source"),
         (row("gpqa", "?", "the second", ability="Physics"), "a gold answer that names no letter"),
-        (row("mega-science", "?", "B or C", ability="choice"), "a gold answer that names no letter"),
         (row("train-code-taco", "?", json.dumps(PYTEST)), "asserts nothing"),
     ],
 )
@@ -182,22 +170,11 @@ def test_wrong_rows_are_named(file, wrong, message):
         load_tasks(path)
 
 
-def test_ground_truths_of_another_type_are_refused(file):
-    with pytest.raises(DatasetError, match="no gold answer"):
-        load_tasks(file([row("math_dapo", "?", True)]))
-    with pytest.raises(DatasetError, match="reward_model.ground_truth.target that are not a list of strings"):
-        load_tasks(file([row("math_dapo", "Question: ?", {"target": "4"})]))
-    with pytest.raises(DatasetError, match="no column 'id' .nor extra_info {index}"):
-        load_tasks(file([row("math_dapo", "?", "4", extra_info=None)]))
-
-
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
         ({"inputs": ["1"], "outputs": []}, "faulty metadata.tests: .* as long as each other"),
         ({"inputs": ["1"], "outputs": [1]}, "faulty metadata.tests: .* texts as inputs and outputs; found int"),
-        ({"test_code": "x = 1"}, "faulty metadata.tests: .* asserts nothing"),
-        ("print(1)", "metadata.tests that are str, expected an object"),
     ],
 )
 def test_tests_of_the_metadata_column_are_checked(file, tests, message):

@@ -3,7 +3,7 @@ import json
 import polars as pl
 import pytest
 
-from data_modules.datasets.benchmark_names import BENCHMARKS, split_reference
+from data_modules.datasets.benchmark_names import BENCHMARKS
 from data_modules.datasets.benchmarks import load_benchmark
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.questions import load_tasks
@@ -72,9 +72,7 @@ def test_what_sets_say_of_a_question_is_kept(tmp_path):
         ("Grey Harbor", ("Grey Harbor",)),
         (["Grey Harbor", " ", "Harbor "], ("Grey Harbor", "Harbor")),
         ('["Grey Harbor", "Harbor"]', ("Grey Harbor", "Harbor")),
-        ("[sic] Grey", ("[sic] Grey",)),
         (1969, ("1969",)),
-        ([1969, "69"], ("1969", "69")),
     ],
 )
 def test_answers_of_questions(tmp_path, answer, expected):
@@ -112,21 +110,29 @@ def test_several_sets_and_question_files_together(tmp_path, question_file):
 @pytest.mark.parametrize(
     ("name", "rows", "message"),
     [
-        ("gsm8k", [{"question": "?", "answer": "#### 5"}, {"question": "?", "answer": "5"}],
-         "1 of 2 rows with no '####' before the answer in column 'answer': row 1"),
-        ("gaia", [{"query": "?", "answer": "x"}],
-         "no column 'Question' or 'question' or 'problem' or 'Problem' for the question. The file has: query, answer"),
-        ("hle", [{"question": "?"}], "no column 'answer' or 'Answer' or 'golden_answers' for"),
-        ("hle", [{"question": "?", "answer": "x"}, {"answer": "x"}, {"question": 7, "answer": "x"}],
-         r"2 of 3 rows with no text in column 'question' .the question.: row 1, 2"),
-        ("hle", [{"question": "?", "answer": value} for value in ("x", "", [], None, {"a": 1}, [None])],
-         "5 of 6 rows with no gold answer in column 'answer' .*: row 1, 2, 3, 4, 5 "),
-        ("gpqa_diamond", [{"problem": "?", "solution": v} for v in ("B", "beta", "", None, "BC", r"\boxed{D}", "(C)")],
-         "4 of 7 rows with no letter of an option in column 'solution': row 1, 2, 3, 4 "),
-        ("hle", [], "no rows"),
+        (
+            "gsm8k",
+            [{"question": "?", "answer": "#### 5"}, {"question": "?", "answer": "5"}],
+            "1 of 2 rows with no '####' before the answer in column 'answer': row 1",
+        ),
+        (
+            "gaia",
+            [{"query": "?", "answer": "x"}],
+            "no column .Question. or .question. or .problem. or .Problem. for the question",
+        ),
+        (
+            "hle",
+            [{"question": "?", "answer": "x"}, {"answer": "x"}, {"question": 7, "answer": "x"}],
+            r"2 of 3 rows with no text in column 'question' .the question.: row 1, 2",
+        ),
+        (
+            "hle",
+            [{"question": "?", "answer": value} for value in ("x", "", [], None, {"a": 1}, [None])],
+            "5 of 6 rows with no gold answer in column 'answer' .*: row 1, 2, 3, 4, 5 ",
+        ),
         ("hle", ["text"], "1 of 1 rows with no JSON object: row 0"),
     ],
-)  # fmt: skip
+)
 def test_wrong_rows_are_named(tmp_path, name, rows, message):
     with pytest.raises(DatasetError, match=f"test.json.*{message}"):
         load_benchmark(name, write(tmp_path / "test.json", rows))
@@ -153,12 +159,6 @@ def test_wrong_files_and_names(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes("é".encode("latin-1"))
     with pytest.raises(DatasetError, match="is not UTF-8"):
         load_benchmark("hle", tmp_path / "latin.jsonl")
-
-
-def test_references():
-    assert split_reference("2wiki:a:b.jsonl") == ("2wiki", "a:b.jsonl")
-    for text in ("data/gsm8k.jsonl", "gsm8k:", "gsm8k", "http://host/gsm8k.jsonl", "other:x.jsonl", ""):
-        assert split_reference(text) == (None, text)
 
 
 # --- the RL files ---------------------------------------------------------------------------------------------------

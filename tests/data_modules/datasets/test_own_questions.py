@@ -41,7 +41,7 @@ def test_every_format_gives_the_same_tasks(tmp_path, ending, lines):
     ]
 
 
-@pytest.mark.parametrize("name", ["mine.tsv", "mine.csv.gz", "mine.jsonl.gz", "mine.json", "mine.csv"])
+@pytest.mark.parametrize("name", ["mine.csv.gz", "mine.json", "mine.csv"])
 @pytest.mark.parametrize("form", ["csv", "jsonl", "json", "parquet"])
 def test_a_file_is_read_as_what_it_is_whatever_its_name(tmp_path, name, form):
     content = (tmp_path / written(tmp_path / f"as.{form}", ROWS)).read_bytes()
@@ -151,12 +151,6 @@ def test_the_name_of_a_file_is_a_data_source_whatever_its_bytes(tmp_path):
     assert [(t.data_source, t.id) for t in found] == [(source, f"{source}_1") for source in named.values()]
 
 
-def test_a_mapping_wins_over_a_column_that_has_our_name(tmp_path):
-    rows = [{"question": "in German", "english": "in English", "golden_answers": "x"}]
-    [task] = load_tasks(written(tmp_path / "q.jsonl", rows), columns={"question": "english"})
-    assert task.question == "in English"
-
-
 def test_all_faults_come_at_once_with_their_lines(tmp_path):
     path = tmp_path / "q.jsonl"
     good = '{"question": "q", "golden_answers": "a"}'
@@ -242,14 +236,6 @@ def test_parts_are_disjoint_whole_and_drawn_by_the_seed():
     turned = Splits(0.1, 0.2).part(tasks[::-1], "test")
     assert turned[::-1] == parts["test"], "the place in the file does not matter"
     assert Splits(0.1, 0.2, seed=1).part(tasks, "test") != parts["test"]
-
-
-def test_shares_that_leave_nothing_are_refused():
-    with pytest.raises(ValueError, match="leave some to train"):
-        Splits(0.5, 0.5)
-    with pytest.raises(DatasetError, match="2 different questions are too few to share: 1 to test, 1 to validate"):
-        Splits().part(tasks_of(4), "train")
-    assert len(Splits(0.0, 0.1).part(tasks_of(4), "train")) == 2
 
 
 def test_data_modules_train_and_test_on_their_parts_of_one_file(make_system, tmp_path):

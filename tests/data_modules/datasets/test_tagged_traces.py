@@ -126,18 +126,19 @@ def test_the_data_module_trains_on_them_with_one_eos(make, tmp_path, model_dir, 
     [
         (sharegpt(), {}, "Use the tools.", QUESTION),
         (sharegpt(system=""), {}, None, QUESTION),
-        (sharegpt(system=None, conversations=[{"from": "system", "value": "In."}, *sharegpt()["conversations"]]),
-         {}, "In.", QUESTION),
+        (
+            sharegpt(system=None, conversations=[{"from": "system", "value": "In."}, *sharegpt()["conversations"]]),
+            {},
+            "In.",
+            QUESTION,
+        ),
         (sharegpt(), {"system": "Another text."}, "Another text.", QUESTION),
-        (sharegpt(), {"system": ""}, None, QUESTION),
         (alpaca(), {}, None, QUESTION),
         (alpaca(instruction="Use tools."), {}, None, f"Use tools.\n{QUESTION}"),
-        (alpaca(instruction="Use tools.", input=""), {}, None, "Use tools."),
         (alpaca(instruction="Use tools."), {"instruction": "system"}, "Use tools.", QUESTION),
         (alpaca(instruction="Use.", system="Own."), {"instruction": "system"}, "Own.", QUESTION),
-        (alpaca(instruction="Use."), {"instruction": "system", "system": "Given one."}, "Given one.", QUESTION),
     ],
-)  # fmt: skip
+)
 def test_prompts(make, tmp_path, row, options, system, user):
     task = make([row], **options)
     _, [trajectory] = run(task, tmp_path / "out")
@@ -204,14 +205,6 @@ def test_what_is_dropped_is_counted_by_reason(make, tmp_path):
     assert [t.group for t in kept] == ["sft_0", "sft_10"]
 
 
-def test_the_limit_counts_prompt_and_response(make, tmp_path):
-    _, [trajectory] = run(make([sharegpt()]), tmp_path / "all")
-    length = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-    assert run(make([sharegpt()], max_tokens=length), tmp_path / "same")[0]["kept"] == 1
-    with pytest.raises(DatasetError, match=rf"none of 1 traces .*too_long 1.*at most {length - 1} tokens"):
-        make([sharegpt()], max_tokens=length - 1).run(tmp_path / "less")
-
-
 def test_several_files_and_a_limit(make, tmp_path, monkeypatch):
     monkeypatch.setattr("data_modules.demonstrations.trace_stage.CHUNK", 2)
     summary, kept = run(make([alpaca() for _ in range(10)], limit=5), tmp_path / "out")
@@ -225,8 +218,6 @@ def test_several_files_and_a_limit(make, tmp_path, monkeypatch):
         ([{"question": "?", "answer": "x"}], r"row 0: the columns are question, answer; expected {instruction"),
         ([alpaca(), alpaca(output=7)], "row 1: 'output' is int, expected text"),
         ([sharegpt(conversations="text")], "row 0: 'conversations' is not a list of"),
-        ([sharegpt(conversations=[{"from": "robot", "value": "x"}])], "row 0: 'conversations' is not a list of"),
-        ([sharegpt(system=["x"])], "row 0: 'system' is list, expected text"),
         ([], "no rows"),
     ],
 )

@@ -96,19 +96,13 @@ def test_the_forms_that_are_asked_for_are_those_that_are_read():
         assert submitted_program(text.replace("# the program", "print(1)\nprint(2)")) == "print(1)\nprint(2)"
 
 
-def test_the_answer_format_shows_no_quotation_marks(caplog):
-    assert not {"'", '"'} & set(FORMAT)
-    published = "Sum. The answer format must be: \\boxed{'The answer goes here.'}."
-    (task,) = with_tool_prompts([make("math_dapo", published)])
-    assert boxed(task.prompt[0][1].partition("\n\n")[0]) == "The answer goes here."
-    assert "1 published prompts ask for quotation marks" in caplog.text
-    same = "Write \\boxed{f'(x)} and \\boxed{''}"
-    assert tool_prompt(make("math_dapo", same)).startswith("Write \\boxed{f'(x)} and \\boxed{}")
-    assert "\\boxed{'x'}" in tool_prompt(make("train-math-still3", "Print \\boxed{'x'}."))  # a question, not a format
-
-
 @pytest.mark.parametrize(
-    ("public", "limit", "shown"), [(2, 2, 2), (3, 2, 2), (3, 9, 3), (1, 2, 1), (0, 2, 0), (3, 0, 0)]
+    ("public", "limit", "shown"),
+    [
+        (2, 2, 2),
+        (3, 2, 2),
+        (0, 2, 0),
+    ],
 )
 def test_hidden_tests_are_never_shown(public, limit, shown):
     prompt = tool_prompt(contest(public), lcb_examples=limit)

@@ -47,13 +47,6 @@ def test_a_node_waits_until_another_has_written_it(tmp_path):
     assert os.environ[SECRET_VARIABLE] == "written"
 
 
-def test_an_empty_file_is_said_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.launch.secret.WRITTEN_S", 0.0)
-    (tmp_path / FILE).touch()
-    with pytest.raises(ExperimentError, match="is empty; write a secret into it"):
-        share_secret(tmp_path)
-
-
 def test_a_stage_has_it_and_writes_it_nowhere(workshop):
     """Its own search servers demand it, and its clients send it to those that others have started."""
     workshop.write("a", "experiment: {kind: task, summary: x}\ntask: {class_path: tests.experiments.toys.Confidant}\n")

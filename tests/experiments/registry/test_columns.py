@@ -5,11 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from experiments.commands.outputs import chosen_metrics
-from experiments.registry import listing as registry
-from experiments.registry.columns import columns_of
 from experiments.registry.keys import semantic
-from experiments.registry.project import Project
-from experiments.stages.graph import Graph
 
 
 def test_compare_adds_the_metrics_behind_chosen_columns(workshop):
@@ -32,13 +28,8 @@ def test_columns_are_outside_the_key_and_inherited(workshop):
     assert workshop.graph("two").target().config["experiment"]["columns"] == ["em"]
 
 
-def test_shipped_on_policy_runs_keep_totals_that_do_not_change_their_keys(tmp_path):
-    stage = Graph(Project(outputs=tmp_path), "ppo_tiny").target()
+def test_shipped_on_policy_runs_keep_totals_that_do_not_change_their_keys(shipped):
+    stage = shipped.stage("ppo_tiny")
     path = "callbacks.training.training_totals.TrainingTotals"
     assert path in [c["class_path"] for c in stage.config["trainer"]["callbacks"]]
     assert path not in [c["class_path"] for c in semantic(stage.config)["trainer"]["callbacks"]]
-
-
-def test_columns_of_shipped_experiments_are_known():
-    for name in registry.names(Project()):
-        columns_of(registry.load(name, Project())["experiment"].get("columns"))

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.registry.compose import check_experiment, check_keys, compose, merge, resolve
-from experiments.registry.errors import ExperimentError, nearest
+from experiments.registry.errors import ExperimentError
 from experiments.registry.listing import load, summaries
 
 
@@ -63,26 +63,20 @@ def test_callbacks_are_named_in_files_and_a_list_afterwards(workshop):
     [
         ({"x": "inherits: [y]", "y": "inherits: [x]"}, "circle: x -> y -> x"),
         ({"x": "inherits: [bases/tyni]", "bases/tiny": "{}"}, "no file 'bases/tyni.yaml'.*mean 'bases/tiny'.*by 'x'"),
-        ({"x": "inherits: bases/tiny"}, "must be a list of names"),
         ({"x": "trainr: {}"}, "unknown key 'trainr'; did you mean 'trainer'"),
-        ({"x": "experiment: {summry: a}"}, "unknown key 'experiment.summry'; did you mean 'summary'"),
         (
             {"x": "experiment: {columns: [em, calls]}"},
             "experiment.columns: unknown column 'calls'; expected some of em, ",
         ),
-        ({"x": "experiment: {columns: em}"}, "must be a list of different names such as .em, tool_calls., found 'em'"),
         ({"x": "experiment: {columns: [em, em]}"}, "must be a list of different names"),
         ({"x": "trainer: {a: [1, 2}"}, "x.yaml is not valid YAML.*line 1"),
-        ({"x": "trainer: !!int abc"}, "x.yaml is not valid YAML: ValueError: invalid literal"),
         ({"x": "trainer: " + "1" * 5000}, "x.yaml is not valid YAML: ValueError: Exceeds the limit"),
-        ({"x": "- 1"}, "expected a mapping"),
         ({"x": "trainer: {a: '${values.nothing}'}"}, "cannot resolve.*values.nothing.*at 'trainer.a'"),
         (
             {"x": "trainer: {a: '${model.init_args.b}'}"},
             "'model.init_args.b' not found .another class_path starts with empty init_args. ",
         ),
         ({"x": "trainer: {a: '${oc.env:SURELY_UNSET_VARIABLE}'}"}, "SURELY_UNSET_VARIABLE"),
-        ({"x": "trainer: {a: '???'}"}, "trainer.a"),
         ({"x": "trainer: {a: '${nonsense:1}'}"}, "Unsupported interpolation type nonsense"),
     ],
 )
@@ -120,11 +114,6 @@ def test_unknown_experiment_names_the_nearest(workshop):
     workshop.task("dgpo_tiny")
     with pytest.raises(ExperimentError, match="no experiment 'dgpo_tniy'.*did you mean 'dgpo_tiny'"):
         load("dgpo_tniy", workshop.project)
-
-
-def test_nearest_lists_what_is_valid_when_nothing_is_close():
-    assert nearest("zzz", ["alpha", "beta"]) == "; valid: alpha, beta"
-    assert nearest("zzz", []) == ""
 
 
 def test_a_broken_file_stops_only_what_needs_it(workshop):

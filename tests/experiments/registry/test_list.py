@@ -58,8 +58,6 @@ def test_the_mlflow_experiment_is_the_family():
 @pytest.mark.parametrize(
     ("words", "some", "none"),
     [
-        (["--like", "SOD_"], {"sod_qwen3_0.6b", "sod_tiny"}, {"dgpo_tiny", "opd_tiny"}),
-        (["--algorithm", "grpo"], {"grpo_tiny", "grpo_qwen2.5_7b_search"}, {"grpo_opsd_tiny", "sod_tiny"}),
         (["--hardware", "cpu", "--algorithm", "SDAR"], {"sdar_tiny"}, {"sdar_qwen3_1.7b_search", "grpo_tiny"}),
     ],
 )

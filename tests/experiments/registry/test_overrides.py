@@ -24,16 +24,12 @@ def applied(*words):
     ("words", "path", "value"),
     [
         (["--model.kl_coef", "0.01"], ("model", "init_args", "kl_coef"), 0.01),
-        (["--model.init_args.kl_coef=1e-3"], ("model", "init_args", "kl_coef"), 0.001),
         (["--model.optim.lr", "1"], ("model", "init_args", "optim", "init_args", "lr"), 1),
-        (["--trainer.max_steps", "20"], ("trainer", "max_steps"), 20),
         (["--trainer.fast_dev_run", "true"], ("trainer", "fast_dev_run"), True),
         (["--trainer.callbacks.log.n", "3"], ("trainer", "callbacks", "log", "init_args", "n"), 3),
-        (["--trainer.strategy.class_path", "s.ZeRO"], ("trainer", "strategy", "class_path"), "s.ZeRO"),
         (["--data.files", "[b.parquet, c.parquet]"], ("data", "init_args", "files"), ["b.parquet", "c.parquet"]),
         (["--data.name", "007"], ("data", "init_args", "name"), "007"),
         (["--data.name", "null"], ("data", "init_args", "name"), None),
-        (["--seed_everything", "7"], ("seed_everything",), 7),
     ],
 )
 def test_simple_overrides_enter_the_configuration(words, path, value):
@@ -101,11 +97,8 @@ def test_overrides_for_other_stages():
     [
         (["--modle.kl_coef", "1"], "unknown section 'modle'; did you mean 'model'"),
         (["model.kl_coef", "1"], "expected --section.name VALUE"),
-        (["--model.kl_coef"], "needs a value"),
         (["--model.kl_coef", "--trainer.max_steps", "1"], "'--model.kl_coef' needs a value"),
         (["--stages.kd_tiny", "1"], "expected --stages.NAME.section.name VALUE"),
-        (["--stages.kd_tiny.paths.outputs", "x"], "all stages share one outputs folder; use --paths.outputs"),
-        (["--config", "/no/such.yaml"], "no configuration file /no/such.yaml"),
     ],
 )
 def test_wrong_overrides(words, message):

@@ -21,51 +21,42 @@ PROJECT = Project()
 NAMES = registry.names(PROJECT)
 NAMING = ("experiment", "experiment_name", "run_name", "save_dir", "tokenizer")
 PAPER = [n for n in NAMES if "qwen" in n or "llama" in n]
-# One of every family and kind; the others are `slow`.
-REPRESENTATIVE = [
-    "world_tiny", "dgpo_tiny", "arpo_tiny", "sod_tiny", "sdar_tiny", "smoke", "dgpo_qwen2.5_0.5b", "sod_qwen3_0.6b",
-    "arpo_qwen3_14b", "sdar_qwen2.5_7b_alfworld", "quick_sod_qwen3_1.7b",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory) -> Graph:
-    """One graph for all names: what several experiments depend on is resolved once."""
-    return Graph(Project(outputs=tmp_path_factory.mktemp("outputs")), "dgpo_tiny")
+# One of every kind; the others are `slow`.
+REPRESENTATIVE = ["world_tiny", "dgpo_tiny", "arpo_tiny", "sdar_tiny", "sod_qwen3_0.6b", "quick_sod_qwen3_1.7b"]
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_composes_and_validates(name, stages):
-    stage = stages.stage(name)
+def test_composes_and_validates(name, shipped):
+    stage = shipped.stage(name)
     check(stage, PROJECT.root)
     yaml.safe_dump(stage.config)  # what config.yaml will hold
 
 
-def parts(value: object, name: str = "") -> Iterator[str]:
-    """Every object of a configuration: its class, and the names and types of its options. Of two configurations with
-    the same objects the parser takes both or neither; names, types and fixed lists are checked for each."""
+def nesting(value: object, parent: str = "", name: str = "") -> Iterator[tuple[str, str, str]]:
+    """Every object of a configuration: the class and the option that hold it, and its own class. The parser adds
+    nothing to the checks of names and types for a configuration whose objects it has all seen in these places."""
     if isinstance(value, dict):
-        given = {k: v for k, v in (value.get("init_args", value) or {}).items() if k not in NAMING}
-        types = {k: "" if isinstance(v, dict | list) else type(v).__name__ for k, v in sorted(given.items())}
-        yield f"{value.get('class_path', name)}: {types}"
-        for key, inner in given.items():
-            yield from parts(inner, key)
+        parent = value.get("class_path", parent)
+        yield parent, name, value.get("class_path", "")
+        for key, inner in (value.get("init_args", value) or {}).items():
+            if key not in NAMING:
+                yield from nesting(inner, parent, key)
     elif isinstance(value, list):
         for inner in value:
-            yield from parts(inner, name)
+            yield from nesting(inner, parent, name)
 
 
 @pytest.mark.slow
-def test_every_experiment_validates(stages):
+def test_every_experiment_validates(shipped):
     """The parser takes a second for each, so it is given every object once."""
-    parsed: set[str] = set()
+    parsed: set[tuple[str, str, str]] = set()
     for name in NAMES:
-        stage = stages.stage(name)
+        stage = shipped.stage(name)
         about = stage.config["experiment"]
         assert all(about[key] for key in ("summary", "algorithm", "models", "data", "hardware")), name
         mentioned = [other for key in ("compare", "ablations", "ablations_once") for other in about.get(key) or []]
         assert set(mentioned) <= set(NAMES), name
-        found = set(parts(stage.config))
+        found = {place for place in nesting(stage.config) if place[2]}
         if found <= parsed:
             require_files([stage], PROJECT.root)
             check_classes(stage.config, name)
@@ -75,10 +66,10 @@ def test_every_experiment_validates(stages):
 
 
 @pytest.mark.slow
-def test_experiments_of_the_papers_fit_the_gpus_that_they_name_and_list_what_they_need(stages):
+def test_experiments_of_the_papers_fit_the_gpus_that_they_name_and_list_what_they_need(shipped):
     for name in PAPER:
-        stage = stages.stage(name)
-        needs = [need for stage in closure([stage]) for need in stage.needs]
+        stage = shipped.stage(name)
+        needs = [need for each in closure([stage]) for need in each.needs]
         assert needs and all(need.how and need.path for need in needs), name
         if stage.kind == "fit":
             gpus, chip = (1, "4090") if name.startswith("quick_") else (8, "a100")
@@ -87,39 +78,34 @@ def test_experiments_of_the_papers_fit_the_gpus_that_they_name_and_list_what_the
             assert peak(training, GPU_SPECS[chip]) <= GPU_SPECS[chip].memory, name
 
 
-def test_a_test_asks_for_its_teacher_only_where_it_is_wanted_or_teaches(stages):
+def test_a_test_asks_for_its_teacher_only_where_it_is_wanted_or_teaches(shipped):
     """The turn scores of a test read 4 B parameters more; a baseline starts without them."""
 
     def teacher(stage):
         callbacks = [c["class_path"].rpartition(".")[2] for c in stage.config["trainer"]["callbacks"]]
         return "SOD-GRPO_teacher-4B" in str([need.path for need in stage.needs]), "TurnDivergence" in callbacks
 
-    assert teacher(stages.stage("grpo_qwen3_0.6b")) == teacher(stages.stage("untrained_qwen3_0.6b")) == (False, False)
-    assert teacher(stages.stage("sod_qwen3_0.6b")) == (True, True)
+    assert teacher(shipped.stage("grpo_qwen3_0.6b")) == teacher(shipped.stage("untrained_qwen3_0.6b")) == (False, False)
+    assert teacher(shipped.stage("sod_qwen3_0.6b")) == (True, True)
     asked = Graph(PROJECT, "grpo_qwen3_0.6b", parse(["--paths.turn_scores", "teacher"])).target()
     assert teacher(asked) == (True, True)
 
 
-def test_an_evening_stands_on_its_own_stages_and_models(stages):
-    chain = [stage.name for stage in closure([stages.stage("quick_dgpo_qwen3_0.6b")])]
-    assert chain == ["world_tiny", "index_tiny", *(f"quick_{m}_qwen3_0.6b" for m in ("demonstrations", "kd", "dgpo"))]
-    found = [stages.stage(f"quick_{method}_qwen3_0.6b") for method in ("demonstrations", "kd", "dgpo", "sod", "sdar")]
-    assert {need.hub for stage in found for need in stage.needs} == {"Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"}
-    assert not any(word in str(stage.config) for stage in found for word in ("my_", "questions.jsonl"))
-
-
 @pytest.mark.parametrize(
-    "name", ["kd_qwen2.5_0.5b", "sod_qwen3_0.6b", "sdar_qwen3_1.7b_search", "arpo_qwen3_8b", "my_sod"]
+    "name",
+    [
+        "sod_qwen3_0.6b",
+        "my_sod",
+    ],
 )
-def test_fast_paths_are_on_and_papers_keep_their_gradient(name, stages):
-    model = stages.stage(name).config["model"]["init_args"]
+def test_fast_paths_are_on_and_papers_keep_their_gradient(name, shipped):
+    model = shipped.stage(name).config["model"]["init_args"]
     assert model["packing"] and model.get("importance_cap") == (2.0 if name == "my_sod" else None)
     assert model.get("liger", False) == (name in PAPER), "my_* run anywhere, Liger on CUDA alone"
 
 
-def test_dgpo_tiny_is_the_chain_the_readme_tells():
-    graph = Graph(PROJECT, "dgpo_tiny")
-    target = graph.target()
+def test_dgpo_tiny_is_the_chain_the_readme_tells(shipped):
+    target = shipped.stage("dgpo_tiny")
     chain = [s.name for s in closure([target])]
     for earlier, later in [
         ("world_tiny", "index_tiny"),
@@ -140,8 +126,8 @@ def test_dgpo_tiny_is_the_chain_the_readme_tells():
         ("dgpo_tiny_kl_in_loss", {"kl_in", "kl_estimator"}, set()),
     ],
 )
-def test_an_ablation_changes_one_thing(name, changed, data_changed):
-    main, ablation = Graph(PROJECT, "dgpo_tiny").target().config, Graph(PROJECT, name).target().config
+def test_an_ablation_changes_one_thing(name, changed, data_changed, shipped):
+    main, ablation = (shipped.stage(n).config for n in ("dgpo_tiny", name))
     ours, theirs = main["model"]["init_args"], ablation["model"]["init_args"]
     assert {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)} == changed
     data, other = main["data"]["init_args"], ablation["data"]["init_args"]
@@ -153,16 +139,16 @@ def test_an_ablation_changes_one_thing(name, changed, data_changed):
     ("penalised", "free"),
     [("kd_ppo_kl_tiny", "kd_ppo_tiny"), ("kd_ppo_qwen2.5_0.5b", "kd_ppo_no_kl_qwen2.5_0.5b")],
 )
-def test_ppo_after_kd_is_there_with_and_without_its_kl(penalised, free, stages):
+def test_ppo_after_kd_is_there_with_and_without_its_kl(penalised, free, shipped):
     """At both scales: the paper does not say which of the two its ablation is."""
-    with_kl, without = (stages.stage(name).config["model"] for name in (penalised, free))
+    with_kl, without = (shipped.stage(name).config["model"] for name in (penalised, free))
     assert with_kl["init_args"].get("kl_coef") in (None, 0.001), "the learner's default, or the same named"
     assert with_kl["init_args"]["reference"] == with_kl["init_args"]["policy"]
     assert without == with_kl | {"init_args": with_kl["init_args"] | {"reference": None}}
 
 
-def test_the_paper_run_has_the_values_of_the_specification():
-    config = Graph(PROJECT, "dgpo_qwen2.5_0.5b").target().config
+def test_the_paper_run_has_the_values_of_the_specification(shipped):
+    config = shipped.stage("dgpo_qwen2.5_0.5b").config
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     expected = {
         "lr": 1e-6, "critic_lr": 1e-5, "warmup_steps": 285, "critic_warmup_steps": 15, "weight_decay": 0.01,
@@ -190,9 +176,9 @@ ARPO_RUNS = {  # docs/papers/arpo.md 1.1: n, N, call limit, response tokens, pro
 
 @pytest.mark.parametrize("model", ARPO_RUNS)
 @pytest.mark.parametrize("algorithm", ["grpo", "arpo", "aepo"])
-def test_arpos_runs_have_the_values_of_the_specification(algorithm, model):
+def test_arpos_runs_have_the_values_of_the_specification(algorithm, model, shipped):
     samples, roots, calls, tokens, prompts = ARPO_RUNS[model]
-    config = Graph(PROJECT, f"{algorithm}_{model}").target().config
+    config = shipped.stage(f"{algorithm}_{model}").config
     learner, data = config["model"]["init_args"], config["data"]["init_args"]
     expected = {
         "lr": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0,
@@ -213,9 +199,9 @@ def test_arpos_runs_have_the_values_of_the_specification(algorithm, model):
     assert {k: sampler["init_args"][k] for k in chosen} == chosen
 
 
-def test_arpo_and_aepo_as_released_have_the_released_switches_on(stages):
+def test_arpo_and_aepo_as_released_have_the_released_switches_on(shipped):
     def switches(name):
-        config = stages.stage(name).config
+        config = shipped.stage(name).config
         learner, data = config["model"]["init_args"], config["data"]["init_args"]
         rollouts = data["rollouts"]["init_args"]
         sampler = rollouts["sampler"]["init_args"]
@@ -229,7 +215,7 @@ def test_arpo_and_aepo_as_released_have_the_released_switches_on(stages):
     limits = {"max_turns": 30, "max_turn_tokens": 4096, "max_response_tokens": 30000}
     released = ("lock_step", False, 0.0, "token_mean", "as_released", True, 10000, {"temperature": 0.0}, 1.1, limits)
     assert (switches("aepo_qwen3_8b"), switches("aepo_qwen3_8b_as_released")) == (mended, released)
-    traces = [stages.stage(f"traces_arpo_qwen3_8b{end}").config["task"]["init_args"] for end in ("", "_as_released")]
+    traces = [shipped.stage(f"traces_arpo_qwen3_8b{end}").config["task"]["init_args"] for end in ("", "_as_released")]
     assert [(t["instruction"], t["mask_results"]) for t in traces] == [("system", True), ("user", False)]
 
 
@@ -241,8 +227,8 @@ def test_arpo_and_aepo_as_released_have_the_released_switches_on(stages):
         ("released_aepo_qwen3_14b", "Qwen3-14B-AEPO-DeepSearch", "GAIA 47.6", 5),
     ],
 )
-def test_arpos_released_checkpoints_are_tested_as_released(name, hub, number, sets, stages):
-    config = stages.stage(name).config
+def test_arpos_released_checkpoints_are_tested_as_released(name, hub, number, sets, shipped):
+    config = shipped.stage(name).config
     about, data = config["experiment"], config["data"]["init_args"]
     assert (about["kind"], about["needs"]["base"]["hub"]) == ("test", f"dongguanting/{hub}")
     assert number in about["reproduces"] and len(data["test_files"]) == sets
@@ -263,8 +249,8 @@ def test_arpos_released_checkpoints_are_tested_as_released(name, hub, number, se
         ("released_kd_qwen2.5_0.5b", "Qwen2.5-0.5B-Instruct-kd", ".298"),
     ],
 )
-def test_dgpos_released_checkpoints_are_tested_as_released(name, hub, number, stages):
-    config = stages.stage(name).config
+def test_dgpos_released_checkpoints_are_tested_as_released(name, hub, number, shipped):
+    config = shipped.stage(name).config
     about, data = config["experiment"], config["data"]["init_args"]
     assert (about["kind"], about["needs"]["student"]["hub"]) == ("test", f"omron-sinicx/{hub}")
     assert number in about["reproduces"] and about["columns"][0] == "average_of_sets/1"
@@ -278,9 +264,9 @@ def test_dgpos_released_checkpoints_are_tested_as_released(name, hub, number, st
     assert (rollouts["max_turns"], rollouts["max_turn_tokens"], rollouts["max_observation_tokens"]) == (4, 500, 500)
 
 
-def test_the_tiny_runs_of_arpo_differ_in_their_sampler_only():
+def test_the_tiny_runs_of_arpo_differ_in_their_sampler_only(shipped):
     def parts(name):
-        config = Graph(PROJECT, name).target().config
+        config = shipped.stage(name).config
         data = dict(config["data"]["init_args"])
         rollouts = dict(data.pop("rollouts")["init_args"])
         sampler = rollouts.pop("sampler", None)
@@ -307,44 +293,13 @@ def test_paths_given_on_the_command_line_reach_every_stage():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--model.kl_ceof=1"], "unknown key 'model.kl_ceof'.*did you mean 'kl_coef'"),
-        (["--model.kl_coef=much"], "'model.kl_coef' is 'much'; expected a number of at least 0"),
-        (["--model.kl_in=nowhere"], "kl_in.*nowhere"),
-        (["--trainer.max_stesp=3"], "unknown key 'trainer.max_stesp'; did you mean 'max_steps'"),
-        (["--trainer.max_steps=soon"], "'trainer.max_steps' is 'soon'; expected a whole number of at least 1 or -1"),
-        (["--data.rollouts.max_turn=3"], "unknown key 'data.rollouts.max_turn'"),
-        (
-            ["--data.rollouts.engine.max_num_seqs=many"],
-            "max_num_seqs' is 'many'; expected a whole number",
-        ),
-        (
-            ["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.CollapseGuard"],
-            "no module 'callbacks.colapse_guard'; use 'callbacks.training.collapse_guard.CollapseGuard'",
-        ),
-        (["--trainer.callbacks.guard.class_path=callbacks.colapse_guard.Guard"], "did you mean 'callbacks.*guard'"),
-        (
-            ["--data.rollouts.environment.class_path=rollout.environments.household.environment.Household"],
-            "no module 'rollout.environments.household.*; use 'experiments.worlds.household.environment.Household'",
-        ),
-        (["--trainer.callbacks+=callbacks.nothing.Here"], "callbacks"),
-        (["--model=lightning_modules.algorithms.ppo.POP"], "POP"),
         (["--data.iterations=5"], "val_check_interval is 40, but the run has only 5 iterations"),
-        (["--trainer.accumulate_grad_batches=4"], "accumulate_grad_batches is 4.*max_tokens_per_micro_batch"),
-        (["--model.lr=null"], "'model.lr' is null; expected a value"),
         (["--trainer.gradient_clip_val=1"], "gradient_clip_val is 1.*model.max_grad_norm"),
-        (["--model.num_mini_batches=0"], "num_mini_batches' is 0; expected a whole number of at least 1"),
-        (["--model.teacher=models/no/such"], "teacher: no model folder 'models/no/such'; give a Hugging Face folder"),
-        (["--model.policy=./mine"], "policy: no model folder './mine'"),
-        (["--data.rollouts.engine.model=~/mine"], "engine.*model: no model folder '~/mine'"),
-        (["--data.train_files=[data/none]"], r"train_files\[0\]: no file 'data/none'"),
         (["--data.train_sampling.temperature=0.5"], "sampled at temperature 0.5 .* computed at 1.0"),
-        (["--data.train_sampling.top_p=0.9"], "changes the distribution .top_p 0.9"),
-        (["--data.dynamic_sampling=2"], "dynamic_sampling is 2, but data.group_size is 1: .* sample more"),
         (
             ["--data.rollouts.max_length=4096"],
             "rollouts.max_length is 4096, but .*max_length is 1024; take 1024",
         ),
-        (["--data.max_prompt_tokens=1024"], "max_prompt_tokens is 1024, which leaves no token for a response"),
     ],
 )
 def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
@@ -357,36 +312,20 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--model.skills.bank=household_tinny"], "household_tinny"),
-        (["--model.skills.bank=household_tiny", "--model.skills.retriever=rollout.skills.bandit.UCB",
-          "--model.skills.retriever.c=-1"], "c' is -1; expected a number of at least 0"),
+        (
+            [
+                "--model.skills.bank=household_tiny",
+                "--model.skills.retriever=rollout.skills.bandit.UCB",
+                "--model.skills.retriever.c=-1",
+            ],
+            "c' is -1; expected a number of at least 0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_skills_that_cannot_be_used_are_refused_before_the_first_stage_of_the_chain(overrides, message):
     stage = Graph(PROJECT, "sdar_tiny", parse(overrides)).target()
     with pytest.raises(ExperimentError, match=f"experiment 'sdar_tiny': .*{message}"):
         check(stage, ROOT)
-
-
-def test_a_sampler_that_forks_is_refused_where_every_turn_has_a_prompt_of_its_own():
-    sampler = parse(
-        [
-            "--data.rollouts.sampler=rollout.samplers.branching.BranchingSampler",
-            "--data.rollouts.sampler.initial_rollouts=2",
-        ]
-    )
-    check(Graph(PROJECT, "sdar_tiny", sampler).target(), ROOT)
-    with pytest.raises(ExperimentError, match="'sdar_turns_tiny': BranchingSampler forks .* take one conversation"):
-        check(Graph(PROJECT, "sdar_turns_tiny", sampler).target(), ROOT)
-
-
-def test_an_override_of_the_class_keeps_the_arguments_that_fit():
-    stage = Graph(
-        PROJECT, "dgpo_tiny", parse(["--model=lightning_modules.algorithms.ppo.PPO", "--model.clip_low=0.1"])
-    ).target()
-    parsed = cli(stage.config, stage.arguments, "x", instantiate=False).config.model
-    assert parsed.class_path == "lightning_modules.algorithms.ppo.PPO"
-    assert parsed.init_args.clip_low == 0.1 and parsed.init_args.lr == stage.config["model"]["init_args"]["lr"]
 
 
 @pytest.mark.parametrize(
@@ -404,12 +343,11 @@ def test_an_override_of_the_class_keeps_the_arguments_that_fit():
             "0x10",
             "'data.iterations': found '0x10'; expected a valid integer, unable to parse string",
         ),
-        ("model", "policy", "1e-3", "'model.policy': Expected a str. Got value: 0.001"),
     ],
 )
-def test_a_text_that_the_parser_takes_for_a_number_is_one_sentence(section, option, text, message):
+def test_a_text_that_the_parser_takes_for_a_number_is_one_sentence(section, option, text, message, shipped):
     """What is left to the parser: a file's ``1e-3`` is text by YAML 1.1, and a number for jsonargparse."""
-    config = copy.deepcopy(Graph(PROJECT, "dgpo_tiny").target().config)
+    config = copy.deepcopy(shipped.stage("dgpo_tiny").config)
     config[section].get("init_args", config[section])[option] = text
     check_classes(config, "x")
     with pytest.raises(ExperimentError, match=f"^x: {message}") as caught:

@@ -23,11 +23,6 @@ TRAINED = ["grpo", "gigpo", "skill_grpo", "opsd", "opsd_released", "grpo_opsd", 
 TESTED = ["untrained", "skill_prompt", "skill_grpo_skilled"]
 
 
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory) -> Graph:
-    return Graph(Project(outputs=tmp_path_factory.mktemp("outputs")), "dgpo_tiny")
-
-
 def parts(config: Config) -> tuple[Config, Config, Config]:
     """Arguments of the model, the data and the rollouts."""
     data = config["data"]["init_args"]
@@ -41,9 +36,9 @@ def test_every_method_has_every_model_in_every_world():
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_sdar_has_the_published_values(graph, model, world):
+def test_sdar_has_the_published_values(shipped, model, world):
     tasks, turns, window, length, rows, kl, invalid, warmup = WORLDS[world]
-    config = graph.stage(f"sdar_{model}_{world}").config
+    config = shipped.stage(f"sdar_{model}_{world}").config
     learner, data, rollouts = parts(config)
     assert config["model"]["class_path"] == "lightning_modules.algorithms.sdar.SDAR"
     expected = {
@@ -69,9 +64,9 @@ def test_sdar_has_the_published_values(graph, model, world):
     assert rollouts.get("skills") is None, "the student never sees them"
 
 
-def test_rewards_ends_and_what_is_searched(graph):
+def test_rewards_ends_and_what_is_searched(shipped):
     def rollouts(world: str) -> Config:
-        return parts(graph.stage(f"sdar_qwen2.5_7b_{world}").config)[2]
+        return parts(shipped.stage(f"sdar_qwen2.5_7b_{world}").config)[2]
 
     household, shop, search = rollouts("alfworld"), rollouts("webshop"), rollouts("search")
     assert household["environment"]["init_args"]["reward"] == shop["environment"]["init_args"]["reward"] == 10.0
@@ -82,10 +77,10 @@ def test_rewards_ends_and_what_is_searched(graph):
     assert [p["protocol"]["init_args"].get("fallback_characters", 30) for p in (household, shop)] == [30, 20]
 
 
-def test_which_rule_retrieves_skills_and_from_which_bank(graph):
+def test_which_rule_retrieves_skills_and_from_which_bank(shipped):
     def skills(world: str, owner: str) -> tuple[str, Config]:
         name = {"teacher": "sdar", "student": "skill_grpo"}[owner]
-        learner, _, rollouts = parts(graph.stage(f"{name}_qwen2.5_7b_{world}").config)
+        learner, _, rollouts = parts(shipped.stage(f"{name}_qwen2.5_7b_{world}").config)
         found = (learner if owner == "teacher" else rollouts)["skills"]["init_args"]
         assert found["retriever"]["class_path"] == "rollout.skills.retrieval.Keyword"
         return found["bank"], found["retriever"].get("init_args") or {}
@@ -115,19 +110,15 @@ def test_which_rule_retrieves_skills_and_from_which_bank(graph):
         ("opsd_current", "SDAR", {"use_grpo": False, "signal": "reverse_kl", "teacher_weights": "current"}),
         ("grpo_opsd", "SDAR", {"beta": 0.0, "skills_coef": 0.01, "gate": "gap"}),
         ("sdar_beta_1", "SDAR", {"beta": 1.0}),
-        ("sdar_beta_10", "SDAR", {"beta": 10.0}),
         ("sdar_coef_0.001", "SDAR", {"skills_coef": 0.001}),
-        ("sdar_coef_0.1", "SDAR", {"skills_coef": 0.1}),
         ("sdar_entropy", "SDAR", {"gate": "entropy"}),
-        ("sdar_soft_or", "SDAR", {"gate": "soft_or"}),
         ("sdar_reverse_kl", "SDAR", {"signal": "reverse_kl", "gate": "gap"}),
-        ("sdar_forward_kl", "SDAR", {"signal": "forward_kl", "gate": "gap"}),
         ("sdar_jsd", "SDAR", {"signal": "jsd", "gate": "gap"}),
     ],
 )
-def test_a_method_differs_from_sdar_in_its_own_settings_only(graph, method, class_name, changed):
-    main = graph.stage("sdar_qwen2.5_7b_alfworld").config
-    other = graph.stage(f"{method}_qwen2.5_7b_alfworld").config
+def test_a_method_differs_from_sdar_in_its_own_settings_only(shipped, method, class_name, changed):
+    main = shipped.stage("sdar_qwen2.5_7b_alfworld").config
+    other = shipped.stage(f"{method}_qwen2.5_7b_alfworld").config
     learner, data, _ = parts(other)
     assert other["model"]["class_path"].rpartition(".")[2] == class_name
     assert {k: learner[k] for k in changed} == changed
@@ -138,8 +129,8 @@ def test_a_method_differs_from_sdar_in_its_own_settings_only(graph, method, clas
 
 
 @pytest.mark.parametrize("retrieval", ["random", "full", "ucb"])
-def test_a_retrieval_differs_in_the_teacher_s_skills_only(graph, retrieval):
-    main, other = (parts(graph.stage(f"{n}_qwen2.5_7b_alfworld").config) for n in ("sdar", f"sdar_{retrieval}"))
+def test_a_retrieval_differs_in_the_teacher_s_skills_only(shipped, retrieval):
+    main, other = (parts(shipped.stage(f"{n}_qwen2.5_7b_alfworld").config) for n in ("sdar", f"sdar_{retrieval}"))
     assert other[1] == main[1]
     assert {k for k in main[0] if main[0][k] != other[0][k]} == {"skills"}
     retriever = other[0]["skills"]["init_args"]["retriever"]
@@ -147,24 +138,24 @@ def test_a_retrieval_differs_in_the_teacher_s_skills_only(graph, retrieval):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_skills_in_the_student_s_prompt(graph, world):
+def test_skills_in_the_student_s_prompt(shipped, world):
     name = f"qwen2.5_7b_{world}"
-    plain, skilled = (parts(graph.stage(f"{n}_{name}").config) for n in ("grpo", "skill_grpo"))
+    plain, skilled = (parts(shipped.stage(f"{n}_{name}").config) for n in ("grpo", "skill_grpo"))
     assert skilled[0] == plain[0] and skilled[1]["eval_skills"] is False
     skills = skilled[2]["skills"]["init_args"]
     room = [r[2]["engine"]["init_args"]["max_length"] for r in (plain, skilled)]
     assert room[1] - room[0] == skills["max_tokens"], "nothing else gives way to them"
-    again, prompted = graph.stage(f"skill_grpo_skilled_{name}"), graph.stage(f"skill_prompt_{name}")
+    again, prompted = shipped.stage(f"skill_grpo_skilled_{name}"), shipped.stage(f"skill_prompt_{name}")
     for stage in (again, prompted):
         assert stage.kind == "test" and stage.config["data"]["init_args"].get("eval_skills", True)
         assert parts(stage.config)[2]["skills"] == skilled[2]["skills"]
     assert f"skill_grpo_{name}" in {stage.name for stage in again.upstream}
-    untrained = graph.stage(f"untrained_{name}")
+    untrained = shipped.stage(f"untrained_{name}")
     assert untrained.kind == "test" and parts(untrained.config)[2].get("skills") is None
 
 
-def test_seen_and_unseen_games_are_tested_apart(graph):
-    seen, unseen = (graph.stage(f"{n}_qwen3_1.7b_alfworld") for n in ("sdar", "unseen_sdar"))
+def test_seen_and_unseen_games_are_tested_apart(shipped):
+    seen, unseen = (shipped.stage(f"{n}_qwen3_1.7b_alfworld") for n in ("sdar", "unseen_sdar"))
     files = [[Path(f).name for f in parts(stage.config)[1]["test_files"]] for stage in (seen, unseen)]
     assert files == [["test_seen.parquet"], ["test_unseen.parquet"]]
     assert seen in closure([unseen])

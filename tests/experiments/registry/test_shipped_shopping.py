@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.registry.compose import Config
-from experiments.registry.project import Project
 from experiments.stages.graph import Graph, closure
-
-
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory) -> Graph:
-    return Graph(Project(outputs=tmp_path_factory.mktemp("outputs")), "sdar_shopping_tiny")
 
 
 def parts(graph: Graph, name: str) -> tuple[Config, Config, Config]:
@@ -21,9 +15,9 @@ def parts(graph: Graph, name: str) -> tuple[Config, Config, Config]:
     return config["model"]["init_args"], data, data.pop("rollouts")["init_args"]
 
 
-def test_the_chain_needs_no_household_and_no_download(graph):
-    target = graph.target()
-    chain = closure([target, *graph.compared(target)])
+def test_the_chain_needs_no_household_and_no_download(shipped):
+    target = shipped.stage("sdar_shopping_tiny")
+    chain = closure([target, *shipped.compared(target)])
     assert {stage.name for stage in chain} == {
         "world_shopping_tiny", "index_shopping_tiny", "shopping_init_tiny", "shopping_base_tiny",
         "expert_shopping_tiny", "expert_shopping_skilled_tiny", "sft_shopping_tiny", "grpo_shopping_tiny",
@@ -37,8 +31,8 @@ def test_the_chain_needs_no_household_and_no_download(graph):
 
 @pytest.mark.parametrize(("ours", "theirs"), [("grpo_shopping_tiny", "grpo_household_tiny"),
                                              ("sdar_shopping_tiny", "sdar_tiny")])  # fmt: skip
-def test_the_shop_is_learnt_as_the_household_is(graph, ours, theirs):
-    (shop, data, rollouts), (house, other, its) = parts(graph, ours), parts(graph, theirs)
+def test_the_shop_is_learnt_as_the_household_is(shipped, ours, theirs):
+    (shop, data, rollouts), (house, other, its) = parts(shipped, ours), parts(shipped, theirs)
     for learner in (shop, house):
         assert learner["policy"] == learner["reference"]
     assert "sft_shopping_tiny" in shop["policy"]
@@ -55,17 +49,17 @@ def test_the_shop_is_learnt_as_the_household_is(graph, ours, theirs):
     assert differing(rollouts["protocol"]["init_args"], its["protocol"]["init_args"]) == {"tokenizer"}
 
 
-def test_grpo_and_sdar_differ_in_what_the_teacher_says(graph):
-    (grpo, data, rollouts), (sdar, *rest) = parts(graph, "grpo_shopping_tiny"), parts(graph, "sdar_shopping_tiny")
+def test_grpo_and_sdar_differ_in_what_the_teacher_says(shipped):
+    (grpo, data, rollouts), (sdar, *rest) = parts(shipped, "grpo_shopping_tiny"), parts(shipped, "sdar_shopping_tiny")
     assert [data, rollouts] == rest
     added = {key: sdar[key] for key in sdar.keys() - grpo.keys()}
     assert added.keys() == {"skills", "gate", "beta", "skills_coef"} and grpo.items() <= sdar.items()
     assert added["skills"]["init_args"]["bank"] == "shopping_tiny"
 
 
-def test_the_careless_half_keeps_its_failures_and_the_careful_half_has_skills(graph):
+def test_the_careless_half_keeps_its_failures_and_the_careful_half_has_skills(shipped):
     careless, careful = (
-        graph.stage(name).config["task"]["init_args"]
+        shipped.stage(name).config["task"]["init_args"]
         for name in ("expert_shopping_tiny", "expert_shopping_skilled_tiny")
     )
     slips = [task["rollouts"]["init_args"]["engine"]["init_args"]["error_rate"] for task in (careless, careful)]
@@ -74,6 +68,6 @@ def test_the_careless_half_keeps_its_failures_and_the_careful_half_has_skills(gr
     assert careful["rollouts"]["init_args"]["skills"]["init_args"]["bank"] == "shopping_tiny"
 
 
-def test_texts_show_as_many_results_as_the_shop(graph):
-    shown = graph.stage("world_shopping_tiny").config["task"]["init_args"]["shown"]
-    assert parts(graph, "sft_shopping_tiny")[2]["environment"]["init_args"]["topk"] == shown
+def test_texts_show_as_many_results_as_the_shop(shipped):
+    shown = shipped.stage("world_shopping_tiny").config["task"]["init_args"]["shown"]
+    assert parts(shipped, "sft_shopping_tiny")[2]["environment"]["init_args"]["topk"] == shown

@@ -10,7 +10,6 @@ import pytest
 
 from data_modules.datasets.questions import load_tasks
 from data_modules.demonstrations.turn_by_turn import TurnByTurn
-from experiments.registry.project import Project
 from experiments.stages.graph import Graph, closure
 from experiments.worlds.household.build import BuildHousehold
 from experiments.worlds.household.environment import Household
@@ -24,11 +23,6 @@ from rollout.system import RolloutSystem
 
 Arguments = dict[str, Any]
 NAME = re.compile(r"[a-z]+ \d+")
-
-
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory) -> Graph:
-    return Graph(Project(outputs=tmp_path_factory.mktemp("outputs")), "sdar_turns_tiny")
 
 
 def parts(graph: Graph, name: str) -> tuple[Arguments, Arguments, Arguments, Arguments]:
@@ -52,9 +46,11 @@ def differing(one: Arguments, other: Arguments) -> set[str]:
         ("sdar_tiny", "sdar_turns_tiny", {"policy", "reference"}, set()),
     ],
 )
-def test_only_what_is_read_differs_from_one_conversation(graph, conversation, turns, learner, data):
-    ours, theirs = parts(graph, turns), parts(graph, conversation)
-    assert graph.stage(turns).config["model"]["class_path"] == graph.stage(conversation).config["model"]["class_path"]
+def test_only_what_is_read_differs_from_one_conversation(shipped, conversation, turns, learner, data):
+    ours, theirs = parts(shipped, turns), parts(shipped, conversation)
+    assert (
+        shipped.stage(turns).config["model"]["class_path"] == shipped.stage(conversation).config["model"]["class_path"]
+    )
     assert differing(ours[0], theirs[0]) == learner
     assert differing(ours[1], theirs[1]) == data
     assert differing(ours[2], theirs[2]) == {"engine", "max_response_tokens"}
@@ -63,12 +59,12 @@ def test_only_what_is_read_differs_from_one_conversation(graph, conversation, tu
     assert differing(ours[3], theirs[3]) == {"window", "texts"}
 
 
-def test_the_cold_start_is_that_of_the_conversations_after_the_prompts_of_rl(graph):
-    made = graph.stage("turns_household_tiny").config["task"]["init_args"]
-    assert made["trajectories"] == parts(graph, "sft_household_tiny")[1]["trajectories"]
+def test_the_cold_start_is_that_of_the_conversations_after_the_prompts_of_rl(shipped):
+    made = shipped.stage("turns_household_tiny").config["task"]["init_args"]
+    assert made["trajectories"] == parts(shipped, "sft_household_tiny")[1]["trajectories"]
     for name in ("sft_household_turns_tiny", "grpo_household_turns_tiny", "sdar_turns_tiny"):
-        assert "turns_household_tiny" in {stage.name for stage in closure([graph.stage(name)])}
-        assert parts(graph, name)[3] == made["protocol"]["init_args"], "a prompt is the same in all of them"
+        assert "turns_household_tiny" in {stage.name for stage in closure([shipped.stage(name)])}
+        assert parts(shipped, name)[3] == made["protocol"]["init_args"], "a prompt is the same in all of them"
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +88,12 @@ def demonstrations(world, skilled: bool):
 
 
 @pytest.mark.parametrize("skilled", [False, True])
-def test_a_prompt_holds_skills_task_last_steps_and_what_can_be_named(graph, world, tmp_path, skilled):
-    arguments = graph.stage("turns_household_tiny").config["task"]["init_args"]["protocol"]["init_args"]
+def test_a_prompt_holds_skills_task_last_steps_and_what_can_be_named(shipped, world, tmp_path, skilled):
+    arguments = shipped.stage("turns_household_tiny").config["task"]["init_args"]["protocol"]["init_args"]
     protocol = EpisodeProtocol(**{**arguments, "tokenizer": str(world / "tokenizer")})
     save_trajectories(tmp_path / "talks.parquet", demonstrations(world, skilled))
     TurnByTurn([str(tmp_path / "talks.parquet")], protocol).run(tmp_path)
-    room = parts(graph, "sdar_turns_tiny")[2]
+    room = parts(shipped, "sdar_turns_tiny")[2]
     limit = room["engine"]["init_args"]["max_length"] - room["max_turn_tokens"]
     for t in load_trajectories(tmp_path / "trajectories" / "part-00000.parquet"):
         assert bool(t.task.skills) == skilled

@@ -16,12 +16,12 @@ from callbacks.evaluation.statistics import bootstrap_interval
 from callbacks.evaluation.summary import summarize
 from callbacks.evaluation_rows import row_of, save_rows
 from callbacks.training.training_totals import TrainingTotals
-from experiments.registry.columns import COLUMNS, DEFAULT, SCORES, columns_of, known_columns, score_of
+from experiments.registry.columns import COLUMNS, DEFAULT, SCORES, columns_of, known_columns
 from experiments.reports.compare import HISTORY_SCHEMA
 from experiments.reports.question_values import DIGITS, packed, unpacked
 from experiments.reports.report import closing_table, write_results
 from experiments.reports.results import Run, pooled_cell, results_json
-from experiments.reports.results_page import metric_text, number_text, results_page
+from experiments.reports.results_page import results_page
 from rollout.trajectory import Reward
 from tests.callbacks.helpers import EvaluationData, Hands, make_call, make_trajectory
 from tests.callbacks.training.test_training_totals import Batches, batch
@@ -94,12 +94,6 @@ def test_unknown_columns_are_refused_with_the_known_ones():
         with pytest.raises(ValueError, match="unknown column"):
             columns_of([wrong])
     assert set(COLUMNS) < set(known_columns())
-
-
-def test_numbers_read_well():
-    shown = {0.4123: "0.412", 2.824: "2.824", -0.5: "-0.500", 265.13: "265.1", 15360.0: "15,360"}
-    assert {value: number_text(value) for value in shown} == shown
-    assert metric_text({"mean": 0.5, "n": 3}, True) == "0.500" and metric_text(None, True) == "-"
 
 
 def test_closing_table_shows_what_was_chosen(stages):
@@ -192,7 +186,7 @@ def test_the_page_follows_from_its_json(stages, tmp_path):
     assert again(objects) != text
 
 
-@pytest.mark.parametrize("count", [1, 2, 62, 63, 3845])
+@pytest.mark.parametrize("count", [1, 63])
 def test_packed_values_come_back_exactly(count):
     values = [None, *(i / 7 for i in range(count)), 0.0, None, (count - 1) / 7]
     text = packed(values)
@@ -239,14 +233,6 @@ def test_stages_of_earlier_versions_fit_into_the_same_tables(stages, tmp_path):
     assert any(line.startswith("| ARPO - GRPO | 0 | +0.250 [") for line in page.read_text().splitlines())
 
 
-def test_default_columns_give_the_page_of_before(stages, tmp_path):
-    page, _ = write_results("arpo", rows_of(stages), tmp_path, "x")
-    heads = [line for line in page.read_text().splitlines() if line.startswith("| method")]
-    titles = "EM | F1 | source ref. | thinking | hit first | hit any | closed book | searches"
-    assert heads[0] == f"| method | seeds | {titles} |"
-    assert heads[-1] == "| method | seed | EM | n | time | commit |"
-
-
 def test_average_as_the_main_score(stages, tmp_path):
     """Seeds differ in EM here and not in the reward's verdict; the comparison is one of verdicts."""
     columns = ["acc", "average/2", "maj/2", "pass/2", "tool_success", "tool_calls", "turns/weight/1"]
@@ -273,11 +259,6 @@ def test_average_as_the_main_score(stages, tmp_path):
     differences = [cells(line) for line in text.splitlines() if line.startswith("| ARPO - GRPO")]
     assert all(d[2].startswith("+0.250 [") and len(d) == 5 for d in differences)
     assert "Difference in accuracy" in text
-
-
-def test_titles_are_those_of_papers():
-    names = ["average/4", "average/4/pick_two", "pass_first/2", "reward/score"]
-    assert [column.title for column in columns_of(names).values()] == ["avg@4", "pick_two avg@4", *names[2:]]
 
 
 def pooled(runs, name):
@@ -333,10 +314,3 @@ def test_stages_without_the_score_are_not_measured(stages, tmp_path):
     assert json.loads(data.read_text())[1]["mean"] is None
     assert table_of(page.read_text(), "## Test set")[1]["accuracy"] == "-"
     assert "| ARPO - GRPO | 0 | - | - | 0 |" in page.read_text()
-
-
-def test_unknown_scores_are_refused():
-    assert score_of(None) is SCORES["em"] and {s.column for s in SCORES.values()} < set(COLUMNS)
-    for wrong in ("acc", 3, ["em"]):
-        with pytest.raises(ValueError, match="unknown score .*; expected one of em, average"):
-            score_of(wrong)

@@ -120,10 +120,7 @@ def test_dh_is_recorded_as_the_sampler_looks_at_it(context, name):
     ("name", "overrides", "error"),
     [
         ("grpo_words_tiny", (), "has no gates: no teacher"),
-        ("sod_tiny", ("--model.opd_mode", "none"), "has no gates: no teacher"),
-        ("sdar_tiny", ("--model.skills_coef", "0"), "has no gates: no teacher"),
         ("sod_tiny", ("--data.group_size", "1"), "samples no groups"),
-        ("arpo_tiny_lock_step", (), "variant: lock_step.*has no gates"),
     ],
 )
 def test_what_has_no_gates_is_refused(context, name, overrides, error):

@@ -10,12 +10,11 @@ from lightning_modules.advantage_transforms.distillation import MaskAfterError
 from lightning_modules.advantage_transforms.turns import turn_numbers, turns_by_row
 from lightning_modules.algorithms.arpo import ARPO
 from lightning_modules.algorithms.episode_grpo import EpisodeGRPO, GiGPO
-from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.opsd import OPSD
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import LogprobBatch, collate
-from rollout.trajectory import Reward, split_turns
+from rollout.trajectory import split_turns
 from tests.lightning_modules.algorithms.episode_helpers import EpisodeData, episodes
 from tests.lightning_modules.helpers import fit
 
@@ -84,20 +83,6 @@ def test_both_ways_of_training_give_a_turn_the_same_advantage(model_dir):
     assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 
-def test_without_penalties_trajectories_are_compared_as_in_grpo(model_dir):
-    _, rows = rows_of(model_dir, None)
-    ours, _ = advantages(EpisodeGRPO("p", group_statistics="trajectories"), rows)
-    assert torch.allclose(ours, advantages(GRPO("p"), rows)[0], atol=1e-6)
-
-
-def test_order_of_rows_does_not_matter(model_dir):
-    _, rows = rows_of(model_dir, 2)
-    module = GiGPO("p", invalid_coef=0.1)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    (straight, batch), (shuffled, other) = advantages(module, rows), advantages(module, [rows[i] for i in order])
-    assert by_turn(shuffled, [rows[i] for i in order], other) == pytest.approx(by_turn(straight, rows, batch), abs=1e-6)
-
-
 def test_a_turn_knows_its_state_and_what_it_brought(model_dir):
     whole, rows = rows_of(model_dir, 1)
     for turn in turns_by_row(rows):
@@ -107,23 +92,6 @@ def test_a_turn_knows_its_state_and_what_it_brought(model_dir):
         before = episode.task.question if turn.number == 0 else episode.calls[turn.number - 1].result.text
         assert turn.anchor == before
     assert [t.task.question for t in whole[:1]] == ["You are in room 0. Your task is to: reach room 3 (t0)."]
-
-
-def test_gigpo_prefers_the_way_that_is_faster_from_the_same_state(model_dir):
-    """Alone by state: of two turns in room 2, the one that reaches the goal gets more than the one that waits."""
-    whole, rows = rows_of(model_dir, None, n=8)
-    module = GiGPO("p", turn_weight=1.0)
-    both, batch = advantages(module, rows)
-    episode, _ = advantages(EpisodeGRPO("p"), rows)
-    step = by_turn(both - episode, rows, batch)
-    seen = {"go": [], "wait": []}
-    for t in whole:
-        for k, _turn in enumerate(t.turns):
-            state = "start" if k == 0 else t.calls[k - 1].result.text
-            if state == "Room 2." and t.group == "t0":
-                action = t.calls[k].request.arguments["action"]
-                seen["go" if "go" in action else "wait"].append(step[t.group, t.index, k])
-    assert seen["go"] and seen["wait"] and min(seen["go"]) > max(seen["wait"])
 
 
 def test_it_trains_on_both_and_says_how_many_actions_were_invalid(model_dir):
@@ -157,7 +125,7 @@ def test_the_last_batch_can_be_read_episode_by_episode(model_dir):
                 assert shown == pytest.approx([expected[t.group, t.index, k]] * len(shown))
 
 
-@pytest.mark.parametrize("budget", [60, 5000])
+@pytest.mark.parametrize("budget", [60])
 def test_micro_batches_do_not_matter(model_dir, budget):
     whole, protocol = episodes(model_dir, 2)
     module = EpisodeGRPO(
@@ -170,13 +138,6 @@ def test_micro_batches_do_not_matter(model_dir, budget):
     expected = fit(reference, EpisodeData(whole[::-1], protocol)).callback_metrics
     for name in ("train/grad_norm", "train/loss_policy", "train/entropy"):
         assert float(figures[name]) == pytest.approx(float(expected[name]), rel=1e-4, abs=1e-6), name
-
-
-def test_whole_numbers_as_rewards(model_dir):
-    whole, rows = rows_of(model_dir, 2)
-    as_integers = [t.replace(episode=t.episode.replace(reward=Reward(int(t.reward.total)))) for t in rows]
-    module = EpisodeGRPO("p")
-    assert torch.equal(advantages(module, as_integers)[0], advantages(module, rows)[0])
 
 
 def test_divergence_by_turn_is_that_of_the_prompts_that_were_read(model_dir, teacher_dir):
@@ -210,19 +171,6 @@ def test_what_compares_turns_is_refused_before_models_load(model_dir, make):
         make().check_data(EpisodeData(*episodes(model_dir, 1)))
     with pytest.raises(ValueError, match="OPSD does not render; take window: null"):
         OPSD("p").check_data(EpisodeData(*episodes(model_dir, 1)))
-
-
-def test_what_does_not_fit_turns_that_are_rows_says_so(model_dir, teacher_dir):
-    whole, _ = episodes(model_dir, 1)
-    rows = [row for t in whole for row in split_turns(t)]
-    batch = collate(rows)
-    scores = LogprobBatch(torch.zeros_like(batch.mask), torch.zeros_like(batch.mask))
-    sod = SOD("p", "t")
-    with pytest.raises(ValueError, match="window: null"):
-        sod.compute_advantages(rows, batch, scores)
-    with pytest.raises(ValueError, match="window: null"):
-        ARPO("p", "hard").compute_advantages(rows, batch, scores)
-    assert SOD("p", "t", opd_mode="uniform").compute_advantages(rows, batch, scores) is not None
 
 
 WRONG = [

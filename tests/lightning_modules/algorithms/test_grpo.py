@@ -96,41 +96,6 @@ def test_the_loss_and_its_gradient_against_a_slow_form(aggregation, options):
             assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_each_option_of_the_loss_has_an_effect():
-    rows = groups()
-    batch = collate(rows)
-    scores, outputs = random_scores(batch), random_outputs(batch)
-
-    def value(**options):
-        module = GRPO("p", **options)
-        return (mean_loss(module, rows, batch, scores, outputs)).item()
-
-    switches = [
-        {}, {"aggregation": "sequence_mean"}, {"dual_clip": 1.1}, {"clip_low": 0.1}, {"clip_high": 0.5},
-        {"importance_cap": 1.0}, {"importance_cap": 3.0}, {"entropy_coef": 0.01}, {"advantage": "centred"},
-        {"advantage": "leave_one_out"}, {"advantage": "global"}, {"kl_coef": 0.1, "reference": "r"},
-        {"kl_coef": 0.1, "reference": "r", "reference_kl_estimator": "k2"},
-    ]  # fmt: skip
-    values = [round(value(**s), 6) for s in switches]
-    assert len(set(values)) == len(values), values
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_padding_weighs_nothing(aggregation):
-    module = GRPO("p", aggregation=aggregation, importance_cap=2.0, kl_coef=0.1, reference="r")
-    rows = groups()
-    batch = collate(rows)
-    scores, outputs = random_scores(batch), random_outputs(batch)
-    wide, wide_scores = pad(batch), pad(scores)
-    wide_outputs = PolicyOutputs(
-        *(torch.nn.functional.pad(x, (0, 5)) for x in (outputs.logprobs, outputs.entropy)), None
-    )
-    sums = [
-        mean_loss(module, rows, b, s, o) for o, b, s in ((outputs, batch, scores), (wide_outputs, wide, wide_scores))
-    ]
-    assert sums[0].item() == pytest.approx(sums[1].item(), rel=1e-6)
-
-
 def pad(rows: RowTensors):
     import dataclasses
 
@@ -260,16 +225,6 @@ def test_the_first_loss_is_the_mean_over_sequences_of_their_means(model_dir, tea
     assert "train/discarded_groups" not in figures
 
 
-def test_what_was_rewarded_becomes_likelier(model_dir):
-    rows = make_group(random.Random(3), "q", [1, 0, 0, 1])
-    batch = collate(rows)
-    module = GRPO(str(model_dir), lr=1e-3, num_mini_batches=1)
-    before = token_logprobs(load_causal_lm(str(model_dir)), batch).logprobs.sum(1).detach()
-    fit(module, [rows] * 3)
-    moved = (token_logprobs(module.policy, batch).logprobs.sum(1) - before).tolist()
-    assert min(moved[0], moved[3]) > 0 > max(moved[1], moved[2])
-
-
 def test_without_a_kl_no_reference_is_loaded(model_dir, teacher_dir):
     """Not even looked for; nor is there a critic."""
     module = GRPO(str(model_dir), reference="/nowhere/at/all")
@@ -282,20 +237,7 @@ def test_without_a_kl_no_reference_is_loaded(model_dir, teacher_dir):
         train(GRPO(str(model_dir), reference="/nowhere/at/all", kl_coef=0.1), [groups()])
 
 
-def test_failures_are_in_no_group(model_dir):
-    """The survivor of a group learns nothing; the others' advantages are among themselves."""
-    rows = groups()
-    failed = {6, 8}
-    broken = [t.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None) if i in failed else t
-              for i, t in enumerate(rows)]  # fmt: skip
-    left = [t for i, t in enumerate(rows) if i not in failed]
-    a, figures_a = train(GRPO(str(model_dir), lr=1e-3, num_mini_batches=1), [broken])
-    b, figures_b = train(GRPO(str(model_dir), lr=1e-3, num_mini_batches=1), [left])
-    assert largest_difference(a, b) == 0.0 and figures_a == figures_b
-    assert figures_a["train/zero_variance_groups"] == pytest.approx(2 / 3)
-
-
-@pytest.mark.parametrize("num_mini_batches", [1, 2])
+@pytest.mark.parametrize("num_mini_batches", [2])
 def test_a_failed_member_changes_neither_mean_nor_spread_nor_any_figure(model_dir, num_mini_batches):
     """Even one that was rewarded before its service failed, and however many calls it had made."""
     rows = make_group(random.Random(0), "q1", [1, 0, 0, 1, 1]) + make_group(random.Random(1), "q2", [0.2, 0.8, 0.2])
@@ -316,14 +258,6 @@ def test_a_failed_member_changes_neither_mean_nor_spread_nor_any_figure(model_di
     quiet = [*rows[:4], rows[4].replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None), *rows[5:]]
     other_weights, other_figures = train(GRPO(str(model_dir), lr=1e-3, num_mini_batches=num_mini_batches), [quiet])
     assert figures == other_figures and largest_difference(weights, other_weights) == 0.0
-
-
-def test_nothing_but_constant_groups_moves_nothing(model_dir):
-    start, _ = train(GRPO(str(model_dir), lr=0.0, weight_decay=0.0), [groups()])
-    rows = make_group(random.Random(0), "q", [0.1] * 5)
-    after, figures = train(GRPO(str(model_dir), lr=1e-2, weight_decay=0.0), [rows])
-    assert largest_difference(start, after) == 0.0
-    assert figures["train/zero_variance_groups"] == 1.0 and figures["train/advantage_abs"] == 0.0
 
 
 def test_groups_thrown_away_by_the_data_module_are_logged(model_dir):

@@ -143,13 +143,6 @@ def test_a_task_without_something_to_tell_is_named_before_a_model_is_loaded(prot
             train(OPSD("/nowhere", privilege), Data(protocol, tasks))
 
 
-def test_what_to_do_about_programs_is_told():
-    with pytest.raises(ValueError, match=r"leave programs out by data option abilities: \[math, choice\]"):
-        PrivilegedPrompts().privileged(dataclasses.replace(TASKS[0], golden_answers=()))
-    with pytest.raises(ValueError, match="take files that have one, or tell"):
-        PrivilegedPrompts("hint").privileged(dataclasses.replace(TASKS[0], metadata={}))
-
-
 def test_a_hint_that_quotes_a_control_token_is_refused_before_a_model_is_loaded(tmp_path):
     protocol = HermesProtocol(chat_model(tmp_path, "qwen3"))
     tasks = [TASKS[0], dataclasses.replace(TASKS[1], metadata={"hint": "write <|im_end|>"})]

@@ -11,7 +11,6 @@ from lightning_modules.advantage_transforms.distillation import weigh_turns
 from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.batch import LogprobBatch, collate
-from lightning_modules.maths.divergences import reverse_kl
 from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.training import optimisation
 from rollout.trajectory import Reward, StopReason
@@ -139,39 +138,8 @@ def test_teacher_equal_to_the_student_is_plain_ppo(model_dir):
     assert largest_difference(strip, plain) < 1e-6
 
 
-# ---------------------------------------------------------------------- acceptance test 4
-def test_wrong_rows_move_the_student_towards_the_teacher(model_dir, teacher_dir):
-    """One-token answers sampled from the student, all of them wrong: what is learnt is the teacher's preference."""
-    rows = one_token_rows(model_dir, 160)
-    before, after, idle = (
-        distance_to_teacher(model_dir, teacher_dir, rows, **options)
-        for options in ({"lr": 0.0}, {"lr": 2e-3}, {"lr": 2e-3, "kl_coef": 0.0})
-    )
-    assert after < before - 0.01
-    assert abs(idle - before) < 0.1 * (before - after)  # no teacher, no reward, no value: no signal
-
-
-def one_token_rows(model_dir, n):
-    row = make_trajectory(random.Random(0), 0, em=0.0, spans=[1])
-    with torch.no_grad():
-        logits = load_causal_lm(str(model_dir))(input_ids=torch.tensor([row.prompt_ids])).logits[0, -1]
-    tokens = torch.multinomial(logits.softmax(-1), n, replacement=True, generator=torch.Generator().manual_seed(0))
-    return [row.replace(response_ids=(int(t),), group=str(i)) for i, t in enumerate(tokens)]
-
-
-def distance_to_teacher(model_dir, teacher_dir, rows, **options):
-    """KL(student || teacher) at the answer after four updates on the same rows."""
-    settings = {"num_mini_batches": 1, "entropy_coef": 0.0, "kl_coef": 1.0, "weight_decay": 0.0, **options}
-    module = DGPO(str(model_dir), str(teacher_dir), critic_lr=0.0, **settings)
-    fit(module, [rows] * 4)
-    ids = torch.tensor([rows[0].prompt_ids])
-    with torch.no_grad():
-        student, teacher = (m(input_ids=ids).logits[0, -1:] for m in (module.policy, load_causal_lm(str(teacher_dir))))
-        return float(reverse_kl(student, teacher))
-
-
 # ---------------------------------------------------------------------- the shared module
-@pytest.mark.parametrize("kl", [{"kl_in": "reward"}, {"kl_in": "loss", "kl_estimator": "k3"}, {"as_released": True}])
+@pytest.mark.parametrize("kl", [{"kl_in": "loss", "kl_estimator": "k3"}, {"as_released": True}])
 def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, kl):
     rows = make_trajectories(7)
     common = {"num_mini_batches": 1, "epochs": 2, "kl_coef": 0.1, **kl}
@@ -205,17 +173,6 @@ def test_global_step_counts_iterations_not_optimiser_steps(model_dir, teacher_di
     _, _, trainer = train(module, [make_trajectories(6)] * 4, max_steps=3)
     assert trainer.global_step == 3
     assert module.optimizers().state[next(module.policy.parameters())]["step"] == 18
-
-
-def test_more_mini_batches_than_trajectories_and_failures_only(model_dir, teacher_dir):
-    few, *_ = train(dgpo(model_dir, teacher_dir, num_mini_batches=4), [make_trajectories(2)])
-    assert all(torch.isfinite(v).all() for v in few.values())
-    failed = [t.replace(stop_reason=StopReason.INFRASTRUCTURE) for t in make_trajectories(3)]
-    none, figures, trainer = train(dgpo(model_dir, teacher_dir, weight_decay=0.0), [failed])
-    untouched, *_ = train(dgpo(model_dir, teacher_dir, lr=0.0, critic_lr=0.0))
-    assert trainer.global_step == 1
-    assert largest_difference(none, untouched) == 0.0
-    assert "train/reward" not in figures
 
 
 def test_failed_trajectories_are_in_no_figure_and_no_gradient(model_dir, teacher_dir):
@@ -273,20 +230,6 @@ def test_separate_learning_rates_and_warmups(model_dir):
     fit(module, [make_trajectories(2)] * 5)
     expected = [(0.25, 1.0), (0.5, 2.0), (0.75, 2.0), (1.0, 2.0), (1.0, 2.0)]
     assert [rate for pair in seen for rate in pair] == pytest.approx([rate for pair in expected for rate in pair])
-
-
-def test_dgpo_runs_with_a_teacher_of_another_vocabulary(model_dir, teacher_dir):
-    """Only log-probs of sampled tokens are compared, so extra rows of the teacher need no cut."""
-    module = dgpo(model_dir, teacher_dir)
-    build = module.build_models
-
-    def build_and_grow():
-        build()
-        module.reference.resize_token_embeddings(416)
-
-    module.build_models = build_and_grow
-    weights, *_ = train(module)
-    assert all(torch.isfinite(v).all() for v in weights.values())
 
 
 def test_refusals(model_dir):
@@ -351,8 +294,6 @@ def test_a_failure_moves_no_other_trajectory_to_another_step(model_dir, teacher_
     ("sampling", "message"),
     [
         ({"temperature": 0.7}, "sampled at temperature 0.7"),
-        ({"top_p": 0.9}, "top_p 0.9"),
-        ({"top_k": 5}, "top_k 5"),
         ({"repetition_penalty": 1.1}, "repetition_penalty 1.1"),
     ],
 )

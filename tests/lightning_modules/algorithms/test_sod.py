@@ -10,29 +10,18 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_modules.advantage_transforms.distillation import (
-    AdvantageGate,
-    Distillation,
-    DivergenceRatio,
-    IncorrectOnly,
-)
-from lightning_modules.algorithms.grpo import GRPO, LossInputs
+from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.sod import SOD
-from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate, tensors_BT
+from lightning_modules.batch import LogprobBatch, collate, tensors_BT
 from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.training import optimisation
 from rollout.trajectory import (
     Action,
     ActionKind,
     CallOutcome,
-    Reward,
-    StopReason,
-    Task,
     ToolCall,
     ToolRequest,
     ToolResult,
-    Trajectory,
-    Turn,
 )
 from tests.lightning_modules.helpers import fit, make_group
 
@@ -126,17 +115,6 @@ def test_weights_of_a_batch_do_not_depend_on_order_or_padding():
     assert torch.equal(half.advantages, whole.advantages[:4, : half.advantages.shape[1]]), "weights are a row's own"
 
 
-def test_adjacent_turns_are_two_steps():
-    t = groups()[0]
-    turns = (Turn(0, 2, Action(ActionKind.CALL), "stop", 0, 2), Turn(2, 5, Action(ActionKind.CALL), "stop", 0, 5))
-    t = t.replace(response_ids=t.response_ids[:5], loss_mask=(1,) * 5, logprobs=(-1.0,) * 5, turns=turns, calls=())
-    start = len(t.prompt_ids)
-    teacher = torch.zeros(1, start + 5)
-    teacher[0, start : start + 2], teacher[0, start + 2 :] = 0.5, -1.0  # d_1 .5, d_2 1
-    inputs, _, _ = computed([t], LogprobBatch(torch.zeros_like(teacher), teacher), use_grpo=False)
-    assert inputs.opd_weights[0, start:].tolist() == pytest.approx([1, 1, 0.5, 0.5, 0.5], abs=1e-4)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"delta": 0.5}, {"delta": None}, {"weight_floor": 0.9}, {"reference_turn": "batch_median"}, {"adv_clamp": 0.2},
@@ -146,12 +124,6 @@ def test_adjacent_turns_are_two_steps():
 def test_each_option_has_an_effect(options):
     rows = groups()
     assert (computed(rows)[0].advantages - computed(rows, **options)[0].advantages).abs().max() > 1e-3
-
-
-def test_no_bound_is_a_very_high_bound():
-    rows = groups()
-    free, high = (computed(rows, delta=delta)[0].advantages for delta in (None, 1e6))
-    assert torch.equal(free, high)
 
 
 def test_clamping_bounds_the_signal_and_not_the_weights():
@@ -178,14 +150,6 @@ def test_what_models_say_of_tool_results_is_in_no_sum():
         assert torch.equal(getattr(quiet, name), getattr(noisy, name))
 
 
-def test_the_least_log_ratio_is_of_sampled_tokens():
-    rows = groups()
-    batch = collate(rows)
-    _, _, module = computed(rows, LogprobBatch(-1.0 * batch.mask, -0.5 * batch.mask))
-    found = module.metrics.reduce()
-    assert found["train/opd_log_ratio_min"] == found["train/opd_log_ratio"] == 0.5
-
-
 def test_a_batch_of_nothing():
     inputs, _, module = computed([])
     assert inputs.advantages.shape == (0, 1)
@@ -208,94 +172,8 @@ def test_extremes_are_those_of_sampled_tokens():
 V, LENGTH = 3, 3
 
 
-def toy_trajectories():
-    """Every response of three sampled tokens in two turns with a tool's result between: y0 | o | y1 y2."""
-    turns = (Turn(0, 1, Action(ActionKind.CALL), "stop", 0, 2), Turn(2, 4, Action(ActionKind.ANSWER), "stop", 0, 4))
-    common = {"task": Task("0", "?", ("a",), "test"), "prompt_ids": (0,), "loss_mask": (1, 0, 1, 1),
-              "logprobs": (-1.0, 0.0, -1.0, -1.0), "turns": turns, "calls": (), "stop_reason": StopReason.ANSWER,
-              "group": "g", "reward": Reward(0.0)}  # fmt: skip
-    sequences = list(itertools.product(range(V), repeat=LENGTH))
-    rows = [Trajectory(response_ids=(a, 9, b, c), index=i, **common) for i, (a, b, c) in enumerate(sequences)]
-    return rows, sequences
-
-
 def prefixes():
     return [s for n in range(LENGTH) for s in itertools.product(range(V), repeat=n)]
-
-
-def toy_logprobs(table, sequences):
-    """[B, 5] aligned with positions of the trajectories above; one distribution per prefix."""
-    number = {s: i for i, s in enumerate(prefixes())}
-    logprobs = table.log_softmax(-1)
-    columns = [torch.stack([logprobs[number[s[:n]], s[n]] for s in sequences]) for n in range(LENGTH)]
-    zero = torch.zeros_like(columns[0])
-    return torch.stack([zero, columns[0], zero, columns[1], columns[2]], 1)
-
-
-@pytest.fixture
-def toy():
-    generator = torch.Generator().manual_seed(0)
-    student, teacher = (torch.randn(len(prefixes()), V, generator=generator) for _ in range(2))
-    rows, sequences = toy_trajectories()
-    student.requires_grad_()
-    s, t = toy_logprobs(student, sequences), toy_logprobs(teacher, sequences)
-    probabilities = s.detach().sum(1).exp()
-    assert float(probabilities.sum()) == pytest.approx(1.0, abs=1e-5)
-    return SimpleNamespace(student=student, teacher=teacher, rows=rows, s=s, t=t, probabilities=probabilities)
-
-
-def reverse_kl_gradient(toy):
-    """Of sum over prefixes of P(prefix) KL(student || teacher at the prefix), P held fixed: exact, over all tokens."""
-    _, sequences = toy_trajectories()
-    log_p, log_q = toy.student.log_softmax(-1), toy.teacher.log_softmax(-1)
-    visits = torch.zeros(len(prefixes()))
-    for i, prefix in enumerate(prefixes()):
-        visits[i] = sum(p for s, p in zip(sequences, toy.probabilities, strict=True) if s[: len(prefix)] == prefix)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-    return torch.autograd.grad((visits * kl).sum(), toy.student)[0]
-
-
-def test_the_expected_gradient_is_that_of_the_reverse_kl(toy):
-    batch = collate(toy.rows)
-    module = SOD("p", "t", opd_mode="uniform", use_grpo=False)
-    scores = LogprobBatch(toy.s.detach(), toy.t)
-    inputs, weights = module.compute_advantages(toy.rows, batch, scores), module.token_weights(batch, scores)
-    losses = [
-        module.loss(
-            PolicyOutputs(toy.s[[i]], torch.zeros(1, 5), None),
-            batch.rows([i], 5),
-            inputs.rows([i], 5),
-            weights.rows([i], 5),
-        )["policy"]
-        for i in range(len(toy.rows))
-    ]
-    (gradient,) = torch.autograd.grad((torch.stack(losses) * toy.probabilities).sum(), toy.student, retain_graph=True)
-    truth = reverse_kl_gradient(toy)
-    assert truth.norm() > 0.3 and (gradient - truth).abs().max() < 1e-6
-
-
-def test_the_sampled_log_ratio_differentiated_itself_has_no_mean_gradient(toy):
-    """Why the signal is an advantage: eq. 9 taken literally teaches nothing."""
-    literal = ((toy.s - toy.t).sum(1) * toy.probabilities).sum()
-    (gradient,) = torch.autograd.grad(literal, toy.student, retain_graph=True)
-    assert gradient.norm() < 1e-6 < 0.3 < reverse_kl_gradient(toy).norm()
-    squared = (0.5 * (toy.s - toy.t).square().sum(1) * toy.probabilities).sum()  # k2 would do, too
-    (gradient,) = torch.autograd.grad(squared, toy.student)
-    assert (gradient - reverse_kl_gradient(toy)).abs().max() < 1e-6
-
-
-def test_clipping_takes_the_gradient_where_it_should():
-    """Checklist 3: (advantage, ratio) to gradient of the loss in the log-prob; released bounds .8, 1.28 and 3."""
-    cases = [(1, 1.3, 0), (1, 1.2, -1.2), (1, 0.5, -0.5), (-1, 0.7, 0), (-1, 0.9, 0.9), (-1, 2.5, 2.5), (-1, 3.1, 0)]
-    advantages, ratios, expected = (torch.tensor([list(map(float, x))]) for x in zip(*cases, strict=True))
-    logprobs = ratios.log().requires_grad_()
-    batch = dataclasses.replace(collate(toy_trajectories()[0][:1]), mask=torch.ones(1, 7))
-    inputs = LossInputs(advantages, torch.zeros(1, 7), transforms=(None,))
-    module = SOD("p", "t", clip_high=0.28)
-    weights = module.token_weights(batch, LogprobBatch(torch.zeros(1, 7)))
-    loss = module.loss(PolicyOutputs(logprobs, torch.zeros(1, 7), None), batch, inputs, weights)["policy"]
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert gradient[0].tolist() == pytest.approx(expected[0].tolist(), abs=1e-5)
 
 
 # ---------------------------------------------------------------------- with real models
@@ -313,7 +191,7 @@ def largest_difference(a, b):
 COMMON = {"lr": 1e-3, "epochs": 2, "clip_high": 0.28}
 
 
-@pytest.mark.parametrize("mode", ["divergence_ratio", "uniform"])
+@pytest.mark.parametrize("mode", ["divergence_ratio"])
 def test_a_teacher_that_is_the_student_changes_nothing(model_dir, mode):
     plain, figures = train(GRPO(str(model_dir), **COMMON), [groups()])
     taught, other = train(SOD(str(model_dir), str(model_dir), opd_mode=mode, **COMMON), [groups()])
@@ -329,26 +207,6 @@ def test_without_distillation_it_is_grpo_and_no_teacher_is_looked_for(model_dir,
     module = SOD(str(model_dir), "/nowhere/at/all", **off, **COMMON)
     same, other = train(module, [groups()] * 2)
     assert largest_difference(plain, same) == 0.0 and figures == other and module.teacher is None
-
-
-def test_the_share_of_capped_turns_is_that_of_the_turn_weights_alone():
-    """Whatever they are multiplied by: here by 0 for right trajectories, and by less than 1."""
-    rows, capped = groups(), []
-    batch = collate(rows)
-    for others in ([], [IncorrectOnly()], [AdvantageGate()]):
-        module = GRPO("p", advantage_transforms=[Distillation("t", weights=[DivergenceRatio(), *others])])
-        module.compute_advantages(rows, batch, random_scores(batch))
-        capped.append(module.metrics.reduce()["train/opd_weight_capped"])
-    assert 0 < capped[0] < 1 and capped[1:] == capped[:1] * 2
-
-
-def test_with_a_teacher_it_is_not(model_dir, teacher_dir):
-    plain, _ = train(GRPO(str(model_dir), **COMMON), [groups()])
-    seen = [plain]
-    for options in ({}, {"opd_mode": "uniform"}, {"use_grpo": False}):
-        weights, _ = train(SOD(str(model_dir), str(teacher_dir), **options, **COMMON), [groups()])
-        assert all(largest_difference(weights, other) > 1e-5 for other in seen)
-        seen.append(weights)
 
 
 def test_figures_and_pages_from_the_models_own_words(model_dir, teacher_dir):
@@ -386,9 +244,11 @@ def test_figures_and_pages_from_the_models_own_words(model_dir, teacher_dir):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reference_turn": "batch_median", "adv_clamp": 0.5, "aggregation": "sequence_mean"},
-     {"opd_mode": "gated", "beta_max": 1.0}, {"opd_mode": "decay_after_error"}],
-)  # fmt: skip
+    [
+        {"reference_turn": "batch_median", "adv_clamp": 0.5, "aggregation": "sequence_mean"},
+        {"opd_mode": "gated", "beta_max": 1.0},
+    ],
+)
 def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, options):
     common = {"lr": 1e-3, "num_mini_batches": 1, "epochs": 3, **options}
     rows = groups()
@@ -466,19 +326,12 @@ def test_the_ratio_divides_by_the_sampler_where_asked(teacher):
         ({"teacher": None}, "opd_mode is divergence_ratio, but there is no teacher; name one, or take opd_mode: none"),
         ({"opd_mode": "all"}, "opd_mode is 'all'; expected one of none, uniform"),
         ({"opd_mode": "gated", "beta_min": 0.2}, r"beta_min is 0.2; expected 0 to beta_max \(0.1\)"),
-        ({"opd_mode": "gated", "use_grpo": False}, "AdvantageGate.* weighs by the group advantage"),
         ({"opd_mode": "none", "use_grpo": False}, "nothing to learn"),
-        ({"opd_coef": 0.0, "use_grpo": False}, "nothing to learn"),
-        ({"ratio_denominator": "sampler", "importance_cap": 2.0}, "importance_cap corrects for the sampler"),
         (
             {"opd_mode": "uniform", "delta": None},
             "delta has no effect with opd_mode uniform; it belongs to divergence_ratio",
         ),
-        ({"decay": 0.5}, "decay has no effect with opd_mode divergence_ratio"),
-        ({"opd_mode": "uniform", "epsilon": 1.0}, "epsilon has no effect with opd_mode uniform"),
-        ({"opd_mode": "none", "delta": 0.5}, "delta has no effect with opd_mode none"),
         ({"opd_coef": 0.0, "delta": 0.5, "adv_clamp": 5.0}, "adv_clamp, delta: no effect with opd_coef 0"),
-        ({"opd_mode": "none", "epsilon": 1.0, "teacher": None}, "epsilon has no effect"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):

@@ -68,31 +68,11 @@ def test_sft_is_kd_without_divergence(model_dir, teacher_dir):
     assert largest_difference(sft, kd) < 1e-6
 
 
-def test_infrastructure_failures_are_left_out(model_dir):
-    rows = make_trajectories(6)
-    broken = rows[0].replace(stop_reason=StopReason.INFRASTRUCTURE)
-    with_failure, *_ = train(SFT(str(model_dir)), [[broken, *rows[1:]]])
-    without, *_ = train(SFT(str(model_dir)), [rows[1:]])
-    assert largest_difference(with_failure, without) == 0.0
-
-
 def test_a_batch_of_failures_moves_nothing(model_dir):
     rows = [t.replace(stop_reason=StopReason.INFRASTRUCTURE) for t in make_trajectories(2)]
     weights, *_ = train(SFT(str(model_dir), weight_decay=0.0), [rows])
     start = dict(named_weights(load_causal_lm(str(model_dir))))
     assert largest_difference(weights, start) == 0.0
-
-
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "tvd"])
-def test_every_divergence_brings_the_student_closer(model_dir, teacher_dir, divergence):
-    module = ColdStartKD(
-        str(model_dir), str(teacher_dir), divergence=divergence, ce_coef=0.0, schedule="constant", lr=3e-3
-    )
-    rows, seen = make_trajectories(4), []
-    module.log_dict = lambda figures, **_: seen.append(figures)
-    fit(module, [rows] * 6)
-    assert seen[-1]["train/divergence"] < 0.9 * seen[0]["train/divergence"]
-    assert seen[-1]["train/kl"] < seen[0]["train/kl"]
 
 
 def test_taid_by_hand(model_dir, teacher_dir):

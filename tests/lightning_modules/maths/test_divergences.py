@@ -56,24 +56,6 @@ def test_against_plain_sums(name, logits):
     assert values.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_zero_and_no_gradient_at_the_teacher(name, logits):
-    student, _ = logits
-    values = make_divergence(name, beta=0.3)(student, student.detach().clone())
-    values.sum().backward()
-    assert values.abs().max() < 1e-6
-    assert student.grad.abs().max() < 1e-6
-
-
-def test_gradient_of_forward_kl_is_that_of_the_soft_cross_entropy(logits):
-    student, teacher = logits
-    (kl_grad,) = torch.autograd.grad(forward_kl(student, teacher).sum(), student)
-    soft = -(teacher.softmax(-1) * student.log_softmax(-1)).sum()
-    (ce_grad,) = torch.autograd.grad(soft, student)
-    assert torch.allclose(kl_grad, ce_grad, atol=1e-6)
-    assert torch.allclose(kl_grad, student.softmax(-1) - teacher.softmax(-1), atol=1e-6)
-
-
 def test_endpoints(logits):
     student, teacher = logits
     assert torch.equal(jsd(student, teacher, 0.0), forward_kl(student, teacher))
@@ -95,7 +77,7 @@ def test_impossible_tokens_are_no_nan(logits):
         assert torch.isfinite(grad).all(), name
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "taid"])
+@pytest.mark.parametrize("name", ["jsd", "taid"])
 def test_the_kl_for_the_log_shares_the_loss_s_softmax(name, logits):
     student, teacher = (x.detach().float() for x in logits)
     divergence = partial(taid, t=0.3) if name == "taid" else make_divergence(name, beta=0.3)
@@ -149,22 +131,6 @@ def test_estimators_by_hand():
     assert sampled_kl(student, teacher + 90, "k3").tolist() == [10.0, 10.0]
     with pytest.raises(ValueError, match="low_var_rkl"):
         sampled_kl(student, teacher, "low_var_rkl")
-
-
-def test_estimators_estimate_kl_student_teacher(logits):
-    """Expectations under the student, exactly, over the vocabulary."""
-    student, teacher = (0.3 * x for x in logits)  # close enough that k3 is nowhere clamped
-    p, log_p, log_q = student.softmax(-1), student.log_softmax(-1), teacher.log_softmax(-1)
-    exact = reverse_kl(student, teacher)
-    for estimator in ("k1", "k3"):
-        mean = (p * sampled_kl(log_p, log_q, estimator)).sum(-1)
-        assert torch.allclose(mean.float(), exact, rtol=1e-4), estimator
-    # k2's gradient, sampled tokens held fixed, is the KL's; k1's is zero in expectation
-    (exact_grad,) = torch.autograd.grad(exact.sum(), student, retain_graph=True)
-    for estimator, expected in (("k2", exact_grad), ("k1", torch.zeros_like(exact_grad))):
-        mean = (p.detach() * sampled_kl(log_p, log_q, estimator)).sum()
-        (grad,) = torch.autograd.grad(mean, student, retain_graph=True)
-        assert torch.allclose(grad, expected, atol=1e-5), estimator
 
 
 def test_unknown_names_and_ranges():

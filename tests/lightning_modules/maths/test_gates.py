@@ -93,8 +93,8 @@ def random_turns(rng):
     return turn_index(mask)
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("parts", [1, 3, 7, 10])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("parts", [1, 7])
 def test_parts_of_turns_against_a_slow_loop(seed, parts):
     turns = random_turns(random.Random(seed))
     assert turn_parts(turns, parts).tolist() == slow_parts(turns.tolist(), parts)
@@ -109,20 +109,7 @@ def test_parts_where_a_row_is_one_turn_and_where_there_is_none():
     assert turn_parts(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3)
 
 
-def test_figures_by_hand():
-    turns = torch.tensor([[0, 1, 1, 2, 0], [0, 3, 3, 0, 0]])
-    gap = torch.tensor([[9.0, 0.5, -1.0, -0.5, 9.0], [9.0, -2.0, -3.0, 9.0, 9.0]])
-    gates = torch.tensor([[9.0, 0.9, 0.2, 0.4, 9.0], [9.0, 0.5, 0.1, 9.0, 9.0]])
-    figures = {k: (s.item(), n.item()) for k, (s, n) in gate_metrics(gap, gates, turns, 3, 2).items()}
-    assert figures["gap"] == pytest.approx((-6.0, 5)) and figures["gate"] == pytest.approx((2.1, 5))
-    assert figures["gate_active"] == (1, 5), "0.5 is not above 0.5"
-    assert figures["gap/part1"] == pytest.approx((-1.5, 2)) and figures["gap/part3"] == pytest.approx((-4.0, 2))
-    assert figures["gap/part2"] == pytest.approx((-0.5, 1)), "a turn of one token is all middle"
-    assert figures["gate/turn1"] == pytest.approx((1.1, 2)) and figures["gate/turn2"] == pytest.approx((0.4, 1))
-    assert figures["gate/later"] == pytest.approx((0.6, 2)) and "gate/turn3" not in figures
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_figures_against_a_slow_loop(seed):
     rng = random.Random(seed)
     turns, parts, shown = random_turns(rng), rng.randint(1, 10), rng.randint(1, 4)

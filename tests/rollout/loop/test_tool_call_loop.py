@@ -151,11 +151,6 @@ def test_the_final_turn_may_not_call(protocol):
     assert trajectory.turns[-1].observation_end == trajectory.turns[-1].end
 
 
-def test_nothing_boxed_ends_the_trajectory_without_an_answer(protocol):
-    trajectory, _ = play(protocol, ["I do not know." + protocol.chat.end])
-    assert (trajectory.stop_reason, trajectory.answer, len(trajectory.turns)) == (StopReason.ANSWER, None, 1)
-
-
 def test_an_unknown_tool_is_refused_and_said_so(protocol):
     end = protocol.chat.end
     unknown = call(protocol, "1").replace("code_interpreter", "calculator")

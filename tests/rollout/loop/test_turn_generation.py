@@ -12,7 +12,7 @@ from rollout.loop.agent_loop import AgentLoop, Budgets, Request
 from rollout.samplers.base import NO_HOOKS, EntropyProbe, Hooks
 from rollout.tools.search import SearchTool
 from rollout.trajectory import ActionKind, StopReason
-from tests.rollout.scripted import ENGINE_DEAD, EOS, TASK, ToyRetriever, in_turn, search_then_answer
+from tests.rollout.scripted import ENGINE_DEAD, TASK, ToyRetriever, in_turn, search_then_answer
 from tests.rollout.scripted_engine import ScriptedEngine
 
 SAMPLING = SamplingParams(max_new_tokens=500)
@@ -63,16 +63,6 @@ def test_a_look_changes_nothing(protocol, k):
         assert len(opening.top_logprobs) == len(opening.token_ids)
 
 
-def test_a_stop_string_across_the_boundary_ends_the_turn(protocol):
-    """The engine is asked for "rch> ..." by itself and sees no stop string there."""
-    opening = protocol.tokenizer.encode("<think> birthplace </think>\n<search> Mira </sea")
-    ending = protocol.tokenizer.encode("rch>")
-    reply = [*opening, *ending, *protocol.tokenizer.encode(" and so on")]
-    plain = run(make_loop(protocol, in_turn(reply, "<answer> x </answer>")))
-    looked = run(make_loop(protocol, in_turn(reply, "<answer> x </answer>")), looking(len(opening)))
-    assert plain.turns[0].end == len(opening) + len(ending) and content(looked) == content(plain)
-
-
 @pytest.mark.parametrize("budget", ["max_turn_tokens", "max_response_tokens"])
 @pytest.mark.parametrize("tokens", range(1, 40, 4))
 def test_a_look_changes_no_budget(protocol, budget, tokens):
@@ -116,14 +106,6 @@ def test_a_sampler_chooses_how_to_look_at_each_turn(protocol):
     assert seen == [(0, 0, plain.response_ids[: plain.turns[0].end])]
     assert [turn.entropy is None for turn in looked.turns] == [False, True]
     assert [r.sampling.top_logprobs for r in loop.engine.requests] == [10, 0]
-
-
-def test_a_turn_that_ends_in_its_opening_is_one_request(protocol):
-    for text in (f"I do not know{EOS}", "<answer> x </answer>"):
-        loop = make_loop(protocol, in_turn(text, "<answer> y </answer>"), max_turns=1)
-        tokens = len(protocol.tokenizer.encode(text))
-        trajectory = run(loop, looking(tokens))
-        assert len(loop.engine.requests) == len(trajectory.turns)
 
 
 def test_an_engine_that_dies_after_the_look_leaves_what_was_sampled(protocol):

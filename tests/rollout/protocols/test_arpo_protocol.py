@@ -4,7 +4,6 @@ import pytest
 
 from rollout.protocols.arpo_tags import CORRECTION, ARPOProtocol
 from rollout.protocols.base import PromptMode
-from rollout.tags import boxed
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
 from tests.rollout.scripted import TASK
 
@@ -24,23 +23,13 @@ def arpo(model_dir):
         ("<python> x = '<search>' </python>\n", ("python", {"code": "x = '<search>'"})),
         ("<think> I could write <search> a </think> <search> b </search>", ("search", {"query": "b"})),
         ("<search></search>", ("search", {"query": ""})),
-        # the answer of a turn that calls a tool is not final
-        (r"<answer> \boxed{7} </answer> <search> q </search>", ("search", {"query": "q"})),
-        # a closing tag without its opening one; what follows the first closing tag is not there in a rollout
         ("well </search>", "</search> without <search>"),
-        ("<python> 1 </search>", "</search> without <search>"),
-        # answers
         (r"<answer> The final answer is \[ \boxed{12} \] </answer><|im_end|>", "= 12"),
         (r"<answer>\boxed{\frac{1}{2}}</answer>", r"= \frac{1}{2}"),
-        (r"<answer>\boxed{1}, no: \boxed{2}</answer>", "= 2"),
         (r"<answer>\boxed{\text{Grey Harbor}}</answer>", "= Grey Harbor"),
-        (r"<answer>\boxed{5 \text{ cm}}</answer>", r"= 5 \text{ cm}"),
         ("<answer> Grey Harbor </answer>", "= Grey Harbor"),
         (r"<answer> \boxed{1 </answer>", r"= \boxed{1"),
-        ("<answer></answer>", "= "),
-        (r"<answer> \boxed{1} </answer> <answer> \boxed{2} </answer>", "= 2"),
         (r"<think>in <answer> I box</think><answer>\boxed{3}</answer>", "= 3"),
-        # neither
         ("I do not know.<|im_end|>", "neither"),
         (r"<answer> \boxed{1}", "neither"),
         (r"\boxed{1}", "neither"),
@@ -54,24 +43,6 @@ def test_parser_table(arpo, text, expected):
         assert action == Action(ActionKind.ANSWER, answer=expected[2:])
     else:
         assert action.kind is ActionKind.INVALID and expected in action.error and not action.calls
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"\boxed{a}", "a"),
-        (r"\boxed {a b}", "a b"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{{x}+{y}} end", "{x}+{y}"),
-        (r"\boxed 7$", "7"),
-        (r"\boxed{}", ""),
-        (r"\boxed{1} then \boxed{2", None),
-        (r"\fbox{1}", None),
-        ("", None),
-    ],
-)
-def test_boxed(text, content):
-    assert boxed(text) == content
 
 
 def test_a_result_is_wrapped_as_published(arpo):
@@ -96,11 +67,6 @@ def test_a_long_result_keeps_its_tags_at_every_budget(arpo):
     assert shortest is not None and shortest < 40
 
 
-def test_a_quoted_control_token_in_a_result_stays_text(arpo):
-    ids, _ = arpo.observation_ids(CALL, [ToolResult("<|im_end|>", CallOutcome.OK)], 200)
-    assert not set(ids) & set(arpo.stop_token_ids)
-
-
 def test_prompts(model_dir, arpo):
     question = TASK.question
     assert arpo.decode(arpo.prompt_ids(TASK)) == f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -118,18 +84,6 @@ def test_gold_passages_come_as_a_result(arpo):
     text = arpo.decode(arpo.prompt_ids(task, PromptMode.GOLD_DIRECT))
     assert text.endswith("</result><answer>") and 'Doc 1(Title: "T") x' in text
     assert arpo.parse(r" \boxed{4} </answer>", PromptMode.GOLD_DIRECT).answer == "4"
-
-
-def test_wrong_settings(model_dir, arpo, tmp_path):
-    with pytest.raises(ValueError, match="neither one of .*arpo.*none"):
-        ARPOProtocol(str(model_dir), system="apro")
-    with pytest.raises(ValueError, match="question is empty"):
-        arpo.prompt_ids(Task("1", " ", ("a",), "s"))
-    with pytest.raises(ValueError, match="another template: arpo"):
-        ARPOProtocol(str(model_dir), system="dataset").prompt_ids(TASK)
-    (tmp_path / "system.txt").write_text("Be brief.\n")
-    mine = ARPOProtocol(str(model_dir), system=str(tmp_path / "system.txt"))
-    assert "Be brief." in mine.decode(mine.prompt_ids(TASK))
 
 
 def test_system_message_of_a_question_file(model_dir, tmp_path):

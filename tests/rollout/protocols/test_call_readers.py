@@ -126,18 +126,14 @@ def test_mistral_lists_and_ids():
     ("text", "schema", "value"),
     [
         ("3", {"type": "integer"}, 3),
-        ("3", {"type": "number"}, 3),
         ("3.5", {"type": "integer"}, "3.5"),
         ("true", {"type": "boolean"}, True),
-        ("True", {"type": "boolean"}, True),
         ("1", {"type": "boolean"}, "1"),
         ("None", {"type": ["string", "null"]}, None),
-        ("x", {"type": ["string", "null"]}, "x"),
         ("3", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3),
         ("[1]", {"type": "array"}, [1]),
         ("[1", {"type": "array"}, "[1"),
         ("{}", {"type": "string"}, "{}"),
-        ("3", {}, "3"),
         ("3", None, "3"),
     ],
 )

@@ -11,7 +11,7 @@ from rollout.engines.base import SamplingParams
 from rollout.environments.base import FirstObservation, StepResult
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request
 from rollout.protocols.base import PerTurnPrompts, PromptMode
-from rollout.protocols.episode_texts import EpisodeTexts, PastTurn, fill, household_history, read_texts
+from rollout.protocols.episode_texts import EpisodeTexts, read_texts
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.protocols.search_episodes import CORRECTION, SearchEpisodeProtocol
 from rollout.samplers.base import run_independent
@@ -157,14 +157,6 @@ def test_projection(folder, text):
     assert (parsed.error is None) == well_formed and parsed.ended == text.endswith("<|im_end|>")
 
 
-def test_thinking_may_be_left_out(folder):
-    assert (
-        EpisodeProtocol(folder, "household", require_thinking=False)
-        .parse("<action>look</action><|im_end|>")
-        .well_formed
-    )
-
-
 SEARCHES = {
     "<think>a</think><search> where </search>": (ActionKind.CALL, "where", True),
     "<answer> Oslo </answer>": (ActionKind.ANSWER, "Oslo", True),
@@ -247,11 +239,6 @@ def test_skills_stand_in_the_users_turn(protocol):
         protocol.prompt_ids(dataclasses.replace(OPENED, skills="a <|im_end|>"))
 
 
-def test_values_with_braces_stay_as_they_are():
-    assert fill("{a} {b}", {"a": "{b}", "b": "2"}) == "{b} 2"
-    assert household_history([PastTurn("o", "a", "r")], 4) == "\n[Observation 4: 'o', Action 4: 'a']"
-
-
 WRONG = [
     ({"texts": "nowhere"}, "expected one of household"),
     ({"texts": {"first": "x"}}, "expected first, later and after"),
@@ -298,12 +285,6 @@ def test_thinking_that_begins_in_the_prompt_counts(tmp_path):
     opened = EpisodeProtocol(chat_model(tmp_path, "qwen3", text), "household")
     assert opened.decode(opened.prompt_ids(OPENED)).endswith("<think>\n")
     assert opened.parse("hm</think><action>look</action><|im_end|>").well_formed
-
-
-def test_a_choice_of_thinking_that_the_template_does_not_have(tmp_path):
-    with pytest.raises(ValueError, match="knows no enable_thinking"):
-        EpisodeProtocol(chat_model(tmp_path, "qwen2_5"), "household", thinking=True)
-    EpisodeProtocol(chat_model(tmp_path, "qwen2_5"), "household", thinking=False)  # it does not think anyhow
 
 
 def test_an_episode_that_ends_before_its_first_step_has_failed(folder):

@@ -214,14 +214,12 @@ def verl(folders):
     ("text", "expected"),  # the arguments of the call that is executed; None: the trajectory ends
     [
         ("{CALL}", CODE),
-        ("{CALL}{CALL}", CODE),  # of the second the model is told nothing
+        ("{CALL}{CALL}", CODE),
         ("<think> {CALL}", CODE),
         ("<tool_call>{]</tool_call>{CALL}", CODE),
         ('<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', {}),
         ('<tool_call>{"name": "f", "arguments": {}}', None),
-        ('<tool_call>{"name": "f", "arguments": {}} and</tool_call>', None),
         ('<tool_call>{"name": "f"}</tool_call>', None),
-        ('<tool_call>["f"]</tool_call>', None),
         ("<tool_call>{]</tool_call>", None),
     ],
 )
@@ -241,11 +239,6 @@ def test_a_function_of_yours_reads_the_calls(folders):
     assert "<tool_call>" in protocol.parse("<tool_call>{<|im_end|>").error
     with pytest.raises(ValueError, match="call_format .* cannot be imported: .*expected MODULE.FUNCTION"):
         HermesProtocol(folders["qwen3"], call_format=f"{path}s")
-
-
-def test_verls_loop_forgets_the_newline(verl, qwen):
-    texts = [p.decode(p.observation_ids(CALL, [RESULT], 1000)[0]) for p in (qwen, verl)]
-    assert texts[0] == "\n" + texts[1] and texts[1].startswith("<|im_start|>")
 
 
 def test_a_turn_without_its_end_is_cut(qwen):
@@ -317,23 +310,6 @@ def test_the_instruction_speaks_of_the_tools_that_are_shown(folders, tools, plac
     assert ("tool" in asked) == shown
 
 
-def test_own_tools_and_instructions(folders, tmp_path):
-    function = {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}
-    (tmp_path / "weather.json").write_text(json.dumps(function))
-    protocol = HermesProtocol(folders["qwen3"], tools=["search", str(tmp_path / "weather.json")], instruction="boxed")
-    assert protocol.tools == ("search", "weather")
-    text = protocol.decode(protocol.prompt_ids(TASK))
-    assert json.dumps({"type": "function", "function": function}) in text
-    assert f"<|im_start|>user\n{TASK.question}\n\nReason step by step." in text
-    hidden = HermesProtocol(folders["qwen3"], tools_in="trained")
-    bare = f"<|im_start|>user\n{TASK.question}<|im_end|>\n<|im_start|>assistant\n"
-    assert hidden.decode(hidden.prompt_ids(TASK)) == bare
-    published = HermesProtocol(folders["qwen3"], instruction="dataset")
-    asked = published.prompt_ids(Task("1", "?", (), "s", prompt=(("system", "Be brief."), ("user", "Who?"))))
-    text = published.decode(asked)
-    assert "system\nBe brief.\n\n# Tools" in text and "user\nWho?<|im_end|>" in text
-
-
 def test_from_yaml(folders):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(ChatProtocol, "protocol")
@@ -377,11 +353,9 @@ HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     [
         ("", "auto", "no chat template; .* search_r1 and arpo_tags"),
         (ROLES + HEADER, "template", r"tools_in is template, but .* does not show the tools it is given \(code_inter"),
-        (ROLES.replace("<|im_end|>", "") + HEADER, "auto", "stop token"),
         (ROLES.replace("<|im_end|>", "<|endoftext|>") + HEADER, "auto", r"stop token \(<\|im_end\|>\)"),
         ("{{ raise_exception('nothing') }}", "auto", "nothing"),
         (ROLES + "{{ messages | length }}" + HEADER, "auto", "depends on earlier turns"),
-        (ROLES.replace("m.content", "m.content | tojson(ensure_ascii=true)") + HEADER, "auto", "results unchanged"),
         (ROLES.replace("m.content", "m.content | replace('\"', '')") + HEADER, "auto", "not read back; tried hermes"),
     ],
 )
@@ -419,18 +393,6 @@ def test_a_template_without_tools_gets_them_in_the_system_message(tmp_path, befo
     own = Task("1", "?", (), "s", prompt=(("system", "Be brief."), ("user", "Who?")))
     asked = HermesProtocol(protocol.tokenizer.name_or_path, instruction="dataset").prompt_ids(own)
     assert "Be brief.\n\n# Tools" in protocol.decode(asked)
-
-
-def test_an_instruction_may_name_the_tools(tmp_path, folders):
-    told = "{question}\nCall code_interpreter in <tool_call> tags."
-    protocol = HermesProtocol(folders["qwen3"], tools_in="none", instruction=told)
-    text = protocol.decode(protocol.prompt_ids(TASK))
-    assert "# Tools" not in text and "Call code_interpreter in" in text
-    dataset = HermesProtocol(folders["qwen3"], tools_in="none", instruction="dataset")
-    named = Task("1", "?", (), "s", prompt=(("user", "Use code_interpreter."),))
-    assert dataset.prompt_ids(named)
-    with pytest.raises(ValueError, match="the prompt of task 2 does not name code_interpreter"):
-        dataset.prompt_ids(Task("2", "?", (), "s", prompt=(("user", "Use it."),)))
 
 
 def test_without_tools_every_turn_is_an_answer(folders):

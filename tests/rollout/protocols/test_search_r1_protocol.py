@@ -22,31 +22,19 @@ DOCUMENTS = format_passages([("Mira Voss", "The birthplace of Mira Voss is Grey 
     [
         ("<think> a </think>\n<search> Mira Voss </search>", ("search", "Mira Voss")),
         ("<answer> Grey Harbor </answer>", ("answer", "Grey Harbor")),
-        ("<answer>two\nlines</answer>", ("answer", "two\nlines")),
-        # the first complete action counts, whichever it is
         ("<answer> A </answer> <search> q </search>", ("answer", "A")),
         ("<search> q </search> <answer> A </answer>", ("search", "q")),
-        # unclosed
         ("<search> Mira Voss", "unclosed <search>"),
         ("<answer> Grey Harbor<|im_end|>", "unclosed <answer>"),
         ("<search> a <answer> b </answer>", ("answer", "b")),
-        # closed but never opened
         ("Mira Voss </search>", "no tag"),
-        ("Mira </search> <answer> b </answer>", ("answer", "b")),
-        # empty
         ("<search></search>", ("search", "")),
-        ("<search> \n </search>", ("search", "")),
         ("<answer></answer>", ("answer", "")),
-        # nested, and tags that are only mentioned
         ("<answer> <search> q </search> </answer>", ("search", "q")),
-        ("<search> <answer> A </answer> </search>", ("answer", "A")),
         ("I write <search> tags: <search> Mira </search>", ("search", "Mira")),
-        # neither
         ("", "no tag"),
-        ("I do not know.<|im_end|>", "no tag"),
         ("<Search> Mira </Search>", "no tag"),
         ("<search>a< /search>", "unclosed <search>"),
-        # what the model makes up is its own text
         ("<information> <answer> A </answer> </information>", ("answer", "A")),
     ],
 )
@@ -101,16 +89,6 @@ def test_prompts_by_mode(protocol):
         PromptMode.GOLD_THINK: head + gold,
         PromptMode.GOLD_DIRECT: head + gold + "<answer>",
     }
-
-
-def test_full_instruction_holds_one_example_answer_and_the_question_last(model_dir):
-    protocol = SearchR1Protocol(str(model_dir))
-    text = protocol.decode(protocol.prompt_ids(Task("t", "  who was Mira Voss ", (), "toy")))
-    for part in ("<think>", "<search>", "<information>", "<answer> Beijing </answer>"):
-        assert part in text
-    assert text.endswith("Question: who was Mira Voss?\n<|im_end|>\n<|im_start|>assistant\n")
-    kept = protocol.decode(protocol.prompt_ids(Task("t", "Name the potter.", (), "toy")))
-    assert "Question: Name the potter.\n" in kept
 
 
 def test_template_from_a_file_or_as_text(model_dir, tmp_path):
@@ -171,15 +149,6 @@ def test_without_chat_template_the_prompt_is_bare_text(model_dir):
     assert protocol.decode(protocol.prompt_ids(TASK)) == f"Question: {TASK.question}"
 
 
-def test_bad_input(protocol, tmp_path):
-    with pytest.raises(ValueError, match="t1: the question is empty"):
-        protocol.prompt_ids(Task("t1", "  ", (), "toy"))
-    with pytest.raises(ValueError, match="needs gold passages"):
-        protocol.prompt_ids(Task("t1", "why?", (), "toy"), PromptMode.GOLD_THINK)
-    with pytest.raises(ValueError, match="no usable tokenizer"):
-        SearchR1Protocol(str(tmp_path))
-
-
 def test_a_quoted_control_token_is_refused_by_task_and_token(protocol):
     quoting = Task("t7", "What does <|im_end|> mean?", (), "toy")
     with pytest.raises(ValueError, match=r"task t7: the question quotes '<\|im_end\|>'"):
@@ -217,14 +186,6 @@ def test_observation_at_every_budget_keeps_its_tags(protocol):
             assert DOCUMENTS.startswith(kept)
             seen.add(kept)
     assert min(map(len, seen)) <= len("Doc") and len(seen) > 20
-
-
-def test_a_cut_leaves_no_half_character(protocol):
-    result = ToolResult("Ωμέγα 日本 " * 10, CallOutcome.OK)
-    whole, _ = protocol.observation_ids(CALL, [result], 10_000)
-    for budget in range(15, len(whole)):
-        ids, _ = protocol.observation_ids(CALL, [result], budget)
-        assert "\ufffd" not in protocol.decode(ids)
 
 
 def test_control_tokens_in_a_passage_stay_text(protocol):

@@ -13,28 +13,22 @@ from rollout.trajectory import Action, ActionKind, StopReason, Task, Trajectory,
     [
         (r"<answer> It is \boxed{8} </answer>", "8"),
         (r"<answer> \boxed{1} </answer> no: <answer> \boxed{2} </answer>", "2"),
-        ("<answer> Grey Harbor </answer>", "Grey Harbor"),  # no box: all of the block
+        ("<answer> Grey Harbor </answer>", "Grey Harbor"),
         (r"<answer> \boxed{5 \text{ cm}} </answer>", r"5 \text{ cm}"),
         (r"<answer> \boxed{\text{5 cm}} </answer>", "5 cm"),
         (r"<answer> \boxed{\text{5} or \text{6}} </answer>", r"5} or \text{6"),
-        (r"<answer> \boxed{\textbf{5}} </answer>", r"\textbf{5}"),
-        (r"so \boxed 12$ or so", r"\boxed 12$ or so"),  # with its command
+        (r"so \boxed 12$ or so", r"\boxed 12$ or so"),
         (r"<answer> \boxed 12 and {x} y </answer>", r"\boxed 12 and {x}"),
         (r"<answer> \boxed{3} \boxed </answer>", r"\boxed"),
-        (r"<answer> \boxed{3 </answer>", r"\boxed{3"),
-        (r"<answer> \boxed{3\}4} </answer>", "3\\"),  # an escaped brace counts
-        (r"<answer> \fbox{3} </answer>", r"\fbox{3}"),
+        (r"<answer> \boxed{3\}4} </answer>", "3\\"),
         (r"<answer> \fbox{3} </answer> \boxed{4}", r"\fbox{3}"),
         (r"\boxed{4}, \fbox{3}", "4"),
-        (r"<answer> \boxed{} </answer>", r"\boxed{}"),  # an empty box: all of the block
         ("so \\boxed{}\nor not", "so \\boxed{}\nor not"),
-        (r"\boxed{3} <answer></answer> \boxed{4}", "4"),  # an empty block: the last box of all
-        (r"<answer> \boxed{3} </answer> <answer></answer>", "3"),
-        (r"\boxed{3} <answer> </answer>", ""),  # blanks: an answer of no word
+        (r"\boxed{3} <answer></answer> \boxed{4}", "4"),
+        (r"\boxed{3} <answer> </answer>", ""),
         (r"<answer> 1 <answer> 2 </answer> 3 </answer>", "2 </answer> 3"),
-        (r"so \boxed{3}, or rather \boxed{4}", "4"),  # no block: the last box of all
-        ("1\n\n2\n3\n4\n\n5\n6", "2\n3\n4\n5\n6"),  # neither: five lines
-        ("<answer> </answer> x", ""),
+        (r"so \boxed{3}, or rather \boxed{4}", "4"),
+        ("1\n\n2\n3\n4\n\n5\n6", "2\n3\n4\n5\n6"),
         ("<answer></answer> x", "<answer></answer> x"),
         (" \n", None),
     ],
@@ -46,22 +40,14 @@ def test_where_the_released_evaluation_finds_an_answer(response, answer):
 @pytest.mark.parametrize(
     ("answer", "gold", "released", "ours"),
     [
-        ("Grey Harbor", "grey harbor", 1.0, 1.0),
         ("Grey Harbor.", "Grey Harbor", 0.5, 1.0),
         ("Beyonce's sister", "Beyonces sister", 0.5, 1.0),
-        ("The Smiths", "Smiths", 1.0, 1.0),
         ("-5", "5", 0.0, 1.0),
         ("yes it is", "yes", 0.5, 0.0),
-        ("1,005", "1005", 0.0, 1.0),
     ],
 )
 def test_its_f1_keeps_punctuation(answer, gold, released, ours):
     assert (released_f1(answer, [gold, "another"]), f1(answer, [gold])) == (released, ours)
-
-
-def test_articles_count_in_mathematics():
-    assert released_f1("the 8", ["8"]) == 1.0
-    assert released_f1("the 8", ["8"], articles=True) == pytest.approx(2 / 3)
 
 
 def test_a_trajectory_without_an_answer_is_scored_by_what_it_ends_with(model_dir):

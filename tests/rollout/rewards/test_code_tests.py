@@ -5,12 +5,11 @@ from contextlib import closing
 
 import pytest
 
-from rollout.rewards.code.cases import assertions, same_ends, same_json, same_output
+from rollout.rewards.code.cases import same_ends, same_json, same_output
 from rollout.rewards.code.solution_tests import (
     CodeTests,
     TestOutcome,
     check_tests,
-    public_tests,
 )
 from rollout.tools.python.base import MAX_STDIN_BYTES, Run, RunStatus
 from rollout.tools.python.fusion import SandboxFusion
@@ -131,30 +130,15 @@ def test_assertions_are_tests_of_their_own(program, expected, bench):
     assert bench.outcomes(program, HUMAN) == expected
 
 
-def test_other_shapes_of_assertions(bench):
-    leetcode = {"entry_point": "Solution().twice", "test_code": "def check(f):\n    assert f(x = 2) == 4"}
-    assert bench.outcomes("class Solution:\n    def twice(self, x): return 2 * x", leetcode) == [PASSED]
-    bare = {"test_code": "assert twice(2) == 4\nassert twice(3) == 6", "entry_point": ""}
-    assert bench.outcomes("def twice(x): return 4", bare) == [PASSED, WRONG]
-    loop = {"test_code": "def check(f):\n    for x in range(3):\n        assert f(x) == 2 * x", "entry_point": "twice"}
-    assert bench.outcomes("def twice(x): return 2 * x", loop) == [PASSED]
-    assert bench.outcomes("def twice(x): return 2", loop) == [WRONG]
-    assert len(assertions(HUMAN["test_code"])) == 3
-    assert assertions("a = 1\nassert a\nb = 2\nassert b") == ["a = 1\nassert a", "a = 1\nb = 2\nassert b"]
-
-
 @pytest.mark.parametrize(
     ("test_code", "outcomes"),
     [
         ("def check(c):\n    assert c(1) == 2\n    for i in range(9):\n        assert c(i) == 2 * i", [PASSED, WRONG]),
-        ("assert twice(1) == 2\nfor i in range(2):\n    assert twice(i) == 2 * i\nassert twice(0) == 0",
-         [PASSED, PASSED, PASSED]),
         ("def same(a, b):\n    assert a == b\ndef check(c):\n    assert c(1) == 2\n    same(c(3), 6)", [PASSED, WRONG]),
         ("def check(c):\n    assert c(1) == 2\n    if c(4) != 8:\n        raise AssertionError", [PASSED, WRONG]),
         ("def check(c):\n    for i in range(9):\n        assert c(i) == 2 * i", [WRONG]),
-        ("def check(c):\n    assert c(1) == 2\n    print('done')", [PASSED]),
     ],
-)  # fmt: skip
+)
 def test_what_no_single_assertion_says_is_a_test_too(test_code, outcomes, bench):
     right_up_to_2 = "def twice(x): return 2 * x if x < 3 else 0"
     assert bench.outcomes(right_up_to_2, {"test_code": test_code, "entry_point": "twice"}) == outcomes
@@ -164,12 +148,9 @@ def test_what_no_single_assertion_says_is_a_test_too(test_code, outcomes, bench)
     "test_code",
     [
         "x = 1",
-        "",
         "def check(c): ...",
         "def test_a():\n    assert f(1) == 2",
-        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(1), 2)",
         "def check(c):\n    def inner():\n        assert c(1)\n    c(2)",
-        "def helper():\n    helper()\nhelper()",
     ],
 )
 def test_code_that_asserts_nothing_is_refused(test_code):
@@ -326,7 +307,6 @@ async def _and_close(code, program, tests):
     ("said", "expected", "same", "released"),
     [
         ("3\n", "3", True, True),
-        ("3", "3\n\n", True, True),
         ("3 \n4", "3\n4  \n", True, False),
         ("3\n4", "3\r\n4\r\n", True, False),
         (" 3", "3", True, False),
@@ -335,13 +315,10 @@ async def _and_close(code, program, tests):
         ("3.0", "3", True, False),
         ("1.5", "1.50", True, False),
         ("yes\n1e3 -0", "yes\n1000  0", True, False),
-        ("yes 1.0", "yes 1", False, False),  # a line is all numbers or a text
-        ("1 2", "12", False, False),
-        ("1 2", "1\n2", False, False),
+        ("yes 1.0", "yes 1", False, False),
         ("1 2 3", "1 2", False, False),
         ("0.30000000000000004", "0.3", False, False),
         ("nan", "NaN", False, False),
-        ("sNaN", "1", False, False),
         ("YES", "yes", False, False),
     ],
 )
@@ -355,12 +332,10 @@ def test_when_outputs_are_the_same(said, expected, same, released):
         ("[1,2]", "[1, 2]", True),
         ("1.0", "1", True),
         ("0.30000000000000004", "0.3", False),
-        ('"a"', '"a"', True),
         ('"a"', "a", True),
         ('{"a":[1]}', '{ "a": [1] }', True),
         ("NaN", "NaN", False),
         ("", "null", False),
-        ("null", "null", True),
         ("1" * 5000, "1" * 5000, False),
         ("[" * 100_000, "1", False),
     ],
@@ -431,26 +406,16 @@ def test_a_failing_runner_is_tried_again_and_then_is_nobodys_score(monkeypatch):
         asyncio.run(CodeTests(Later(), retries=0).run("x", echoes(4)))
 
 
-def test_what_may_be_shown():
-    assert public_tests(SUM) == [("1 2\n", "3\n")]
-    assert public_tests({**SUM, "public": 0}) == public_tests(echoes(3)) == public_tests(HUMAN) == []
-
-
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        ({}, "as long as each other; found the keys"),
         ({"inputs": ["1"], "outputs": []}, "as long as each other"),
-        ({"inputs": [], "outputs": []}, "as long as each other"),
         ({"inputs": "12", "outputs": "34"}, "as long as each other"),
         ({"inputs": ["x" * (MAX_STDIN_BYTES + 1)], "outputs": ["1"]}, f"expected at most {MAX_STDIN_BYTES}"),
-        ({"inputs": ["1"], "outputs": [1]}, "texts as inputs and outputs; found int"),
         ({**SUM, "fn_name": "a b"}, "name of a function, or null, as fn_name; found 'a b'"),
         ({**SUM, "public": 4}, "0 to 3 as public; found 4"),
         ({"test_code": "def check(:"}, "test_code is not Python"),
-        ({"test_code": "a\0"}, "test_code is not Python"),
         ({"test_code": 7}, "expected a text as test_code; found int"),
-        ({"test_code": "assert x", "entry_point": None}, "expected a text as entry_point; found NoneType"),
     ],
 )
 def test_tests_that_are_none(tests, message):

@@ -30,26 +30,19 @@ def reply(text):
     ("text", "correct"),
     [
         ("Correct", True),
-        (" correct.\n", True),
         ("**Correct**", True),
         ("Judgement: Correct", True),
         ("The given answer matches a reference.\n\nCorrect", True),
         ("The two are not written alike, wrong accents aside.\nVerdict: **Correct**", True),
-        ("The given answer is correct.", True),
-        ("It answers correctly.", True),
         ("<think>Is it wrong? Incorrect?</think>\nCorrect", True),
         ("Incorrect", False),
-        ("INCORRECT!", False),
         ("The answer is not correct.", False),
-        ("That isn't correct", False),
         ("It cannot be considered correct", False),
-        ("This is not entirely correct.", False),
         ("Correct? No: it is wrong.", False),
         ("The correct answer is Paris, so the given one is wrong.", False),
         ("The correct answer is Paris.", None),
         ("Correct\nIncorrect", None),
         ("", None),
-        ("Yes", None),
         ("<think>This is Correct", None),
         ("rectified", None),
     ],
@@ -142,10 +135,3 @@ def test_errors_that_are_no_failures_of_the_service_are_raised(monkeypatch):
     with pytest.raises(ValueError, match="set the environment variable JUDGE_KEY"):
         Judge(client).judge_all([ITEM] * 3)
     assert "judge" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_nothing_to_judge():
-    assert Judge(ChatClient(["http://127.0.0.1:1"], "m")).judge_all([]) == []
-    for golds in ((), ("", " ")):
-        with pytest.raises(ValueError, match="no reference answer for 'q'"):
-            JudgeItem("q", golds, "x")

@@ -44,9 +44,15 @@ def test_the_letter_of_a_choice(answer, letter):
 
 @pytest.mark.parametrize(
     ("answer", "bare"),
-    [("'42'", "42"), ('"x = 3"', "x = 3"), (" '42' ", "42"), ("f'", "f'"), ("'", "'"), ("''", "''"), ("42", "42"),
-     ("f'(x) + g'", "f'(x) + g'"), ("'a' + 'b'", "'a' + 'b'"), ("'42\"", "'42\"")],
-)  # fmt: skip
+    [
+        ("'42'", "42"),
+        ("f'", "f'"),
+        ("'", "'"),
+        ("f'(x) + g'", "f'(x) + g'"),
+        ("'a' + 'b'", "'a' + 'b'"),
+        ("'42\"", "'42\""),
+    ],
+)
 def test_quotes_around_all_of_an_answer(answer, bare):
     assert without_quotes(answer) == bare
 
@@ -54,17 +60,12 @@ def test_quotes_around_all_of_an_answer(answer, bare):
 @pytest.mark.parametrize(
     ("text", "box"),
     [
-        (r"so \boxed{42}.", "42"),
         (r"\boxed{1} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{ 42 }", " 42 "),
         (r"\boxed{'42'}", "'42'"),
-        (r"\boxed{}", ""),
         (r"\boxed{42}" + "x" * 90, "42"),
-        (r"\boxed{42}" + "x" * 91, None),  # 101 characters: the backslash is cut off
+        (r"\boxed{42}" + "x" * 91, None),
         (r"\boxed{1} \boxed{42", None),
-        (r"\boxed 42", None),
-        ("42", None),
-        ("", None),
     ],
 )
 def test_the_box_as_released(text, box):
@@ -79,23 +80,16 @@ def test_the_box_as_released(text, box):
         ("```python\nx\n```</think>\n```python\ny\n```", "y"),
         ("```python\nprint('\\n')\n```", "print('\\n')"),
         ("```Python3 \r\nx = 1\r\nx\r\n```", "x = 1\nx"),
-        ("  ```python\n  if x:\n      y\n  ```", "if x:\n    y"),
         ("```python\nx = '```'\n```", "x = '```'"),
         ("```python\nx", None),
-        ("```python\n\n```", None),
         ("```\nx\n```", None),
-        ("```python\nx\n```\n```cpp\ny\n```", "x"),
         ("print(1)", None),
-        # </think> within a block is text
         ("```python\nprint('</think>')\n```", "print('</think>')"),
         ("<think>\n```python\nx\n```\n</think>\n```python\nprint('</think>')\n```\nDone", "print('</think>')"),
         ("I would start with\n```python\nx = \n</think>\n```python\ny\n```", "y"),
-        ("```python\nx\n```\n```cpp\n// </think>\n```", "x"),
-        # three backticks in a docstring, and output in a block of its own
         ('```python\n"""\n```\nx\n```\n"""\ny\n```\nend', '"""\n```\nx\n```\n"""\ny'),
         ('```python\n"""\n```\n"""\ny\n```\n```python\nz\n```', "z"),
         ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)"),
-        ("```python\nprint(1\n```\nIt prints\n```\n1\n```", "print(1"),
         ("Input\n```\n1\n```\n```python\nprint(1)\n```", "print(1)"),
     ],
 )
@@ -108,14 +102,10 @@ def test_the_submitted_program(text, program):
     [
         ("```python\nx\n```", "x\n"),
         ("```python\nx\n```\n```python\ny```", "y"),
-        ("tool: ```python\nx\n```", "x\n"),  # not at the beginning of a line
-        ("```python\nx\n```\n```python\ny", "x\n"),  # the last one is not closed
+        ("tool: ```python\nx\n```", "x\n"),
         ('```python\n"""\n```\n"""\n```', '"""\n'),
-        ("```python\n```", ""),
         ("```Python\nx\n```", None),
-        ("```python \nx\n```", None),
-        ("```python\nx\n```</think>```python\ny\n```</think>```python\nz\n```", "y\n"),  # up to the second
-        ("```python\nx\n```</think>", None),
+        ("```python\nx\n```</think>```python\ny\n```</think>```python\nz\n```", "y\n"),
     ],
 )
 def test_the_program_as_released(text, program):
@@ -127,9 +117,14 @@ def test_the_program_as_released(text, program):
 
 @pytest.mark.parametrize(
     ("value", "rounds", "intended"),
-    [(-1.0, 0, -1.0), (-1.0, 1, -0.9), (-1.0, 2, -0.8), (-1.0, 3, -0.7), (-1.0, 4, -0.6), (-1.0, 5, -0.6),
-     (-1.0, 16, -0.6), (0.0, 5, 0.0), (0.25, 5, 0.25), (1.0, 0, 1.0)],
-)  # fmt: skip
+    [
+        (-1.0, 0, -1.0),
+        (-1.0, 2, -0.8),
+        (-1.0, 4, -0.6),
+        (-1.0, 5, -0.6),
+        (0.0, 5, 0.0),
+    ],
+)
 def test_shaping(value, rounds, intended):
     assert shaped(value, rounds, "none") == value
     assert shaped(value, rounds, "intended") == pytest.approx(intended)
@@ -138,7 +133,12 @@ def test_shaping(value, rounds, intended):
 
 @pytest.mark.parametrize(
     ("length", "expected"),
-    [(0, 0.0), (19456, 0.0), (19457, -1 / 1024), (19968, -0.5), (20480, -1.0), (20992, -1.5)],
+    [
+        (19456, 0.0),
+        (19457, -1 / 1024),
+        (20480, -1.0),
+        (20992, -1.5),
+    ],
 )
 def test_the_penalty_of_long_responses(length, expected):
     assert overlong(length, limit=20480, buffer=1024, penalty=1.0) == pytest.approx(expected)
@@ -333,11 +333,6 @@ def test_shaping_counts_rounds_in_which_something_ran(outcome, rounds, intended,
     assert released.total == pytest.approx(-1.1) and released.parts["shaping"] == pytest.approx(-0.1)
     right = make(MATH, r"\boxed{42}", "42", rounds, outcome)
     assert judge(right, tool_shaping="intended").total == judge(right, tool_shaping="as_released").total == 1.0
-
-
-def test_two_calls_of_one_turn_are_one_round(make, judge):
-    once = make(MATH, r"\boxed{1}", "1", 1)
-    assert judge(once.replace(calls=once.calls * 2), tool_shaping="intended").total == pytest.approx(-0.9)
 
 
 def test_long_responses_are_measured_with_tool_results(make, judge):

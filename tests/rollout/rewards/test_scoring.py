@@ -13,15 +13,11 @@ from tests.rollout.scripted import TASK
     ("text", "expected"),
     [
         ("The  Grey Harbor.", "grey harbor"),
-        ("a-ha", "aha"),  # punctuation is deleted, not spaced
-        ("“Take On Me”", "“take on me”"),  # curly quotes are not ASCII
+        ("a-ha", "aha"),
+        ("“Take On Me”", "“take on me”"),
         ("An Officer and a Gentleman", "officer and gentleman"),
-        ("theatre another athe", "theatre another athe"),  # articles as whole words only
-        ("Café", "café"),  # no accent folding
-        ("U.S.A.", "usa"),
+        ("theatre another athe", "theatre another athe"),
         ("the", ""),
-        ("a.the", "athe"),  # punctuation goes first, so no article is left
-        (" \n ", ""),
     ],
 )
 def test_normalize(text, expected):
@@ -32,14 +28,10 @@ def test_normalize(text, expected):
     ("prediction", "golds", "expected"),
     [
         ("grey harbor", ["Oldfield", "Grey Harbor"], 1.0),
-        ("the Grey-Harbor", ["Grey Harbor"], 0.0),  # "greyharbor"
-        ("Grey Harbor town", ["Grey Harbor"], 0.0),
-        ("", ["the"], 0.0),  # both normalise to nothing
-        ("...", ["the"], 0.0),
-        ("The", ["the"], 1.0),  # ... but what is written the same matches
-        ("", [""], 0.0),
+        ("the Grey-Harbor", ["Grey Harbor"], 0.0),
+        ("", ["the"], 0.0),
+        ("The", ["the"], 1.0),
         (None, ["x"], 0.0),
-        ("x", [], 0.0),
     ],
 )
 def test_exact_match(prediction, golds, expected):
@@ -49,19 +41,13 @@ def test_exact_match(prediction, golds, expected):
 @pytest.mark.parametrize(
     ("prediction", "golds", "expected"),
     [
-        ("Grey Harbor", ["grey harbor"], 1.0),
-        ("Grey Harbor town", ["Grey Harbor"], 0.8),  # P 2/3, R 1
-        ("Harbor", ["Grey Harbor"], 2 / 3),  # P 1, R 1/2
-        ("x x", ["x y"], 0.5),  # multiset: one x in common; P 1/2, R 1/2
-        ("Oldfield", ["Grey Harbor", "Oldfield Town"], 2 / 3),  # the best gold counts
+        ("Grey Harbor town", ["Grey Harbor"], 0.8),
+        ("x x", ["x y"], 0.5),
+        ("Oldfield", ["Grey Harbor", "Oldfield Town"], 2 / 3),
         ("yes it is", ["yes"], 0.0),
-        ("no", ["no way"], 0.0),
-        ("yes", ["yes"], 1.0),
         ("", ["Grey"], 0.0),
         ("", ["the"], 0.0),
-        ("the", ["The"], 1.0),
         (None, ["x"], 0.0),
-        ("x", [], 0.0),
     ],
 )
 def test_f1(prediction, golds, expected):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from callbacks.evaluation.continuations import CLEAN, DRIFTED, choose, prefixes
+from callbacks.evaluation.continuations import CLEAN, DRIFTED, prefixes
 from rollout.samplers.continuation import ContinuationSampler
 from rollout.trajectory import ActionKind, CallOutcome
 from tests.callbacks.helpers import make_call, make_trajectory
@@ -40,9 +40,3 @@ def test_prefixes_are_clean_until_something_went_wrong():
             return [False, True, True, None]
 
     assert [turn for _, turn in prefixes([trajectory], Expert())[DRIFTED]] == [1, 2, 3]
-
-
-def test_the_choice_depends_on_names_alone():
-    made = [(make_trajectory(f"q{i}", kinds=(CALL, ANSWER)), 1) for i in range(20)]
-    chosen = choose(made, 5)
-    assert choose(made[::-1], 5) == chosen and len({t.task.id for t, _ in chosen}) == 5

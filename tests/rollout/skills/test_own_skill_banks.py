@@ -32,10 +32,6 @@ HOUSEHOLD_TYPES = {
 }  # fmt: skip
 
 
-def test_these_are_all():
-    assert sorted(path.name for path in OWN_BANKS.iterdir()) == [f"{name}.json" for name in NAMES]
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_they_are_as_large_as_the_published_ones(name):
     bank, (general, by_category) = read_bank(name), SIZES[name]

@@ -165,18 +165,10 @@ def test_markdown_as_sdar_injects_it(folder):
     ("file", "content", "message"),
     [
         ("clean.md", CLEAN_MD + "\nAnd more.\n", r"clean.md, line 5: expected '1. Title.*found 'And more.'"),
-        ("clean.md", "1. Sink: Go to the sink.", "clean.md, line 1: expected"),
         ("clean.md", "### TASK ###\n", "clean.md: no skills"),
         ("clean.md", None, "clean.md: missing, but skill_mapping.json names it"),
-        ("skill_mapping.json", None, "skill_mapping.json: missing"),
         ("skill_mapping.json", "{}", "skill_mapping.json: skill_files: Field required"),
-        ("skill_mapping.json", '{"skill_files": [], "task_to_skill": {}}', r"skill_files: .* dictionary; found \[\]"),
         ("skill_mapping.json", '{"skill_files": {}, "task_to_skill": {}}', "missing 'general_skills'"),
-        (
-            "skill_mapping.json",
-            '{"skill_files": {"general_skills": "general.md"}, "task_to_skill": {"search": "search"}}',
-            r"skill_mapping.json: metadata.task_to_skill.search: no category 'search'; there are \[\]",
-        ),
         ("skill_mapping.json", "[", "skill_mapping.json: not JSON"),
     ],
 )

@@ -47,9 +47,6 @@ def test_from_yaml():
     [
         "skills: {bank: nowhere, retriever: {class_path: rollout.skills.retrieval.Full}}",
         "skills: {bank: search, retriever: {class_path: rollout.skills.retrieval.Fuller}}",
-        "skills: {bank: search, form: verse, retriever: {class_path: rollout.skills.retrieval.Full}}",
-        "skills: {bank: search, max_tokens: 0, retriever: {class_path: rollout.skills.retrieval.Full}}",
-        "skills: {bank: household_tiny, retriever: {class_path: rollout.skills.retrieval.Random, init_args: {c: 1}}}",
     ],
 )
 def test_wrong_configuration_is_an_error(wrong):
@@ -67,11 +64,6 @@ def test_the_text_and_the_selection(bank_file):
     )
     assert injection.selection == skills.retriever.with_categories("heat")
     assert injection.tokens == words(injection.text)
-
-
-def test_no_skills_is_no_text(bank_file):
-    injection = Skills(bank_file, NoSkills()).inject(task(), "hot", words)
-    assert (injection.text, injection.tokens, injection.selection.skills) == ("", 0, ())
 
 
 def test_overflow_is_refused(bank_file):

@@ -28,10 +28,6 @@ def test_forms():
     assert render(CHOSEN, "sentences") == SENTENCES.removeprefix("Known:\n")
 
 
-def test_nothing_selected_is_no_text_not_even_a_header():
-    assert render(Selection(), header="Known:") == ""
-
-
 def test_the_refusal_names_the_sizes():
     # by hand: 4 + 9 + 10 words; 4 + 10 + 9; 4 + 10
     said = str(too_long(CHOSEN, "released", 60, 20, words))

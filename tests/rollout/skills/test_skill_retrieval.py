@@ -11,8 +11,6 @@ from rollout.skills.retrieval import Full, Keyword, NoSkills, Random, Shuffled, 
 from tests.rollout.skills.skill_examples import bank_json, task
 
 BANK = SkillBank.from_json(bank_json())
-# Begins as the prompts of the released code do: "for" and "which" stand in it, whatever is asked.
-SEARCH_TEMPLATE = "You are an agent that searches for answers, which are short or long. Question: {}"
 
 
 def bound(retriever, bank=BANK):
@@ -46,10 +44,8 @@ def test_task_type():
     ("text", "expected"),
     [
         ("Put a CLEAN cup away.", ("clean",)),
-        ("Take the hot cup, wash it.", ("clean", "heat")),  # in the bank's order
-        ("An unwashed shot", ("clean", "heat")),  # parts of words count: the released rule
-        ("Compare two cups.", ()),  # no keywords: never
-        ("", ()),
+        ("Take the hot cup, wash it.", ("clean", "heat")),
+        ("An unwashed shot", ("clean", "heat")),
     ],
 )
 def test_keywords(text, expected):
@@ -108,23 +104,6 @@ def test_the_released_search_skills_map_no_data_source():
         bound(rule, bank).check_task(task(data_source="hle"))
 
 
-@pytest.mark.parametrize(
-    ("question", "source", "found"),
-    [
-        ("Which is older, Lake Ena or Mount Ilo?", "musique", "compare"),
-        ("Which film came first, Dawn or Dusk for Two?", "musique", "compare"),  # "for" in the question
-        ("Which author was born in Ilo?", "musique", "clean"),  # "or" only within words
-        ("Is it Ena or Ilo?", "musique", "clean"),
-        ("Which is older, Ena or Ilo?", "hotpotqa", "heat"),  # the source decides first
-        ("Which is older, Ena or Ilo?", "unmapped", "compare"),
-    ],
-)
-def test_compare_is_found_in_the_question(question, source, found):
-    asked = task(question=question, data_source=source)
-    prompt = SEARCH_TEMPLATE.format(question)
-    assert categories(Keyword(data_source=True), asked, prompt) == (found,)
-
-
 def test_random_draws_by_task_and_seed_and_nothing_else():
     ids = [f"t{number}" for number in range(600)]
     first = [categories(Random(seed=1), task(id=id)) for id in ids]
@@ -154,15 +133,6 @@ def test_binding():
     retriever.bind(SkillBank.from_json(bank_json()))  # the same again
     with pytest.raises(ValueError, match="already chooses from another bank"):
         retriever.bind(without)
-
-
-def test_those_that_learn_nothing_have_no_state():
-    retriever = bound(Full())
-    retriever.update([(retriever.select(task(), ""), 1.0)])
-    assert retriever.state_dict() == {}
-    retriever.load_state_dict({})
-    with pytest.raises(ValueError, match=r"Full learns nothing, but the state has \['arms'\]"):
-        retriever.load_state_dict({"arms": {}})
 
 
 def test_a_bank_with_keywords_knows_no_unknown_source_either():

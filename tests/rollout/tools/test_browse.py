@@ -11,12 +11,8 @@ from rollout.tools.web.browse import (
     BrowsingSearch,
     final_information,
     passage,
-    sentences,
-    summary_prompt,
-    word_f1,
-    words,
 )
-from rollout.tools.web.pages import Page, PageFetcher
+from rollout.tools.web.pages import PageFetcher
 from rollout.tools.web.web_search import BrightDataSearch
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, ToolResult
 from tests.rollout.serving import response, serving, site
@@ -88,11 +84,9 @@ def test_pages_are_read_and_summed_up():
 @pytest.mark.parametrize(
     ("text", "information"),
     [
-        ("x **Final Information** y", "y"),
         ("**Final Information**:\n\ny\nz\n", "y\nz"),
         ("**Final Information** first **Final Information** second", "second"),
         ("<think>**Final Information** draft</think>**Final Information** y", "y"),
-        ("<think>**Final Information** draft</think> y", None),
         ("y", None),
         ("**Final Information** \n", None),
     ],
@@ -116,12 +110,6 @@ def test_a_summary_without_use_is_empty():
 def test_other_results_of_the_search_come_back_as_they_are(outcome):
     found = ToolResult("text", outcome, (Document("http://127.0.0.1:1/", "", "x", 1.0),))
     assert browsing(Found(found), [reply("x")])[:2] == (found, [])
-
-
-def test_results_without_links_are_said_to_be_so():
-    found = ToolResult("Page 1: x", CallOutcome.OK, (Document("wiki-7", "", "x", 1.0),))
-    result, asked, _ = browsing(Found(found), [reply("x")])
-    assert (result.text, result.detail, asked) == ("Page 1: x", "not browsed: the search gave no links", [])
 
 
 def test_a_summariser_that_fails_is_infrastructure():
@@ -171,20 +159,6 @@ def test_closing_closes_the_search():
     assert search.closed == 1
 
 
-def test_word_f1_by_hand():
-    said, wanted = words("The potter, the HARBOR."), words("harbor of potters")
-    assert (said, wanted) == ({"the", "potter", "harbor"}, {"harbor", "of", "potters"})
-    assert word_f1(said, wanted) == pytest.approx(2 * (1 / 3) * (1 / 3) / (2 / 3))
-    assert word_f1(frozenset(), wanted) == word_f1(frozenset(), frozenset()) == 0.0
-    assert words("红楼梦x1 y") == {"红", "楼", "梦", "x1", "y"}
-
-
-def test_sentences():
-    text = "One. Two? 三。四！\nfive 3.5 six"
-    assert [text[start:end] for start, end in sentences(text)] == ["One.", "Two?", "三。", "四！", "five 3.5 six"]
-    assert sentences("") == []
-
-
 def test_the_passage_is_around_the_sentence_most_like_the_snippet():
     filler = "Nothing of note happens in this place. "
     text = filler * 300 + "Mira Voss was born in Grey Harbor. " + "Mira Voss sings. " + filler * 300
@@ -196,8 +170,3 @@ def test_the_passage_is_around_the_sentence_most_like_the_snippet():
     # 1 common word of 5 + 5: exactly 0.2, which is not enough
     assert passage("x y z u v " * 700, "x a b c d") == ("x y z u v " * 700)[:6000]
     assert passage("a. x y z u v. b.", "x a2 b2 c2", reach=0) == "x y z u v."  # 2 / 9
-
-
-def test_text_with_braces_is_shown_as_it_is():
-    prompt = summary_prompt("{mark}", [Document("http://e.org", "{}", "s", 1.0)], [Page("http://e.org", "{query}")])
-    assert "Search query: {mark}" in prompt and '"passage": "{query}"' in prompt

@@ -16,7 +16,6 @@ import pytest
 
 from experiments.registry.project import ROOT
 from rollout.tools.python.base import readable
-from rollout.trajectory import CallOutcome
 from tests.processes import gone_within
 from tests.rollout.tools.conftest import descendants
 from tests.rollout.tools.hostile_programs import ALL, ERROR, FILES, OK
@@ -93,10 +92,6 @@ def test_contained(name, world, benches):
         time.sleep(0.01)
     assert len(descendants(monitor)) <= 2 + WARM
     assert threading.active_count() < 20
-
-
-def test_there_are_enough_of_them():
-    assert len(ALL) >= 40
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +200,3 @@ def test_the_numbers_of_system_calls_are_the_kernels():
     conditional = {"ioctl": 16, "sendto": 44, "socketpair": 53, "kill": 62, "fcntl": 72, "tgkill": 234}
     conditional |= {"prlimit64": 302, "clone": 56, "clone3": 435}
     assert {name: real[name] for name in conditional} == conditional
-
-
-def test_outcomes_are_the_models_doing():
-    assert {hostile.outcome for hostile in ALL.values()} <= set(CallOutcome) - {CallOutcome.INFRASTRUCTURE}

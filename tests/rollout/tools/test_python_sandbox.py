@@ -118,17 +118,6 @@ def test_errors_are_short_and_say_where(code, bench):
     assert (result.outcome, result.text) == (ERROR, ERRORS[code])
 
 
-def test_an_error_in_the_library_names_no_folder(bench):
-    text = bench.run("import json\nprint('so far')\njson.loads('{')").text
-    assert text.startswith("so far\nTraceback") and 'File "json/decoder.py"' in text and "JSONDecodeError" in text
-    assert os.path.dirname(os.__file__) not in text
-
-
-def test_causes_are_told(bench):
-    text = bench.run("try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('b') from e").text
-    assert text.index("KeyError: 'a'") < text.index("direct cause") < text.index("ValueError: b")
-
-
 def test_long_output_keeps_both_ends(make_bench):
     bench = make_bench(timeout_s=30, max_output=1000)
     text = bench.run("for i in range(5000): print('line', i)\n1 / 0").text
@@ -139,9 +128,7 @@ def test_long_output_keeps_both_ends(make_bench):
 @pytest.mark.parametrize(
     ("arguments", "outcome", "text"),
     [
-        ({}, ERROR, "python expects a program text as its code; found NoneType"),
         ({"code": 3}, ERROR, "python expects a program text as its code; found int"),
-        ({"code": " \n "}, CallOutcome.REFUSED, "The program was empty, so nothing was run."),
         ({"code": "```python\n```"}, CallOutcome.REFUSED, "The program was empty, so nothing was run."),
         ({"code": "x" * 70_000}, ERROR, "The program is longer than 60000 bytes and was not run."),
     ],

@@ -112,11 +112,6 @@ def test_a_late_program_is_the_models_and_keeps_its_output():
     with_patience(check, 1.5, 15.0, 120.0)
 
 
-def test_long_output_is_cut():
-    result, _ = asyncio.run(ask("print('x' * 5000)\nprint('end')", max_output=500))
-    assert "output left out" in result.text and result.text.endswith("xx\nend") and len(result.text) < 600
-
-
 def finished(**changes):
     result = {"status": "Finished", "return_code": 0, "stdout": "x", "stderr": None, "execution_time": 0.1}
     return {"status": "Success", "message": "", "run_result": {**result, **changes}}
@@ -133,13 +128,9 @@ def test_fields_may_be_null():
     ("answer", "message"),
     [
         ({"status": "SandboxError", "message": "no pod is free", "run_result": None}, "no pod is free"),
-        (finished(status="Error", stderr="overlayfs"), "overlayfs"),
         (finished(return_code=None), "the run ended as"),
-        ({"status": "Success"}, "expected SandboxFusion's run_code answer"),
         ({"status": "Success", "run_result": None}, "expected SandboxFusion's run_code answer"),
-        ([1], "expected SandboxFusion's run_code answer"),
         (web.Response(status=502, text="bad gateway"), "status 502: bad gateway"),
-        (web.Response(text="<html>"), "expected SandboxFusion's run_code answer"),
     ],
 )
 def test_failures_of_the_service_are_infrastructure(answer, message):
@@ -238,8 +229,3 @@ def test_after_closing_another_loop_may_use_it_but_not_before():
 
     assert asyncio.run(in_a_loop(lambda: fusion.run("2"))) == "x"
     assert asyncio.run(in_a_loop()) == "x"
-
-
-def test_an_address_without_http():
-    with pytest.raises(ValueError, match="SandboxFusion: expected"):
-        SandboxFusion("localhost")

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.tools.limits import LimitedTool, ToolLimits
 from rollout.tools.web.search_cache import SearchCache
-from rollout.tools.web.web_search import BrightDataSearch, bing_url, is_chinese, parse_organic
+from rollout.tools.web.web_search import BrightDataSearch, bing_url, is_chinese
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, PermanentFailure
 from tests.rollout.serving import free_port, raw_server, serving
 
@@ -75,36 +75,19 @@ def test_what_is_asked_and_shown():
     }
 
 
-def test_results_are_cut_and_counted():
-    page = {"organic": [hit(f"{i}" + "x" * 50) for i in range(20)]}
-    lines = search([page], max_results=3, result_length=5).text.splitlines()
-    assert lines == ["Page 1: 0xxxx", "Page 2: 1xxxx", "Page 3: 2xxxx"]
-    assert len(search([page]).text.splitlines()) == 10
-    assert parse_organic('{"organic": [{"description": "half \\ud83d"}]}', 10, 1000)[0].text == "half \ufffd"
-    assert len(parse_organic('{"organic": [{"description": "' + "x" * 2000 + '"}]}', 10, 1000)[0].text) == 1000
-
-
 @pytest.mark.parametrize("page", [{"organic": []}, {"general": {}}, {"general": {}, "organic": None}])
 def test_nothing_found(page):
     result = search([page])
     assert (result.text, result.outcome, result.documents) == ("No search results found.", CallOutcome.EMPTY, ())
 
 
-def test_hits_without_all_fields():
-    page = {"organic": [{"title": "no description"}, {"description": 3}, {"description": "text", "link": None}]}
-    assert search([page]).documents == (Document("", "", "text", 1.0),)
-
-
 @pytest.mark.parametrize(
     ("query", "chinese"),
     [
-        ("who wrote Emma", False),
         ("红楼梦的作者是谁", True),
         ("iPhone 15 价格", True),
         ("meaning of the word 红楼梦 in English", False),
         ("東京タワーの高さ", False),
-        ("2024 / 3.5", False),
-        ("2024年", True),
         ("서울 인구", False),
     ],
 )
@@ -354,8 +337,3 @@ def test_one_loop_after_another():
 
     tool = BrightDataSearch()
     assert [asyncio.run(with_server(tool, close)) for close in (True, True)] == [SHOWN] * 2
-
-
-def test_an_address_without_http():
-    with pytest.raises(ValueError, match="expected"):
-        BrightDataSearch(url="api")

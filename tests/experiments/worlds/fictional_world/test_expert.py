@@ -7,7 +7,7 @@ import pytest
 
 from data_modules.datasets.questions import load_tasks
 from experiments.worlds.fictional_world.build import BuildWorld
-from experiments.worlds.fictional_world.expert import ExpertEngine, ExpertPolicy
+from experiments.worlds.fictional_world.expert import ExpertEngine
 from experiments.worlds.fictional_world.world import build_world
 from retrieval.types import Document
 from rollout.engines.base import SamplingParams
@@ -100,8 +100,3 @@ def test_an_unknown_question_is_refused(world_folder):
         asyncio.run(engine.generate(ids, SAMPLING))
     with pytest.raises(ValueError, match="no weights"):
         asyncio.run(engine.load_files(WeightFiles(()), 1))
-
-
-def test_slip_must_be_a_probability():
-    with pytest.raises(ValueError, match="probability"):
-        ExpertPolicy(error_rate=1.0)

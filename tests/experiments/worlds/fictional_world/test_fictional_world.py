@@ -1,6 +1,5 @@
 """The invented world keeps its promises: deterministic, ambiguous names, disjoint splits, nothing to know by heart."""
 
-import json
 import random
 from collections import Counter
 
@@ -53,13 +52,6 @@ def test_the_shipped_size_has_at_least_20000_passages_and_namesakes():
     names = Counter(e.name for e in world.entities)
     assert sum(n for n in names.values() if n > 1) > 300  # namesakes, which only a profession or a kind tells apart
     assert len({(e.kind, e.mention) for e in world.entities}) == len(world.entities)
-
-
-def test_corpus_is_in_search_r1_format(folder):
-    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
-    assert rows[0].keys() == {"id", "contents"}
-    title, text = rows[0]["contents"].split("\n")
-    assert title.startswith('"') and title.endswith('"') and text.endswith(".")
 
 
 def test_splits_are_disjoint_and_unseen_entities_stay_unseen(folder):
@@ -127,16 +119,6 @@ def test_the_tokenizer_holds_names_whole(folder):
     words = [*(word for pool in schema.WORDS.values() for word in pool), *(r.keyword for r in schema.RELATIONS)]
     split = [w for w in words if len(tokenizer(" " + w, add_special_tokens=False).input_ids) > 1]
     assert not split
-
-
-def test_more_names_than_the_pools_hold_is_refused():
-    with pytest.raises(ValueError, match="ask for fewer entities"):
-        build_world(30_000, 0)
-
-
-def test_more_questions_than_the_world_has_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="ask for fewer or more entities"):
-        small_world(entities=20, train=2000, val=1, test=1, test_unseen=1, demonstrations=1).run(tmp_path)
 
 
 def test_a_kind_of_question_that_runs_out_is_refused(tmp_path):

@@ -120,8 +120,3 @@ def test_texts(world):
     assert first.removeprefix("List: ") == second.removeprefix("Again: ")
     text = transcript(generate_game("pick_heat_then_place_in_recep", 1, size="small"), rng)
     assert text.startswith("-= Welcome") and text.count("\n> ") >= 3
-
-
-def test_wrong_sizes():
-    with pytest.raises(ValueError, match="val is 0"):
-        BuildHousehold(val=0)

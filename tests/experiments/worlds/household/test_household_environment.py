@@ -64,13 +64,6 @@ def test_plays_an_episode_to_the_reward():
     json.dumps([step.results[0].info for step in found])  # plain JSON
 
 
-def test_the_reward_is_an_option():
-    async def steps(environment, _):
-        return sum([(await environment.step(act(command))).reward for command, _ in PLAY])
-
-    assert episode(steps, Household(reward=1.0)) == 1.0
-
-
 def test_an_expert_plays_through_the_environment_in_every_task():
     for task_type in TASK_TYPES:
         game = generate_game(task_type, 5, size="small")
@@ -87,7 +80,7 @@ def test_an_expert_plays_through_the_environment_in_every_task():
         assert (step.reward, step.measures["success"]) == (10.0, 1.0)
 
 
-@pytest.mark.parametrize("text", ["x" * 10_000, "\x00\x1b[2J", "\ud800 go to fridge 1", "Go To Fridge 1", ""])
+@pytest.mark.parametrize("text", ["\x00\x1b[2J", "\ud800 go to fridge 1", ""])
 def test_whatever_the_model_writes_gets_the_worlds_answer(text):
     async def steps(environment, _):
         return await environment.step(act(text))
@@ -95,13 +88,6 @@ def test_whatever_the_model_writes_gets_the_worlds_answer(text):
     step = episode(steps)
     assert (step.results[0].text, step.results[0].outcome, step.done) == (NOTHING, CallOutcome.ERROR, False)
     assert step.measures == {"success": 0.0, "steps": 1.0}
-
-
-def test_an_action_that_is_no_text_does_nothing():
-    async def steps(environment, _):
-        return await environment.step(Action(ActionKind.CALL, calls=(ToolRequest("act", {"action": 3}),)))
-
-    assert episode(steps).results[0].text == NOTHING
 
 
 def test_invalid_and_final_turns_run_nothing():

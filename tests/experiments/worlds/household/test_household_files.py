@@ -67,7 +67,12 @@ def test_a_folder_without_games_and_an_unknown_split_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[" * 100_000, "[]", "{}", '{"grammar": "no task", "solvable": true}', '{"grammar": 3}']
+    "content",
+    [
+        "{",
+        "[" * 100_000,
+        '{"grammar": "no task", "solvable": true}',
+    ],
 )
 def test_a_file_that_is_no_game_is_named(tmp_path, content):
     path = write(tmp_path, "train", PLATE)

@@ -38,12 +38,6 @@ def test_winning_is_a_state_that_can_be_left():
     assert won.won and not lost.won
 
 
-def test_a_reset_is_a_new_game():
-    simulator = Simulator(HOT_APPLE)
-    first = [simulator.reset(), *(simulator.step(command) for command, _ in PLAY)]
-    assert [simulator.reset(), *(simulator.step(command) for command, _ in PLAY)] == first
-
-
 def test_hot_and_cold_exclude_each_other_and_only_the_treated_one_counts():
     simulator = Simulator(HOT_APPLE)
     simulator.reset()
@@ -104,16 +98,18 @@ def test_lists_are_in_the_order_of_identifiers_numbers_from_the_end():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "go", "go to", "Look", "go to fridge 2", "look\nlook", "take  apple 1 from countertop 1", "\x00", "\ud800",
-     "看", "put apple 1 in/on fridge 1", "x" * 10_000, "{r.name}", "#look.feedback#"],
-)  # fmt: skip
+    [
+        "",
+        "go to fridge 2",
+        "look\nlook",
+        "\x00",
+        "put apple 1 in/on fridge 1",
+        "{r.name}",
+    ],
+)
 def test_what_is_not_possible_changes_nothing(text):
     first, after = play(HOT_APPLE, text)
     assert after == dataclasses.replace(first, text=NOTHING)
-
-
-def test_space_around_a_command_does_not_matter():
-    assert play(HOT_APPLE, " \tinventory\n")[1].text == "You are not carrying anything."
 
 
 def test_a_receptacle_that_cannot_be_opened_shows_what_is_on_it():

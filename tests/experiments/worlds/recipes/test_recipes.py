@@ -10,7 +10,6 @@ from experiments.worlds.recipes.environment import Recipes
 from experiments.worlds.recipes.expert import DemonstratedRecipe, RecipeExpertEngine
 from rollout.engines.base import SamplingParams
 from rollout.protocols.episodes import EpisodeProtocol
-from rollout.skills.bank import Skill
 from rollout.skills.injection import Skills
 from rollout.skills.reading import read_bank
 from rollout.system import RolloutSystem
@@ -43,13 +42,6 @@ def test_orders_ask_for_the_banks_recipes_and_demonstrations_for_others(world):
     assert same < 10 and {len(set(recipe)) for recipe in drawn} == {3}, "of 336 recipes each is as likely"
     shown = sum(task.metadata["shown"] for task in splits["demonstrations"])
     assert 160 < shown < 240
-
-
-def test_a_skill_that_is_no_recipe_is_refused():
-    with pytest.raises(ValueError, match='skill .x.: .*expected "step 1 DEVICE, step 2 DEVICE"'):
-        read_recipe(Skill("x", "x", "For x: step 2 mill, step 1 vat", "always"))
-    with pytest.raises(ValueError, match="expected at most"):
-        BuildRecipes(train=100_000)
 
 
 def test_the_expert_follows_what_it_is_shown_and_guesses_else(world):

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from experiments.worlds.recipes.environment import Recipes
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolCall, ToolRequest
 
@@ -40,8 +38,3 @@ def test_to_resume_is_to_have_lived_through_it():
     calls = [ToolCall(0, request, result, 0.0) for request, result in zip(requests, done.results, strict=True)]
     assert asyncio.run(resumed.resume([], calls)) == 0.0
     assert act(resumed, "step 2 kiln").measures == act(lived, "step 2 kiln").measures == {"success": 1.0, "steps": 3.0}
-
-
-def test_tasks_without_a_recipe_are_refused():
-    with pytest.raises(ValueError, match=r"task 2: metadata\['recipe'\] is None; expected a list of devices"):
-        Recipes().check([TASK, Task("2", "?", (), "recipes")])

@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 
 import pytest
 
@@ -13,12 +12,6 @@ from tests.experiments.worlds.shopping.shopping_world import published_catalogue
 @pytest.fixture
 def products(tmp_path):
     return published_catalogue(tmp_path).products
-
-
-def test_the_search_page():
-    page = pages.search_page(" find me a shirt ")
-    assert page.text == "WebShop [SEP] Instruction: [SEP] find me a shirt [SEP] Search"
-    assert page.info == {"admissible": ["search[<your query>]"], "has_search_bar": True, "page": "search"}
 
 
 def test_results(products):
@@ -60,12 +53,6 @@ def test_sub_pages(products):
     assert pages.sub_page("find", shirt, "Reviews").text == f"{head} [SEP] No reviews found"
 
 
-def test_the_end():
-    page = pages.end_page(0.75)
-    assert page.text == "Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0) [SEP] 0.75"
-    assert page.info == {"admissible": [], "has_search_bar": False, "page": "end"}
-
-
 def published_parse(text):
     """The pattern of web_agent_site/engine/engine.py, which takes a time that grows with the square of the length."""
     found = re.match(r"(.+)\[(.+)\]", text)
@@ -78,10 +65,3 @@ def test_an_action_is_read_as_by_the_published_pattern():
     texts += ["search[red shoes]", "click[a] and more", "click[a[b]c]", "[x]", "click[]", "click[ ]", "a[b", "\n[a]"]
     assert [pages.parse_action(text) for text in texts] == [published_parse(text) for text in texts]
     assert sum(pages.parse_action(text)[1] is not None for text in texts) > 1000
-
-
-def test_reading_an_action_takes_no_time_whatever_it_is():
-    began = time.process_time()
-    for hostile in ("[" * 100_000, "[]" * 50_000, "]" * 100_000, "a[" * 50_000 + "]"):
-        pages.parse_action(hostile)
-    assert time.process_time() - began < 5  # seconds of this process, where a quadratic reader takes minutes

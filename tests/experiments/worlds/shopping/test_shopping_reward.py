@@ -4,17 +4,15 @@ import dataclasses
 
 import pytest
 
-from experiments.worlds.shopping.fuzzy import ratio, token_set_ratio
+from experiments.worlds.shopping.fuzzy import token_set_ratio
 from experiments.worlds.shopping.generate import generate_catalogue
 from experiments.worlds.shopping.goals import make_goals
 from experiments.worlds.shopping.products import Product
 from experiments.worlds.shopping.reward import (
-    COLOURS,
     attribute_matches,
     normalize_colour,
     option_matches,
     score_purchase,
-    title_words,
     type_score,
 )
 from tests.experiments.worlds.shopping.shopping_world import goal
@@ -32,40 +30,16 @@ def product(**changes) -> Product:
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
-        # common "essential" (9), "essential oils" (14) and "essential oil" (13) share 13: 26 / 27
         ("essential oils", "essential oil", 96),
-        ("cool powder snow", "powder snow", 100),  # all words of the second are in the first
         ("Powder, SNOW!", "snow powder", 100),
-        # common "tea": 6 / 10 with "tea bag"; 6 / 11 with "tea tree"; "tea bag" and "tea tree" share "tea ": 8 / 15
-        ("tea bag", "tea tree", 60),
-        # common "angels mariners" (15), first "angels mariners vs" (18): 30 / 33
         ("mariners vs angels", "los angeles angels of anaheim at seattle mariners", 91),
-        ("grey", "gray", 75),  # "gr" and "y": 6 / 8
-        ("red", "blue", 29),  # "e": 2 / 7 (difflib takes the first longest block, one letter)
-        ("pack of 2", "pack of 4", 89),  # "of pack 2" and "of pack 4" (9 each) share "of pack ": 16 / 18
+        ("red", "blue", 29),
         ("", "red", 0),
-        ("!!", "red", 0),
-        ("café", "caf", 100),  # characters 128 to 255 are left out
-        ("naïve", "naive", 89),  # "nave" and "naive": 8 / 9
-        ("日本", "日本", 100),  # characters beyond stay
+        ("café", "caf", 100),
     ],
 )
 def test_token_set_ratio_by_hand(a, b, expected):
     assert token_set_ratio(a, b) == expected
-
-
-def test_ratio_by_hand():
-    assert (ratio("", ""), ratio("", "a"), ratio("ab", "ab"), ratio("abcd", "bcde")) == (100, 0, 100, 75)
-
-
-def test_words_of_a_title():
-    assert title_words("The Norvik 2-Pack Shirts for Men, with 3 Pockets") == [
-        "norvik", "pack", "shirts", "men", "pockets",
-    ]  # fmt: skip
-
-
-def test_the_goals_own_product_is_of_its_type():
-    assert type_score(product(), goal()) == 1.0
 
 
 def test_type_by_query_and_by_category():
@@ -86,23 +60,10 @@ def test_type_by_title_alone():
     assert type_score(dataclasses.replace(other, title="slim shirt"), wanted) == 1.0  # 2 of 5
 
 
-def test_a_small_common_part_and_none_beat_query_and_category():
-    eleven = goal(title="shirt one two three four five six seven eight nine ten")
-    assert type_score(product(title="shirt"), eleven) == 0.1  # 1 of 11
-    assert type_score(product(title="lamp"), eleven) == 0.0
-
-
 def test_repeated_words_of_the_goal_count_repeatedly_in_the_whole_alone():
     other = product(title="shirt", query="other", product_category="other")
     assert type_score(other, goal(title="shirt shirt shirt shirt")) == 1.0  # 1 of 4
     assert type_score(other, goal(title="shirt shirt shirt shirt shirt")) == 0.5  # 1 of 5
-
-
-def test_a_goal_without_a_word_in_its_title_is_neither_like_nor_unlike():
-    nameless = goal(title="12 x 5")
-    assert title_words("12 & 5") == []
-    assert type_score(product(title="lamp"), dataclasses.replace(nameless, title="12")) == 1.0  # by query
-    assert type_score(product(title="lamp", query="o", product_category="o"), goal(title="12")) == 0.5
 
 
 def test_attributes_match_by_likeness_or_by_standing_in_a_text():
@@ -133,13 +94,6 @@ def test_published_pairs_and_values_differ_where_a_colour_is_a_part_of_a_word():
     nine = goal(options=(("size", "9"),))
     assert option_matches({"size": "9 wide"}, nine, "pairs") == 0
     assert option_matches({"size": "9 wide"}, nine, "values") == 1
-
-
-def test_colours_are_taken_in_the_published_order():
-    assert len(COLOURS) == len(set(COLOURS)) == 102
-    assert [normalize_colour(text) for text in ("", "black forest", "violet lavender", "123alabaster", "fashion")] == [
-        "", "black", "lavender", "alabaster", "ash",
-    ]  # fmt: skip
 
 
 def test_the_score_by_hand():

@@ -86,26 +86,22 @@ def test_pages_of_results():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "look", "click[]", "click[search]", "click[<your query>]", "Click[buy now]", " search[shirt]", "Search[shirt]",
-     "click[b000000002]", "click[next >]", "buy now", "search[", "[" * 10_000, "x" * 10_000, "click[\x00]", "\udcff"],
-)  # fmt: skip
+    [
+        "",
+        "click[search]",
+        "Click[buy now]",
+        "click[b000000002]",
+        "click[next >]",
+        "search[",
+        "click[\x00]",
+    ],
+)
 def test_what_is_not_on_the_page_does_nothing(shirts, text):
     session, retriever = shirts
     play(session, "search[shirt]", "click[b000000001]", "click[red]")
     page, asked = session.page, len(retriever.asked)
     assert play(session, text) == [False]
     assert (session.page, session.options, len(retriever.asked)) == (page, {"color": "red"}, asked)
-
-
-def test_a_search_works_from_every_page_and_one_of_no_word_finds_nothing(shirts):
-    session, retriever = shirts
-    play(session, "search[shirt]", "click[b000000001]", "click[features]")
-    assert play(session, "search[shampoo]") == [True]
-    assert session.page.clickables == ("back to search", "next >", "b000000002")
-    assert play(session, "search[ ]") == [True]
-    assert "Page 1 (Total results: 0)" in session.page.text and retriever.asked[-1] == "shampoo"
-    assert play(session, "search[<c> fashion]") == [True]  # a debugging query of the original: words like others
-    assert retriever.asked[-1] == "<c> fashion"
 
 
 def test_after_the_purchase_nothing_happens(shirts):
