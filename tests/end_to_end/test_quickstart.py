@@ -1,7 +1,8 @@
-"""docs/quickstart.ipynb, executed cell by cell by a real kernel."""
+"""docs/quickstart.ipynb, executed cell by cell by a real kernel: the whole chain, with Lucene, engine and MLflow."""
 
 import json
 import re
+import sqlite3
 import sys
 
 import nbformat
@@ -36,3 +37,9 @@ def test_the_quickstart_notebook_runs_from_its_first_cell_to_its_last(tmp_path, 
     assert "shape: (2, 6)" in shown["table"] and "shape: (3, 6)" in shown["change"]
     assert "MODEL:" in shown["one-trajectory"] and "reward: " in shown["one-trajectory"]
     assert "answer:" in shown["ask"] and "own" in shown["reward"]
+    for result in (tmp_path / "out" / "smoke").glob("*/result.json"):
+        for made in ("evaluation.json", "model/model.safetensors", "trajectories"):
+            assert (result.parent / made).exists(), made
+    with sqlite3.connect(tmp_path / "out" / "mlflow.db") as store:
+        steps = store.execute("select max(step) from metrics where key = 'train/reward'").fetchone()
+    assert steps[0] == 1, "two iterations, counted from 0"

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
 CONVERSATIONS = ["kd", "dgpo", "grpo", "aepo", "sod", "opsd"]
 IDLE = ["kd_idle", "dgpo_idle", "grpo_idle"]  # the second rank has no sampled token
 EPISODES = ["episode_grpo", "gigpo", "sdar", "sdar_jsd", "skill_sd", "rlsd", "idle_rank"]
+SOME = ["kd", "dgpo", "aepo", "grpo_idle", "sdar", "idle_rank"]  # with ZeRO-2 and DDP; all with ZeRO-3
 WORKER = Path(__file__).with_name("two_ranks_worker.py")
 
 
@@ -29,7 +30,8 @@ def on_two_ranks(out, model_dir, teacher_dir, strategy, *names):
 @pytest.fixture(scope="module", params=["zero3", "zero2", "ddp"])
 def both(request, one, model_dir, teacher_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp(request.param) / "result.pt"
-    return request.param, one, on_two_ranks(out, model_dir, teacher_dir, request.param)
+    names = () if request.param == "zero3" else SOME
+    return request.param, one, on_two_ranks(out, model_dir, teacher_dir, request.param, *names)
 
 
 def test_parameters_and_optimizer_in_host_memory(one, model_dir, teacher_dir, tmp_path):
@@ -41,32 +43,34 @@ def test_parameters_and_optimizer_in_host_memory(one, model_dir, teacher_dir, tm
         assert worst < 1e-5, (name, worst)
 
 
-@pytest.mark.parametrize("algorithm", [*CONVERSATIONS, *IDLE, *EPISODES])
-def test_two_ranks_equal_one_process(both, algorithm, model_dir):
-    strategy, one, two = both[0], both[1][algorithm], both[2][algorithm]
-    assert two["sharded"] == (strategy == "zero3") and not one["sharded"]
-    assert one["steps"] == two["steps"] == 1
-    assert one["weights"].keys() == two["weights"].keys()
+def test_two_ranks_equal_one_process(both, model_dir):
+    strategy, ones, twos = both
+    assert set(twos) == set([*CONVERSATIONS, *IDLE, *EPISODES] if strategy == "zero3" else SOME)
     start = start_weights(model_dir)
-    moved = max(float((one["weights"][f"policy.{k}"] - v).abs().max()) for k, v in start.items())
-    worst = max(float((one["weights"][k] - two["weights"][k]).abs().max()) for k in one["weights"])
-    assert moved > 1e-3, "nothing was learnt, so equality proves nothing"
-    assert worst < 1e-5, f"weights differ by {worst} after moving by {moved}"
+    for algorithm, two in twos.items():
+        one = ones[algorithm]
+        assert two["sharded"] == (strategy == "zero3") and not one["sharded"]
+        assert one["steps"] == two["steps"] == 1
+        assert one["weights"].keys() == two["weights"].keys()
+        moved = max(float((one["weights"][f"policy.{k}"] - v).abs().max()) for k, v in start.items())
+        worst = max(float((one["weights"][k] - two["weights"][k]).abs().max()) for k in one["weights"])
+        assert moved > 1e-3, f"{algorithm}: nothing was learnt, so equality proves nothing"
+        assert worst < 1e-5, f"{algorithm}: weights differ by {worst} after moving by {moved}"
 
 
-@pytest.mark.parametrize("algorithm", [*CONVERSATIONS, *IDLE, *EPISODES])
-def test_two_ranks_log_the_same_figures(both, algorithm):
-    one, two = (side[algorithm]["figures"] for side in both[1:])
-    comparable = [k for k in one if "grad_norm" not in k]  # DeepSpeed only knows the joint norm
-    assert set(comparable) <= set(two)
-    for key in comparable:
-        assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+def test_two_ranks_log_the_same_figures(both):
+    for algorithm, side in both[2].items():
+        one, two = both[1][algorithm]["figures"], side["figures"]
+        comparable = [k for k in one if "grad_norm" not in k]  # DeepSpeed only knows the joint norm
+        assert set(comparable) <= set(two)
+        for key in comparable:
+            assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), (algorithm, key)
 
 
 def test_ranks_with_unequal_numbers_of_rows_learn_the_same_of_skills(both):
     """Turns of episodes are rows, of which each rank has as many as its episodes had turns; one rank has none at all.
     What a bandit is told is of all ranks' episodes."""
-    found = {name: both[2][name]["rows"] for name in EPISODES}
+    found = {name: both[2][name]["rows"] for name in EPISODES if name in both[2]}
     for name, (first, second) in found.items():
         assert first != second and [first + second] == both[1][name]["rows"], found
     assert found["idle_rank"][1] == 0 < found["idle_rank"][0]

@@ -88,32 +88,25 @@ def test_what_a_dead_or_hung_child_was_sampling_is_sampled_again(tmp_path, stops
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_child_that_hangs_while_it_starts(tmp_path, restarts, caplog):
+def test_a_child_that_hangs_while_it_starts(tmp_path, caplog):
     """Another is started. That takes longer than ``heartbeat_timeout_s``, and is waited for: it gives signs of life."""
     log = tmp_path / "log"
 
     async def main():
-        engine = DyingEngine(
-            log=str(log), at="start", stops=True, takes_s=11.0, heartbeat_timeout_s=10.0, restarts=restarts
-        )
+        engine = DyingEngine(log=str(log), at="start", stops=True, takes_s=11.0, heartbeat_timeout_s=10.0, restarts=1)
         async with started(engine):
             assert sampled(await ask(engine)) == expected(0, 0)
 
-    if restarts:
-        run(main())
-        assert log.read_text().split()[:2] == ["start", "start"]
-        (said,) = [record.getMessage() for record in caplog.records if "hung while it started" in record.getMessage()]
-        assert said.endswith("Another is started (1 of 1 within an hour)")
-    else:
-        with pytest.raises(InfrastructureError, match=r"at start: .* for 10 s .option heartbeat_timeout_s."):
-            run(main())
+    run(main())
+    assert log.read_text().split()[:2] == ["start", "start"]
+    (said,) = [record.getMessage() for record in caplog.records if "hung while it started" in record.getMessage()]
+    assert said.endswith("Another is started (1 of 1 within an hour)")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "at"),
-    [("files", "load"), ("ipc", "start_weight_update"), ("ipc", "b"), ("ipc", "finish_weight_update")],
+    [("files", "load"), ("ipc", "b")],
 )
 def test_a_push_in_which_the_child_dies_is_repeated_whole(tmp_path, transport, at, monkeypatch):
     monkeypatch.setattr(ipc, "BUCKET_BYTES", 1)  # a bucket for each tensor
@@ -267,15 +260,9 @@ def test_an_exception_after_an_answer_is_followed_by_a_restart():
 
 @pytest.mark.slow
 def test_a_request_that_ends_two_children_is_not_sent_to_a_third():
-    """Alone it is known after two deaths, in company after a third, and the company is answered."""
+    """In company it is known after a third death, and the company is answered."""
 
     async def main():
-        async with started(echo(restarts=2)) as engine:
-            with pytest.raises(
-                PermanentFailure, match=r"died 2 times with this request .generate. in flight, .* code 3"
-            ):
-                await engine.generate([14], ONE)
-            assert (await engine.generate([1], ONE)).token_ids == (1,)
         async with started(echo(restarts=3)) as engine:
             requests = [asyncio.ensure_future(engine.generate([i], ONE)) for i in (14, 2, 3)]
             while engine._children.spawned < 3:
@@ -317,19 +304,6 @@ def test_a_trial_ends_when_its_request_is_cancelled():
                 assert engine._on_trial and not later.done()
                 request.cancel()
             assert (await later).token_ids == (1,)
-
-    run(main())
-
-
-@pytest.mark.slow
-def test_restarts_of_an_hour_ago_are_forgotten(monkeypatch):
-    monkeypatch.setattr("common.restarts.HOUR_S", 0.0)
-
-    async def main():
-        async with started(echo(restarts=1)) as engine:
-            for _ in range(2):
-                os.kill(engine.pid, signal.SIGKILL)
-                assert (await engine.generate([7], ONE)).token_ids == (7,)
 
     run(main())
 
