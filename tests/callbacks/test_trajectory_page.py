@@ -8,11 +8,8 @@ from transformers import AutoTokenizer
 
 from callbacks.tracking.trajectory_log import TrajectoryLog, best_and_worst
 from callbacks.tracking.trajectory_page import PageItem, render_page, token_texts
-from lightning_modules.algorithms.episode_grpo import EpisodeGRPO
-from rollout.protocols.base import FIRST_OBSERVATION, OWN_QUESTION
 from rollout.trajectory import ActionKind, StopReason
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
-from tests.lightning_modules.algorithms.episode_helpers import EpisodeData, episodes
 
 
 class Page(HTMLParser):
@@ -122,19 +119,6 @@ def test_page_shows_every_token_with_role_text_and_figures(tokenizer):
     assert page.cells == ["1", "search", 'who "is" <Mira>', "ok", "12.5 ms", "Title 0"]
 
 
-def test_a_page_shows_what_a_world_hides_from_the_model(tokenizer):
-    plain = make_trajectory()
-    shown = dataclasses.replace(plain.task, metadata={"word": "grey", "game": {"goal": "x" * 1000}}, golden_answers=())
-    page = Page(render_page("t", [PageItem(plain.replace(task=shown), "best")], tokenizer))
-    assert page.details["task"].startswith("word: grey; game: {'goal': 'xxx") and len(page.details["task"]) < 500
-    assert page.details["gold"] == "none"
-    replaced = {OWN_QUESTION: "the word is grey", FIRST_OBSERVATION: {"commands": ["look"]}}
-    world = plain.replace(task=dataclasses.replace(plain.task, metadata=replaced))
-    details = Page(render_page("t", [PageItem(world, "best")], tokenizer)).details
-    assert (details["task"], details["gold"]) == ("the word is grey", "Grey Harbor")
-    assert Page(render_page("t", [PageItem(plain, "best")], tokenizer)).details["task"] == "none"
-
-
 def test_tokens_name_the_weights_that_sampled_them_where_several_have(tokenizer):
     plain = make_trajectory()
     first, last = plain.turns  # four tokens each, of weights 7
@@ -223,38 +207,12 @@ def test_turns_with_prompts_of_their_own_are_shown_one_by_one(tokenizer):
     assert "advantages +0.25" in notes[end - 1] and "advantages -1" in notes[end]
 
 
-def test_training_pages_show_whole_episodes_with_the_figures_of_their_turns(trainer_for, tmp_path, model_dir):
-    whole, protocol = episodes(model_dir, window=1)
-    module = EpisodeGRPO(str(model_dir), invalid_coef=0.1, num_mini_batches=1)
-    log = TrajectoryLog(count=2, train_every=1)
-    trainer_for([log], max_epochs=1).fit(module, datamodule=EpisodeData(whole, protocol))
-    (path,) = (tmp_path / "stage" / "trajectories").glob("train-*.html")
-    page = Page(path.read_text())
-    shown = [t for _, (t, _) in best_and_worst([(t, {}) for t in whole], 2)]
-    assert len(page.headings) == len(shown) == 4 and len({(t.group, t.index) for t in shown}) == 4
-    expected = [f"success {t.reward.total / 10:g}, {t.stop_reason.value}" for t in shown]  # no answer, hence no EM
-    assert [text.partition(": ")[2] for text in page.headings] == expected
-    assert {text[:9] for text in expected} == {"success 0", "success 1"}
-    turns = [turn for t in shown for turn in t.turns]
-    assert page.ids == [list(turn.prompt_ids) for turn in turns] and len(page.turns) == len(turns) > 8
-    assert len(page.tokens) == sum(len(t.response_ids) for t in shown)
-    assert all(" · advantages " in line for line, _ in page.turns)
-    assert "Room 3." in page.seen
-    rewards = [line.split(" · ")[2] for line, _ in page.turns if "reward" in line]
-    assert rewards.count("reward 10") == sum(t.reward.total == 10 for t in shown) > 0
-
-
 def test_characters_split_over_tokens_appear_once_and_whole(tokenizer):
     ids = tokenizer("naïve 東京 🏠!", add_special_tokens=False).input_ids
     texts = token_texts(tokenizer, ids)
     assert len(texts) == len(ids) and "".join(texts) == "naïve 東京 🏠!"
     broken = token_texts(tokenizer, ids[:-2])  # ends inside the emoji
     assert "".join(broken).startswith("naïve 東京 ") and len(broken) == len(ids) - 2
-
-
-def test_a_signal_of_the_wrong_length_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="signal 'advantage' has 1 values, expected one for each of the 11"):
-        PageItem(make_trajectory(), "x", {"advantage": [1.0]})
 
 
 def test_best_and_worst_do_not_overlap_and_leave_failures_out():

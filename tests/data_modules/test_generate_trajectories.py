@@ -94,24 +94,17 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
-from tests.rollout.scripted_engine import ScriptedEngine
-from rollout.environments.question_answering import QuestionAnswering
-from rollout.tools.search import SearchTool
-from tests.rollout.scripted import ToyRetriever
-from rollout.protocols.search_r1 import SearchR1Protocol
-from rollout.system import RolloutSystem
 from data_modules.demonstrations.generate_trajectories import GenerateTrajectories
+from tests.data_modules.toys import scripted_system
 
 model, questions, folder = sys.argv[1:]
-protocol = SearchR1Protocol(model, template="short")
 asked = []
 def script(ids, sampling):
     asked.append(ids)
     if len(asked) == 6:  # in the third chunk
         os.kill(os.getpid(), signal.SIGKILL)
     return "<answer> answer " + str(len(asked) - 1) + " </answer>"
-environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
-system = RolloutSystem(ScriptedEngine(script, protocol.tokenizer), protocol, environment, None, concurrency=1)
+system = scripted_system(model, script, concurrency=1)
 GenerateTrajectories(system, [questions], seed=3, chunk_questions=2).run(Path(folder))
 """
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import lightning as L
 import torch
 
+from rollout.environments.question_answering import QuestionAnswering
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.rewards.qa import ExactMatchReward
+from rollout.system import RolloutSystem
+from rollout.tools.search import SearchTool
 from rollout.trajectory import Task
+from tests.rollout.scripted import ToyRetriever
+from tests.rollout.scripted_engine import ScriptedEngine
 
 
 def make_task(number: int, kind: str = "right", source: str = "made_up") -> Task:
@@ -68,3 +75,12 @@ def trainer(folder, ranks: int = 1, **options) -> L.Trainer:
 
 def sampled_by(trajectories) -> set[int]:
     return {version for t in trajectories for version in t.policy_versions}
+
+
+def scripted_system(model: str, script, **options) -> RolloutSystem:
+    """A rollout system for tests in processes of their own; ``script(ids, sampling)`` is what its engine says."""
+    protocol = SearchR1Protocol(model, template="short")
+    environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+    return RolloutSystem(
+        ScriptedEngine(script, protocol.tokenizer), protocol, environment, ExactMatchReward(), **options
+    )

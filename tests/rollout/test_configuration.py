@@ -54,15 +54,6 @@ AEPO = (
 )
 
 
-@pytest.mark.parametrize("sampler", [ARPO, AEPO])
-def test_branching_samplers_from_yaml(sampler):
-    text = CONFIG.format(model="m", retriever=CLIENT).replace("rollout.samplers.base.IndependentSampler", sampler)
-    parsed = parser().parse_string(text + "  entropy_tokens: 20\n")
-    assert parsed.system.entropy_tokens == 20 and parsed.system.sampler.init_args.first_tokens == 20
-    with pytest.raises(Exception, match="initial_rollout|variant|consecutive_penalty"):
-        parser().parse_string(text.replace("initial_rollouts: 8", "initial_rollout: 8"))
-
-
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

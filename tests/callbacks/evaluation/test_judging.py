@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from jsonargparse import ArgumentParser
 
 from callbacks.evaluation.evaluation import Evaluation
 from callbacks.evaluation.judging import judge_rows
@@ -114,12 +113,3 @@ def test_the_real_judge_over_http():
     judge, rows, asked = asyncio.run(judged())
     assert [row.judged for row in rows] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, None] and asked == 4
     assert (judge.prompt_version, judge.model) == (PROMPT_VERSION, "judging-model")
-
-
-def test_yaml_gives_the_real_judge():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Evaluation, "evaluation")
-    client = {"urls": ["http://127.0.0.1:1"], "model": "m"}
-    judge = {"class_path": "rollout.rewards.judge.Judge", "init_args": {"client": client}}
-    built = parser.instantiate_classes(parser.parse_object({"evaluation": {"judge": judge}})).evaluation
-    assert isinstance(built.judge, Judge) and built.judge.model == "m"

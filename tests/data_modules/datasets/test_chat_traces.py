@@ -4,14 +4,12 @@ import json
 
 import polars as pl
 import pytest
-from jsonargparse import ArgumentParser
 
 from data_modules.datasets.conversations import read_conversations
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.traces import MalformedTrace
 from data_modules.demonstrations.chat_traces import ChatTraces, cut_right
 from data_modules.supervised_data_module import SupervisedDataModule
-from rollout.protocols.conversation_turns import conversation_turns
 from rollout.protocols.hermes import HermesProtocol
 from rollout.storage import load_trajectories
 from rollout.tools.schemas import SCHEMAS
@@ -149,16 +147,6 @@ def test_where_history_is_rewritten_turns_are_as_the_model_would_have_said_them(
     assert protocol.decode(off.prompt_ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_differences_of_renderings_would_lose_characters(folders):
-    """What is mended, so that the fixture above is known to be the published case."""
-    chat = HermesProtocol(folders["qwen3"]).chat
-    upto = [chat.render(TWO_ROUNDS["messages"][:n], open_turn=False) for n in (2, 3)]
-    lost = len("<think>\n\n</think>\n\n")
-    assert lost == 19 and upto[1][len(upto[0]) :].startswith("ool_response>\n20")
-    turns, rewritten = conversation_turns(chat, TWO_ROUNDS["messages"])
-    assert (len(turns), rewritten) == (3, False)
-
-
 def test_shapes_of_a_row(make, tmp_path, folders):
     """JSON text or values, parquet or lines, bare schemas, parts that are missing: one trajectory."""
     expected = only(make(TWO_ROUNDS))
@@ -211,18 +199,6 @@ BROKEN = [
 def test_conversations_that_teach_nothing(make, broken, reason):
     with pytest.raises(MalformedTrace, match=reason):
         only(make(broken))
-
-
-def test_from_yaml(folders, make, tmp_path):
-    make(TWO_ROUNDS)
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(ChatTraces, "sft")
-    options = f"files: [{tmp_path}/sft.jsonl], tokenizer: {folders['qwen3']}, too_long: cut, thinking: false"
-    own = "{name: mine, parameters: {type: object, properties: {}}}"
-    config = parser.parse_string(f"sft: {{{options}, tools: [search, {own}]}}")
-    task = parser.instantiate_classes(config).sft
-    prompt = HermesProtocol(folders["qwen3"]).decode(only(task).prompt_ids)
-    assert '"mine"' in prompt and '"search"' in prompt and task.too_long == "cut"
 
 
 def test_what_a_template_refuses_is_counted(make, tmp_path):

@@ -140,17 +140,6 @@ def test_what_is_left_out_of_a_shared_file_is_said_once(make_system, tmp_path, c
     assert caplog.text.count("left out") == 1 and told in caplog.text and "correct" not in caplog.text
 
 
-def test_ids_sources_and_answers_of_the_file_are_kept(tmp_path):
-    rows = [{"id": 7, "question": "q", "golden_answers": [1, "one"], "data_source": "sums", "note": "unused"}]
-    assert load_tasks(written(tmp_path / "q.jsonl", rows), columns={}) == [Task("7", "q", ("1", "one"), "sums")]
-
-
-def test_the_name_of_a_file_is_a_data_source_whatever_its_bytes(tmp_path):
-    named = {"问题": "问题", "a+b": "a+b", "half \udcff": r"half \udcff"}
-    found = [load_tasks(written(tmp_path / f"{name}.jsonl", ROWS[:1]), columns=MAPPING)[0] for name in named]
-    assert [(t.data_source, t.id) for t in found] == [(source, f"{source}_1") for source in named.values()]
-
-
 def test_all_faults_come_at_once_with_their_lines(tmp_path):
     path = tmp_path / "q.jsonl"
     good = '{"question": "q", "golden_answers": "a"}'
@@ -270,18 +259,3 @@ def test_half_a_surrogate_pair_is_a_fault_of_its_row(tmp_path, ending, where, co
     with pytest.raises(DatasetError, match=rf"mine.{ending}.*{where} with .*half of a surrogate pair, .ud83d"):
         load_tasks(path, columns=MAPPING)
     assert [task.question for task in load_tasks(path, "drop", columns=MAPPING)] == [ROWS[0]["prompt"]]
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"metadata": json.dumps({"hint": "\ud83d"})}, "metadata with half"),
-        ({"reward_model": {"ground_truth": '["\\ude00"]'}, "golden_answers": None}, "a ground_truth with half"),
-    ],
-)  # fmt: skip
-def test_half_a_surrogate_pair_in_a_parquet_file_s_json_is_a_fault_of_its_row(tmp_path, change, fault):
-    good = {"id": "a", "question": "q", "golden_answers": ["1"], "data_source": "s", "metadata": None,
-            "reward_model": {"ground_truth": "1"}}  # fmt: skip
-    pl.DataFrame([good, good | {"id": "b"} | change], strict=False).write_parquet(tmp_path / "q.parquet")
-    with pytest.raises(DatasetError, match=rf"q.parquet: 1 of 2 rows with {fault} of a surrogate pair.*row 1"):
-        load_tasks(tmp_path / "q.parquet")

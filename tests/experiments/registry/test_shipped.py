@@ -74,8 +74,9 @@ def test_experiments_of_the_papers_fit_the_gpus_that_they_name_and_list_what_the
         if stage.kind == "fit":
             gpus, chip = (1, "4090") if name.startswith("quick_") else (8, "a100")
             assert stage.config["experiment"]["hardware"].startswith(f"{gpus} GPU")
-            training = sized(stage, module_of(stage), gpus, PROJECT.root).training
-            assert peak(training, GPU_SPECS[chip]) <= GPU_SPECS[chip].memory, name
+            if not name.endswith("_as_released"):  # which is of the size of the plain one
+                training = sized(stage, module_of(stage), gpus, PROJECT.root).training
+                assert peak(training, GPU_SPECS[chip]) <= GPU_SPECS[chip].memory, name
 
 
 def test_a_test_asks_for_its_teacher_only_where_it_is_wanted_or_teaches(shipped):

@@ -13,8 +13,6 @@ import pytest
 
 from callbacks.evaluation.evaluation import Evaluation
 from callbacks.evaluation.statistics import bootstrap_interval
-from callbacks.evaluation.summary import summarize
-from callbacks.evaluation_rows import row_of, save_rows
 from callbacks.training.training_totals import TrainingTotals
 from experiments.registry.columns import COLUMNS, DEFAULT, SCORES, columns_of, known_columns
 from experiments.reports.compare import HISTORY_SCHEMA
@@ -280,37 +278,3 @@ def test_figures_of_several_attempts_over_runs(stages):
     assert pooled(mixed, "pass/64") is None
     calls = pooled(mixed, "accuracy_per_1000_calls")
     assert calls["mean"] == pytest.approx(1000 * (30 + 20) / (40 + 80)) and calls["low"] < calls["mean"] < calls["high"]
-
-
-def test_averages_of_sets_over_runs(tmp_path):
-    def run(seed, right):
-        made = [
-            make_trajectory(f"{source}{i}", source=source, index=attempt).replace(reward=Reward(1.0, {"acc": value}))
-            for source, values in right.items() for i, value in enumerate(values) for attempt in range(2)
-        ]  # fmt: skip
-        folder = tmp_path / str(seed)
-        rows = [row_of(t) for t in made]
-        save_rows(folder / "evaluation" / "test.parquet", rows)
-        test = {name: figure.as_json() for name, figure in summarize(rows, resamples=100).items()}
-        (folder / "evaluation.json").write_text(json.dumps({"test": test}))
-        return Run("sod", "SOD", seed, folder, 1.0, "", "")
-
-    runs = [run(0, {"a": [1.0] * 6, "b": [1.0, 0.0]}), run(1, {"a": [1.0] * 6, "b": [0.0, 0.0]})]
-    macro, whole, hard = (pooled(runs, name) for name in ("average_of_sets/2", "average/2", "average/2/b"))
-    assert (macro["mean"], whole["mean"], hard["mean"]) == pytest.approx((0.625, 6.5 / 8, 0.25))
-    assert (macro["low"], macro["high"]) == (0.5, 0.75) and (hard["low"], hard["high"], hard["n"]) == (0.0, 0.5, 2)
-
-
-def test_stages_without_the_score_are_not_measured(stages, tmp_path):
-    old = tmp_path / "old"
-    (old / "evaluation").mkdir(parents=True)
-    new = stages / "grpo" / "key0"
-    report = json.loads((new / "evaluation.json").read_text())
-    report["test"] = {name: value for name, value in report["test"].items() if not name.startswith("acc")}
-    (old / "evaluation.json").write_text(json.dumps(report))
-    pl.read_parquet(new / "evaluation" / "test.parquet").drop("accuracy").write_parquet(old / "evaluation/test.parquet")
-    rows = rows_of(stages)[:1] + [rows_of(stages)[2] | {"folder": old}]
-    page, data = write_results("arpo", rows, tmp_path, "x", columns=["acc"], score="average")
-    assert json.loads(data.read_text())[1]["mean"] is None
-    assert table_of(page.read_text(), "## Test set")[1]["accuracy"] == "-"
-    assert "| ARPO - GRPO | 0 | - | - | 0 |" in page.read_text()

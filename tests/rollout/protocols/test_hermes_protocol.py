@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from jsonargparse import ArgumentParser
 from transformers import AutoTokenizer
 
 from rollout.protocols.arpo_tags import ARPOProtocol
-from rollout.protocols.base import ChatProtocol, PromptMode, TurnPrompt
+from rollout.protocols.base import PromptMode, TurnPrompt
 from rollout.protocols.call_formats import FORMATS, SYSTEM
 from rollout.protocols.hermes import CUT, NOT_EXECUTED, UNCLOSED, HermesProtocol
 from rollout.protocols.search_r1 import SearchR1Protocol
@@ -308,17 +307,6 @@ def test_the_instruction_speaks_of_the_tools_that_are_shown(folders, tools, plac
     assert says in asked and ("compute" in asked) == (shown and "code_interpreter" in tools)
     assert text.count("# Tools") == shown  # by the template or by our text, never by both
     assert ("tool" in asked) == shown
-
-
-def test_from_yaml(folders):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(ChatProtocol, "protocol")
-    options = f"tokenizer: {folders['qwen3']}, instruction: boxed, thinking: false, tools: [search]"
-    config = parser.parse_string(
-        f"protocol: {{class_path: rollout.protocols.hermes.HermesProtocol, init_args: {{{options}}}}}"
-    )
-    protocol = parser.instantiate_classes(config).protocol
-    assert (protocol.tools, protocol.max_parallel_calls, protocol.eos_ends) == (("search",), 1, False)
 
 
 def test_wrong_settings(folders, tmp_path, qwen):

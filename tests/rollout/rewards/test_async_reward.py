@@ -6,11 +6,10 @@ import asyncio
 import threading
 
 import pytest
-from jsonargparse import ArgumentParser
 
 from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
-from rollout.rewards.base import AsyncReward, RewardFunction, Scorer
+from rollout.rewards.base import Scorer
 from rollout.rewards.reasoning import ReasoningReward
 from rollout.system import RolloutSystem
 from rollout.tools.python.local import LocalSandbox
@@ -179,15 +178,6 @@ def test_programs_are_tested_in_the_systems_loop_and_again_in_a_new_one(make_sys
         assert [t.reward.total for t in done] == [total] * 3
         assert [t.reward.parts["acc"] for t in done] == [float(total == 1.0)] * 3
         system.close()
-
-
-def test_both_kinds_fit_the_seam_in_yaml():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--reward", type=RewardFunction | AsyncReward | None)
-    for name in ("tests.rollout.rewards.test_async_reward.Waiting", "rollout.rewards.qa.F1Reward"):
-        parser.parse_object({"reward": {"class_path": name}})
-    with pytest.raises(Exception, match="IndependentSampler"):
-        parser.parse_object({"reward": {"class_path": "rollout.samplers.base.IndependentSampler"}})
 
 
 def test_a_thread_scores_what_waits_and_a_slow_reward_holds_up_no_other():

@@ -3,10 +3,9 @@ r"""The reward of mathematics, choices and programs; figures worked out by hand 
 import asyncio
 
 import pytest
-from jsonargparse import ArgumentParser
 
 from rollout.rewards.answers import choice_letter, released_program, strict_box, submitted_program, without_quotes
-from rollout.rewards.base import AsyncReward, RewardFunction, Scorer
+from rollout.rewards.base import AsyncReward, Scorer
 from rollout.rewards.reasoning import ReasoningReward, ability, overlong, shaped
 from rollout.tokenizer import load_tokenizer
 from rollout.tools.python.base import Run
@@ -407,19 +406,3 @@ def test_it_starts_and_closes_its_runner(model_dir):
     asyncio.run(scenario(Runner()))
     asyncio.run(scenario(None))
     assert events == ["start", "close"]
-
-
-@pytest.mark.parametrize(
-    "runner",
-    ["rollout.tools.python.local.LocalSandbox", "rollout.tools.python.fusion.SandboxFusion"],
-)
-def test_from_yaml(runner, model_dir):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--reward", type=RewardFunction | AsyncReward | None)
-    options = {"url": "http://localhost:1"} if runner.endswith("Fusion") else {"max_output": 5_000_000}
-    init = {"tokenizer": str(model_dir), "math": "strict_box", "tool_shaping": "intended", "overlong_buffer": 1024,
-            "max_response_tokens": 20480, "runner": {"class_path": runner, "init_args": options}}  # fmt: skip
-    config = {"reward": {"class_path": "rollout.rewards.reasoning.ReasoningReward", "init_args": init}}
-    reward = parser.instantiate(parser.parse_object(config)).reward
-    assert isinstance(reward, ReasoningReward) and type(reward.code.runner).__name__ == runner.rpartition(".")[2]
-    assert (reward.math, reward.tool_shaping, reward.overlong_buffer) == ("strict_box", "intended", 1024)

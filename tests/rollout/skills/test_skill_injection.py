@@ -5,9 +5,7 @@ import json
 import pytest
 from jsonargparse import ArgumentParser
 
-from rollout.skills.bandit import UCB
 from rollout.skills.injection import HEADER, Skills
-from rollout.skills.reading import read_bank
 from rollout.skills.retrieval import Full, Keyword, NoSkills, TaskType
 from tests.rollout.skills.skill_examples import bank_json, task, words
 
@@ -28,18 +26,6 @@ def parser():
 def made(text):
     p = parser()
     return p.instantiate(p.parse_string(text))["skills"]
-
-
-def test_from_yaml():
-    skills = made("skills: {bank: household, retriever: {class_path: rollout.skills.retrieval.Keyword}}")
-    assert isinstance(skills.retriever, Keyword) and skills.bank == read_bank("household")
-    assert (skills.max_tokens, skills.form) == (2048, "released")
-    bandit = made(
-        "skills: {bank: shopping, form: sentences, header: '', retriever: "
-        "{class_path: rollout.skills.bandit.UCB, init_args: {c: 0.5, seed: 3}}}"
-    )
-    assert isinstance(bandit.retriever, UCB) and (bandit.retriever.c, bandit.retriever.seed) == (0.5, 3)
-    assert (bandit.form, bandit.header) == ("sentences", "")
 
 
 @pytest.mark.parametrize(
