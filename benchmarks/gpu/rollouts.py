@@ -27,7 +27,7 @@ import torch
 from benchmarks.gpu.frame import ROOT, Finding, Setting
 from benchmarks.gpu.shapes import RewardInTurn, make_questions, model_folder
 from benchmarks.gpu.training import QUIET, Weights, precision
-from benchmarks.rollouts import EveryTurnSearches, SlowSearch
+from benchmarks.searches import EveryTurnSearches, SlowSearch
 from callbacks.training.resume import IterationCheckpoint, find_checkpoint
 from callbacks.training.throughput import Throughput
 from callbacks.training.weight_sync import PROBE_TEXT, WeightSync, generation_gap

@@ -11,13 +11,6 @@ from experiments.registry.project import ROOT
 N = r"[0-9]+(\.[0-9]+)?"
 RATE, PEAK = rf"{N} tokens per CPU s \({N} to {N}\)", rf", peak \+{N} MiB"
 SHAPES = {
-    "rollouts": (
-        "--trajectories 2 --turns 1 --repeats 1",
-        [
-            rf"search takes {ms} ms \(median\): agent loop {N} trajectories/s, barrier per turn {N}/s, ratio {N}"
-            for ms in (0, 50, 200)
-        ],
-    ),
     "tool_calls": (
         "--prompts 1 --samples 4 --latencies 0ms --turn-tokens 4 --iterations 1 --repeats 1 --trl nowhere",
         [
