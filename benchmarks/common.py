@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,6 @@ def machine() -> str:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, commit {commit}"
-
-
-def in_child(measure: Callable[..., Any], *arguments: Any, **variables: str) -> Any:
-    """Run ``measure(*arguments)`` in a new process with these environment variables; arguments and result travel as
-    JSON."""
-    assert measure.__module__ == "__main__", "a benchmark measures functions of its own"
-    module = f"benchmarks.{Path(sys.argv[0]).stem}"
-    code = f"import json, sys, {module} as m; print(json.dumps(m.{measure.__name__}(*json.loads(sys.argv[1]))))"
-    command = [sys.executable, "-c", code, json.dumps(arguments)]
-    done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def save_tokenizer(folder: str | Path) -> Any:

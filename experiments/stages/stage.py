@@ -126,13 +126,11 @@ def seed_task(seed: int) -> None:
 
 def run_lightning(config: dict[str, Any], arguments: Sequence[str], store: StageFolder) -> None:
     """Run Trainer.fit for kind fit, then Trainer.test with the final weights."""
-    from callbacks.training.rank_watch import watch_from_the_start
     from experiments.stages.parser import cli
 
     config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
     parsed = cli(config, arguments, _where(config), instantiate=True)
     trainer, model, data = parsed.trainer, parsed.model, parsed.datamodule
-    watch_from_the_start(trainer)  # a fit stops the watch; `setup` starts it once more for the test
     log_configuration(trainer, store)
     if config["experiment"]["kind"] == "fit":
         gc.freeze()  # keep libraries and models out of the garbage collector's walks

@@ -10,8 +10,6 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from callbacks.training.rank_watch import RankWatch
-
 
 class Walk(L.LightningModule):
     """Parameters on a random walk: any step repeated or left out, any draw of another generator, shows.
@@ -116,12 +114,3 @@ class Share(Walk):
         torch.save(self.walk.detach(), Path(self.trainer.default_root_dir) / f"walk-{self.trainer.global_rank}.pt")
         if self.trainer.is_global_zero:
             super().test_step(batch, batch_idx)
-
-
-class EarlyWatch(RankWatch):
-    """Writes, each time it is started, what the trainer does at that time: None before a fit or test."""
-
-    def start(self, trainer: L.Trainer) -> None:
-        with (Path(trainer.default_root_dir) / "watched").open("a") as stream:
-            stream.write(f"{trainer.state.fn}\n")
-        super().start(trainer)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import lightning as L
 import torch
 
-from callbacks.training.rank_watch import RankWatch, watch_from_the_start
+from callbacks.training.rank_watch import RankWatch
 from callbacks.training.resume import IterationCheckpoint, find_checkpoint
 from data_modules.loading.loaders import TrainLoader
 from lightning_modules.sharding.strategies import ZeRO3
@@ -55,14 +55,13 @@ if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     Path(folder, f"pid{rank}").write_text(str(os.getpid()))
     strategy = ZeRO3(persistence_threshold=0, bucket_elements=1000)
-    limits = {"report_after_s": 4, "stop_after_s": 9} if sleeping else {}
+    limits = {"report_after_s": 4} if sleeping else {}
     callbacks = [RankWatch(**limits), IterationCheckpoint(keep_best=False), *(Sleeper(int(r)) for r in sleeping)]
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=callbacks, default_root_dir=folder,
         **quiet,
     )  # fmt: skip
-    watch_from_the_start(trainer)
     loader = TrainLoader(2000, lambda i: torch.full((2, 4), float(i + rank)), "the same")
     checkpoint = find_checkpoint(Path(folder))
     trainer.fit(Sums(), loader, ckpt_path=None if checkpoint is None else str(checkpoint))

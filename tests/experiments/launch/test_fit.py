@@ -26,7 +26,6 @@ trainer:
   use_distributed_sampler: false
   callbacks:
     resume: {class_path: callbacks.training.resume.IterationCheckpoint}
-    ranks: {class_path: tests.experiments.toy_modules.EarlyWatch}
 model: {class_path: tests.experiments.toy_modules.Walk}
 data: {class_path: tests.experiments.toy_modules.Noise, init_args: {batches: 12}}
 """
@@ -91,10 +90,6 @@ def test_a_run_stopped_and_killed_ends_with_the_weights_of_an_uninterrupted_one(
     assert json.loads((store.path / "steps.json").read_text()) == 12
     assert "RESUME=last: no stage" not in last.stdout
     assert torch.equal(torch.load(store.path / "final.pt")["walk"], uninterrupted_walk())
-
-
-def test_ranks_are_watched_before_their_data_are_set_up(fitted):
-    assert (fitted[1].path / "watched").read_text().startswith("None\n")
 
 
 def test_strategies_go_by_their_names():
