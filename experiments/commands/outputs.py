@@ -37,7 +37,7 @@ def compare(args: argparse.Namespace, context: RunContext) -> None:
     metrics = dict.fromkeys((*CURVES, *chosen_metrics(args.names, context)))
     try:
         print(compare_runs(context.project.outputs, args.names, metrics=tuple(metrics)))
-    except (NoRunsError, FileNotFoundError) as error:
+    except NoRunsError as error:
         raise ExperimentError(str(error)) from None
 
 

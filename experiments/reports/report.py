@@ -9,10 +9,9 @@ from typing import Any
 
 import polars as pl
 
-from callbacks.tracking.run_info import RUN_ID_FILE, default_tracking_uri
 from common.files import write_atomically
 from experiments.registry.columns import columns_of, score_of
-from experiments.reports.compare import HISTORY_SCHEMA, history_frame, open_store, table_text
+from experiments.reports.compare import history_frame, table_text
 from experiments.reports.curves import DPI, curves_figure
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
 from experiments.reports.results_page import metric_text, results_page
@@ -60,7 +59,6 @@ def write_results(
     *,
     columns: Sequence[str] | None = None,
     score: str | None = None,
-    tracking_uri: str | None = None,
     notes: str = "",
 ) -> list[Path]:
     """Write the results page ``<experiment>.md``, its data ``<experiment>.json`` (``results_json``) and, for runs that
@@ -73,8 +71,6 @@ def write_results(
         command: the command that writes the page.
         columns: names of ``experiments.registry.columns`` for the tables, or None for the default ones.
         score: key of ``experiments.registry.columns.SCORES`` that compares methods, or None for EM.
-        tracking_uri: MLflow store with the curves (each stage folder has its run id); default:
-            ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the outputs.
         notes: Markdown below the title.
 
     Raises:
@@ -89,12 +85,11 @@ def write_results(
         raise ValueError(f"no row is a run of '{experiment}'; found {sorted({r.experiment for r in runs})}")
     out_dir = Path(out_dir)
     curves = out_dir / f"{experiment}_curves.png"
-    uri = tracking_uri or default_tracking_uri(mine[0].folder.resolve().parent.parent)
     metrics = dict.fromkeys((*main.curves, *RESULT_CURVES, *(c.curve for c in chosen.values() if c.curve)))
     methods = list(dict.fromkeys(run.method for run in (mine[0], *runs)))
-    history = _write_curves(curves, runs, uri, tuple(metrics), methods)
+    history = _write_curves(curves, runs, tuple(metrics), methods)
     objects = results_json(runs, chosen, score or "em")
-    signals = turns_section(runs) + (gates_section(runs, uri) if len(history) else "")
+    signals = turns_section(runs) + (gates_section(runs) if len(history) else "")
     data, page = out_dir / f"{experiment}.json", out_dir / f"{experiment}.md"
     write_atomically(data, json.dumps(objects, indent=2, allow_nan=False) + "\n")
     text = results_page(experiment, mine[0].method, objects, chosen, main, command, notes, history)
@@ -102,14 +97,10 @@ def write_results(
     return [page, data, *([curves] if len(history) else [])]
 
 
-def _write_curves(
-    path: Path, runs: Sequence[Run], tracking_uri: str, metrics: Sequence[str], methods: Sequence[str]
-) -> pl.DataFrame:
+def _write_curves(path: Path, runs: Sequence[Run], metrics: Sequence[str], methods: Sequence[str]) -> pl.DataFrame:
     """Draw the curves of logged runs; return their ``compare.history_frame``, empty (and no file) if no run logged any
     of the metrics. ``metrics[0]`` is logged by reinforcement learning."""
-    files = {run: run.folder / RUN_ID_FILE for run in runs}
-    ids = {f.read_text().strip(): run.method for run, f in files.items() if f.exists()}
-    history = history_frame(open_store(tracking_uri), ids, metrics) if ids else pl.DataFrame(schema=HISTORY_SCHEMA)
+    history = history_frame({run.folder: run.method for run in runs}, metrics)
     if not len(history):
         return history
     learning = history.filter(pl.col("metric") == metrics[0])["run_id"].unique()

@@ -16,8 +16,7 @@ from callbacks.evaluation.turn_scores import (
     load_scores,
     score_metrics,
 )
-from callbacks.tracking.run_info import RUN_ID_FILE
-from experiments.reports.compare import history_frame, open_store
+from experiments.reports.compare import history_frame
 from experiments.reports.markdown import markdown_table
 from experiments.reports.preconditions import auc_of, place, weight_of, weight_ratio
 from experiments.reports.results import Run
@@ -110,14 +109,13 @@ def turns_section(runs: Sequence[Run]) -> str:
     )
 
 
-def gates_section(runs: Sequence[Run], tracking_uri: str) -> str:
+def gates_section(runs: Sequence[Run]) -> str:
     """Return tables of the gap and of the share of tokens that a self-teacher endorsed; "" if no run has logged gates.
 
     Args:
         runs: in the order of the page; metrics are means over the seeds of a method.
-        tracking_uri: MLflow store with their metrics.
     """
-    of = gate_history(runs, tracking_uri)
+    of = gate_history(runs)
     if not of:
         return ""
     gated = {method: history for method, history in of.items() if discriminates(history)}
@@ -140,16 +138,13 @@ def gates_section(runs: Sequence[Run], tracking_uri: str) -> str:
     return "\n".join(["\n## Gates\n", GATES_WORDS, *tables])
 
 
-def gate_history(runs: Sequence[Run], tracking_uri: str) -> dict[str, pl.DataFrame]:
+def gate_history(runs: Sequence[Run]) -> dict[str, pl.DataFrame]:
     """Map each method with gates to a table of step, metric, value (mean over the method's seeds)."""
-    files = {run: run.folder / RUN_ID_FILE for run in runs}
-    ids = {file.read_text().strip(): run.method for run, file in files.items() if file.exists()}
-    if not ids:
-        return {}
     metrics = [name + end for name in (ACTIVE, GAP) for end in ("", *(f"/{place}" for place in PLACES.values()))]
-    history = history_frame(open_store(tracking_uri), ids, metrics)
+    methods = {run.folder: run.method for run in runs}
+    history = history_frame(methods, metrics)
     means = history.group_by("run", "step", "metric").agg(pl.col("value").mean()).sort("step")
-    found = {method: means.filter(pl.col("run") == method) for method in dict.fromkeys(ids.values())}
+    found = {method: means.filter(pl.col("run") == method) for method in dict.fromkeys(methods.values())}
     return {method: own for method, own in found.items() if ACTIVE in own["metric"]}
 
 

@@ -10,13 +10,13 @@ import sqlite3
 import lightning as L
 import pytest
 import torch
+from mlflow import MlflowClient
 from torch.utils.data import DataLoader
 
 from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile, read_metrics
 from callbacks.tracking.mlflow_logger import MLflowLogger
 from callbacks.training.checkpoint_files import find_checkpoint
 from callbacks.training.resume import IterationCheckpoint
-from experiments.reports.compare import open_store
 
 
 class Crash(RuntimeError):
@@ -91,7 +91,7 @@ def test_a_resumed_run_has_every_metric_once(trainer_for, tmp_path, uri, crash_a
         file.write('{"step": 99, "ms": 1, "met')  # torn
     logger = fit(trainer_for, folder, Learner(), uri, resume=True, every=every)
     assert logged(folder) == list(expected())
-    client = open_store(uri)
+    client = MlflowClient(uri)
     for name, steps in (("train/loss", [0, 1, 2, 3, 4, 5]), ("val/em", [2, 5])):
         history = client.get_metric_history(logger.run_id, name)
         in_file = {step: metrics[name] for step, metrics in logged(folder) if name in metrics}
@@ -126,7 +126,7 @@ def test_a_store_that_takes_nothing_costs_one_line(trainer_for, tmp_path, uri, c
     if held is not None:  # it is sent them as soon as it takes them
         held.close()
         logger.flush()
-        assert len(open_store(f"sqlite:///{store}").get_metric_history(logger.run_id, "train/loss")) == 6
+        assert len(MlflowClient(f"sqlite:///{store}").get_metric_history(logger.run_id, "train/loss")) == 6
 
 
 def test_values_come_back_and_are_not_repeated(tmp_path):

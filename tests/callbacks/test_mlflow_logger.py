@@ -10,18 +10,18 @@ import sys
 import lightning as L
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from mlflow import MlflowClient
 
 from callbacks.evaluation.arcap import ARCap
 from callbacks.evaluation.evaluation import Evaluation
-from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
+from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile, read_metrics
 from callbacks.tracking.mlflow_logger import MLflowLogger
 from callbacks.tracking.trajectory_log import TrajectoryLog
 from experiments.reports.compare import (
     NoRunsError,
     compare,
+    find_runs,
     history_frame,
-    open_store,
-    runs_frame,
 )
 from experiments.reports.report import closing_table, read_evaluation, write_results
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
@@ -56,7 +56,11 @@ def outputs(tmp_path_factory, model_dir):
 
 
 def client_of(outputs):
-    return open_store(f"sqlite:///{outputs}/mlflow.db")
+    return MlflowClient(f"sqlite:///{outputs}/mlflow.db")
+
+
+def history_of(client, run_id, metric):
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, metric)]
 
 
 def rows_of(outputs, experiment="dgpo"):
@@ -77,13 +81,13 @@ def rows_of(outputs, experiment="dgpo"):
 
 def test_run_has_params_metrics_by_step_and_artifacts(outputs):
     client = client_of(outputs)
-    frame = runs_frame(client, "tests", ["dgpo-seed0"])
-    assert frame["run"].to_list() == ["dgpo-seed0"] and frame["status"].to_list() == ["FINISHED"]
-    run_id = frame["run_id"][0]
-    assert "model.policy" in client.get_run(run_id).data.params and frame["metrics.test/em"].to_list() == [0.75]
-    assert (outputs / "dgpo" / "key0" / "mlflow_run_id").read_text().strip() == run_id
-    losses = history_frame(client, {run_id: "x"}, ["train/loss"])
-    assert losses["step"].to_list() == [0, 1, 2, 3] and losses["value"].is_sorted(descending=True)
+    run_id = (outputs / "dgpo" / "key0" / "mlflow_run_id").read_text().strip()
+    run = client.get_run(run_id)
+    assert (run.info.run_name, run.info.status) == ("dgpo-seed0", "FINISHED")
+    assert "model.policy" in run.data.params and run.data.metrics["test/em"] == 0.75
+    losses = history_of(client, run_id, "train/loss")
+    assert [step for step, _ in losses] == [0, 1, 2, 3] and losses == sorted(losses, key=lambda point: -point[1])
+    assert losses == [*history_frame({outputs / "dgpo" / "key0": "x"}, ["train/loss"]).select("step", "value").rows()]
     artifacts = {a.path for a in client.list_artifacts(run_id)}
     assert artifacts == {"config.yaml", "trajectories"}
     assert [a.path for a in client.list_artifacts(run_id, "trajectories")] == ["trajectories/test-000004.html"]
@@ -104,11 +108,9 @@ def test_resume_continues_the_run_and_repeated_steps_count_once(outputs, tmp_pat
     second.log_metrics({"train/em": 0.3}, step=2)
     second.finalize("success")
     client = client_of(outputs)
-    frame = runs_frame(client, "resumes")
-    assert len(frame) == 1 and client.get_run(first.run_id).data.params["lr"] == "0.1" and second.run_id == first.run_id
-    history = history_frame(client, {first.run_id: "run"}, ["train/em"])
-    assert list(zip(history["step"], history["value"], strict=True)) == [(0, 0.1), (1, 0.2), (2, 0.3)]
-    assert len(client.get_metric_history(first.run_id, "train/em")) == 3, "a step has one value, the first"
+    assert client.get_run(first.run_id).data.params["lr"] == "0.1" and second.run_id == first.run_id
+    stored = history_of(client, first.run_id, "train/em")
+    assert stored == [(0, 0.1), (1, 0.2), (2, 0.3)], "a step has one value, the first"
     rows = read_metrics(tmp_path / METRICS_FILE)
     assert [row.metrics["train/em"] for row in rows] == [0.1, 0.2, 0.25, 0.3], "the file has what was logged"
 
@@ -160,19 +162,6 @@ def test_an_experiment_opens_with_its_runs_unless_the_user_chose_otherwise(outpu
     assert client.get_experiment(experiment).tags["mlflow.experimentKind"] == "genai_development"
 
 
-def test_compare_finds_runs_in_all_experiments(outputs):
-    for family in ("sod", "arpo"):
-        logger = MLflowLogger(family, f"{family}_grpo-seed0", f"sqlite:///{outputs}/mlflow.db")
-        logger.log_metrics({"test/em": 0.5})
-        logger.finalize()
-    client = client_of(outputs)
-    assert runs_frame(client, names=["*_grpo"])["run"].to_list() == ["sod_grpo-seed0", "arpo_grpo-seed0"]
-    assert runs_frame(client, "arpo")["run"].to_list() == ["arpo_grpo-seed0"]
-    assert "arpo_grpo-seed0" in compare(outputs, ["*_grpo"], metrics=("test/em",))
-    with pytest.raises(NoRunsError, match=r"no run fits \['none'\]; the runs are: .*arpo_grpo-seed0.*dgpo-seed0"):
-        runs_frame(client, names=["none"])
-
-
 @pytest.mark.slow
 def test_runs_that_start_at_once_share_a_new_store(tmp_path):
     program = (
@@ -195,21 +184,23 @@ def test_runs_that_start_at_once_share_a_new_store(tmp_path):
         run.stdin.flush()
     for run in runs:
         assert run.wait(timeout=1000) == 0, run.stderr.read()
-    client = open_store(f"sqlite:///{tmp_path}/new/mlflow.db")
-    assert sorted(runs_frame(client, "tests")["run"].to_list()) == ["a", "b"]
+    client = MlflowClient(f"sqlite:///{tmp_path}/new/mlflow.db")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    assert sorted(run.info.run_name for run in client.search_runs(experiments)) == ["a", "b"]
 
 
-def test_filters_that_fit_nothing_say_what_exists(outputs, tmp_path):
-    client = client_of(outputs)
-    assert runs_frame(client, "tests", ["kd"])["run"].to_list() == ["kd-seed0", "kd-seed1"]
-    with pytest.raises(NoRunsError, match="no run fits .*'kd_ppo'.*the runs are: dgpo-seed0, dgpo-seed1, kd-"):
-        runs_frame(client, "tests", ["kd_ppo"])
-    with pytest.raises(NoRunsError, match=r"no run fits \['kd_ppo'\]"):
-        runs_frame(client, "tests", ["kd", "kd_ppo"])
-    with pytest.raises(NoRunsError, match="no MLflow experiment 'nothing'; expected one of .*tests"):
-        runs_frame(client, "nothing")
-    with pytest.raises(FileNotFoundError, match="train an experiment first"):
-        open_store(f"sqlite:///{tmp_path}/none.db")
+def test_compare_prints_a_table_of_the_runs_that_fit(outputs, tmp_path):
+    text = compare(outputs, ["kd", "dgpo"], metrics=("test/em", "never/logged"))
+    assert text.count("kd") >= 2 and text.count("dgpo") >= 2 and "0.75" in text
+    assert "test/em" in text and "never/logged" not in text
+    (outputs / "kd" / "key1" / "config.yaml").write_text("seed_everything: 1\n")
+    assert [name for name, _ in find_runs(outputs, ["kd"])] in (["kd", "kd-seed1"], ["kd-seed1", "kd"])
+    assert [name for name, _ in find_runs(outputs, ["k*1"])] == ["kd-seed1"]
+    (outputs / "kd" / "key1" / "config.yaml").unlink()
+    with pytest.raises(NoRunsError, match=r"no run fits \['kd_ppo'\] in .*; the runs are: dgpo, kd"):
+        find_runs(outputs, ["kd", "kd_ppo"])
+    with pytest.raises(NoRunsError, match="train an experiment first"):
+        find_runs(tmp_path)
 
 
 def test_closing_table(outputs):
@@ -225,8 +216,7 @@ def test_closing_table(outputs):
 
 def test_results_page_and_json(outputs, tmp_path):
     rows = rows_of(outputs)
-    uri = f"sqlite:///{outputs}/mlflow.db"
-    paths = write_results("dgpo", [*rows, rows[0]], tmp_path, "make reproduce EXP=dgpo", tracking_uri=uri)
+    paths = write_results("dgpo", [*rows, rows[0]], tmp_path, "make reproduce EXP=dgpo")
     # train/em and its like are not logged by this little module: no curves
     assert [p.name for p in paths] == ["dgpo.md", "dgpo.json"]
     objects = json.loads(paths[1].read_text())
@@ -254,7 +244,7 @@ def test_results_page_and_json(outputs, tmp_path):
 def test_results_page_holds_the_test_at_temperature_1(outputs, tmp_path):
     """KD's own test stands in for the sampled test of both: no difference there, and 0.250 in every sampled column."""
     rows = [row | {"sampled": outputs / "kd" / f"key{row['seed']}"} for row in rows_of(outputs)]
-    page, data, *_ = write_results("dgpo", rows, tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    page, data, *_ = write_results("dgpo", rows, tmp_path, "x")
     assert all(o["sampled"]["mean"] == 0.25 and o["sampled"]["k"] == 10 for o in json.loads(data.read_text()))
     lines = page.read_text().splitlines()
     differences = [line for line in lines if line.startswith("| DGPO - KD")]
@@ -264,21 +254,19 @@ def test_results_page_holds_the_test_at_temperature_1(outputs, tmp_path):
 
 
 def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):
-    client = client_of(outputs)
     for row in rows_of(outputs):
-        run_id = (row["folder"] / "mlflow_run_id").read_text().strip()
+        file = MetricsFile(row["folder"] / METRICS_FILE)
         for step in range(5):
-            client.log_metric(run_id, "train/em", 0.1 * step + 0.05 * row["seed"], step=step)
-        for step in (2, 4):
-            client.log_metric(run_id, "val/em", 0.1 * step + 0.05 * row["seed"], step=step)
-    paths = write_results("dgpo", rows_of(outputs), tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+            value = 0.1 * step + 0.05 * row["seed"]
+            file.append({"train/em": value} | ({"val/em": value} if step in (2, 4) else {}), step)
+    paths = write_results("dgpo", rows_of(outputs), tmp_path, "x")
     assert paths[-1].name == "dgpo_curves.png" and paths[-1].read_bytes()[:4] == b"\x89PNG"
     assert "(dgpo_curves.png)" in (page := paths[0].read_text())
     assert "| DGPO | 2 | 0.325 | 0.300 to 0.350 |" in page, "mean over validations, then over seeds"
 
 
 def differences(rows, folder, outputs):
-    page, *_ = write_results("dgpo", rows, folder, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    page, *_ = write_results("dgpo", rows, folder, "x")
     lines = [line for line in page.read_text().splitlines() if line.startswith("| DGPO - KD")]
     return {line.split(" | ")[1]: line.split(" | ")[2].split()[0] for line in lines}
 
@@ -298,6 +286,6 @@ def test_a_model_of_all_seeds_is_compared_with_each_of_them(outputs, tmp_path):
 def test_only_seeds_that_both_methods_have_are_compared(outputs, tmp_path):
     rows = [row for row in rows_of(outputs) if not (row["name"] == "dgpo" and row["seed"] == 1)]
     assert len(rows) == 3
-    page, *_ = write_results("dgpo", rows, tmp_path, "x", tracking_uri=f"sqlite:///{outputs}/mlflow.db")
+    page, *_ = write_results("dgpo", rows, tmp_path, "x")
     lines = [line for line in page.read_text().splitlines() if line.startswith("| DGPO - KD")]
     assert [line.split(" | ")[1] for line in lines] == ["0"]  # KD's seed 1 is nowhere

@@ -265,10 +265,11 @@ def _run(name: str, folder: Path, dtype: str, ranks: int, samples: int, retrieve
 
 def logged(outputs: Path) -> dict[str, float]:
     """The last value of every metric of the newest run."""
-    from callbacks.tracking.run_info import SQLITE
-    from experiments.reports.compare import open_store
+    from mlflow import MlflowClient
 
-    client = open_store(f"{SQLITE}/{outputs}/mlflow.db")
+    from callbacks.tracking.run_info import SQLITE
+
+    client = MlflowClient(f"{SQLITE}/{outputs}/mlflow.db")
     experiments = [e.experiment_id for e in client.search_experiments()]
     [newest, *_] = client.search_runs(experiments, order_by=["attributes.start_time DESC"])
     return newest.data.metrics

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 import yaml
+from mlflow import MlflowClient
 
 from callbacks.tracking.mlflow_logger import MLflowLogger
 from experiments.registry.keys import PathHasher
-from experiments.reports.compare import open_store
 from experiments.stages.inputs import dataset_inputs
 from experiments.stages.stage import log_configuration
 from experiments.stages.store import StageFolder
@@ -56,7 +56,7 @@ def test_a_run_has_parameters_tags_and_data_sets(store, tmp_path, monkeypatch):
         log_configuration(SimpleNamespace(loggers=[logger], is_global_zero=True), store)
         logger.log_hyperparams({"lr": 1.0, "clip": 0.2})  # the module's own: the first is in the configuration
         logger.flush()
-    run = open_store(uri).get_run(logger.run_id)
+    run = MlflowClient(uri).get_run(logger.run_id)
 
     params, train = run.data.params, tmp_path / "world_tiny/key0/train.parquet"
     assert params["model"] == "GRPO" and params["model.lr"] == "1e-06" and params["model.clip"] == "0.2"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from mlflow import MlflowClient
 
 from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile
 from callbacks.tracking.run_info import RUN_ID_FILE
-from experiments.reports.compare import history_frame, open_store
 from experiments.stages.store import StageFolder
 
 FIT = """
@@ -45,12 +45,12 @@ def test_a_lost_run_is_made_anew_and_what_is_there_is_not_sent_again(workshop, r
     imported = run_here("metrics", "x")
     assert imported.returncode == 2 and "left out 1 of 2 runs" in imported.stderr, imported
     assert "x/0: left out:" in imported.stdout and "0 values sent" in imported.stdout
-    client = open_store(f"sqlite:///{workshop.project.outputs}/mlflow.db")
+    client = MlflowClient(f"sqlite:///{workshop.project.outputs}/mlflow.db")
     run = client.get_run((done.path / RUN_ID_FILE).read_text().strip())
     assert run.data.params["model.lr"] == "0.5" and run.data.tags["commit"] == "abc"
     assert (run.info.status, run.info.run_name, run.info.end_time) == ("FINISHED", "x-seed0", 2_000_000_000_000)
-    history = history_frame(client, {run.info.run_id: "x"}, ["train/loss"])
-    assert list(zip(history["step"], history["value"], strict=True)) == [(0, 1.0), (1, 0.75), (2, 0.5)]
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(0, 1.0), (1, 0.75), (2, 0.5)]
     workshop.write("x", FIT.replace("a run", f"a run, columns: [{', '.join(name[5:] for name in ODD)}]"))
     compared = run_here("compare", "x")
     cells = [line.replace("\u2502", " ").split() for line in compared.stdout.splitlines()]

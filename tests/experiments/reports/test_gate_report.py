@@ -1,10 +1,10 @@
-"""What the page says of gates, from a real store."""
+"""What the page says of gates."""
 
 from __future__ import annotations
 
 import pytest
 
-from callbacks.tracking.mlflow_logger import MLflowLogger
+from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile
 from experiments.reports.results import Run
 from experiments.reports.signal_tables import ACTIVE, GAP, at_end, gate_history, gates_section
 
@@ -13,27 +13,24 @@ from experiments.reports.signal_tables import ACTIVE, GAP, at_end, gate_history,
 def logged(tmp_path_factory):
     """Two seeds whose share rises by .01 an iteration, one .1 higher; a run without gates, and one at beta 0."""
     folder = tmp_path_factory.mktemp("gates")
-    uri = f"sqlite:///{folder}/mlflow.db"
     runs = []
     for name, seed, base in (("SDAR", 0, 0.3), ("SDAR", 1, 0.4), ("GRPO", 0, None), ("beta 0", 0, 0.0)):
         stage = folder / name / str(seed)
         stage.mkdir(parents=True)
-        logger = MLflowLogger("tests", f"{name}-{seed}", uri, save_dir=str(stage))
+        file = MetricsFile(stage / METRICS_FILE)
         for step in range(20):
             figures = {"train/reward": 1.0}
             if base is not None:
                 share = base + 0.01 * step if base else 0.0
                 figures |= {ACTIVE: share, GAP: -share, f"{ACTIVE}/part1": share, f"{ACTIVE}/turn1": share + 0.1}
                 figures[f"{GAP}/turn1"] = -2 * share
-            logger.log_metrics(figures, step)
-        logger.finalize()
+            file.append(figures, step)
         runs.append(Run(name.lower(), name, seed, stage, 1.0, "make", "c0"))
-    return runs, uri, folder
+    return runs
 
 
 def test_seeds_are_averaged_and_both_ends_are_told(logged):
-    runs, uri, _ = logged
-    history = gate_history(runs, uri)
+    history = gate_history(logged)
     assert list(history) == ["SDAR", "beta 0"]
     assert at_end(history["SDAR"], ACTIVE) == pytest.approx(0.35 + 0.145)
     assert at_end(history["SDAR"], ACTIVE, last=False) == pytest.approx(0.35 + 0.045)
@@ -41,12 +38,11 @@ def test_seeds_are_averaged_and_both_ends_are_told(logged):
 
 
 def test_section(logged):
-    runs, uri, _ = logged
-    text = gates_section(runs, uri)
+    text = gates_section(logged)
     assert "| SDAR | -0.395 | -0.495 | 0.395 | 0.495 |" in text
     assert "| SDAR | 0.495 | - | - | 0.595 | - |" in text and "GRPO" not in text
     assert "| SDAR | - | - | - | -0.990 | - |" in text, "the gap by turn"
     assert "0.000 | - | - |" in text, "gates that are all one half endorse nothing and refuse nothing"
     assert text.count("| beta 0 |") == 2, "the gap it has"
-    assert gates_section(runs[2:3], uri) == ""
-    assert "| beta 0 |" in gates_section(runs[2:], uri)
+    assert gates_section(logged[2:3]) == ""
+    assert "| beta 0 |" in gates_section(logged[2:])
