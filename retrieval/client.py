@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import logging
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +15,16 @@ import aiohttp
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from common.async_calls import pause_before_retry
 from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.secret import authorization
+from common.sessions import LoopSession
 from common.text import whole
 from retrieval.types import LOADING, Document, RetrievalError, split_contents
 
 LOADING_TIMEOUT_S = 1800.0  # seconds for a server to load
 LOADING_PAUSE_S = 2.0  # seconds until a loading server is asked again
 FILE_PREFIX = "file:"
-_JITTER = random.Random()  # separate, so that pauses do not change the seeded generators of a run
 logger = logging.getLogger(__name__)
 
 
@@ -62,19 +62,12 @@ class RetrieverClient:
     ) -> None:
         if not urls or not all(url.startswith(("http://", "https://", FILE_PREFIX)) for url in urls):
             raise ValueError(f'urls: expected at least one "http://host:port" or "file:PATH"; found {urls}')
-        if timeout <= 0 or retries < 0 or backoff < 0 or max_connections < 1 or loading_timeout <= 0:
-            raise ValueError(
-                "expected timeout > 0, retries >= 0, backoff >= 0, max_connections >= 1, loading_timeout > 0; found "
-                f"{timeout}, {retries}, {backoff}, {max_connections}, {loading_timeout}"
-            )
         self.urls = [url if url.startswith(FILE_PREFIX) else _endpoint(url) for url in urls]
-        self.timeout, self.retries, self.backoff, self.max_connections = timeout, retries, backoff, max_connections
+        self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.loading_timeout = loading_timeout
         self._told_loading: set[str] = set()
         self._next_url = itertools.cycle(self.urls)
-        self._session: aiohttp.ClientSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._free: asyncio.Semaphore | None = None
+        self._session = LoopSession("a RetrieverClient", max_connections)
         self._tried = False
 
     async def start(self) -> None:
@@ -118,7 +111,7 @@ class RetrieverClient:
                     logger.warning("waiting for the retriever at %s, which is loading: %s", url, error)
                 loading += 1
                 if loading % len(self.urls) == 0:  # another server may be ready
-                    await asyncio.sleep(LOADING_PAUSE_S * _JITTER.uniform(0.5, 1.5))
+                    await asyncio.sleep(pause_before_retry(1, LOADING_PAUSE_S))
                 continue
             except _Rejected as error:
                 raise RetrievalError(f"{url} rejected the request: {error}") from error
@@ -127,14 +120,14 @@ class RetrieverClient:
             except (aiohttp.ClientError, OSError, _Nonsense) as error:
                 failures.append(f"{url}: {type(error).__name__.strip('_')}: {error}")
             if len(failures) <= self.retries:
-                await asyncio.sleep(self.backoff * 2 ** (len(failures) - 1) * _JITTER.uniform(0.5, 1.5))
+                await asyncio.sleep(pause_before_retry(len(failures), self.backoff))
         raise RetrievalError(
             f"no answer from the retriever after {len(failures)} attempts ({'; '.join(dict.fromkeys(failures))}); "
             "see that it is running, and that the address is right"
         )
 
     async def _post(self, url: str, body: bytes) -> bytes:
-        session, free = self._connections()
+        session, free = self._session.open()
         async with free, asyncio.timeout(self.timeout):
             headers = {"Content-Type": "application/json"} | authorization()
             async with session.post(url, data=body, headers=headers) as response:
@@ -148,24 +141,10 @@ class RetrieverClient:
             raise _Loading(detail)
         raise _Nonsense(f"status {response.status}: {said}")
 
-    def _connections(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._free is None or self._loop is not loop:
-            if self._session is not None and self._loop is not None and not self._loop.is_closed():
-                raise RuntimeError("a RetrieverClient serves one event loop at a time; make one per loop")
-            self._loop, self._free = loop, asyncio.Semaphore(self.max_connections)
-            # without aiohttp's limit and deadline, because its deadline includes the wait for a free connection
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-            )
-        return self._session, self._free
-
     async def close(self) -> None:
         """Close the connections; a later search opens new ones."""
         self._tried = False
-        if self._session is not None and self._loop is asyncio.get_running_loop():
-            await self._session.close()
-        self._session = self._loop = self._free = None
+        await self._session.close()
 
 
 def current_url(address: str) -> str:

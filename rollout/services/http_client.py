@@ -1,4 +1,4 @@
-"""HTTP client of the rollout: API keys from the environment, pooled sessions, one JSON request."""
+"""HTTP client of the rollout: API keys from the environment, one JSON request."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from rollout.services.async_calls import PerLoop
 from rollout.trajectory import InfrastructureError
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
@@ -58,39 +56,6 @@ class ApiKey:
 
     def __repr__(self) -> str:
         return f"ApiKey({self.variable})"
-
-
-class LoopSession:
-    """An aiohttp session for one event loop at a time; a new loop gets new connections.
-
-    Args:
-        owner: the class that uses it, for messages.
-        slots: requests in flight at once, or None for no limit.
-        connector: makes the connection pool. The default pool is aiohttp's without its limit, because waiting for a
-            free connection would count as the service's time.
-    """
-
-    def __init__(
-        self, owner: str, slots: int | None = None, connector: Callable[[], aiohttp.BaseConnector] | None = None
-    ) -> None:
-        connect = connector or (lambda: aiohttp.TCPConnector(limit=0))
-
-        def make() -> tuple[aiohttp.ClientSession, AbstractAsyncContextManager[Any]]:
-            session = aiohttp.ClientSession(
-                connector=connect(), timeout=aiohttp.ClientTimeout(total=None), cookie_jar=aiohttp.DummyCookieJar()
-            )
-            return session, nullcontext() if slots is None else asyncio.Semaphore(slots)
-
-        self._held = PerLoop(owner, make)
-
-    def open(self) -> tuple[aiohttp.ClientSession, AbstractAsyncContextManager[Any]]:
-        """Return the running loop's session and a context manager that holds one of its slots."""
-        return self._held.get()
-
-    async def close(self) -> None:
-        """Close the connections; a later use opens new ones."""
-        if held := self._held.drop():
-            await held[0].close()
 
 
 @dataclass(frozen=True, slots=True)

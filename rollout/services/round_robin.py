@@ -9,8 +9,9 @@ import math
 import time
 from typing import Any
 
-from rollout.services.async_calls import pause_before_retry
-from rollout.services.http_client import Answer, ApiKey, LoopSession, post_json
+from common.async_calls import pause_before_retry
+from common.sessions import LoopSession
+from rollout.services.http_client import Answer, ApiKey, post_json
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
 _LONGEST_PAUSE_S = 60.0  # that a server may ask for, or between attempts with ``patience``

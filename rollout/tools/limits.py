@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from common.async_calls import PerLoop
 from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.text import whole
-from rollout.services.async_calls import PerLoop, with_retries
+from rollout.services.async_calls import with_retries
 from rollout.tools.base import Bounded, OwnFault, Startable, Tool, own_faults
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 

@@ -14,9 +14,9 @@ import aiohttp
 
 from common.errors import one_line
 from common.secret import authorization
+from common.sessions import LoopSession
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.server.wire import GENERATION, TokenRequest
-from rollout.services.http_client import LoopSession
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
 HEALTH_S = 10.0  # a live server answers in this time, even while it generates

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from common.sessions import LoopSession
 from rollout.engines.base import Generation, SamplingParams, check_request
 from rollout.engines.process import check_model_folder
 from rollout.engines.server.client import OtherWeights, ServerClient, ServerWeightState
 from rollout.engines.server.nccl import NCCLSender
 from rollout.engines.server.pool import ServerPool
 from rollout.engines.weights.files import SHARED_MEMORY, WeightFiles, in_type, names_and_shapes, new_file
-from rollout.services.http_client import LoopSession
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from rollout.services.http_client import ApiKey, LoopSession, post_json
+from common.sessions import LoopSession
+from rollout.services.http_client import ApiKey, post_json
 from rollout.tools.python.base import Run, RunStatus, ended, middle_cut, readable, refused
 from rollout.trajectory import InfrastructureError
 

@@ -9,8 +9,8 @@ import platform
 import signal
 from typing import Any
 
+from common.async_calls import PerLoop
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
-from rollout.services.async_calls import PerLoop
 from rollout.tools.python import probe
 from rollout.tools.python.base import Run, RunStatus, ended, middle_cut, readable, refused
 from rollout.tools.python.connection import SERVER, START_S, SandboxServer

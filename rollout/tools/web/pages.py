@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from common.ranges import PositiveFloat, PositiveInt
-from rollout.services.http_client import LoopSession
+from common.sessions import LoopSession
 
 _HEADERS = {  # many servers refuse unknown agents
     "User-Agent": "Mozilla/5.0 (compatible; CompactAgents)",

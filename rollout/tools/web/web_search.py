@@ -11,8 +11,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from common.ranges import PositiveFloat, PositiveInt
+from common.sessions import LoopSession
 from common.text import whole
-from rollout.services.http_client import NOT_ALLOWED, Answer, ApiKey, LoopSession, post_json
+from rollout.services.http_client import NOT_ALLOWED, Answer, ApiKey, post_json
 from rollout.tools.limits import SharedCache
 from rollout.tools.search import query_of
 from rollout.tools.web.search_cache import SearchCache, SearchCacheError, cache_key

@@ -10,12 +10,12 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from common.secret import SECRET_VARIABLE
+from common.sessions import LoopSession
 from rollout.engines.base import Generation, SamplingParams
 from rollout.engines.process import EngineProcess
 from rollout.engines.server.client import ServerClient
 from rollout.engines.server.server import EngineServer
 from rollout.engines.server.wire import TokenRequest
-from rollout.services.http_client import LoopSession
 from rollout.trajectory import InfrastructureError
 
 
