@@ -12,14 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 T = TypeVar("T")
 
 
-def check_at_least_one(**counts: int | None) -> None:
-    """Refuse numbers below 1 (None: no limit). Raises ValueError."""
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1")
-
-
-def validated(kind: TypeAdapter[T], data: Any, what: str = "the whole") -> T:
+def validated(kind: TypeAdapter[T], data: Any, what: str) -> T:
     """Check plain JSON ``data`` against a type, and return an object of that type. Lists become tuples; other values
     are not converted.
 
@@ -32,15 +25,7 @@ def validated(kind: TypeAdapter[T], data: Any, what: str = "the whole") -> T:
     try:
         return kind.validate_json(orjson.dumps(data), strict=True)
     except ValidationError as error:
-        raise ValueError(fault_of(error, what)) from None
-
-
-def fault_of(error: ValidationError, what: str) -> str:
-    """Describe the first fault, such as "game.receptacles[0].number is '1': Input should be a valid integer"."""
-    fault = error.errors(include_url=False)[0]
-    where = what + _path(fault["loc"])
-    found = "" if fault["type"] == "missing" else f" is {fault['input']!r:.100}"
-    return f"{where}{found}: {fault['msg']}"
+        raise ValueError(f"{what}: {first_problem(error)}") from None
 
 
 def first_problem(error: ValidationError, whole: str = "") -> str:
@@ -56,7 +41,7 @@ def first_problem(error: ValidationError, whole: str = "") -> str:
     problem = error.errors(include_url=False)[0]
     reason = problem.get("ctx", {}).get("error", problem["msg"])
     place = f"{_path(problem['loc']).lstrip('.') or whole}: ".removeprefix(": ")
-    return f"{place}{reason}; found {short_repr(problem['input'])}"
+    return f"{place}{reason}" + ("" if problem["type"] == "missing" else f"; found {short_repr(problem['input'])}")
 
 
 def _path(parts: Iterable[str | int | None]) -> str:

@@ -12,7 +12,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from common.files import write_atomically
-from common.validation import fault_of
+from common.validation import first_problem
 from experiments.worlds.shopping.products import CatalogueError, Product
 
 _PRODUCT = TypeAdapter(Product)
@@ -72,7 +72,7 @@ def _product(path: Path, number: int, line: bytes) -> Product:
         return _PRODUCT.validate_json(line, strict=True)
     except ValidationError as error:
         raise CatalogueError(
-            f"{path}, line {number}: not a product of write_catalogue ({fault_of(error, 'product')}); expected a "
+            f"{path}, line {number}: not a product of write_catalogue ({first_problem(error)}); expected a "
             "catalogue.jsonl as BuildShop and ListWebShop write it"
         ) from error
 

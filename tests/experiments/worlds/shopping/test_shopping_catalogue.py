@@ -68,15 +68,13 @@ def test_wrong_files_are_named(tmp_path):
         written([ITEMS[0] | {"name": 7}])
     with pytest.raises(CatalogueError, match=r"not of WebShop's shape \(AttributeError"):
         written([ITEMS[0] | {"customization_options": {"size": [{"value": 7}]}}])
-    with pytest.raises(ValueError, match="limit is 0"):
-        load_webshop(**files, limit=0)
 
 
 def test_wrong_files_of_our_own_are_named(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"asin": "B1"}\n')
     with pytest.raises(
-        CatalogueError, match=r"own.jsonl, line 1: not a product of write_catalogue \(product.title: Field required\)"
+        CatalogueError, match=r"own.jsonl, line 1: not a product of write_catalogue \(title: Field required"
     ):
         load_catalogue(path)
     for wrong in ("[{", json.dumps(ITEMS)):
